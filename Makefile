@@ -1,0 +1,45 @@
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+
+.PHONY: demo test lint format venv gpu-check bench clean
+
+demo: $(STAMP)  ## RLHF on real human ratings, end to end
+	$(BIN)/python demo/prepare.py
+	$(BIN)/realrl tokenizer data/demo/sft-train.jsonl --out data/demo/tokenizer --vocab-size 2048
+	$(BIN)/realrl train recipes/demo/sft.yaml
+	$(BIN)/realrl train recipes/demo/reward.yaml
+	$(BIN)/realrl train recipes/demo/ppo.yaml
+	$(BIN)/realrl report runs/demo/sft runs/demo/reward runs/demo/ppo --out runs/demo
+
+test: lint  ## what CI runs
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+gpu-check: $(STAMP)  ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+bench: $(STAMP)  ## packed against padded training
+	$(BIN)/python bench/sft_throughput.py
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "realrl needs Python 3.11 or newer; name one with make PYTHON=python3.12" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_ARGS) -e '.[dev,demo]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs/demo data/demo

@@ -1,0 +1,51 @@
+"""What most algorithms and train methods have in common."""
+
+from realrl.algorithms.method import Method, Metrics, Sum
+from realrl.data.batch import Batch
+from realrl.dataflow.graph import DataflowGraph
+
+
+class StatelessAlgorithm:
+    """Graphs and a table of methods; nothing to save."""
+
+    def __init__(
+        self,
+        *,
+        graph: DataflowGraph,
+        eval_graph: DataflowGraph | None,
+        methods: dict[str, Method],
+        temperature: float = 1.0,
+    ) -> None:
+        self.graph = graph
+        self.eval_graph = eval_graph
+        self.temperature = temperature
+        self._methods = methods
+
+    def method(self, call: str) -> Method:
+        """The method of a call of either graph; KeyError if there is none of that name."""
+        return self._methods[call]
+
+    def state_dict(self) -> dict[str, float]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Nothing to put back."""
+
+
+class PlainTrain:
+    """Defaults of a train method: one epoch, nothing to prepare, no early stop."""
+
+    epochs: int = 1
+
+    def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
+        """The batch as it is."""
+        return batch, Metrics()
+
+    def stop(self, figures: dict[str, float]) -> bool:
+        """Never."""
+        return False
+
+    def finish(self) -> Metrics:
+        """No figures."""
+        return Metrics()

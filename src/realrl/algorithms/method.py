@@ -1,0 +1,140 @@
+"""What an algorithm says about each of its calls: tensors in, tensors out, nothing about devices."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from realrl.config.algorithms import GenerationConfig
+from realrl.data.batch import Batch, Ragged
+from realrl.dataflow.graph import DataflowGraph
+
+Sum = Callable[[Tensor], Tensor]
+"""Adds a tensor up over the data-parallel ranks of a call."""
+
+
+@dataclass(frozen=True, eq=False)
+class ModelOutput:
+    """What a model says of packed sequences of T tokens in all; `lengths` are the sequences' own.
+
+    logprobs: [T] for a language-model head: log p(token t | tokens before it), 0 at each sequence's first
+    token, at the sampling temperature. entropy: [T] likewise, without gradient. values: [T] for a scalar
+    head.
+    """
+
+    lengths: tuple[int, ...]
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+
+
+@dataclass
+class Metrics:
+    """Figures that add up over micro-batches and ranks: weighted means, and maxima.
+
+    means: name -> (sum, weight); maxima: name -> value. All are zero-dimensional tensors without gradient.
+    """
+
+    means: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+
+    def mean(self, name: str, total: Tensor, weight: Tensor | float) -> None:
+        """Add `total` out of `weight` to a mean."""
+        total = total.detach().double()
+        weight = torch.as_tensor(weight, dtype=torch.float64, device=total.device)
+        if name in self.means:
+            old_total, old_weight = self.means[name]
+            total, weight = old_total + total, old_weight + weight
+        self.means[name] = (total, weight)
+
+    def max(self, name: str, value: Tensor) -> None:
+        """Raise a maximum to at least `value`."""
+        value = value.detach().double()
+        self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
+
+    def update(self, other: "Metrics") -> None:
+        """Add another collection to this one."""
+        for name, (total, weight) in other.means.items():
+            self.mean(name, total, weight)
+        for name, value in other.maxima.items():
+            self.max(name, value)
+
+    def result(self) -> dict[str, float]:
+        """Plain numbers; a mean of weight 0 is NaN."""
+        out = {name: float(total / weight) for name, (total, weight) in self.means.items()}
+        return out | {name: float(value) for name, value in self.maxima.items()}
+
+
+@dataclass(frozen=True)
+class GenerateMethod:
+    """A `generate` call: continues `prompts` and yields the keys of `outputs`, renamed from the engine's.
+
+    The engine yields sequences (prompt and continuation), logprobs (aligned with sequences, 0 on the prompt),
+    prompt_length and finished (1 where the sequence ends with end-of-sequence, else 0).
+    """
+
+    sampling: GenerationConfig
+    prompts: str = "prompts"
+
+
+class InferenceMethod(Protocol):
+    """An `inference` call: runs the model without gradient."""
+
+    def sequences(self, batch: Batch) -> Ragged:
+        """Token rows to run the model on; a fixed number of consecutive rows per item."""
+
+    def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
+        """The call's output keys, a row per item."""
+
+    def metrics(self, batch: Batch) -> Metrics:
+        """Figures of a batch that has the call's outputs among its fields."""
+
+
+class TrainMethod(Protocol):
+    """A `train` call: `prepare` once, then for each epoch and mini-batch a sum of micro-batches' losses."""
+
+    epochs: int
+
+    def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
+        """Called once per step with all items of this rank; adds what the loss needs."""
+
+    def sequences(self, batch: Batch) -> Ragged:
+        """Token rows to run the model on; a fixed number of consecutive rows per item."""
+
+    def weight(self, batch: Batch) -> int:
+        """Number of terms the loss of these items is a sum of; the engine divides by its global total."""
+
+    def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
+        """Sum of the loss terms of a micro-batch, a scalar, and figures about it."""
+
+    def stop(self, figures: dict[str, float]) -> bool:
+        """Whether to drop this mini-batch's gradient and the rest of the call, given its global figures.
+
+        Asked on every rank after each mini-batch's losses, before its update."""
+
+    def finish(self) -> Metrics:
+        """Called once after the last mini-batch of the call; figures of the call as a whole."""
+
+
+Method = GenerateMethod | InferenceMethod | TrainMethod
+
+
+class Algorithm(Protocol):
+    """A training step, and an evaluation, as dataflow graphs with a method for every call."""
+
+    graph: DataflowGraph
+    eval_graph: DataflowGraph | None
+    """Calls of roles in `graph`; runs on evaluation records."""
+    temperature: float
+    """Log-probabilities everywhere are taken at this temperature."""
+
+    def method(self, call: str) -> Method:
+        """The method of a call of either graph."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Numbers that must survive a restart, such as an adaptive coefficient."""
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Put them back."""

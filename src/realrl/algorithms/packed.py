@@ -1,0 +1,71 @@
+"""Index arithmetic on packed rows: which tokens follow the prompt, and where each row ends."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from realrl.data.batch import Ragged
+
+
+@dataclass(frozen=True, eq=False)
+class Responses:
+    """The A tokens that follow the prompts in N packed sequences of T tokens in all.
+
+    index: [A] their places among the T tokens, ascending; never a sequence's first token, so `index - 1` is
+    the token before in the same sequence. row: [A] the sequence each belongs to. column: [A] how many
+    response tokens of the sequence come before it. counts: [N] response tokens of each sequence.
+    """
+
+    index: Tensor
+    row: Tensor
+    column: Tensor
+    counts: Tensor
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sequences: Ragged, prompt_length: Ragged) -> "Responses":
+        """sequences: N rows of tokens; prompt_length: N rows of one number."""
+        device = sequences.values.device
+        lengths = torch.tensor(sequences.lengths, dtype=torch.long, device=device)
+        starts = torch.tensor(sequences.offsets[:-1], dtype=torch.long, device=device)
+        prompt = prompt_length.values.clamp(min=1)
+        rows = torch.arange(len(sequences), device=device).repeat_interleave(lengths)
+        column = torch.arange(len(rows), device=device) - (starts + prompt)[rows]
+        index = (column >= 0).nonzero().squeeze(1)
+        counts = (lengths - prompt).clamp(min=0)
+        return cls(index, rows[index], column[index], counts, sequences.lengths)
+
+    @property
+    def total(self) -> int:
+        """A, the number of response tokens."""
+        return len(self.index)
+
+    def row_sums(self, values: Tensor) -> Tensor:
+        """values: [A]. Sum per sequence: [N] float64, so that it does not depend on the batch around it."""
+        out = torch.zeros(len(self.lengths), dtype=torch.float64, device=values.device)
+        return out.index_add(0, self.row, values.double())
+
+    def pad(self, values: Tensor) -> Tensor:
+        """values: [A]. One sequence per row, zeros behind it: [N, longest response]."""
+        width = int(self.counts.max()) if len(self.lengths) else 0
+        out = values.new_zeros(len(self.lengths), width)
+        out[self.row, self.column] = values
+        return out
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """The inverse of `pad`. padded: [N, longest response]; result: [A]"""
+        return padded[self.row, self.column]
+
+    def spread(self, values: Tensor) -> Ragged:
+        """values: [A]. Rows as long as the sequences, 0 on the prompts: values [T]."""
+        out = values.new_zeros(sum(self.lengths))
+        out[self.index] = values
+        return Ragged(out, self.lengths)
+
+
+def last_of_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The last value of each packed row. values: [sum(lengths)], every row at least one long; result: [N]"""
+    ends = torch.tensor(lengths, dtype=torch.long, device=values.device).cumsum(0)
+    return values[ends - 1]

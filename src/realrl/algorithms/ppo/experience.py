@@ -1,0 +1,102 @@
+"""From what the inference calls say of a step's sequences to rewards, advantages and returns."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from realrl.algorithms.method import Sum
+from realrl.algorithms.packed import Responses, last_of_rows
+from realrl.algorithms.ppo.advantages import gae
+from realrl.algorithms.ppo.kl import KLController
+from realrl.algorithms.ppo.normalization import Moments, ValueNorm, global_moments
+from realrl.config.algorithms import PPOConfig
+from realrl.data.batch import Batch
+
+
+@dataclass(frozen=True, eq=False)
+class Experience:
+    """N sequences with A action tokens in all, on the scale of rewards.
+
+    rewards: [N] given at the last action, without the KL penalty. kl: [N] sum over actions of
+    log p_actor - log p_ref. values: [A] of the state before each action. advantages, returns: [A].
+    kl_coef: the weight of the penalty. return_moments: over all ranks.
+    """
+
+    actions: Responses
+    rewards: Tensor
+    kl: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+    kl_coef: float
+    return_moments: Moments
+
+
+def shape_rewards(*, score: Tensor, finished: Tensor, config: PPOConfig) -> Tensor:
+    """clip((score - bias) * scale) per sequence; one cut off without end of sequence loses the penalty for it
+    and, under `truncated: bootstrap`, has no score. score, finished: [N]; result: [N]
+    """
+    rewards = (score - config.reward_bias) * config.reward_scale
+    if config.reward_clip is not None:
+        rewards = rewards.clamp(-config.reward_clip, config.reward_clip)
+    cut_off = finished == 0
+    if config.truncated == "bootstrap":
+        rewards = torch.where(cut_off, 0.0, rewards)
+    return torch.where(cut_off, rewards - config.missing_eos_penalty, rewards)
+
+
+class Appraiser:
+    """Turns each step's batch into experience, and carries the statistics that outlast a step.
+
+    Every train call owns one: the calls may run on different ranks, in any order, and all of them must see
+    the statistics from before the step and end the step with the same new ones.
+    """
+
+    def __init__(self, config: PPOConfig) -> None:
+        self._config = config
+        self._kl = KLController(config.kl)
+        self.value_norm = ValueNorm(config.value_norm, beta=config.value_norm_beta)
+        self.steps = 0
+
+    def appraise(self, batch: Batch, dp_sum: Sum) -> Experience:
+        """Called once per step with this rank's items; updates KL coefficient and value statistics."""
+        config, coef = self._config, self._kl.coef
+        actions = Responses.of(batch["sequences"], batch["prompt_length"])
+        log_ratio = (batch["logprobs"].values - batch["ref_logprobs"].values)[actions.index]
+        finished = batch["finished"].values
+        rewards = shape_rewards(score=batch["score"].values, finished=finished, config=config)
+        is_last = actions.column == actions.counts[actions.row] - 1
+        token_rewards = torch.where(is_last, rewards[actions.row], 0.0) - coef * log_ratio
+
+        state_values = self.value_norm.denormalise(batch["values"].values)
+        values = state_values[actions.index - 1]
+        terminal = torch.zeros_like(finished)
+        if config.truncated == "bootstrap":
+            terminal = torch.where(finished == 0, last_of_rows(state_values, actions.lengths), 0.0)
+        advantages = actions.unpad(
+            gae(
+                rewards=actions.pad(token_rewards),
+                values=actions.pad(values),
+                terminal=terminal,
+                counts=actions.counts,
+                gamma=config.gamma,
+                lam=config.lam,
+            )
+        )
+        returns, kl = advantages + values, actions.row_sums(log_ratio)
+        kl_moments, return_moments = global_moments(kl, dp_sum), global_moments(returns, dp_sum)
+        self._kl.update(kl=kl_moments.mean, sequences=int(kl_moments.count))
+        self.value_norm.update(return_moments)
+        self.steps += 1
+        return Experience(actions, rewards, kl, values, advantages, returns, coef, return_moments)
+
+    def state_dict(self) -> dict[str, float]:
+        """Statistics, and the number of steps they have seen."""
+        return {"steps": self.steps, **self._kl.state_dict(), **self.value_norm.state_dict()}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Put them back."""
+        self.steps = int(state["steps"])
+        self._kl.load_state_dict(state)
+        self.value_norm.load_state_dict(state)

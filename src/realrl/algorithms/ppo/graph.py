@@ -1,0 +1,58 @@
+"""PPO: four roles, six calls.
+
+Keys that are `like sequences` have a number per token, at the token's own place: `logprobs[t]` is the
+log-probability of token t given those before it, `values[t]` the critic's value of the state after token t.
+"""
+
+from realrl.dataflow.call import Call, Key, Kind
+from realrl.dataflow.graph import DataflowGraph
+
+KEYS = (
+    Key("prompts", "int64"),
+    Key("sequences", "int64"),
+    Key("prompt_length", "int64", "one"),
+    Key("finished", "float32", "one"),
+    Key("logprobs", "float32", "sequences"),
+    Key("ref_logprobs", "float32", "sequences"),
+    Key("values", "float32", "sequences"),
+    Key("score", "float32", "one"),
+)
+EXPERIENCE = ("sequences", "prompt_length", "finished", "logprobs", "ref_logprobs", "values", "score")
+GENERATE = Call(
+    "actor.generate",
+    "actor",
+    Kind.GENERATE,
+    ("prompts",),
+    ("sequences", "logprobs", "prompt_length", "finished"),
+    work=("prompts",),
+)
+
+
+def _on_sequences(name: str, output: str, extra: tuple[str, ...] = ()) -> Call:
+    role, _, kind = name.partition(".")
+    return Call(name, role, Kind(kind), ("sequences", *extra), (output,), work=("sequences",))
+
+
+def train_graph(*, minibatches: int) -> DataflowGraph:
+    """One step: sample, score, train. `minibatches` are optimizer steps per pass over the samples."""
+    calls = [
+        GENERATE,
+        _on_sequences("reward.inference", "score"),
+        _on_sequences("ref.inference", "ref_logprobs"),
+        _on_sequences("critic.inference", "values"),
+    ]
+    for role in ("actor", "critic"):
+        name = f"{role}.train"
+        calls.append(Call(name, role, Kind.TRAIN, EXPERIENCE, work=("sequences",), minibatches=minibatches))
+    return DataflowGraph(calls, KEYS)
+
+
+def eval_graph() -> DataflowGraph:
+    """Sample and score. The inference calls take what their figures need besides `sequences`."""
+    calls = [
+        GENERATE,
+        _on_sequences("reward.inference", "score", ("prompt_length", "finished")),
+        _on_sequences("ref.inference", "ref_logprobs", ("prompt_length", "logprobs")),
+    ]
+    used = {key for call in calls for key in (*call.inputs, *call.outputs)}
+    return DataflowGraph(calls, [key for key in KEYS if key.name in used])

@@ -1,0 +1,101 @@
+"""Means and deviations over all ranks, and values measured by them."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from realrl.algorithms.method import Sum
+
+# Returns that hardly vary are not blown up further than tenfold (the floor in Yu et al. 2022, MAPPO).
+MIN_VARIANCE = 1e-2
+EPSILON = 1e-8
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, mean and mean square of numbers on all ranks."""
+
+    count: float
+    mean: float
+    mean_square: float
+
+    @property
+    def variance(self) -> float:
+        """Mean squared distance from the mean."""
+        return max(self.mean_square - self.mean**2, 0.0)
+
+    @property
+    def std(self) -> float:
+        """Root of the variance."""
+        return float(self.variance**0.5)
+
+
+def global_moments(values: Tensor, dp_sum: Sum) -> Moments:
+    """values: [A] on this rank. All zero where no rank has any."""
+    # float64, so that the order in which ranks add up does not show in float32
+    x = values.detach().double()
+    count, total, squares = dp_sum(torch.stack([x.new_tensor(x.numel()), x.sum(), x.square().sum()])).tolist()
+    n = max(count, 1.0)
+    return Moments(count, total / n, squares / n)
+
+
+def whiten(values: Tensor, moments: Moments) -> Tensor:
+    """values: [A], shifted and scaled to mean 0 and deviation 1 by `moments`."""
+    return (values - moments.mean) / (moments.std + EPSILON)
+
+
+class ValueNorm:
+    """Mean and deviation of returns over the run, by which the critic's values are measured.
+
+    The mean over steps is weighted: `running` by each step's count of returns, `exponential` by
+    (1 - beta) beta^age with the usual correction for the start (Kingma and Ba 2015, section 3).
+    Before the first update, and always for `none`, the mean is 0 and the deviation 1.
+    """
+
+    def __init__(self, mode: Literal["none", "running", "exponential"], *, beta: float) -> None:
+        self._mode = mode
+        self._beta = beta
+        self._weight = self._total = self._squares = 0.0
+
+    def update(self, returns: Moments) -> None:
+        """Take in the returns of one step."""
+        if self._mode == "none" or not returns.count:
+            return
+        keep, add = (1.0, returns.count) if self._mode == "running" else (self._beta, 1 - self._beta)
+        self._weight = keep * self._weight + add
+        self._total = keep * self._total + add * returns.mean
+        self._squares = keep * self._squares + add * returns.mean_square
+
+    @property
+    def mean(self) -> float:
+        """Mean of returns."""
+        return self._total / self._weight if self._weight else 0.0
+
+    @property
+    def std(self) -> float:
+        """Deviation of returns, not below the root of MIN_VARIANCE."""
+        if not self._weight:
+            return 1.0
+        variance: float = max(self._squares / self._weight - self.mean**2, MIN_VARIANCE)
+        return variance**0.5
+
+    def normalise(self, values: Tensor) -> Tensor:
+        """From the rewards' scale to the critic's. values: any shape"""
+        return (values - self.mean) / self.std
+
+    def denormalise(self, values: Tensor) -> Tensor:
+        """From the critic's scale to the rewards'. values: any shape"""
+        return values * self.std + self.mean
+
+    def state_dict(self) -> dict[str, float]:
+        """The weighted sums."""
+        return {"value_weight": self._weight, "value_total": self._total, "value_squares": self._squares}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Put the sums back, unless values are not normalised."""
+        if self._mode != "none":
+            self._weight = state["value_weight"]
+            self._total = state["value_total"]
+            self._squares = state["value_squares"]

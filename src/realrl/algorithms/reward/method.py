@@ -1,0 +1,75 @@
+"""Reward modelling: the score of a sequence is the scalar head's value at its last token."""
+
+from torch import Tensor
+
+from realrl.algorithms.base import PlainTrain, StatelessAlgorithm
+from realrl.algorithms.method import Method, Metrics, ModelOutput
+from realrl.algorithms.packed import last_of_rows
+from realrl.algorithms.reward.losses import bradley_terry_loss
+from realrl.data.batch import Batch, Ragged
+from realrl.dataflow.graph import DataflowGraph
+
+
+def _pair_rows(batch: Batch) -> Ragged:
+    """Rows chosen 0, rejected 0, chosen 1, ... so that both sequences of a pair stay in one micro-batch."""
+    pairs = zip(batch["chosen"].rows(), batch["rejected"].rows(), strict=True)
+    return Ragged.of((row for pair in pairs for row in pair), dtype=batch["chosen"].values.dtype)
+
+
+def _pair_scores(output: ModelOutput) -> tuple[Tensor, Tensor]:
+    """Scores of the chosen and of the rejected sequences, [N] each."""
+    assert output.values is not None
+    scores = last_of_rows(output.values, output.lengths).float()
+    return scores[0::2], scores[1::2]
+
+
+def _figures(*, chosen: Tensor, rejected: Tensor) -> Metrics:
+    """Means over pairs: `loss`, `accuracy`, `margin`, `chosen_score`, `rejected_score`. Both scores: [N]"""
+    metrics, pairs = Metrics(), len(chosen)
+    metrics.mean("loss", bradley_terry_loss(chosen=chosen, rejected=rejected).double().sum(), pairs)
+    metrics.mean("accuracy", (chosen > rejected).double().sum(), pairs)
+    metrics.mean("margin", (chosen.double() - rejected.double()).sum(), pairs)
+    metrics.mean("chosen_score", chosen.double().sum(), pairs)
+    metrics.mean("rejected_score", rejected.double().sum(), pairs)
+    return metrics
+
+
+class RewardInference:
+    """Scores of both sequences of each pair."""
+
+    def sequences(self, batch: Batch) -> Ragged:
+        """Two rows per pair: chosen, rejected."""
+        return _pair_rows(batch)
+
+    def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
+        """`chosen_score` and `rejected_score`: one number per pair."""
+        chosen, rejected = _pair_scores(output)
+        return {"chosen_score": Ragged.scalars(chosen), "rejected_score": Ragged.scalars(rejected)}
+
+    def metrics(self, batch: Batch) -> Metrics:
+        """Loss, accuracy, margin and mean scores."""
+        return _figures(chosen=batch["chosen_score"].values, rejected=batch["rejected_score"].values)
+
+
+class RewardTrain(PlainTrain):
+    """Bradley-Terry loss over pairs."""
+
+    def sequences(self, batch: Batch) -> Ragged:
+        """Two rows per pair: chosen, rejected."""
+        return _pair_rows(batch)
+
+    def weight(self, batch: Batch) -> int:
+        """Number of pairs."""
+        return len(batch)
+
+    def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
+        """Sum over pairs."""
+        chosen, rejected = _pair_scores(output)
+        loss = bradley_terry_loss(chosen=chosen, rejected=rejected).sum()
+        return loss, _figures(chosen=chosen.detach(), rejected=rejected.detach())
+
+
+def reward_algorithm(graph: DataflowGraph, eval_graph: DataflowGraph | None) -> StatelessAlgorithm:
+    """The algorithm for these graphs."""
+    methods: dict[str, Method] = {"reward.train": RewardTrain(), "reward.inference": RewardInference()}
+    return StatelessAlgorithm(graph=graph, eval_graph=eval_graph, methods=methods)

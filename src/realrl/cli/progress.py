@@ -1,0 +1,79 @@
+"""What a person sees while a run goes on."""
+
+import time
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+if TYPE_CHECKING:
+    from realrl.config.experiment import Experiment
+    from realrl.runtime.train import Record
+
+_HEADLINES = {
+    "sft": ("actor.train/loss", "actor.inference/loss"),
+    "reward": ("reward.train/loss", "reward.train/accuracy", "reward.inference/accuracy"),
+    "ppo": (
+        "reward.inference/score",
+        "actor.train/score",
+        "actor.train/kl",
+        "actor.train/response_tokens",
+        "critic.train/value_loss",
+        "actor.inference/kl",
+        "judge",
+    ),
+}
+"""The figures that matter, per algorithm."""
+
+_QUIET_SECONDS = 10.0
+"""Without a terminal, training lines are at least this far apart, so that a log stays readable."""
+
+
+class Progress:
+    """One bar, and one line per evaluation; in a log file, a line now and then instead of the bar."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._bars = Bars(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=self._console,
+        )
+        self._headlines: tuple[str, ...] = ()
+        self._steps = 0
+        self._spoken = 0.0
+
+    def begin(self, experiment: "Experiment", steps: int) -> None:
+        """Show the bar."""
+        self._headlines, self._steps = _HEADLINES[experiment.algorithm], steps
+        self._task = self._bars.add_task(experiment.algorithm, total=steps, figures="")
+        if self._console.is_terminal:
+            self._bars.start()
+
+    def note(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._console.print(f"note: {text}")
+
+    def record(self, record: "Record") -> None:
+        """Move the bar, or print an evaluation."""
+        text = self._figures(record)
+        if record.kind == "eval":
+            self._console.print(f"step {record.step}/{self._steps} evaluation: {text}")
+            return
+        self._bars.update(self._task, completed=record.step, figures=text)
+        if not self._console.is_terminal and time.monotonic() - self._spoken > _QUIET_SECONDS:
+            self._spoken = time.monotonic()
+            self._console.print(f"step {record.step}/{self._steps} {record.seconds:.2f} s: {text}")
+
+    def end(self, run_dir: str, seconds: float) -> None:
+        """Take the bar away and say where everything is."""
+        self._bars.stop()
+        self._console.print(f"done in {seconds:.0f} s; results in {run_dir}")
+
+    def _figures(self, record: "Record") -> str:
+        shown = (name for name in self._headlines if name in record.figures)
+        return "  ".join(f"{name.replace('/', ' ')} {record.figures[name]:.4g}" for name in shown)

@@ -1,0 +1,84 @@
+"""`realrl report`."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from realrl.cli.report_runs import FinishedRun, Sample
+
+_LABELS = {
+    "reward_pair_accuracy": "reward model: held-out pairs ranked right",
+    "judge_before": "independent judge, before",
+    "judge_after": "independent judge, after",
+    "reward_before": "reward model's score, before",
+    "reward_after": "reward model's score, after",
+    "kl": "KL to the reference after (nats per sequence)",
+}
+_SHOWN_SAMPLES = 3
+
+
+def report(
+    run_dirs: Annotated[list[str], typer.Argument(help="Directories of finished runs.")],
+    out: Annotated[str, typer.Option(metavar="DIR", help="Directory for report.json and report.png.")],
+) -> None:
+    """Sum up finished runs: a table and samples here, figures in report.json, curves in report.png."""
+    from importlib.util import find_spec
+
+    from realrl.cli.report_figures import report_figures
+    from realrl.cli.report_runs import read_runs
+    from realrl.config.errors import UserError
+
+    if find_spec("matplotlib") is None:
+        raise UserError("the report's curves need matplotlib: pip install 'realrl[demo]'")
+    from realrl.cli.report_picture import draw_picture
+
+    runs = read_runs(run_dirs)
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = report_figures(runs)
+    (folder / "report.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    draw_picture(runs, folder / "report.png")
+    _print_report(runs, figures)
+    typer.echo(f"figures: {folder / 'report.json'}   curves: {folder / 'report.png'}")
+
+
+def _print_report(runs: "dict[str, FinishedRun]", figures: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title="Figures", title_justify="left", show_header=False)
+    for name, label in _LABELS.items():
+        if name in figures:
+            table.add_row(label, f"{figures[name]:.3f}")
+    for name, seconds in figures["seconds"].items():
+        table.add_row(f"wall time, {name}", f"{seconds:.0f} s")
+    console.print(table)
+    for run in runs.values():
+        if len(run.samples) > 1:
+            console.print(_sample_table(run.samples[0], run.samples[-1]))
+
+
+def _sample_table(before: "tuple[Sample, ...]", after: "tuple[Sample, ...]") -> Any:
+    """Completions of the same prompts, side by side."""
+    from rich.table import Table
+    from rich.text import Text
+
+    later = {sample.prompt: sample for sample in after}
+    table = Table(title="Samples", title_justify="left", show_lines=True)
+    for heading in ("prompt", "before", "after"):
+        table.add_column(heading, ratio=1)
+    shown = [sample for sample in before if sample.prompt in later][:_SHOWN_SAMPLES]
+    for sample in shown:
+        # Text, not str: completions may hold brackets, which rich would take for markup.
+        table.add_row(Text(sample.prompt), _completion(sample, Text), _completion(later[sample.prompt], Text))
+    return table
+
+
+def _completion(sample: "Sample", text: Any) -> Any:
+    marks = (("score", sample.score), ("judge", sample.judge))
+    labels = "  ".join(f"{name} {value:+.2f}" for name, value in marks if value is not None)
+    return text.assemble(sample.completion.strip(), ("\n" + labels, "dim") if labels else "")

@@ -1,0 +1,109 @@
+"""What a finished run left in its directory, as a report needs it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from realrl.config.errors import UserError
+from realrl.config.yaml_file import read_yaml
+
+LineKind = Literal["train", "eval"]
+
+
+@dataclass(frozen=True)
+class MetricLine:
+    """Figures of one training step, or of one evaluation before or after it."""
+
+    step: int
+    kind: str
+    figures: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A generated text with what the reward model (`score`) and the independent judge say of it."""
+
+    prompt: str
+    completion: str
+    score: float | None = None
+    judge: float | None = None
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """One run directory. `samples` are the sample files in the order they were written; seconds: wall time."""
+
+    path: Path
+    algorithm: str
+    lines: tuple[MetricLine, ...]
+    samples: tuple[tuple[Sample, ...], ...]
+    seconds: float
+
+    def series(self, kind: LineKind, figure: str) -> tuple[list[int], list[float]]:
+        """Steps and values of a figure. `figure` is a whole name or what follows its last slash."""
+        points = [(line.step, _find(line.figures, figure)) for line in self.lines if line.kind == kind]
+        known = [(step, value) for step, value in points if value is not None]
+        return [step for step, _ in known], [value for _, value in known]
+
+    def first_and_last(self, figure: str) -> tuple[float, float] | None:
+        """The figure at the first and at the last evaluation; None if no evaluation has it."""
+        _, values = self.series("eval", figure)
+        return (values[0], values[-1]) if values else None
+
+
+def _find(figures: dict[str, float], figure: str) -> float | None:
+    return next(
+        (value for name, value in figures.items() if name == figure or name.endswith("/" + figure)), None
+    )
+
+
+def read_runs(directories: Sequence[str]) -> dict[str, FinishedRun]:
+    """Algorithm -> run. UserError for a directory that holds no finished run, or two runs of one algorithm."""
+    runs: dict[str, FinishedRun] = {}
+    for directory in directories:
+        run = read_run(directory)
+        if run.algorithm in runs:
+            other = runs[run.algorithm].path
+            raise UserError(
+                f"{other} and {run.path} are both {run.algorithm} runs; a report takes one of each"
+            )
+        runs[run.algorithm] = run
+    return runs
+
+
+def read_run(directory: str) -> FinishedRun:
+    """Read a run directory; UserError naming the file, and the line, that is missing or malformed."""
+    path = Path(directory)
+    for name in ("config.yaml", "metrics.jsonl", "summary.json"):
+        if not (path / name).exists():
+            raise UserError(f"{directory} holds no finished run: {name} is missing")
+    lines = (MetricLine(row["step"], row["kind"], row["figures"]) for row in _rows(path / "metrics.jsonl"))
+    samples = (
+        tuple(
+            Sample(row["prompt"], row["completion"], row.get("score"), row.get("judge"))
+            for row in _rows(file)
+        )
+        for file in sorted((path / "samples").glob("step-*.jsonl"))
+    )
+    try:
+        return FinishedRun(
+            path,
+            read_yaml(str(path / "config.yaml"))["algorithm"],
+            tuple(lines),
+            tuple(samples),
+            json.loads((path / "summary.json").read_text(encoding="utf-8"))["seconds"],
+        )
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise UserError(f"{directory} is not a run directory this version understands: {error!r}") from None
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}, line {number}: not valid JSON ({error.msg})") from None
+    return rows

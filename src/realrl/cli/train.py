@@ -1,0 +1,27 @@
+"""`realrl train`."""
+
+import typer
+
+from realrl.cli.recipe import Overrides, Recipe
+
+
+def train(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Run a recipe: start local processes, or take part as a rank when started by torchrun."""
+    from realrl.config.load import load_experiment
+    from realrl.runtime.environment import under_launcher
+
+    experiment = load_experiment(recipe, overrides or [])
+    if not under_launcher():
+        from realrl.cli.recipe import cluster_of
+        from realrl.runtime.compile import compile_recipe
+
+        cluster = cluster_of(experiment)
+        compile_recipe(experiment, cluster)  # mistakes in a plan show before any process starts
+        if cluster.size > 1:
+            from realrl.runtime.launch import launch
+
+            raise typer.Exit(launch(cluster, ["train", recipe, *(overrides or [])]))
+    from realrl.cli.progress import Progress
+    from realrl.runtime.train import train as run
+
+    run(experiment, Progress())

@@ -1,0 +1,84 @@
+"""Settings of each algorithm."""
+
+from typing import Literal, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from realrl.config.base import Settings
+
+
+class GenerationConfig(Settings):
+    """How tokens are sampled."""
+
+    max_new_tokens: PositiveInt = 128
+    """Generation stops here even without an end-of-sequence token."""
+    min_new_tokens: NonNegativeInt = 0
+    """End of sequence is not sampled before this many tokens."""
+    temperature: PositiveFloat = 1.0
+    """Logits are divided by this. Log-probabilities are recorded, and training computes them, at the same
+    temperature, over the whole vocabulary."""
+    top_k: NonNegativeInt = 0
+    """Sample among the k most likely tokens; 0 for all."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample among the most likely tokens that together have this probability."""
+    greedy: bool = False
+    """Take the most likely token instead of sampling."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}"
+            )
+        return self
+
+
+class KLConfig(Settings):
+    """Penalty that keeps the actor near the reference."""
+
+    coef: NonNegativeFloat = 0.1
+    """Weight of the per-token penalty log p_actor - log p_ref; the initial one if adaptive."""
+    adaptive: bool = False
+    """Steer `coef` so that the KL per sequence approaches `target` (Ziegler et al. 2019, section 2.2)."""
+    target: PositiveFloat = 6.0
+    """Wanted KL per sequence, in nats."""
+    horizon: PositiveInt = 10000
+    """Sequences over which the adaptive controller acts."""
+
+
+class PPOConfig(Settings):
+    """Proximal policy optimisation (Schulman et al. 2017) for language models."""
+
+    kl: KLConfig = KLConfig()
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount per token."""
+    lam: float = Field(default=0.95, ge=0, le=1)
+    """Lambda of generalised advantage estimation (Schulman et al. 2016)."""
+    clip: PositiveFloat = 0.2
+    """The probability ratio is clipped to [1 - clip, 1 + clip]."""
+    value_clip: PositiveFloat | None = 0.2
+    """Values may move this far from the old ones before the loss is clipped; null for no clipping."""
+    minibatches: PositiveInt = 4
+    """Optimizer steps per pass over a batch; must divide `data.batch`."""
+    epochs: PositiveInt = 1
+    """Passes over each batch."""
+    advantage_norm: bool = True
+    """Normalise advantages to mean 0 and deviation 1 over the whole batch."""
+    value_norm: Literal["none", "running", "exponential"] = "none"
+    """Let the critic predict returns normalised by their mean and deviation: over all returns seen so far
+    (`running`) or an exponential average of them."""
+    value_norm_beta: float = Field(default=0.99, gt=0, lt=1)
+    """Decay of the exponential average."""
+    reward_scale: PositiveFloat = 1.0
+    """Rewards are used as `clip((score - reward_bias) * reward_scale)`."""
+    reward_bias: float = 0.0
+    """Subtracted from the score."""
+    reward_clip: PositiveFloat | None = 10.0
+    """Bound on the absolute reward; null for no bound."""
+    early_stop_ratio: PositiveFloat | None = 5.0
+    """Skip what is left of a batch when the mean probability ratio of a mini-batch exceeds this."""
+    truncated: Literal["score", "bootstrap"] = "bootstrap"
+    """A sequence cut off without end of sequence is either scored as it stands (`score`), or gets no score
+    and the critic's value of its last state takes the place of what would have followed (`bootstrap`)."""
+    missing_eos_penalty: NonNegativeFloat = 0.0
+    """Subtracted from the reward of a sequence cut off without end of sequence."""

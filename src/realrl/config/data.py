@@ -1,0 +1,48 @@
+"""What a user says about the data of a run."""
+
+from typing import Literal
+
+from pydantic import NonNegativeFloat, PositiveInt
+
+from realrl.config.base import Settings
+
+
+class DataConfig(Settings):
+    """Where records come from and how many go into a step."""
+
+    train: str
+    """A .jsonl, .json or .parquet file (globs allowed), or a Hugging Face data set as `name:split`."""
+    eval: str | None = None
+    """Records to evaluate on, in the same form; null for no evaluation."""
+    batch: PositiveInt = 64
+    """Sequences (or preference pairs, or prompts) per training step, over all devices."""
+    eval_batch: PositiveInt | None = None
+    """Records per evaluation step; as many as `batch` when not given."""
+    max_tokens: PositiveInt = 1024
+    """Longest training sequence, in tokens, prompt and answer together."""
+    max_prompt_tokens: PositiveInt = 512
+    """Longest prompt, in tokens."""
+    on_error: Literal["fail", "skip"] = "fail"
+    """What to do with a record that is malformed or too long. Skipped records are counted and reported."""
+    max_pairs_per_prompt: PositiveInt = 8
+    """Most pairs made out of one record with `pos_answers` and `neg_answers`."""
+    shuffle: bool = True
+    """Draw records in an order that depends on the seed; false keeps the order of the file."""
+
+
+class TrainingConfig(Settings):
+    """How long to train and what to write on the way."""
+
+    epochs: NonNegativeFloat = 1.0
+    """Passes over the training data."""
+    steps: PositiveInt | None = None
+    """Number of training steps; takes precedence over `epochs`."""
+    eval_every: PositiveInt | None = None
+    """Evaluate after every so many steps, besides before the first and after the last; null for only those."""
+    save_every: PositiveInt | None = None
+    """Save the trained models after every so many steps, besides at the end; null for only at the end."""
+    samples: PositiveInt = 16
+    """Samples written per evaluation when the algorithm generates text."""
+    judge: str | None = None
+    """`FILE.py:FUNCTION`, a function from a list of completions to a list of numbers that scores samples
+    independently of training."""

@@ -1,0 +1,92 @@
+"""Every field of a recipe with its type, default and meaning, as commented YAML."""
+
+import json
+import textwrap
+from collections.abc import Iterable, Iterator
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from realrl.config.base import Settings
+from realrl.config.explain import section_class
+
+_NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false", NoneType: "null"}
+_SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_WIDTH = 108
+
+
+def describe(cls: type[Settings]) -> str:
+    """Commented YAML of a settings class: above each field its meaning and type, then the field with its default.
+
+    Sections that are null by default are shown commented out below; a section that repeats an earlier one only
+    names it.
+    """
+    return "\n".join([f"# {_doc(cls)}", "", *_lines(cls, "", {})]) + "\n"
+
+
+def _lines(cls: type[Settings], prefix: str, shown: dict[type[Settings], str]) -> Iterator[str]:
+    """Lines of a section; prefix: its dotted path and a dot; shown: where each class was written out before."""
+    pad = "  " * prefix.count(".")
+    for name, field in cls.model_fields.items():
+        inner = section_class(field)
+        about = field.description or (_doc(inner) if inner else "")
+        if inner is None:
+            about = f"{about} ({_field_type(field)})".strip()
+        for line in textwrap.wrap(" ".join(about.split()), _WIDTH - len(pad)):
+            yield f"{pad}# {line}"
+        if inner is None:
+            yield f"{pad}{name}: {_default(field)}".rstrip()
+            continue
+        empty = field.default is None
+        if inner in shown:
+            yield f"{pad}{name}: {'null' if empty else '{}'}  # keys as in {shown[inner]}"
+            continue
+        shown[inner] = prefix + name
+        yield f"{pad}{name}:" + " null" * empty
+        inside = _lines(inner, f"{prefix}{name}.", shown)
+        if empty:
+            yield f"{pad}# {name}:"
+            inside = (f"{pad}# {line[len(pad) :]}" for line in inside)
+        yield from inside
+
+
+def _doc(cls: type[Settings]) -> str:
+    return " ".join((cls.__doc__ or "").split())
+
+
+def _default(field: FieldInfo) -> str:
+    """The default in YAML; a literal with one value is no choice, so it is given."""
+    if field.is_required():
+        options = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+        return str(options[0]) if len(options) == 1 else ""
+    return json.dumps(field.default) if not isinstance(field.default, str) else field.default
+
+
+def _field_type(field: FieldInfo) -> str:
+    text = _type(field.annotation) + _bounds(field.metadata)
+    return f"{text}; required" if field.is_required() else text
+
+
+def _type(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type(arguments[0]) + _bounds(arguments[1:])
+    if origin is Literal:
+        return "one of " * (len(arguments) > 1) + ", ".join(str(value) for value in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(_type(argument) for argument in arguments)
+    if origin is tuple:
+        return f"list of {len(arguments)}: " + ", ".join(_type(argument) for argument in arguments)
+    return _NAMES[annotation]
+
+
+def _bounds(metadata: Iterable[Any]) -> str:
+    found = (
+        f"{sign} {getattr(constraint, name):g}"
+        for constraint in metadata
+        for name, sign in _SIGNS.items()
+        if getattr(constraint, name, None) is not None
+    )
+    text = " and ".join(found)
+    return f" {text}" if text else ""

@@ -1,0 +1,123 @@
+"""A recipe: one typed description of a run, one class per algorithm."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, model_validator
+
+from realrl.config.algorithms import GenerationConfig, PPOConfig
+from realrl.config.base import Settings
+from realrl.config.data import DataConfig, TrainingConfig
+from realrl.config.model import ModelConfig, TrainedModelConfig
+
+
+class _Run(Settings):
+    """What every recipe has."""
+
+    algorithm: str
+    """What the run does, and so which other keys there are."""
+    run_dir: str
+    """Directory for everything the run writes."""
+    seed: NonNegativeInt = 1
+    """Decides data order, initialisation and sampling."""
+    cluster: str = "auto"
+    """Devices, as `nodes x devices per node`, for example `1x2`; `auto` takes the GPUs of this machine, or one
+    CPU process, or what torchrun started."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; `auto` takes GPUs where torch finds any."""
+    overwrite: bool = False
+    """Delete what an earlier run left in `run_dir`; otherwise a directory in use is an error."""
+    plan: str = "symmetric"
+    """Name of a plan preset, or a plan file."""
+    micro_batch_tokens: PositiveInt = 8192
+    """Most tokens in one forward pass (for generation: in the key/value cache at one time), where the plan
+    does not say otherwise. A longer single sequence is passed alone."""
+    data: DataConfig
+    training: TrainingConfig = TrainingConfig()
+
+
+class _Models(Settings):
+    """One model per role."""
+
+    @model_validator(mode="after")
+    def _sources(self) -> Self:
+        for role, field in type(self).model_fields.items():
+            if field.is_required() and not getattr(self, role).has_source:
+                raise ValueError(f"{role} needs a path (weights to load) or a shape (start from scratch)")
+        return self
+
+
+class SFTModels(_Models):
+    """The model of supervised fine-tuning."""
+
+    actor: TrainedModelConfig
+    """The language model to fine-tune."""
+
+
+class SFTExperiment(_Run):
+    """Supervised fine-tuning on `{prompt, answer}` records or conversations."""
+
+    algorithm: Literal["sft"]
+    """What the run does: supervised fine-tuning."""
+    models: SFTModels
+
+
+class RewardModels(_Models):
+    """The model of reward modelling."""
+
+    reward: TrainedModelConfig
+    """Starts from a language model or a sequence classifier; becomes a sequence classifier with one label."""
+
+
+class RewardExperiment(_Run):
+    """Reward modelling on preference pairs (Bradley-Terry)."""
+
+    algorithm: Literal["reward"]
+    """What the run does: reward modelling."""
+    models: RewardModels
+
+
+class PPOModels(_Models):
+    """The four models of PPO."""
+
+    actor: TrainedModelConfig
+    """The policy."""
+    critic: TrainedModelConfig = TrainedModelConfig()
+    """Value model; starts from the reward model when it has no `path`."""
+    ref: ModelConfig = ModelConfig()
+    """Frozen reference policy; the actor's starting point when it has no `path`."""
+    reward: ModelConfig
+    """Frozen reward model, a sequence classifier with one label."""
+
+    @model_validator(mode="after")
+    def _defaults(self) -> Self:
+        for role, source in (("critic", self.reward), ("ref", self.actor)):
+            model = getattr(self, role)
+            if not model.has_source:
+                fill = {"path": source.path, "shape": source.shape}
+                # Before anyone else sees the object, so it is still as good as immutable.
+                object.__setattr__(self, role, model.model_copy(update=fill))
+        return self
+
+
+class PPOExperiment(_Run):
+    """RLHF with PPO: four roles, six calls."""
+
+    algorithm: Literal["ppo"]
+    """What the run does: proximal policy optimisation."""
+    models: PPOModels
+    ppo: PPOConfig = PPOConfig()
+    generation: GenerationConfig = GenerationConfig()
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Self:
+        if self.data.batch % self.ppo.minibatches:
+            raise ValueError(
+                f"data.batch={self.data.batch} is not divisible by ppo.minibatches={self.ppo.minibatches}"
+            )
+        return self
+
+
+Experiment = SFTExperiment | RewardExperiment | PPOExperiment
+
+EXPERIMENT: TypeAdapter[Experiment] = TypeAdapter(Annotated[Experiment, Field(discriminator="algorithm")])
+"""Validates a mapping into the experiment its `algorithm` names."""

@@ -1,0 +1,128 @@
+"""Validation errors as one sentence for the person who wrote the file."""
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Any, get_args
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from realrl.config.base import Settings
+
+_WANTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "model": "a section of keys",
+    "dict": "a section of keys",
+    "tuple": "a list",
+    "list": "a list",
+    "finite": "a finite number",
+}
+
+_BOUNDS = {
+    "greater_than": ("above", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("below", "lt"),
+    "less_than_equal": ("at most", "le"),
+}
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The most similar of `names`, if any is similar at all."""
+    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)), None)
+
+
+def section_class(field: FieldInfo) -> type[Settings] | None:
+    """The settings class a field holds, optional or not; None for a plain value."""
+    for candidate in (field.annotation, *get_args(field.annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Settings):
+            return candidate
+    return None
+
+
+def explain(error: ValidationError, cls: type[Settings], *, skip: int = 0) -> str:
+    """The error to mend first, and how many others there are.
+
+    cls: what was being validated; suggestions come from its fields. skip: parts at the start of every location
+    that are not keys.
+    """
+    # A misspelt key often also shows up as a missing one; the spelling is what has to be mended.
+    errors = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+    sentence = _sentence(errors[0], errors[0]["loc"][skip:], cls)
+    others = len(errors) - 1
+    return sentence if not others else f"{sentence} (and {others} more mistake{'s' if others > 1 else ''})"
+
+
+def _sentence(error: ErrorDetails, location: tuple[int | str, ...], cls: type[Settings]) -> str:
+    path = ".".join(str(part) for part in location)
+    complaint = _complaint(error, location, cls)
+    return f"{path}: {complaint}" if path else complaint
+
+
+def _complaint(error: ErrorDetails, location: tuple[int | str, ...], cls: type[Settings]) -> str:
+    """What is wrong at a location, without saying where."""
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"unknown key; {_suggestion(location, cls)}"
+    if kind == "missing":
+        field = _field(location, cls)
+        about = f" ({field.description.split('. ')[0].rstrip('.')})" if field and field.description else ""
+        return f"missing{about}"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "literal_error":
+        hint = nearest(str(value), re.findall(r"'([^']*)'", context["expected"]))
+        return f"{_text(value)} is not {context['expected']}" + (f"; did you mean {hint}?" if hint else "")
+    if kind in _BOUNDS:
+        words, limit = _BOUNDS[kind]
+        return f"{_text(value)} must be {words} {context[limit]:g}"
+    wanted = _WANTED.get(kind.split("_")[0])
+    return f"{_text(value)} is not {wanted}" if wanted else error["msg"]
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else repr(value)
+
+
+def _section(location: tuple[int | str, ...], cls: type[Settings]) -> type[Settings] | None:
+    """The class that the section at `location` is read into."""
+    for part in location:
+        field = cls.model_fields.get(str(part))
+        inner = section_class(field) if field else None
+        if inner is None:
+            return None
+        cls = inner
+    return cls
+
+
+def _field(location: tuple[int | str, ...], cls: type[Settings]) -> FieldInfo | None:
+    section = _section(location[:-1], cls)
+    return section.model_fields.get(str(location[-1])) if section and location else None
+
+
+def _suggestion(location: tuple[int | str, ...], cls: type[Settings]) -> str:
+    """What an unknown key may have been meant to be: a neighbour, or a key of that name in another section."""
+    section = _section(location[:-1], cls)
+    assert section is not None, "only sections forbid keys"
+    key = str(location[-1])
+    prefix = "".join(f"{part}." for part in location[:-1])
+    near = nearest(key, section.model_fields)
+    if near is not None:
+        return f"did you mean {prefix}{near}?"
+    elsewhere = next((path for path in _paths(cls) if path.split(".")[-1] == key), None)
+    if elsewhere is not None:
+        return f"did you mean {elsewhere}?"
+    return f"known keys are {', '.join(section.model_fields)}"
+
+
+def _paths(cls: type[Settings], prefix: str = "") -> Iterable[str]:
+    """The dotted path of every field under a class."""
+    for name, field in cls.model_fields.items():
+        yield prefix + name
+        inner = section_class(field)
+        if inner is not None:
+            yield from _paths(inner, f"{prefix}{name}.")

@@ -1,0 +1,92 @@
+"""Batches of variable-length rows: no padding anywhere."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Rows of different lengths, stored back to back. values: [sum(lengths)]."""
+
+    values: Tensor
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert self.values.dim() == 1 and self.values.numel() == sum(self.lengths), (
+            "rows do not fill the values"
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each row starts, and where the last one ends: len(lengths) + 1 numbers."""
+        out = [0]
+        for length in self.lengths:
+            out.append(out[-1] + length)
+        return tuple(out)
+
+    def row(self, i: int) -> Tensor:
+        """Row i, a view. [lengths[i]]"""
+        return self.values[self.offsets[i] : self.offsets[i + 1]]
+
+    def rows(self) -> list[Tensor]:
+        """All rows, as views."""
+        return list(self.values.split(self.lengths)) if self.lengths else []
+
+    def select(self, indices: Sequence[int]) -> "Ragged":
+        """The rows at `indices`, in that order."""
+        return Ragged.of([self.row(i) for i in indices], dtype=self.values.dtype)
+
+    @classmethod
+    def of(cls, rows: Iterable[Tensor | Sequence[float]], *, dtype: torch.dtype | None = None) -> "Ragged":
+        """Concatenate rows; `dtype` is needed where there are none."""
+        tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
+        values = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
+        return cls(values, tuple(len(t) for t in tensors))
+
+    @classmethod
+    def scalars(cls, values: Tensor) -> "Ragged":
+        """One number per row. values: [N]"""
+        return cls(values, (1,) * values.numel())
+
+    def to(self, device: torch.device) -> "Ragged":
+        """The same rows on another device."""
+        return self if self.values.device == device else Ragged(self.values.to(device), self.lengths)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Items of one step and the keys known of each. `ids[i]` is the item's position in the step's global
+    batch; every field has one row per item."""
+
+    ids: tuple[int, ...]
+    fields: dict[str, Ragged]
+
+    def __post_init__(self) -> None:
+        for key, field in self.fields.items():
+            assert len(field) == len(self.ids), f"{key}: {len(field)} rows for {len(self.ids)} items"
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, key: str) -> Ragged:
+        return self.fields[key]
+
+    def select(self, positions: Sequence[int]) -> "Batch":
+        """The items at these positions of this batch, in that order."""
+        ids = tuple(self.ids[i] for i in positions)
+        return Batch(ids, {key: field.select(positions) for key, field in self.fields.items()})
+
+    def with_fields(self, **fields: Ragged) -> "Batch":
+        """The same items with fields added or replaced."""
+        return Batch(self.ids, {**self.fields, **fields})
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same items on another device."""
+        return Batch(self.ids, {key: field.to(device) for key, field in self.fields.items()})

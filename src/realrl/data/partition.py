@@ -1,0 +1,69 @@
+"""Who computes which items: over data-parallel ranks, mini-batches and micro-batches.
+
+Everything here is a pure function of token counts, so that every rank computes the same answer by itself.
+Items are named by their positions in `costs`; a cost is a number of tokens, never negative.
+"""
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def partition(costs: Sequence[int], parts: int) -> list[list[int]]:
+    """Split items into `parts` of nearly equal cost; positions ascend within a part.
+
+    Longest first, each item goes to the emptiest part (Graham 1969, "Bounds on multiprocessing timing
+    anomalies"). No part is empty where there are at least `parts` items. ValueError for parts < 1.
+    """
+    if parts < 1:
+        raise ValueError(f"cannot split into {parts} parts")
+    members: list[list[int]] = [[] for _ in range(parts)]
+    emptiest = [(0, 0, part) for part in range(parts)]
+    for item in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        load, count, part = emptiest[0]
+        members[part].append(item)
+        heapq.heapreplace(emptiest, (load + costs[item], count + 1, part))
+    return [sorted(part) for part in members]
+
+
+def minibatch_slices(n: int, minibatches: int) -> list[range]:
+    """Cut positions 0..n-1, in order, into mini-batches whose sizes differ by at most one."""
+    return [range(n * i // minibatches, n * (i + 1) // minibatches) for i in range(minibatches)]
+
+
+def assign(costs: Sequence[int], *, minibatches: int, dp: int) -> list[list[list[int]]]:
+    """Positions by data-parallel index and mini-batch: [dp][minibatch] -> positions.
+
+    Each mini-batch is partitioned over dp by itself, so what it is made of does not depend on dp. ValueError
+    where a mini-batch has fewer items than dp.
+    """
+    out: list[list[list[int]]] = [[] for _ in range(dp)]
+    for positions in minibatch_slices(len(costs), minibatches):
+        if len(positions) < dp:
+            raise ValueError(f"a mini-batch of {len(positions)} items cannot be split over dp={dp}")
+        for rank, part in enumerate(partition([costs[i] for i in positions], dp)):
+            out[rank].append([positions[i] for i in part])
+    return out
+
+
+def micro_batches(costs: Sequence[int], budget: int) -> list[list[int]]:
+    """Pack items into groups of at most `budget` tokens; positions ascend within a group.
+
+    Items are taken longest first, each into the youngest group with room. So groups hold items of similar
+    length (attention pads within length buckets), and short items still fill gaps before a group is opened.
+    An item over the budget goes alone. ValueError for budget < 1.
+    """
+    if budget < 1:
+        raise ValueError(f"a budget of {budget} tokens holds nothing")
+    groups: list[list[int]] = []
+    room = np.zeros(len(costs), dtype=np.int64)
+    for item in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        fitting = np.flatnonzero(room[: len(groups)] >= costs[item])
+        group = int(fitting[-1]) if len(fitting) else len(groups)
+        if group == len(groups):
+            groups.append([])
+            room[group] = budget
+        groups[group].append(item)
+        room[group] -= costs[item]
+    return [sorted(group) for group in groups]

@@ -1,0 +1,93 @@
+"""The calls of one training step, and the edges between them."""
+
+from collections.abc import Iterable
+from functools import cached_property
+
+from realrl.dataflow.call import Call, Key, Kind
+
+
+class DataflowGraph:
+    """Calls, the keys they exchange, and the order their dependencies demand.
+
+    Data edges follow from keys: a call depends on the calls that produce its inputs. Parameter edges follow
+    from roles: a role is trained after every other use of it in the step, so that all of them see the same
+    parameters. Inputs that no call produces are `sources`: they come from the data set.
+    """
+
+    def __init__(self, calls: Iterable[Call], keys: Iterable[Key]) -> None:
+        """Raises ValueError on duplicate names, unknown keys, two producers of a key, or a cycle."""
+        self.calls = tuple(calls)
+        self.keys = {key.name: key for key in keys}
+        self._by_name = {call.name: call for call in self.calls}
+        if len(self._by_name) < len(self.calls):
+            raise ValueError("two calls have the same name")
+        self._producer: dict[str, Call] = {}
+        for call in self.calls:
+            for key in (*call.inputs, *call.outputs):
+                if key not in self.keys:
+                    raise ValueError(f"call {call.name} uses key {key!r}, which is not declared")
+            for key in call.outputs:
+                if key in self._producer:
+                    raise ValueError(f"key {key!r} is produced by {self._producer[key].name} and {call.name}")
+                self._producer[key] = call
+        for declared in self.keys.values():
+            if declared.length not in ("own", "one") and declared.length not in self.keys:
+                raise ValueError(f"key {declared.name!r} has the length of unknown key {declared.length!r}")
+        _ = self.order
+
+    def call(self, name: str) -> Call:
+        """The call of that name; KeyError if there is none."""
+        return self._by_name[name]
+
+    def producer(self, key: str) -> Call | None:
+        """The call that produces `key`, or None for a source."""
+        return self._producer.get(key)
+
+    def length_key(self, key: str) -> str | None:
+        """The key whose own lengths `key` has; None where every row is one number long."""
+        length = self.keys[key].length
+        if length == "one":
+            return None
+        return key if length == "own" else self.length_key(length)
+
+    @cached_property
+    def sources(self) -> tuple[str, ...]:
+        """Keys that come from the data set, in order of first use."""
+        used = dict.fromkeys(key for call in self.calls for key in call.inputs)
+        return tuple(key for key in used if key not in self._producer)
+
+    @cached_property
+    def roles(self) -> tuple[str, ...]:
+        """Roles in order of first use."""
+        return tuple(dict.fromkeys(call.role for call in self.calls))
+
+    def role_calls(self, role: str) -> tuple[Call, ...]:
+        """The calls of a role, in the order they run."""
+        return tuple(call for call in self.order if call.role == role)
+
+    def trained(self, role: str) -> bool:
+        """Whether a step updates the role's parameters."""
+        return any(call.kind is Kind.TRAIN for call in self.calls if call.role == role)
+
+    def dependencies(self, call: Call) -> tuple[Call, ...]:
+        """Calls that must end before `call` starts, by data and by parameters."""
+        before = dict.fromkeys(self._producer[key] for key in call.inputs if key in self._producer)
+        if call.kind is Kind.TRAIN:
+            for other in self.calls:
+                if other.role == call.role and other.kind is not Kind.TRAIN:
+                    before[other] = None
+        return tuple(before)
+
+    @cached_property
+    def order(self) -> tuple[Call, ...]:
+        """A topological order; among calls that are ready, the one declared first comes first."""
+        done: list[Call] = []
+        waiting = list(self.calls)
+        while waiting:
+            ready = next((c for c in waiting if set(self.dependencies(c)) <= set(done)), None)
+            if ready is None:
+                names = ", ".join(c.name for c in waiting)
+                raise ValueError(f"the calls {names} depend on each other in a circle")
+            waiting.remove(ready)
+            done.append(ready)
+        return tuple(done)

@@ -1,0 +1,32 @@
+"""A dataflow graph as text for people."""
+
+from realrl.dataflow.call import Call
+from realrl.dataflow.graph import DataflowGraph
+
+
+def format_graph(graph: DataflowGraph) -> str:
+    """The calls in the order they run, each with what it reads, what it yields and what it waits for."""
+    lines = [f"data set -> {', '.join(graph.sources)}"]
+    for number, call in enumerate(graph.order, 1):
+        lines += ["", f"{number}. {call.name}  ({_about(graph, call)})"]
+        labels = ("in", *[""] * len(call.inputs))
+        lines += [f"   {label:<6} {line}" for label, line in zip(labels, _inputs(graph, call), strict=False)]
+        lines += [f"   out    {', '.join(call.outputs)}"] if call.outputs else []
+        after = ", ".join(other.name for other in graph.dependencies(call))
+        lines += [f"   after  {after}"] if after else []
+    return "\n".join(lines) + "\n"
+
+
+def _about(graph: DataflowGraph, call: Call) -> str:
+    frozen = "" if graph.trained(call.role) else " frozen"
+    split = f" in {call.minibatches} mini-batches" if call.minibatches > 1 else ""
+    return f"{call.kind}{split},{frozen} role {call.role}"
+
+
+def _inputs(graph: DataflowGraph, call: Call) -> list[str]:
+    """A line per place that keys come from."""
+    places: dict[str, list[str]] = {}
+    for key in call.inputs:
+        producer = graph.producer(key)
+        places.setdefault(producer.name if producer else "data set", []).append(key)
+    return [f"{', '.join(keys)}  <- {place}" for place, keys in places.items()]

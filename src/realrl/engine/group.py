@@ -1,0 +1,55 @@
+"""A set of ranks that compute together."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks of one collective, and this rank's place among them. `handle` is None for a single rank."""
+
+    ranks: tuple[int, ...]
+    index: int
+    handle: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of `tensor` over the group, on every rank of it; `tensor` itself is overwritten."""
+        if self.handle is not None:
+            dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self.handle)
+        return tensor
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """The elementwise maximum over the group, on every rank of it; `tensor` itself is overwritten."""
+        if self.handle is not None:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
+        return tensor
+
+
+def alone(rank: int = 0) -> Group:
+    """A group of one."""
+    return Group((rank,), 0)
+
+
+def reduce_scatter(output: Tensor, buffer: Tensor, group: Group) -> None:
+    """output: [N / size], this rank's part of the sum of `buffer`: [N] over the group."""
+    if group.handle is None:
+        output.copy_(buffer)
+    else:
+        dist.reduce_scatter_tensor(output, buffer, dist.ReduceOp.SUM, group=group.handle)
+
+
+def all_gather(buffer: Tensor, part: Tensor, group: Group) -> None:
+    """buffer: [N] on every rank, from each rank's `part`: [N / size]; `part` may lie inside `buffer`."""
+    if group.handle is not None:
+        dist.all_gather_into_tensor(buffer, part.clone(), group=group.handle)
+    elif buffer.data_ptr() != part.data_ptr():
+        buffer.copy_(part)
+
+

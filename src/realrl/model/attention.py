@@ -1,0 +1,94 @@
+"""Causal attention over packed sequences, and over a cache while decoding."""
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn.attention.varlen import varlen_attn
+
+from realrl.model.packing import Packing, PaddedHeads
+
+DENSE_LENGTH = 128
+"""Up to this length float32 scores are computed whole: for short sequences twice as fast on a CPU as the
+flash kernel, whose blocks they do not fill."""
+
+# torch 2.11 takes grouped heads without being told; from 2.12 on it wants to be.
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+class _Pad(Function):
+    """Packed heads to one query, key and value tensor per bucket. [T, C] -> 3 tensors [rows, D] per bucket"""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, plan: PaddedHeads) -> tuple[Tensor, ...]:
+        ctx.plan, ctx.width = plan, qkv.shape[1]
+        dim = qkv.shape[1] // (plan.heads + 2 * plan.kv_heads)
+        return qkv.view(-1, dim).index_select(0, plan.gather).split(plan.input_rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return torch.cat(grads).index_select(0, ctx.plan.gathered).view(-1, ctx.width), None
+
+
+class _Unpad(Function):
+    """Attention's output per bucket back to packed tokens. [rows, D] per bucket -> [T, heads * D]"""
+
+    @staticmethod
+    def forward(ctx: Any, plan: PaddedHeads, *outputs: Tensor) -> Tensor:
+        ctx.plan, ctx.dim = plan, outputs[0].shape[1]
+        return torch.cat(outputs).index_select(0, plan.collect).view(-1, plan.heads * ctx.dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, *tuple[Tensor, ...]]:  # type: ignore[override]
+        plan = ctx.plan
+        rows = grad.reshape(-1, ctx.dim).index_select(0, plan.spread).index_fill_(0, plan.spread_padding, 0)
+        return None, *rows.split(plan.output_rows)
+
+
+def _padded_attention(qkv: Tensor, plan: PaddedHeads) -> Tensor:
+    parts = iter(_Pad.apply(qkv, plan))
+    outputs = []
+    for bucket, mask in zip(plan.buckets, plan.masks, strict=True):
+        batch, length = len(bucket.sequences), bucket.length
+        q, k, v = next(parts), next(parts), next(parts)
+        dim = q.shape[-1]
+        if length <= DENSE_LENGTH and q.dtype == torch.float32:
+            k, v = k.view(-1, length, dim), v.view(-1, length, dim)
+            q = q.view(k.shape[0], -1, dim)
+            scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=dim**-0.5)
+            output = torch.bmm(scores.softmax(-1), v)
+        else:
+            q, k, v = (x.view(batch, -1, length, dim) for x in (q, k, v))
+            output = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=plan.heads > plan.kv_heads)
+        outputs.append(output.reshape(-1, dim))
+    return _Unpad.apply(plan, *outputs)
+
+
+def attention(qkv: Tensor, packing: Packing, heads: int, kv_heads: int) -> Tensor:
+    """Each token attends to itself and those before it in its sequence.
+
+    qkv: [T, (heads + 2 kv_heads) * D], queries first, then keys, then values -> [T, heads * D]
+    """
+    if qkv.device.type == "cuda" and qkv.dtype in (torch.bfloat16, torch.float16):
+        q, k, v = split_heads(qkv, heads, kv_heads)
+        starts, longest = packing.starts, packing.max_length
+        output = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **GROUPED)
+        return output.reshape(len(qkv), -1)
+    return _padded_attention(qkv, packing.padded(heads, kv_heads))
+
+
+def split_heads(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of the queries [T, heads, D], keys and values [T, kv_heads, D]."""
+    q, k, v = qkv.view(len(qkv), heads + 2 * kv_heads, -1).split((heads, kv_heads, kv_heads), 1)
+    return q, k, v
+
+
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """One query per row against its cached keys. q: [B, heads, D]; k, v: [B, kv_heads, L, D]; visible:
+    [B, 1, 1, L] bool -> [B, heads * D]"""
+    grouped = q.shape[1] > k.shape[1]
+    output = F.scaled_dot_product_attention(q.unsqueeze(2), k, v, attn_mask=visible, enable_gqa=grouped)
+    return output.reshape(len(q), -1)

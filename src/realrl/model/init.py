@@ -1,0 +1,37 @@
+"""Fresh weights."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from realrl.config.shape import ModelShape
+from realrl.layout.tensors import TensorSpec
+
+
+class Weights(Protocol):
+    """Named tensors to write into."""
+
+    def __getitem__(self, name: str) -> Tensor: ...
+
+
+def initialise(buffer: Weights, tensors: Sequence[TensorSpec], shape: ModelShape, seed: int) -> None:
+    """Draw every tensor from normal(0, init_std); norms are 1.
+
+    Matrices that write to the residual stream are scaled by 1 / sqrt(2 * layers) (Radford et al. 2019, section
+    2.3). Each tensor depends on the seed and its own name only, so not on layout, order or device.
+    """
+    for tensor in tensors:
+        target = buffer[tensor.name]
+        if len(tensor.shape) == 1:
+            target.fill_(1.0)
+            continue
+        digest = hashlib.sha256(f"{seed}/{tensor.name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+        std = shape.init_std
+        if tensor.name.endswith(("self_attn.o_proj.weight", "mlp.down_proj.weight")):
+            std /= math.sqrt(2 * shape.layers)
+        target.copy_(torch.empty(tensor.shape).normal_(0.0, std, generator=generator))

@@ -1,0 +1,127 @@
+"""The transformer's arithmetic, with gradients that touch memory as little as possible."""
+
+import platform
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+ONEDNN = torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
+"""Whether float32 products on a CPU go to oneDNN: torch gives them to MKL, which leaves AVX-512 unused on AMD
+processors (2.3 times slower there), while neither is ahead on Intel's."""
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T without gradient. x: [N, K], weight: [M, K] with any strides -> [N, M]"""
+    if ONEDNN and x.device.type == "cpu" and x.dtype == torch.float32:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return F.linear(x, weight)
+
+
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """grad.T @ x, the gradient of the weight of `product`. grad: [N, M], x: [N, K] -> [M, K]"""
+    # The first operand of `product` is copied when it is not contiguous, so it should be the narrower one.
+    if grad.shape[1] <= x.shape[1]:
+        return product(grad.T, x.T)
+    return product(x.T, grad.T).T
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return product(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        need_x, need_weight = ctx.needs_input_grad
+        grad_x = product(grad, weight.T) if need_x else None
+        return grad_x, weight_gradient(grad, x) if need_weight else None
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T. x: [N, K], weight: [M, K] -> [N, M]"""
+    return _Linear.apply(x, weight)
+
+
+class _RMSNorm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, weight, scale = ctx.saved_tensors
+        unit = x * scale
+        both = grad * unit
+        mean = torch.mv(both, weight).div_(x.shape[-1])
+        grad_x = torch.mul(grad, weight).addcmul_(unit, mean.unsqueeze(-1), value=-1).mul_(scale)
+        return grad_x, both.sum(0), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * weight over the last dim (Zhang and Sennrich 2019). x: [N, H], weight: [H]"""
+    # On a CPU torch derives the gradient of its many parts one by one, which takes three times as long.
+    if x.device.type == "cpu" and x.dtype == torch.float32:
+        return _RMSNorm.apply(x, weight, eps)
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+class _SwiGLU(Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        out = torch.empty_like(gate_up)
+        grad_gate, grad_up = out.chunk(2, -1)
+        torch.mul(grad, F.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return out
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer 2020). gate_up: [N, 2 I], gate first -> [N, I]"""
+    return _SwiGLU.apply(gate_up)
+
+
+def _turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> None:
+    swapped = heads.roll(heads.shape[-1] // 2, -1)
+    heads.mul_(cos).addcmul_(swapped, sin, value=direction)
+
+
+class _Rotate(Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.heads = heads
+        ctx.mark_dirty(qkv)
+        _turn(qkv.view(len(qkv), -1, cos.shape[-1])[:, :heads], cos, sin, 1)
+        return qkv
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        # Attention made this gradient for us alone, so it can be turned where it lies.
+        grad = grad.contiguous()
+        _turn(grad.view(len(grad), -1, cos.shape[-1])[:, : ctx.heads], cos, sin, -1)
+        return grad, None, None, None
+
+
+def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    """Turn the first `heads` heads by their position, in place (Su et al. 2021; halves paired as in Llama).
+
+    qkv: [T, all heads * D]; cos, sin: [T, 1, D] from `rotary`.
+    """
+    return _Rotate.apply(qkv, cos, sin, heads)

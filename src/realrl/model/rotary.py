@@ -1,0 +1,37 @@
+"""Rotary position frequencies."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from realrl.config.shape import ModelShape
+
+
+def frequencies(shape: ModelShape) -> Tensor:
+    """Radians per position of each pair of dims, on the CPU. [head_dim / 2], float32
+
+    Plain frequencies are theta^(-2i / D) (Su et al. 2021, section 3.2.2). Llama 3's scaling divides those of
+    long wavelengths by `factor`, leaves short ones alone and blends in between.
+    """
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    plain = 1.0 / shape.rope_theta**exponents
+    scaling = shape.rope_scaling
+    if scaling is None:
+        return plain
+    wavelengths = 2 * math.pi / plain
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_max_position_embeddings / wavelengths
+    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    return blend * plain + (1 - blend) * plain / scaling.factor
+
+
+def rotary(positions: Tensor, frequency: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines, laid out for `rotate`. positions: [T] -> [T, 1, D] each
+
+    The sines of the first half are negative: a head turns as x * cos + swap_halves(x) * sin.
+    """
+    angle = positions.unsqueeze(-1).float() * frequency
+    cos, sin = angle.cos(), angle.sin()
+    wide = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    return wide[0].unsqueeze(1).to(dtype), wide[1].unsqueeze(1).to(dtype)

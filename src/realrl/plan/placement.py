@@ -1,0 +1,119 @@
+"""Mesh and strategy of one call."""
+
+import re
+from dataclasses import dataclass, field
+
+from realrl.config.errors import UserError
+from realrl.plan.cluster import Cluster
+
+
+@dataclass(frozen=True, order=True)
+class Mesh:
+    """A run of `size` consecutive ranks from `first` on: whole nodes, or an aligned slice of one node."""
+
+    first: int
+    size: int
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks of the mesh, ascending."""
+        return tuple(range(self.first, self.first + self.size))
+
+    def overlaps(self, other: "Mesh") -> bool:
+        """Whether the two share a rank."""
+        return self.first < other.first + other.size and other.first < self.first + self.size
+
+    def check(self, cluster: Cluster) -> None:
+        """UserError unless the mesh is whole nodes or an aligned slice of one node of `cluster`."""
+        per_node = cluster.devices_per_node
+        if self.first < 0 or self.size < 1 or self.first + self.size > cluster.size:
+            raise UserError(f"mesh {self} lies outside the {cluster.size} devices of cluster {cluster}")
+        whole_nodes = self.first % per_node == 0 and self.size % per_node == 0
+        slice_of_one = per_node % self.size == 0 and self.first % self.size == 0
+        if not (whole_nodes or slice_of_one):
+            raise UserError(
+                f"mesh {self} is neither whole nodes nor an aligned slice of one node of cluster {cluster}"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> "Mesh":
+        """Read `FIRST-LAST` or a single rank; UserError for anything else."""
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
+        if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
+            raise UserError(f"mesh {text!r} is not understood; write FIRST-LAST, for example 0-7")
+        return cls(int(match[1]), int(match[2] or match[1]) - int(match[1]) + 1)
+
+    def __str__(self) -> str:
+        return str(self.first) if self.size == 1 else f"{self.first}-{self.first + self.size - 1}"
+
+
+@dataclass(frozen=True, order=True)
+class Strategy:
+    """Degrees of data, tensor and pipeline parallelism, and the micro-batch size in tokens."""
+
+    dp: int
+    tp: int = 1
+    pp: int = 1
+    micro_batch_tokens: int = field(default=8192, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "pp", "micro_batch_tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"strategy: {name}={getattr(self, name)} must be at least 1")
+
+    @property
+    def size(self) -> int:
+        """Number of devices the strategy fills."""
+        return self.dp * self.tp * self.pp
+
+
+@dataclass(frozen=True, order=True)
+class Placement:
+    """Where a call runs and how. Ranks of the mesh are counted pipeline-major: pp, then dp, then tp."""
+
+    mesh: Mesh
+    strategy: Strategy
+
+    def __post_init__(self) -> None:
+        if self.mesh.size != self.strategy.size:
+            s = self.strategy
+            raise UserError(
+                f"dp={s.dp} tp={s.tp} pp={s.pp} needs {s.size} devices, but mesh {self.mesh} has {self.mesh.size}"
+            )
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks of the mesh."""
+        return self.mesh.ranks
+
+    def rank(self, *, dp: int, tp: int = 0, pp: int = 0) -> int:
+        """The global rank at a coordinate."""
+        s = self.strategy
+        return self.mesh.first + (pp * s.dp + dp) * s.tp + tp
+
+    def dp_index(self, rank: int) -> int:
+        """The data-parallel coordinate of a global rank of the mesh."""
+        return (rank - self.mesh.first) // self.strategy.tp % self.strategy.dp
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """Per data-parallel index, the rank that holds a call's outputs: first tensor rank of the last stage."""
+        s = self.strategy
+        return tuple(self.rank(dp=i, pp=s.pp - 1) for i in range(s.dp))
+
+    @property
+    def layout(self) -> str:
+        """Text that is equal for two placements exactly when parameters lie alike, for example `d2 t1 p1 @0-1`."""
+        s = self.strategy
+        return f"d{s.dp} t{s.tp} p{s.pp} @{self.mesh}"
+
+    @classmethod
+    def parse_layout(cls, text: str, micro_batch_tokens: int) -> "Placement":
+        """Read what `layout` writes; UserError for anything else."""
+        match = re.fullmatch(r"d(\d+) t(\d+) p(\d+) @(\S+)", text.strip())
+        if match is None:
+            raise UserError(f"placement {text!r} is not understood; write for example d2 t1 p1 @0-1")
+        strategy = Strategy(
+            int(match[1]), int(match[2]), int(match[3]), micro_batch_tokens=micro_batch_tokens
+        )
+        return cls(Mesh.parse(match[4]), strategy)

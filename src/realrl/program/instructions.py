@@ -1,0 +1,97 @@
+"""The instructions a program is made of. Each names every rank that takes part, so that it reads alone."""
+
+from dataclasses import dataclass
+
+from realrl.plan.placement import Placement
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Take this step's records from the data set: their keys become known here, lengths and values."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Reallocate:
+    """Turn a role's parameters from the layout of `source` into that of `target`, on the ranks of both."""
+
+    role: str
+    source: Placement
+    target: Placement
+
+
+@dataclass(frozen=True)
+class Release:
+    """Free the copy of a role's parameters that was reallocated into the layout of `placement`."""
+
+    role: str
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class Run:
+    """Execute a call on the ranks of its placement."""
+
+    call: str
+    role: str
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class ShareLengths:
+    """Tell `readers` the row lengths of a key that `call` just produced on its `heads`.
+
+    The heads report to the first of them, which tells everyone.
+    """
+
+    key: str
+    call: str
+    heads: tuple[int, ...]
+    readers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send the rows of keys that `producer` left here to those ranks of `consumer` that work on them.
+
+    Does not wait for the receivers.
+    """
+
+    number: int
+    """Tells the exchanges of a program apart; the same on both sides."""
+    keys: tuple[str, ...]
+    producer: str
+    consumer: str
+    receivers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Receive:
+    """The other side of `Send`: waits for the rows that `consumer` works on here."""
+
+    number: int
+    keys: tuple[str, ...]
+    producer: str
+    consumer: str
+    senders: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Bring the figures of a call from the rank that has them to the rank that writes them down."""
+
+    call: str
+    sender: int
+    receiver: int
+
+
+Instruction = Feed | Reallocate | Release | Run | ShareLengths | Send | Receive | Report
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one rank executes in a step, in order."""
+
+    rank: int
+    instructions: tuple[Instruction, ...]

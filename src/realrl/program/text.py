@@ -1,0 +1,120 @@
+"""The text form of programs: one instruction a line, and back again."""
+
+import re
+from collections.abc import Callable
+
+from realrl.plan.placement import Mesh, Placement
+from realrl.program.instructions import (
+    Feed,
+    Instruction,
+    Program,
+    Reallocate,
+    Receive,
+    Release,
+    Report,
+    Run,
+    Send,
+    ShareLengths,
+)
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    """Ascending ranks as runs, for example `0-3,8`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(Mesh(a, b - a + 1)) for a, b in runs)
+
+
+def _parse_ranks(text: str) -> tuple[int, ...]:
+    return tuple(rank for run in text.split(",") for rank in Mesh.parse(run).ranks)
+
+
+def _keys(text: str) -> tuple[str, ...]:
+    return tuple(key.strip() for key in text.split(","))
+
+
+def _placement(placement: Placement) -> str:
+    return f"{placement.layout} mb={placement.strategy.micro_batch_tokens}"
+
+
+def _parse_placement(text: str) -> Placement:
+    layout, _, budget = text.rpartition(" mb=")
+    return Placement.parse_layout(layout, int(budget))
+
+
+def format_instruction(instruction: Instruction) -> str:
+    """One line that `parse_instruction` reads back to an equal instruction."""
+    match instruction:
+        case Feed(keys):
+            verb, rest = "feed", ", ".join(keys)
+        case Reallocate(role, source, target):
+            verb, rest = "reallocate", f"{role}: {_placement(source)} -> {_placement(target)}"
+        case Release(role, placement):
+            verb, rest = "release", f"{role}: {_placement(placement)}"
+        case Run(call, role, placement):
+            verb, rest = "run", f"{call} [{role}] on {_placement(placement)}"
+        case ShareLengths(key, call, heads, readers):
+            verb, rest = "lengths", f"{key} of {call}: {_ranks(heads)} -> {_ranks(readers)}"
+        case Send(number, keys, producer, consumer, receivers):
+            rest = f"#{number} {', '.join(keys)}: {producer} -> {consumer} on {_ranks(receivers)}"
+            verb = "send"
+        case Receive(number, keys, producer, consumer, senders):
+            rest = f"#{number} {', '.join(keys)}: {consumer} <- {producer} on {_ranks(senders)}"
+            verb = "receive"
+        case Report(call, sender, receiver):
+            verb, rest = "report", f"{call}: {sender} -> {receiver}"
+    return f"{verb:<10} {rest}"
+
+
+_FORMS: dict[str, tuple[str, Callable[..., Instruction]]] = {
+    "feed": (r"(.+)", lambda keys: Feed(_keys(keys))),
+    "reallocate": (
+        r"(\S+): (.+) -> (.+)",
+        lambda role, a, b: Reallocate(role, _parse_placement(a), _parse_placement(b)),
+    ),
+    "release": (r"(\S+): (.+)", lambda role, p: Release(role, _parse_placement(p))),
+    "run": (r"(\S+) \[(\S+)\] on (.+)", lambda call, role, p: Run(call, role, _parse_placement(p))),
+    "lengths": (
+        r"(\S+) of (\S+): (\S+) -> (\S+)",
+        lambda key, call, a, b: ShareLengths(key, call, _parse_ranks(a), _parse_ranks(b)),
+    ),
+    "send": (
+        r"#(\d+) (.+): (\S+) -> (\S+) on (\S+)",
+        lambda n, keys, a, b, to: Send(int(n), _keys(keys), a, b, _parse_ranks(to)),
+    ),
+    "receive": (
+        r"#(\d+) (.+): (\S+) <- (\S+) on (\S+)",
+        lambda n, keys, b, a, at: Receive(int(n), _keys(keys), a, b, _parse_ranks(at)),
+    ),
+    "report": (r"(\S+): (\d+) -> (\d+)", lambda call, a, b: Report(call, int(a), int(b))),
+}
+
+
+def parse_instruction(line: str) -> Instruction:
+    """The instruction a line describes; ValueError when it describes none."""
+    verb, _, rest = line.strip().partition(" ")
+    if verb in _FORMS:
+        pattern, build = _FORMS[verb]
+        match = re.fullmatch(pattern, rest.strip())
+        if match is not None:
+            return build(*match.groups())
+    raise ValueError(f"not an instruction: {line!r}")
+
+
+def format_program(program: Program) -> str:
+    """A whole program, headed by its rank."""
+    lines = [f"# rank {program.rank}", *(format_instruction(i) for i in program.instructions)]
+    return "\n".join(lines) + "\n"
+
+
+def parse_program(text: str) -> Program:
+    """Read what `format_program` writes; ValueError when it is malformed."""
+    head, *lines = text.strip().splitlines()
+    match = re.fullmatch(r"# rank (\d+)", head)
+    if match is None:
+        raise ValueError(f"a program starts with '# rank N', not {head!r}")
+    return Program(int(match[1]), tuple(parse_instruction(line) for line in lines))

@@ -1,0 +1,19 @@
+"""What a launcher tells its processes through environment variables."""
+
+import os
+
+STORE_VARIABLE = "REALRL_STORE"
+"""The file through which processes of the local launcher find each other."""
+
+ERRORS_VARIABLE = "REALRL_ERRORS"
+"""The directory where processes of the local launcher leave the sentence of a UserError."""
+
+
+def under_launcher() -> bool:
+    """Whether torchrun, or our own launcher, started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_writer() -> bool:
+    """Whether this process is the one that prints and writes: rank 0, or the only one."""
+    return int(os.environ.get("RANK", 0)) == 0

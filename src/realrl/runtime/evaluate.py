@@ -1,0 +1,120 @@
+"""Evaluation: the figures of the evaluation graph over all evaluation records, and samples where it generates."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from realrl.algorithms.method import Metrics
+from realrl.config.errors import UserError
+from realrl.data.dataset import Dataset, eval_batches
+from realrl.engine.generate import Noise
+from realrl.program.lower import WRITER
+from realrl.runtime.compile import Phase
+from realrl.runtime.process import Process
+from realrl.runtime.store import Store
+from realrl.runtime.worker import StepInput, Worker
+
+Judge = Callable[[list[str]], list[float]]
+
+_NOISE_STEP = 1 << 40
+"""Evaluation draws its noise from steps that training never reaches: the same noise at every evaluation, so
+that differences between them are the model's."""
+
+
+def load_judge(reference: str) -> Judge:
+    """The function that `FILE.py:FUNCTION` names; UserError where there is none."""
+    file, _, name = reference.rpartition(":")
+    if not file.endswith(".py") or not Path(file).is_file():
+        raise UserError(f"training.judge={reference}: write FILE.py:FUNCTION with a file that exists")
+    spec = importlib.util.spec_from_file_location("realrl_judge", file)
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise UserError(f"training.judge={reference} cannot be imported: {error}") from None
+    judge = getattr(module, name, None)
+    if not callable(judge):
+        raise UserError(f"training.judge={reference}: {file} has no function {name}")
+    return judge
+
+
+class Evaluation:
+    """Runs the evaluation graph over a data set, on every rank; figures and samples arrive at the writer."""
+
+    def __init__(
+        self,
+        process: Process,
+        worker: Worker,
+        phase: Phase,
+        records: Dataset,
+        *,
+        batch: int,
+        seed: int,
+        tokenizer: Any,
+        judge: Judge | None,
+    ) -> None:
+        self._process, self._worker, self._phase, self._records = process, worker, phase, records
+        dp = max(placement.strategy.dp for placement in phase.plan.placements.values())
+        self._batches = eval_batches(len(records), max(batch, 2 * dp))
+        self._seed, self._tokenizer, self._judge = seed, tokenizer, judge
+
+    def run(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Figures by `call/name`, and a row per sample; both empty except on the rank that writes."""
+        totals: dict[str, Metrics] = {}
+        samples: list[dict[str, Any]] = []
+        program = self._phase.programs[self._process.rank]
+        for index, indices in enumerate(self._batches):
+            store = Store(self._phase.graph, self._phase.plan)
+            step = StepInput(self._records.batch(indices), Noise(self._seed, _NOISE_STEP + index), {})
+            figures = self._worker.run(program, store, step)
+            for call, metrics in figures.items():
+                totals.setdefault(call, Metrics()).update(metrics)
+            samples += self._samples(store)
+        if self._process.rank != WRITER:
+            return {}, []
+        named = flatten(totals)
+        if self._judge is not None and samples:
+            scores = self._judge([sample["completion"] for sample in samples])
+            for sample, score in zip(samples, scores, strict=True):
+                sample["judge"] = float(score)
+            named["judge"] = sum(map(float, scores)) / len(scores)
+        return named, samples
+
+    def _samples(self, store: Store) -> list[dict[str, Any]]:
+        """What this step generated, in the order of its items, on the rank that writes."""
+        if store.graph.producer("sequences") is None:
+            return []
+        keys = [k for k in ("sequences", "prompt_length", "score") if store.graph.producer(k) is not None]
+        mine = {key: self._held(store, key) for key in keys}
+        everyone: list[dict[str, dict[int, list[float]]]] = [mine]
+        if self._process.control is not None:
+            everyone = [{}] * self._process.world
+            dist.all_gather_object(everyone, mine, group=self._process.control)
+        rows = {key: {i: row for part in everyone for i, row in part[key].items()} for key in keys}
+        return [self._sample({key: rows[key][i] for key in keys}) for i in range(store.size)]
+
+    def _held(self, store: Store, key: str) -> dict[int, list[float]]:
+        """The rows of a key that this rank produced."""
+        call = store.graph.producer(key)
+        assert call is not None, "only produced keys are asked for"
+        placement = store.plan[call.name]
+        if self._process.rank not in placement.heads:
+            return {}
+        ids = store.items(call, placement.dp_index(self._process.rank))
+        return {i: row.tolist() for i, row in zip(ids, store.rows(key, ids).rows(), strict=True)}
+
+    def _sample(self, row: dict[str, list[Any]]) -> dict[str, Any]:
+        length = int(row["prompt_length"][0])
+        texts = [row["sequences"][:length], row["sequences"][length:]]
+        prompt, completion = (self._tokenizer.decode(t, skip_special_tokens=True) for t in texts)
+        sample: dict[str, Any] = {"prompt": prompt, "completion": completion}
+        return sample | ({"score": row["score"][0]} if "score" in row else {})
+
+
+def flatten(figures: dict[str, Metrics]) -> dict[str, float]:
+    """Plain numbers by `call/name`."""
+    return {f"{call}/{name}": value for call, m in figures.items() for name, value in m.result().items()}

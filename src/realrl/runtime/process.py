@@ -1,0 +1,107 @@
+"""This process among the others: its rank, its device, and the groups it belongs to."""
+
+import os
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from realrl.config.errors import UserError
+from realrl.engine.group import Group
+from realrl.plan.cluster import Cluster
+from realrl.runtime.environment import STORE_VARIABLE, under_launcher
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass
+class Process:
+    """One rank. `control` carries small CPU tensors between any two ranks; None when there is one rank."""
+
+    rank: int
+    world: int
+    device: torch.device
+    control: dist.ProcessGroup | None = None
+
+    def groups(self, rank_sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Group]:
+        """The groups this rank is in, out of `rank_sets`, which must be the same sets in the same order on
+        every rank."""
+        found: dict[tuple[int, ...], Group] = {}
+        for ranks in dict.fromkeys(rank_sets):
+            handle = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            if self.rank in ranks:
+                found[ranks] = Group(ranks, ranks.index(self.rank), handle)
+        return found
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.control is not None:
+            dist.barrier(group=self.control)
+
+    def close(self) -> None:
+        """Leave the other ranks; nothing may be sent afterwards."""
+        self.barrier()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def use_cuda(device: Device) -> bool:
+    """Whether ranks compute on GPUs; UserError when that was asked for and there is none."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda, but torch finds no GPU here; use device=cpu")
+    return device != "cpu" and torch.cuda.is_available()
+
+
+def resolve_cluster(text: str, device: Device) -> Cluster:
+    """The cluster a recipe means by `text`; UserError when it contradicts the launcher."""
+    if not under_launcher():
+        if text == "auto":
+            return Cluster(1, torch.cuda.device_count() if use_cuda(device) else 1)
+        return Cluster.parse(text)
+    world = int(os.environ["WORLD_SIZE"])
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if text == "auto":
+        return Cluster(world // per_node, per_node)
+    cluster = Cluster.parse(text)
+    if cluster.size != world:
+        raise UserError(f"cluster={cluster} has {cluster.size} devices, but {world} processes were started")
+    return cluster
+
+
+def connect(device: Device) -> Process:
+    """Join the other ranks, or be the only one."""
+    cuda = use_cuda(device)
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    place = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(place)
+    if not under_launcher() or int(os.environ["WORLD_SIZE"]) == 1:
+        return Process(0, 1, place)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = os.environ.get(STORE_VARIABLE)
+    if store:
+        _follow(os.getppid())
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        init_method=f"file://{store}" if store else "env://",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(minutes=30),
+    )
+    return Process(rank, world, place, dist.new_group(backend="gloo"))
+
+
+def _follow(parent: int) -> None:
+    """End this process when the launcher is gone, however it went."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,59 @@
+"""Text from a saved model."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from realrl.checkpoint import huggingface
+from realrl.config.algorithms import GenerationConfig
+from realrl.config.errors import UserError
+from realrl.data.batch import Batch, Ragged
+from realrl.data.forms import Text
+from realrl.data.tokenization import check_tokenizer, tokenize
+from realrl.data.tokenizer import load_tokenizer
+from realrl.engine.generate import Noise, generate
+from realrl.engine.group import alone
+from realrl.engine.model import Model
+from realrl.layout.tensors import model_tensors
+
+CACHE_TOKENS = 65536
+"""Most tokens in the key/value cache at a time."""
+
+
+def generate_text(
+    model_dir: str, prompts: Sequence[str], sampling: GenerationConfig, seed: int, n: int
+) -> Iterator[dict[str, Any]]:
+    """Continue each prompt `n` times. Yields {prompt, completion, tokens, finished}, in the order of prompts.
+
+    UserError when the directory holds no model that can be loaded.
+    """
+    tokenizer = load_tokenizer(model_dir)
+    check_tokenizer(tokenizer)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape = huggingface.read_shape(model_dir)
+    model = Model(shape, "lm", dtype=torch.float32, device=device, group=alone())
+    huggingface.load(model_dir, model_tensors(shape, "lm"), model.parameters)
+    texts = [prompt for prompt in prompts for _ in range(n)]
+    encoded = tokenize([Text(text, None) for text in texts], tokenizer)
+    for text, row in zip(texts, encoded, strict=True):
+        if not row.ids:
+            raise UserError(f"prompt {text!r} has no tokens, and the tokenizer has no beginning-of-sequence token")
+    rows = Ragged.of([row.ids for row in encoded], dtype=torch.int64)
+    batch = generate(
+        model,
+        Batch(tuple(range(len(texts))), {"prompts": rows}),
+        "prompts",
+        sampling=sampling,
+        eos=tokenizer.eos_token_id,
+        noise=Noise(seed, 0),
+        budget=CACHE_TOKENS,
+    )
+    for i, text in enumerate(texts):
+        tokens = batch["sequences"].row(i)[len(rows.row(i)) :].tolist()
+        yield {
+            "prompt": text,
+            "completion": tokenizer.decode(tokens, skip_special_tokens=True),
+            "tokens": tokens,
+            "finished": bool(batch["finished"].row(i)),
+        }

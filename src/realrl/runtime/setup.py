@@ -1,0 +1,61 @@
+"""Tokenizer and records of a run, with the mistakes that only they show."""
+
+from typing import Any
+
+from realrl.config.errors import UserError
+from realrl.config.experiment import Experiment
+from realrl.config.model import ModelConfig
+from realrl.data.dataset import Dataset
+from realrl.data.tokenizer import load_tokenizer
+from realrl.runtime.compile import Compiled
+from realrl.runtime.roles import role_shape
+
+
+def models(experiment: Experiment) -> dict[str, ModelConfig]:
+    """The model settings of every role."""
+    return {role: getattr(experiment.models, role) for role in type(experiment.models).model_fields}
+
+
+def load_shared_tokenizer(experiment: Experiment) -> Any:
+    """The tokenizer of the run: that of its first role, which every other role must share.
+
+    UserError when roles have different vocabularies, or a vocabulary does not fit its model.
+    """
+    first: tuple[str, Any] | None = None
+    loaded: dict[str, Any] = {}
+    for role, config in models(experiment).items():
+        source = config.tokenizer or config.path
+        if source is None:
+            raise UserError(f"models.{role}.tokenizer: a model that starts from scratch needs a tokenizer")
+        if source not in loaded:
+            loaded[source] = load_tokenizer(source)
+        tokenizer, vocabulary = loaded[source], role_shape(config).vocab_size
+        if len(tokenizer) > vocabulary:
+            raise UserError(
+                f"models.{role}: the tokenizer {source} has {len(tokenizer)} tokens,"
+                f" but the model's vocabulary has {vocabulary}"
+            )
+        if first is None:
+            first = (role, tokenizer)
+        elif tokenizer.get_vocab() != first[1].get_vocab():
+            raise UserError(
+                f"models.{role} and models.{first[0]} have different tokenizers;"
+                f" all roles of a run must share one vocabulary"
+            )
+    assert first is not None, "every recipe has a model"
+    return first[1]
+
+
+def load_data(experiment: Experiment, compiled: Compiled, tokenizer: Any) -> tuple[Dataset, Dataset | None]:
+    """Training and evaluation records, tokenized. UserError names the record that is wrong."""
+    data, seed = experiment.data, experiment.seed
+    train = Dataset.load(data.train, compiled.train.graph.sources, tokenizer, data, seed)
+    if compiled.evaluation is None or data.eval is None:
+        return train, None
+    evaluation = Dataset.load(data.eval, compiled.evaluation.graph.sources, tokenizer, data, seed)
+    dp = max(p.strategy.dp for p in compiled.evaluation.plan.placements.values())
+    if len(evaluation) < dp:
+        raise UserError(
+            f"data.eval={data.eval} has {len(evaluation)} records, fewer than the {dp} data-parallel ranks"
+        )
+    return train, evaluation

@@ -1,0 +1,199 @@
+"""The training loop of one rank."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from realrl.algorithms.registry import build_algorithm
+from realrl.checkpoint import huggingface
+from realrl.config.experiment import Experiment
+from realrl.config.model import TrainedModelConfig
+from realrl.data.dataset import Dataset, Order
+from realrl.engine.generate import Noise
+from realrl.engine.schedule import learning_rate
+from realrl.program.lower import WRITER
+from realrl.runtime.compile import Compiled, compile_recipe
+from realrl.runtime.evaluate import Evaluation, flatten, load_judge
+from realrl.runtime.process import Process, connect, resolve_cluster
+from realrl.runtime.roles import Roles
+from realrl.runtime.rundir import RunDirectory
+from realrl.runtime.setup import load_data, load_shared_tokenizer, models
+from realrl.runtime.store import Store
+from realrl.runtime.trace import Trace, write_trace
+from realrl.runtime.worker import StepInput, Worker
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of metrics.jsonl."""
+
+    step: int
+    """Training steps done so far."""
+    kind: str
+    """`train` or `eval`."""
+    seconds: float
+    """What the step or evaluation took."""
+    figures: Mapping[str, float]
+    """By `call/name`."""
+
+
+class Observer(Protocol):
+    """Who is told how a run goes, on the rank that writes."""
+
+    def begin(self, experiment: Experiment, steps: int) -> None:
+        """Before the first step, when everything is loaded."""
+
+    def note(self, text: str) -> None:
+        """Something worth knowing that is no figure."""
+
+    def record(self, record: Record) -> None:
+        """After every training step and evaluation."""
+
+    def end(self, run_dir: str, seconds: float) -> None:
+        """After the last step."""
+
+
+def train(experiment: Experiment, observer: Observer) -> None:
+    """Run a recipe as one rank of its cluster. UserError for what the user has to mend."""
+    started = time.monotonic()
+    cluster = resolve_cluster(experiment.cluster, experiment.device)
+    compiled = compile_recipe(experiment, cluster)
+    process = connect(experiment.device)
+    run = Run(experiment, compiled, process, observer if process.rank == WRITER else None)
+    run.execute(started)
+    process.close()
+
+
+class Run:
+    """One rank of a run: everything loaded, ready for the first step."""
+
+    def __init__(
+        self, experiment: Experiment, compiled: Compiled, process: Process, observer: Observer | None
+    ) -> None:
+        self.experiment, self.compiled, self.process, self.observer = experiment, compiled, process, observer
+        self.tokenizer = load_shared_tokenizer(experiment)
+        self.records, eval_records = load_data(experiment, compiled, self.tokenizer)
+        data = experiment.data
+        self.order = Order(len(self.records), data.batch, experiment.seed, data.shuffle)
+        self.steps = experiment.training.steps or max(1, self.order.steps(experiment.training.epochs))
+        judge = load_judge(experiment.training.judge) if experiment.training.judge else None
+        algorithm = build_algorithm(experiment)
+        groups = process.groups(p.ranks for phase in self._phases() for p in phase.plan.placements.values())
+        self.roles = Roles(
+            models(experiment),
+            compiled.homes,
+            process,
+            groups,
+            temperature=algorithm.temperature,
+            seed=experiment.seed,
+        )
+        self.trace = Trace(process.rank)
+        self.worker = Worker(process, self.roles, algorithm, self.tokenizer.eos_token_id, self.trace)
+        self.evaluation: Evaluation | None = None
+        if compiled.evaluation is not None and eval_records is not None:
+            self.evaluation = Evaluation(
+                process,
+                self.worker,
+                compiled.evaluation,
+                eval_records,
+                batch=data.eval_batch or data.batch,
+                seed=experiment.seed,
+                tokenizer=self.tokenizer,
+                judge=judge,
+            )
+        self.directory = RunDirectory(experiment.run_dir)
+        if self.observer is not None:
+            self._open(self.observer, eval_records)
+        process.barrier()  # nobody writes into the directory before it is there
+
+    def _phases(self) -> list[Any]:
+        return [phase for phase in (self.compiled.train, self.compiled.evaluation) if phase is not None]
+
+    def _open(self, observer: Observer, eval_records: Dataset | None) -> None:
+        names = ("train", "eval")
+        programs = {n: phase.programs for n, phase in zip(names, self._phases(), strict=False)}
+        self.directory.start(self.experiment, self.compiled.train.plan, programs)
+        for name, records in (("train", self.records), ("eval", eval_records)):
+            if records is not None and records.skipped:
+                observer.note(f"data.{name}: skipped {records.skipped} records, first {records.reasons[0]}")
+        for role, tensors in self.roles.fresh.items():
+            if tensors:
+                observer.note(f"models.{role}: initialised {', '.join(tensors)}, which the checkpoint lacks")
+        observer.begin(self.experiment, self.steps)
+
+    def execute(self, started: float) -> None:
+        """Train from the first step to the last; `started` is when the run began, by the monotonic clock."""
+        every = self.experiment.training
+        self._evaluate(0)
+        for step in range(self.steps):
+            self._train_step(step)
+            done, last = step + 1, step + 1 == self.steps
+            if last or (every.eval_every and done % every.eval_every == 0):
+                self._evaluate(done)
+            if not last and every.save_every and done % every.save_every == 0:
+                self._save(done)
+        self._save(None)
+        self._finish(started)
+
+    def _train_step(self, step: int) -> None:
+        start = time.monotonic()
+        phase = self.compiled.train
+        store = Store(phase.graph, phase.plan)
+        records = self.records.batch(self.order.indices(step))
+        rates = {
+            role: learning_rate(config.optimizer, step, self.steps)
+            for role, config in models(self.experiment).items()
+            if isinstance(config, TrainedModelConfig)
+        }
+        inputs = StepInput(records, Noise(self.experiment.seed, step), rates)
+        figures = flatten(self.worker.run(phase.programs[self.process.rank], store, inputs))
+        self._record(Record(step + 1, "train", time.monotonic() - start, figures))
+
+    def _evaluate(self, done: int) -> None:
+        if self.evaluation is None:
+            return
+        start = time.monotonic()
+        figures, samples = self.evaluation.run()
+        if self.observer is not None and samples:
+            self.directory.write_samples(done, samples[: self.experiment.training.samples])
+        self._record(Record(done, "eval", time.monotonic() - start, figures))
+
+    def _record(self, record: Record) -> None:
+        if self.observer is not None:
+            self.directory.log(record.step, record.kind, record.seconds, record.figures)
+            self.observer.record(record)
+
+    def _save(self, done: int | None) -> None:
+        """Write every trained role as a Hugging Face directory: the graph's first one at the checkpoint's top,
+        others below it by name. The first rank of a role's home writes it."""
+        trained = [role for role in self.compiled.train.graph.roles if self.compiled.train.graph.trained(role)]
+        for role in trained:
+            home = self.compiled.homes[role]
+            model = self.roles.home(role)
+            if model is None or self.process.rank != home.ranks[0]:
+                continue
+            top = self.directory.checkpoint(done)
+            huggingface.save(
+                top if role == trained[0] else top.with_name(f"{top.name}-{role}"),
+                model.shape,
+                model.head,
+                model.parameters,
+                self.tokenizer,
+            )
+
+    def _finish(self, started: float) -> None:
+        events = [list(self.trace.events)]
+        if self.process.control is not None:
+            everyone: list[Any] = [None] * self.process.world
+            dist.all_gather_object(everyone, events[0], group=self.process.control)
+            events = everyone
+        if self.observer is not None:
+            write_trace(self.directory.path / "trace.json", events)
+            seconds = time.monotonic() - started
+            self.directory.finish(
+                {"algorithm": self.experiment.algorithm, "steps": self.steps, "seconds": round(seconds, 2)}
+            )
+            self.observer.end(self.experiment.run_dir, seconds)

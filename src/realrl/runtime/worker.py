@@ -1,0 +1,105 @@
+"""The interpreter of programs: one handler per instruction."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from realrl.algorithms.method import Algorithm, GenerateMethod, Metrics
+from realrl.data.batch import Batch
+from realrl.dataflow.call import Call, Kind
+from realrl.engine.generate import Noise, generate
+from realrl.program.instructions import (
+    Feed,
+    Instruction,
+    Program,
+    Reallocate,
+    Receive,
+    Release,
+    Report,
+    Run,
+    Send,
+    ShareLengths,
+)
+from realrl.program.text import format_instruction
+from realrl.runtime.exchange import Exchange
+from realrl.runtime.process import Process
+from realrl.runtime.roles import Roles
+from realrl.runtime.store import Store
+from realrl.runtime.trace import Trace
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """What a step depends on besides parameters: its records, its noise, and learning rates by role."""
+
+    records: Batch
+    noise: Noise
+    rates: Mapping[str, float]
+
+
+class Worker:
+    """Executes this rank's program, step after step."""
+
+    def __init__(
+        self, process: Process, roles: Roles, algorithm: Algorithm, eos: int, trace: Trace
+    ) -> None:
+        self._process, self._roles, self._algorithm = process, roles, algorithm
+        self._eos, self._trace = eos, trace
+        self._exchange = Exchange(process)
+
+    def run(self, program: Program, store: Store, step: StepInput) -> dict[str, Metrics]:
+        """Execute one step into an empty `store`. Returns figures by call: all of them on the rank that writes,
+        elsewhere those this rank took part in."""
+        figures: dict[str, Metrics] = {}
+        handlers: dict[type[Instruction], Callable[..., None]] = {
+            Feed: lambda _: store.feed(step.records),
+            Run: lambda i: self._run(i, store, step, figures),
+            Send: lambda i: self._exchange.send(i, store),
+            Receive: lambda i: self._exchange.receive(i, store),
+            ShareLengths: lambda i: self._exchange.share_lengths(i, store),
+            Report: lambda i: figures.update({i.call: self._exchange.report(i, figures.get(i.call))}),
+            Reallocate: self._roles.reallocate,
+            Release: self._roles.release,
+        }
+        for instruction in program.instructions:
+            text = format_instruction(instruction)
+            with self._trace.slice(text, step=step.noise.step):
+                handlers[type(instruction)](instruction)
+        self._exchange.finish()
+        return figures
+
+    def _run(self, run: Run, store: Store, step: StepInput, figures: dict[str, Metrics]) -> None:
+        call = store.graph.call(run.call)
+        dp = run.placement.dp_index(self._process.rank)
+        batch = store.batch(call, dp)
+        model = self._roles.model(run.role, run.placement)
+        budget = run.placement.strategy.micro_batch_tokens
+        method = self._algorithm.method(call.name)
+        if call.kind is Kind.GENERATE:
+            assert isinstance(method, GenerateMethod)
+            batch = generate(
+                model,
+                batch,
+                method.prompts,
+                sampling=method.sampling,
+                eos=self._eos,
+                noise=step.noise,
+                budget=budget,
+            )
+        elif call.kind is Kind.INFERENCE:
+            batch, figures[call.name] = model.infer(batch, method, budget)
+        else:
+            figures[call.name] = self._train(call, batch, store.assignment(call)[dp], step, budget)
+        for key in call.outputs:
+            store.put(key, batch.ids, batch[key])
+
+    def _train(
+        self, call: Call, batch: Batch, minibatches: list[list[int]], step: StepInput, budget: int
+    ) -> Metrics:
+        position = {item: i for i, item in enumerate(batch.ids)}
+        return self._roles.trainers[call.role].train(
+            batch,
+            self._algorithm.method(call.name),
+            [[position[item] for item in minibatch] for minibatch in minibatches],
+            lr=step.rates[call.role],
+            budget=budget,
+        )

@@ -1,0 +1,108 @@
+import subprocess
+import sys
+
+import pytest
+from pydantic import TypeAdapter
+
+from realrl.algorithms.graphs import build_eval_graph, build_graph
+from realrl.algorithms.registry import build_algorithm
+from realrl.config.experiment import EXPERIMENT, Experiment
+from realrl.dataflow.call import Kind
+
+MODELS = {
+    "sft": {"actor": {"path": "m"}},
+    "reward": {"reward": {"path": "m"}},
+    "ppo": {"actor": {"path": "a"}, "reward": {"path": "r"}},
+}
+
+
+def experiment(algorithm: str, *, evaluate: bool = True, **settings: object) -> Experiment:
+    adapter: TypeAdapter[Experiment] = EXPERIMENT
+    data = {"train": "t.jsonl", "eval": "e.jsonl" if evaluate else None, "batch": 8}
+    recipe = {"algorithm": algorithm, "run_dir": "r", "models": MODELS[algorithm], "data": data, **settings}
+    return adapter.validate_python(recipe)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "calls", "sources"),
+    [
+        ("sft", ["actor.train"], ("tokens", "prompt_length")),
+        ("reward", ["reward.train"], ("chosen", "rejected")),
+        (
+            "ppo",
+            [
+                "actor.generate",
+                "reward.inference",
+                "ref.inference",
+                "critic.inference",
+                "actor.train",
+                "critic.train",
+            ],
+            ("prompts",),
+        ),
+    ],
+)
+def test_a_step_runs_these_calls_on_these_columns(
+    algorithm: str, calls: list[str], sources: tuple[str, ...]
+) -> None:
+    graph = build_graph(experiment(algorithm))
+    assert [call.name for call in graph.order] == calls
+    assert graph.sources == sources
+    assert all(call.name == f"{call.role}.{call.kind}" for call in graph.calls)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "calls", "sources"),
+    [
+        ("sft", ["actor.inference"], ("tokens", "prompt_length")),
+        ("reward", ["reward.inference"], ("chosen", "rejected")),
+        ("ppo", ["actor.generate", "reward.inference", "ref.inference"], ("prompts",)),
+    ],
+)
+def test_an_evaluation_trains_nothing(algorithm: str, calls: list[str], sources: tuple[str, ...]) -> None:
+    graph = build_eval_graph(experiment(algorithm))
+    assert graph is not None
+    assert [call.name for call in graph.order] == calls
+    assert graph.sources == sources
+    assert not any(graph.trained(role) for role in graph.roles)
+
+
+@pytest.mark.parametrize("algorithm", MODELS)
+def test_without_evaluation_records_there_is_no_evaluation_graph(algorithm: str) -> None:
+    assert build_eval_graph(experiment(algorithm, evaluate=False)) is None
+    assert build_algorithm(experiment(algorithm, evaluate=False)).eval_graph is None
+
+
+@pytest.mark.parametrize("algorithm", MODELS)
+def test_every_call_has_a_method(algorithm: str) -> None:
+    built = build_algorithm(experiment(algorithm))
+    assert built.eval_graph is not None
+    for call in (*built.graph.calls, *built.eval_graph.calls):
+        assert hasattr(built.method(call.name), "sampling" if call.kind is Kind.GENERATE else "sequences")
+
+
+def test_ppo_settings_reach_the_graph_and_the_methods() -> None:
+    built = build_algorithm(
+        experiment("ppo", ppo={"minibatches": 2, "epochs": 3}, generation={"temperature": 0.7})
+    )
+    assert built.graph.call("actor.train").minibatches == 2
+    assert built.graph.call("critic.train").minibatches == 2
+    assert built.method("actor.train").epochs == 3
+    assert built.method("critic.train").epochs == 3
+    assert built.temperature == 0.7
+
+
+def test_trained_roles_of_ppo_are_actor_and_critic() -> None:
+    graph = build_graph(experiment("ppo"))
+    assert [role for role in graph.roles if graph.trained(role)] == ["actor", "critic"]
+
+
+def test_ppo_keys_per_token_have_the_lengths_of_sequences() -> None:
+    graph = build_graph(experiment("ppo"))
+    aligned = {key for key in graph.keys if graph.length_key(key) == "sequences"}
+    assert aligned == {"sequences", "logprobs", "ref_logprobs", "values"}
+
+
+def test_graphs_are_built_without_torch() -> None:
+    code = "import sys, realrl.algorithms.graphs; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,104 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from realrl.cli.app import run_app
+
+ROOT = Path(__file__).parents[2]
+DEMO = str(ROOT / "recipes" / "demo" / "ppo.yaml")
+
+
+def realrl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "realrl", *arguments], capture_output=True, text=True, cwd=ROOT
+    )
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("train", "show", "generate", "tokenizer", "report", "config"))
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    from realrl import __version__
+
+    assert run_app(["--version"]) == 0
+    assert capsys.readouterr().out == f"realrl {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["train", "nowhere.yaml"], "nowhere.yaml does not exist"),
+        (["train", DEMO, "data.btach=3"], "data.btach: unknown key; did you mean data.batch?"),
+        (["train", DEMO, "data.batch=many"], "data.batch: 'many' is not a whole number"),
+        (["train", DEMO, "data.batch=63"], "data.batch=63 is not divisible by ppo.minibatches=2"),
+        (["show", DEMO, "plan=symetric"], "did you mean symmetric?"),
+        (["show", DEMO, "plan=disjoint"], "plan disjoint needs at least 4 devices"),
+        (["show", DEMO, "cluster=two"], "cluster='two' is not understood"),
+        (["config", "pppo"], "'pppo' is not one of sft, reward, ppo"),
+        (["generate", "somewhere"], "give --prompt TEXT or --prompts FILE"),
+        (["generate", "somewhere", "--prompt", "a", "--top-p", "2"], "top_p: 2.0 must be at most 1"),
+        (["generate", "somewhere", "--prompts", "nowhere.txt"], "nowhere.txt cannot be read"),
+        (["report", "nowhere", "--out", "x"], "nowhere holds no finished run: config.yaml is missing"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_status_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    assert run_app(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("realrl: ") and captured.err.count("\n") == 1
+    assert sentence in captured.err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["train"], ["frobnicate"], ["show", DEMO, "--nonsense"], ["report", "a"]]
+)
+def test_a_command_line_that_makes_no_sense_is_exit_status_2(arguments: list[str]) -> None:
+    assert run_app(arguments) == 2
+
+
+def test_the_process_ends_with_that_status_and_no_traceback() -> None:
+    done = realrl("train", "nowhere.yaml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "realrl: nowhere.yaml does not exist\n"
+
+
+def test_an_interrupt_is_exit_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(path: str, overrides: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("realrl.config.load.load_experiment", interrupt)
+    assert run_app(["train", DEMO]) == 130
+
+
+def test_show_prints_recipe_graph_and_plan_and_programs_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["show", DEMO, "data.batch=32"]) == 0
+    brief = capsys.readouterr().out
+    assert "batch: 32" in brief and "1. actor.generate" in brief and "# rank 1" not in brief
+    assert run_app(["show", DEMO, "data.batch=32", "--programs"]) == 0
+    assert capsys.readouterr().out.startswith(brief) and "# rank" not in brief
+
+
+def test_showing_a_recipe_loads_no_torch() -> None:
+    script = (
+        "import sys; from realrl.cli.app import run_app; "
+        f"status = run_app(['show', {DEMO!r}, '--programs']); "
+        "sys.exit(status or ('torch' in sys.modules and 3))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
+
+
+def test_prompts_come_from_text_files_and_from_records(tmp_path: Path) -> None:
+    from realrl.cli.generate import _read_prompts
+
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("one", "two")))
+    assert (
+        _read_prompts(str(tmp_path / "a.txt")) == _read_prompts(str(tmp_path / "a.jsonl")) == ["one", "two"]
+    )

@@ -1,0 +1,101 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realrl.cli.app import run_app
+
+
+def write_run(path: Path, algorithm: str, lines: list[dict[str, Any]], seconds: float = 10.0) -> str:
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text(f"algorithm: {algorithm}\n")
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (path / "summary.json").write_text(json.dumps({"seconds": seconds}))
+    return str(path)
+
+
+def line(step: int, kind: str, **figures: float) -> dict[str, Any]:
+    named = {name.replace("__", "/"): value for name, value in figures.items()}
+    return {"step": step, "kind": kind, "seconds": 1.0, "figures": named}
+
+
+def sft_run(path: Path) -> str:
+    return write_run(path, "sft", [line(0, "eval", actor__loss=3.0), line(1, "train", actor__loss=2.0)], 5.0)
+
+
+def reward_run(path: Path) -> str:
+    lines = [
+        line(step, "eval", inference__loss=0.6, inference__accuracy=a) for step, a in ((0, 0.5), (9, 0.78))
+    ]
+    return write_run(path, "reward", lines, 7.0)
+
+
+def ppo_run(path: Path) -> str:
+    lines = [
+        line(0, "eval", reward__score=-0.5, ref__kl=0.0, judge=0.1),
+        line(1, "train", actor__score=9.0, actor__kl=9.0),
+        line(5, "eval", reward__score=0.75, ref__kl=2.5, judge=0.5),
+    ]
+    run = write_run(path, "ppo", lines, 8.0)
+    (path / "samples").mkdir()
+    for step, completion in ((0, " dull [b]"), (3, " middling"), (5, " wonderful")):
+        rows = [{"prompt": "The film is", "completion": completion, "score": 0.5, "judge": -0.25}]
+        (path / "samples" / f"step-{step:06d}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return run
+
+
+def figures(out: Path) -> dict[str, Any]:
+    return json.loads((out / "report.json").read_text())
+
+
+def test_report_of_all_three_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [sft_run(tmp_path / "sft"), reward_run(tmp_path / "reward"), ppo_run(tmp_path / "ppo")]
+    assert run_app(["report", *runs, "--out", str(tmp_path / "out")]) == 0
+    assert figures(tmp_path / "out") == {
+        "reward_pair_accuracy": 0.78,
+        "judge_before": 0.1,
+        "judge_after": 0.5,
+        "reward_before": -0.5,
+        "reward_after": 0.75,
+        "kl": 2.5,
+        "seconds": {"sft": 5.0, "reward": 7.0, "ppo": 8.0, "total": 20.0},
+    }
+    assert (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "dull [b]" in printed and "wonderful" in printed and "middling" not in printed
+    assert "0.780" in printed
+
+
+def test_a_report_has_only_the_figures_of_the_runs_given(tmp_path: Path) -> None:
+    assert run_app(["report", reward_run(tmp_path / "r"), "--out", str(tmp_path)]) == 0
+    assert figures(tmp_path) == {"reward_pair_accuracy": 0.78, "seconds": {"reward": 7.0, "total": 7.0}}
+
+
+def test_a_run_without_curves_still_gets_a_report(tmp_path: Path) -> None:
+    assert run_app(["report", write_run(tmp_path / "s", "sft", []), "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "report.png").exists()
+
+
+@pytest.mark.parametrize("missing", ["config.yaml", "metrics.jsonl", "summary.json"])
+def test_a_directory_that_is_no_finished_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], missing: str
+) -> None:
+    run = sft_run(tmp_path / "sft")
+    (tmp_path / "sft" / missing).unlink()
+    assert run_app(["report", run, "--out", str(tmp_path)]) == 2
+    assert f"holds no finished run: {missing} is missing" in capsys.readouterr().err
+
+
+def test_a_broken_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = sft_run(tmp_path / "sft")
+    with open(tmp_path / "sft" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "ki')
+    assert run_app(["report", run, "--out", str(tmp_path)]) == 2
+    assert "metrics.jsonl, line 3: not valid JSON" in capsys.readouterr().err
+
+
+def test_two_runs_of_one_algorithm_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [sft_run(tmp_path / "a"), sft_run(tmp_path / "b")]
+    assert run_app(["report", *runs, "--out", str(tmp_path)]) == 2
+    assert "are both sft runs" in capsys.readouterr().err

@@ -1,0 +1,163 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from realrl.config.describe import describe
+from realrl.config.errors import UserError
+from realrl.config.experiment import PPOExperiment
+from realrl.config.load import (
+    dump_experiment,
+    experiment_class,
+    experiment_classes,
+    load_experiment,
+    parse_experiment,
+)
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+PPO = """
+algorithm: ppo
+run_dir: runs/x
+data: {train: a.jsonl}
+models: {actor: {path: a}, reward: {path: b}}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "ppo.yaml"
+    path.write_text(PPO)
+    return str(path)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT / "recipes")))
+def test_every_shipped_recipe_is_valid_and_survives_a_round_trip(path: Path) -> None:
+    experiment = load_experiment(str(path))
+    assert parse_experiment(yaml.safe_load(dump_experiment(experiment))) == experiment
+
+
+def test_there_are_shipped_recipes_for_every_algorithm() -> None:
+    assert {load_experiment(str(path)).algorithm for path in RECIPES} == set(experiment_classes())
+
+
+def test_overrides_set_fields_and_create_sections(recipe: str) -> None:
+    experiment = load_experiment(
+        recipe,
+        [
+            "data.batch=8",
+            "ppo.kl.coef=1e-3",
+            "ppo.clip=0.3",
+            "data.eval=null",
+            "models.actor.optimizer.lr=2e-5",
+        ],
+    )
+    assert isinstance(experiment, PPOExperiment)
+    assert experiment.data.batch == 8
+    assert experiment.ppo.kl.coef == 1e-3 and experiment.ppo.clip == 0.3
+    assert experiment.data.eval is None
+    assert experiment.models.actor.optimizer.lr == 2e-5
+
+
+def test_a_later_override_wins_and_a_value_may_hold_equals_signs(recipe: str) -> None:
+    assert load_experiment(recipe, ["run_dir=a", "run_dir=b=c"]).run_dir == "b=c"
+
+
+def test_critic_and_reference_default_to_reward_and_actor(recipe: str) -> None:
+    models = load_experiment(recipe).models
+    assert (models.critic.path, models.ref.path) == ("b", "a")
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("data.btach=3", "data.btach: unknown key; did you mean data.batch?"),
+        ("batch=3", "batch: unknown key; did you mean data.batch?"),
+        (
+            "models.ref.optimizer.lr=1",
+            "models.ref.optimizer: unknown key; did you mean models.actor.optimizer?",
+        ),
+        ("models.actor.optimizer.weight_deacy=0", "did you mean models.actor.optimizer.weight_decay?"),
+        ("zzz=3", "zzz: unknown key; known keys are algorithm, run_dir"),
+        ("data.batch=many", "data.batch: 'many' is not a whole number"),
+        ("data.batch=2.5", "data.batch: 2.5 is not a whole number"),
+        ("data.batch=0", "data.batch: 0 must be above 0"),
+        ("generation.top_p=1.5", "generation.top_p: 1.5 must be at most 1"),
+        ("data.shuffle=maybe", "data.shuffle: 'maybe' is not true or false"),
+        ("run_dir=5", "run_dir: 5 is not text"),
+        ("data=null", "data: null is not a section of keys"),
+        ("data={}", "data.train: missing (A .jsonl"),
+        ("models.actor.optimizer.betas=[0.9]", "models.actor.optimizer.betas.1: missing"),
+        ("models.actor.optimizer.schedule=cosin", "did you mean cosine?"),
+        ("ppo.minibatches=3", "data.batch=64 is not divisible by ppo.minibatches=3"),
+        ("generation.min_new_tokens=300", "generation: min_new_tokens=300 is above max_new_tokens=128"),
+        ("models.reward.path=null", "models: reward needs a path (weights to load) or a shape"),
+        ("algorithm=pppo", "algorithm: 'pppo' is not one of sft, reward, ppo; did you mean ppo?"),
+        ("algorithm=null", "algorithm: missing; give one of sft, reward, ppo"),
+        ("data.batch", "override 'data.batch' is not understood; write key=value"),
+        ("data..batch=1", "override 'data..batch=1' is not understood; write key=value"),
+        ("run_dir.x=1", "override run_dir.x=1: run_dir is 'runs/x', which has no keys inside"),
+        ("data.train=[a", "override data.train=[a: not valid YAML"),
+    ],
+)
+def test_a_mistake_gets_one_sentence_with_the_path_of_the_field(
+    recipe: str, override: str, sentence: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        load_experiment(recipe, [override])
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_union_tag_is_not_part_of_a_path(recipe: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_experiment(recipe, ["ppo.clip=x"])
+    assert str(caught.value) == "ppo.clip: 'x' is not a number"
+
+
+def test_a_misspelt_required_key_is_named_before_the_one_it_leaves_missing(recipe: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_experiment(recipe, ["data={trian: a}"])
+    assert str(caught.value) == "data.trian: unknown key; did you mean data.train? (and 1 more mistake)"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a: 1\nb: [1\nc: 2", "bad.yaml, line 3: not valid YAML"),
+        ("seed: 1\nseed: 2", "bad.yaml, line 2: not valid YAML (key 'seed' twice)"),
+        ("? [a]\n: 1", "bad.yaml, line 1: not valid YAML"),
+        ("- 1", "bad.yaml holds no recipe"),
+        ("", "bad.yaml holds no recipe"),
+    ],
+)
+def test_a_malformed_file_is_named_with_its_line(tmp_path: Path, text: str, sentence: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match="bad.yaml") as caught:
+        load_experiment(str(path))
+    assert sentence in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere\.yaml does not exist"):
+        load_experiment(str(tmp_path / "nowhere.yaml"))
+
+
+def test_bytes_that_are_not_text_are_an_error_about_the_file(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(UserError, match=r"x\.yaml cannot be read"):
+        load_experiment(str(tmp_path / "x.yaml"))
+
+
+@pytest.mark.parametrize("algorithm", experiment_classes())
+def test_description_is_yaml_with_every_default_and_a_comment_for_every_field(algorithm: str) -> None:
+    text = describe(experiment_class(algorithm))
+    described = yaml.safe_load(text)
+    cls = experiment_class(algorithm)
+    assert set(described) == set(cls.model_fields)
+    assert described["seed"] == 1 and described["data"]["batch"] == 64
+    lines = text.splitlines()
+    for above, line in zip(lines, lines[1:], strict=False):
+        is_field = line.strip() and not line.strip().startswith("#")
+        assert not is_field or above.strip().startswith("#"), f"{line!r} is not explained"

@@ -1,0 +1,133 @@
+"""A small world to run recipes in: a tokenizer, data of every form, and saved models."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+SHAPE = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "tied_embeddings": True,
+}
+NOUNS = ("film", "story", "cast", "plot", "music", "ending", "hero", "joke", "scene", "script")
+WORDS = {
+    "good": ("great", "lovely", "moving", "clever", "warm"),
+    "bad": ("dull", "awful", "tired", "weak", "clumsy"),
+}
+
+
+def sentence(i: int, mood: str) -> str:
+    """A made-up opinion; longer ones join several clauses."""
+    clauses = [
+        f"the {NOUNS[(i * 7 + k) % len(NOUNS)]} is {WORDS[mood][(i + 2 * k) % 5]}" for k in range(1 + i % 4)
+    ]
+    return " and ".join(clauses)
+
+
+def write_jsonl(path: Path, records: Sequence[Mapping[str, Any]]) -> str:
+    """Write records, one per line, and give the path as text."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@dataclass(frozen=True)
+class World:
+    """Paths of everything a recipe needs."""
+
+    root: Path
+
+    @property
+    def tokenizer(self) -> str:
+        return str(self.root / "tokenizer")
+
+    @property
+    def actor(self) -> str:
+        return str(self.root / "actor")
+
+    @property
+    def reward(self) -> str:
+        return str(self.root / "reward")
+
+    def recipe(self, algorithm: str, directory: Path, **changes: Any) -> Path:
+        """A recipe of 5 short steps, written into `directory`, whose run goes there too. `changes` are fields,
+        with `__` for the dot."""
+        models: dict[str, Any] = {
+            "sft": {"actor": {"shape": SHAPE, "tokenizer": self.tokenizer}},
+            "reward": {"reward": {"path": self.actor}},
+            "ppo": {"actor": {"path": self.actor}, "reward": {"path": self.reward}},
+        }[algorithm]
+        document: dict[str, Any] = {
+            "algorithm": algorithm,
+            "run_dir": str(directory / "run"),
+            "cluster": "1x1",
+            "device": "cpu",
+            "micro_batch_tokens": 256,
+            "models": models,
+            "data": {"train": str(self.root / f"{algorithm}.jsonl"), "batch": 16},
+            "training": {"steps": 5},
+        }
+        for role in models:
+            if role in ("actor", "reward") and not (algorithm == "ppo" and role == "reward"):
+                models[role] = {**models[role], "optimizer": {"lr": 1e-3}}
+        if algorithm == "ppo":
+            models["critic"] = {"optimizer": {"lr": 1e-3}}
+            document["generation"] = {"max_new_tokens": 12}
+            document["ppo"] = {"minibatches": 2}
+        for name, value in changes.items():
+            *path, last = name.split("__")
+            inner = document
+            for part in path:
+                inner = inner.setdefault(part, {})
+            inner[last] = value
+        file = directory / "recipe.yaml"
+        file.write_text(yaml.safe_dump(document))
+        return file
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Built once: byte-level BPE tokenizer, data files, and an actor and a reward model of random weights."""
+    import torch
+
+    from realrl.checkpoint import huggingface
+    from realrl.config.shape import ModelShape
+    from realrl.data.tokenizer import train_bpe
+    from realrl.engine.flat import FlatBuffer
+    from realrl.layout.tensors import model_tensors
+    from realrl.model.init import initialise
+
+    root = tmp_path_factory.mktemp("world")
+    sentences = [sentence(i, mood) for i in range(40) for mood in ("good", "bad")]
+    tokenizer = train_bpe(sentences, SHAPE["vocab_size"])
+    tokenizer.save_pretrained(str(root / "tokenizer"))
+    write_jsonl(root / "sft.jsonl", [{"prompt": "", "answer": text} for text in sentences])
+    write_jsonl(
+        root / "reward.jsonl",
+        [{"prompt": "", "chosen": sentence(i, "good"), "rejected": sentence(3 * i, "bad")} for i in range(80)],
+    )
+    write_jsonl(root / "ppo.jsonl", [{"prompt": " ".join(text.split()[: 2 + i % 3])} for i, text in enumerate(sentences)])
+    shape = ModelShape.model_validate({**SHAPE, "init_std": 0.2})
+    for name, head in (("actor", "lm"), ("reward", "scalar")):
+        tensors = model_tensors(shape, head)
+        buffer = FlatBuffer(tensors, torch.float32, torch.device("cpu"))
+        initialise(buffer, tensors, shape, seed=3)
+        if head == "scalar":
+            buffer["score.weight"].normal_(generator=torch.Generator().manual_seed(1))
+        huggingface.save(root / name, shape, head, buffer, tokenizer)
+    return World(root)
+
+
+def figures(run_dir: Path, kind: str = "train") -> list[dict[str, float]]:
+    """The figures of every step, from metrics.jsonl."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line["figures"] for line in lines if line["kind"] == kind]

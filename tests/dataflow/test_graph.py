@@ -1,0 +1,92 @@
+import pytest
+
+from realrl.dataflow.call import Call, Key, Kind
+from realrl.dataflow.graph import DataflowGraph
+from realrl.dataflow.text import format_graph
+
+KEYS = (
+    Key("prompts", "int64"),
+    Key("sequences", "int64"),
+    Key("logprobs", "float32", "sequences"),
+    Key("weights", "float32", "logprobs"),
+    Key("score", "float32", "one"),
+)
+TRAIN = Call("actor.train", "actor", Kind.TRAIN, ("sequences", "score"), work=("sequences",))
+SCORE = Call("reward.inference", "reward", Kind.INFERENCE, ("sequences",), ("score",), work=("sequences",))
+GENERATE = Call(
+    "actor.generate", "actor", Kind.GENERATE, ("prompts",), ("sequences", "logprobs"), work=("prompts",)
+)
+GRAPH = DataflowGraph([TRAIN, SCORE, GENERATE], KEYS)
+
+
+def test_order_follows_the_data_whatever_the_order_of_declaration() -> None:
+    assert [call.name for call in GRAPH.order] == ["actor.generate", "reward.inference", "actor.train"]
+
+
+def test_among_ready_calls_the_first_declared_runs_first() -> None:
+    calls = [Call(name, name, Kind.INFERENCE, ("prompts",), work=("prompts",)) for name in "cab"]
+    assert [call.name for call in DataflowGraph(calls, KEYS).order] == ["c", "a", "b"]
+
+
+def test_a_role_is_trained_after_every_other_use_of_it() -> None:
+    train = Call("m.train", "m", Kind.TRAIN, ("prompts",), work=("prompts",))
+    use = Call("m.inference", "m", Kind.INFERENCE, ("prompts",), work=("prompts",))
+    graph = DataflowGraph([train, use], KEYS)
+    assert graph.order == (use, train)
+    assert graph.dependencies(train) == (use,)
+
+
+def test_sources_roles_and_training_follow_from_the_calls() -> None:
+    assert GRAPH.sources == ("prompts",)
+    assert set(GRAPH.roles) == {"actor", "reward"}
+    assert GRAPH.trained("actor") and not GRAPH.trained("reward")
+    assert GRAPH.role_calls("actor") == (GENERATE, TRAIN)
+
+
+@pytest.mark.parametrize(
+    ("key", "own"),
+    [("sequences", "sequences"), ("logprobs", "sequences"), ("weights", "sequences"), ("score", None)],
+)
+def test_the_lengths_of_a_key_are_those_of_the_key_it_follows(key: str, own: str | None) -> None:
+    assert GRAPH.length_key(key) == own
+
+
+def _inference(name: str, inputs: str, outputs: str) -> Call:
+    return Call(name, name, Kind.INFERENCE, (inputs,), (outputs,), work=(inputs,))
+
+
+@pytest.mark.parametrize(
+    ("calls", "keys", "message"),
+    [
+        ([SCORE, SCORE], KEYS, "two calls have the same name"),
+        ([SCORE], KEYS[:2], "uses key 'score', which is not declared"),
+        (
+            [_inference("a", "prompts", "score"), _inference("b", "prompts", "score")],
+            KEYS,
+            "produced by a and b",
+        ),
+        ([_inference("a", "score", "logprobs"), _inference("b", "logprobs", "score")], KEYS, "in a circle"),
+        ([GENERATE], (*KEYS[:2], Key("logprobs", "float32", "nothing")), "length of unknown key 'nothing'"),
+    ],
+)
+def test_an_impossible_graph_is_refused(calls: list[Call], keys: tuple[Key, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataflowGraph(calls, keys)
+
+
+def test_a_call_must_say_which_of_its_inputs_are_work() -> None:
+    with pytest.raises(ValueError, match="must name some of its inputs"):
+        Call("a", "a", Kind.INFERENCE, ("prompts",), work=("sequences",))
+
+
+def test_only_training_has_minibatches() -> None:
+    with pytest.raises(ValueError, match="only training has mini-batches"):
+        Call("a", "a", Kind.INFERENCE, ("prompts",), work=("prompts",), minibatches=2)
+
+
+def test_text_names_every_call_with_where_its_inputs_come_from() -> None:
+    text = format_graph(GRAPH)
+    assert text.index("1. actor.generate") < text.index("2. reward.inference") < text.index("3. actor.train")
+    assert "data set -> prompts" in text
+    assert "score  <- reward.inference" in text
+    assert "frozen role reward" in text

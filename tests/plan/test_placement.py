@@ -1,0 +1,75 @@
+import pytest
+
+from realrl.config.errors import UserError
+from realrl.plan.cluster import Cluster
+from realrl.plan.placement import Mesh, Placement, Strategy
+
+
+@pytest.mark.parametrize("text", ["1x2", "2x8", "16x4"])
+def test_cluster_text_round_trip(text: str) -> None:
+    assert str(Cluster.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["2", "x2", "0x1", "1x0", "axb", "1 x 2 x 3"])
+def test_a_cluster_that_is_not_understood_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="cluster"):
+        Cluster.parse(text)
+
+
+def test_ranks_are_numbered_node_by_node() -> None:
+    assert [Cluster(2, 3).node(rank) for rank in range(6)] == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("text", ["0", "3", "0-7", "8-15"])
+def test_mesh_text_round_trip(text: str) -> None:
+    assert str(Mesh.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-1", "0-", "0,1"])
+def test_a_mesh_that_is_not_understood_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="mesh"):
+        Mesh.parse(text)
+
+
+def test_meshes_of_a_cluster_are_whole_nodes_and_aligned_slices() -> None:
+    cluster = Cluster(2, 4)
+    valid = {
+        Mesh(0, 8),
+        Mesh(0, 4),
+        Mesh(4, 4),
+        *(Mesh(i, 2) for i in range(0, 8, 2)),
+        *(Mesh(i, 1) for i in range(8)),
+    }
+    for first in range(-1, 9):
+        for size in range(10):
+            mesh = Mesh(first, size)
+            if mesh in valid:
+                mesh.check(cluster)
+            else:
+                with pytest.raises(UserError, match="mesh"):
+                    mesh.check(cluster)
+
+
+def test_overlap_is_a_shared_rank() -> None:
+    meshes = [Mesh(first, size) for first in range(5) for size in range(1, 5)]
+    for a in meshes:
+        for b in meshes:
+            assert a.overlaps(b) == bool(set(a.ranks) & set(b.ranks))
+
+
+def test_coordinates_are_counted_pipeline_then_data_then_tensor() -> None:
+    placement = Placement(Mesh(8, 8), Strategy(2, 2, 2))
+    ranks = [placement.rank(dp=dp, tp=tp, pp=pp) for pp in (0, 1) for dp in (0, 1) for tp in (0, 1)]
+    assert ranks == list(range(8, 16))
+    assert [placement.dp_index(rank) for rank in range(8, 16)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert placement.heads == (12, 14)
+
+
+def test_a_strategy_must_fill_its_mesh() -> None:
+    with pytest.raises(UserError, match="dp=2 tp=1 pp=1 needs 2 devices, but mesh 0-3 has 4"):
+        Placement(Mesh(0, 4), Strategy(2))
+
+
+def test_layout_text_round_trip() -> None:
+    placement = Placement(Mesh(4, 4), Strategy(2, 2, 1, micro_batch_tokens=77))
+    assert Placement.parse_layout(placement.layout, 77) == placement

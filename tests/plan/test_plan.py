@@ -1,0 +1,181 @@
+from pathlib import Path
+
+import pytest
+
+from realrl.config.errors import UserError
+from realrl.dataflow.call import Call, Key, Kind
+from realrl.dataflow.graph import DataflowGraph
+from realrl.plan.cluster import Cluster
+from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.plan.plan import Plan
+from realrl.plan.presets import PRESETS, disjoint, make_plan, symmetric
+
+KEYS = (Key("prompts", "int64"), Key("sequences", "int64"), Key("score", "float32", "one"))
+GENERATE = Call("actor.generate", "actor", Kind.GENERATE, ("prompts",), ("sequences",), work=("prompts",))
+SCORE = Call("reward.inference", "reward", Kind.INFERENCE, ("sequences",), ("score",), work=("sequences",))
+TRAIN = Call("actor.train", "actor", Kind.TRAIN, ("sequences", "score"), work=("sequences",))
+GRAPH = DataflowGraph([GENERATE, SCORE, TRAIN], KEYS)
+
+
+def place(mesh: str, dp: int, tp: int = 1, pp: int = 1) -> Placement:
+    return Placement(Mesh.parse(mesh), Strategy(dp, tp, pp))
+
+
+def plan_of(**placements: Placement) -> Plan:
+    """A plan for GRAPH on 1x4, all calls on 0-3 where not said otherwise; `__` stands for the dot."""
+    everywhere = {call.name: place("0-3", 4) for call in GRAPH.calls}
+    return Plan(Cluster(1, 4), everywhere | {name.replace("__", "."): p for name, p in placements.items()})
+
+
+def test_plan_file_round_trip(tmp_path: Path) -> None:
+    plan = Plan(
+        Cluster(2, 2),
+        {
+            "actor.generate": Placement(Mesh(0, 4), Strategy(2, 2, 1, micro_batch_tokens=100)),
+            "actor.train": Placement(Mesh(3, 1), Strategy(1)),
+        },
+    )
+    plan.save(tmp_path / "plan.yaml")
+    assert Plan.load(tmp_path / "plan.yaml") == plan
+
+
+def test_a_plan_file_may_leave_out_defaults(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text("cluster: 1x1\ncalls:\n  actor.train: {mesh: 0, dp: 1}\n")
+    expected = Placement(Mesh(0, 1), Strategy(1, micro_batch_tokens=5))
+    assert Plan.load(tmp_path / "p.yaml", micro_batch_tokens=5)["actor.train"] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("cluster: 1x2\ncalls:\n  a.train: {mesh: 0-1, dp: two}", "a.train: dp: 'two' is not a whole number"),
+        (
+            "cluster: 1x2\ncalls:\n  a.train: {mash: 0-1, dp: 2}",
+            "a.train: mash: unknown key; did you mean mesh?",
+        ),
+        ("cluster: 1x2\ncalls:\n  a.train: {mesh: 0-1, dp: 1}", "a.train: dp=1 tp=1 pp=1 needs 1 devices"),
+        ("cluster: 1x2\ncalls:\n  a.train: {mesh: x, dp: 1}", "a.train: mesh 'x' is not understood"),
+        ("cluster: 1x2\ncalls:\n  a.train: 3", "a.train: 3 is not a section of keys"),
+        ("cluster: two\ncalls: {}", "cluster='two' is not understood"),
+        ("calls: {}", "cluster: missing"),
+        ("- 1", "[1] is not a section of keys"),
+        ("cluster: [", "line 1: not valid YAML"),
+    ],
+)
+def test_a_mistake_in_a_plan_file_names_file_and_call(tmp_path: Path, text: str, sentence: str) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        Plan.load(path)
+    assert "p.yaml" in str(caught.value) and sentence in str(caught.value)
+
+
+def test_a_missing_plan_file_is_named() -> None:
+    with pytest.raises(UserError, match=r"nowhere\.yaml does not exist"):
+        make_plan("nowhere.yaml", GRAPH, Cluster(1, 1), 10)
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        (plan_of(actor__tarin=place("0-3", 4)), "there is no call actor.tarin; did you mean actor.train?"),
+        (Plan(Cluster(1, 4), {"actor.train": place("0-3", 4)}), "call actor.generate has no placement"),
+        (plan_of(actor__train=place("4-7", 4)), "actor.train: mesh 4-7 lies outside the 4 devices"),
+        (
+            plan_of(actor__train=place("1-2", 2)),
+            "actor.train: mesh 1-2 is neither whole nodes nor an aligned slice",
+        ),
+        (
+            plan_of(actor__train=place("0-3", 2, 2)),
+            "actor.train has tp=2 pp=1; this version runs data-parallel",
+        ),
+        (
+            plan_of(actor__train=place("0-3", 2, 1, 2)),
+            "actor.train has tp=1 pp=2; this version runs data-parallel",
+        ),
+        (plan_of(actor__train=place("0-1", 2)), "share some devices but not all"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(plan: Plan, sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        plan.check(GRAPH)
+    assert sentence in str(caught.value)
+
+
+def test_equal_and_disjoint_meshes_fit() -> None:
+    Plan(
+        Cluster(1, 4),
+        {
+            "actor.generate": place("0-1", 2),
+            "actor.train": place("0-1", 2),
+            "reward.inference": place("2-3", 2),
+        },
+    ).check(GRAPH)
+
+
+def test_symmetric_puts_every_call_on_all_devices() -> None:
+    plan = symmetric(GRAPH, Cluster(2, 4), 99)
+    plan.check(GRAPH)
+    assert set(plan.placements.values()) == {Placement(Mesh(0, 8), Strategy(8, micro_batch_tokens=99))}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "meshes"),
+    [
+        ("1x2", ["0", "1"]),
+        ("1x3", ["0", "1"]),
+        ("1x8", ["0-3", "4-7"]),
+        ("2x8", ["0-7", "8-15"]),
+        ("3x2", ["0-1", "2-3"]),
+        ("4x2", ["0-3", "4-7"]),
+    ],
+)
+def test_disjoint_gives_each_role_an_equal_valid_mesh(cluster: str, meshes: list[str]) -> None:
+    plan = disjoint(GRAPH, Cluster.parse(cluster), 10)
+    plan.check(GRAPH)
+    assert [str(plan["actor.generate"].mesh), str(plan["reward.inference"].mesh)] == meshes
+    assert plan["actor.generate"] == plan["actor.train"]
+
+
+def test_disjoint_says_how_many_devices_it_needs() -> None:
+    with pytest.raises(
+        UserError, match="plan disjoint needs at least 2 devices, one for each of actor, reward"
+    ):
+        disjoint(GRAPH, Cluster(1, 1), 10)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_make_plan_knows_every_preset_and_the_files_they_are_saved_to(tmp_path: Path, name: str) -> None:
+    cluster = Cluster(1, 4)
+    plan = make_plan(name, GRAPH, cluster, 50)
+    plan.save(tmp_path / "p.yaml")
+    assert make_plan(str(tmp_path / "p.yaml"), GRAPH, cluster, 999) == plan
+
+
+def test_an_unknown_preset_gets_the_nearest_name() -> None:
+    with pytest.raises(UserError, match=r"'symetric' is neither a preset .*; did you mean symmetric\?"):
+        make_plan("symetric", GRAPH, Cluster(1, 1), 10)
+
+
+def test_a_plan_file_for_another_cluster_is_refused(tmp_path: Path) -> None:
+    make_plan("symmetric", GRAPH, Cluster(1, 4), 50).save(tmp_path / "p.yaml")
+    with pytest.raises(UserError, match="is for cluster 1x4; this run has 1x2"):
+        make_plan(str(tmp_path / "p.yaml"), GRAPH, Cluster(1, 2), 50)
+
+
+def test_evaluation_runs_where_the_same_call_or_else_the_same_role_runs() -> None:
+    plan = Plan(
+        Cluster(1, 4),
+        {
+            "actor.generate": place("0-1", 2),
+            "actor.train": place("2-3", 2),
+            "reward.inference": place("2-3", 2),
+        },
+    )
+    nll = Call("actor.inference", "actor", Kind.INFERENCE, ("sequences",), work=("sequences",))
+    score = Call("reward.score", "reward", Kind.INFERENCE, ("sequences",), ("score",), work=("sequences",))
+    eval_graph = DataflowGraph([GENERATE, nll, score], KEYS)
+    evaluation = plan.evaluation(eval_graph, GRAPH)
+    evaluation.check(eval_graph)
+    meshes = {name: str(placement.mesh) for name, placement in evaluation.placements.items()}
+    assert meshes == {"actor.generate": "0-1", "actor.inference": "2-3", "reward.score": "2-3"}

@@ -1,0 +1,101 @@
+"""The rooms of docs/architecture.md import downwards only, and those that promise it do not load torch."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parents[1] / "src" / "realrl"
+ROOMS = (
+    "cli",
+    "runtime",
+    "checkpoint",
+    "engine",
+    "model",
+    "data",
+    "algorithms",
+    "planner",
+    "program",
+    "layout",
+    "plan",
+    "dataflow",
+    "config",
+)
+TORCH_FREE_ROOMS = {"cli", "planner", "program", "layout", "plan", "dataflow", "config"}
+LEAF = "realrl.data.batch"
+"""Algorithms speak of batches; the module that defines them depends on nothing of ours."""
+HEAVY = ("torch", "transformers", "datasets", "tokenizers", "numpy", "matplotlib")
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(SOURCES.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in sorted(SOURCES.rglob("*.py"))}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Modules of ours that a file names in an import, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "realrl")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "realrl":
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in MODULES else str(node.module)
+
+
+def room(module: str) -> str | None:
+    """The room of a module; None for realrl itself and realrl.__main__."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in ROOMS else None
+
+
+def is_torch_free(module: str) -> bool:
+    a_graph = room(module) == "algorithms" and module.rsplit(".", 1)[-1] in ("graph", "graphs")
+    return room(module) in TORCH_FREE_ROOMS or a_graph
+
+
+def test_every_folder_is_a_known_room() -> None:
+    folders = {path.parent.name for path in SOURCES.glob("*/__init__.py")}
+    assert folders <= set(ROOMS)
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if room(module)])
+def test_imports_go_downwards_only(module: str) -> None:
+    here = ROOMS.index(str(room(module)))
+    for imported in imports(MODULES[module]):
+        there = room(imported)
+        if there is None or (room(module) == "algorithms" and imported == LEAF):
+            continue
+        assert ROOMS.index(there) >= here, f"{module} imports {imported}, which is in a higher room"
+
+
+def test_the_leaf_that_algorithms_may_import_is_one() -> None:
+    assert not [imported for imported in imports(MODULES[LEAF]) if room(imported)]
+
+
+def test_nothing_imports_relatively() -> None:
+    for path in MODULES.values():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path} imports relatively"
+
+
+def loaded_by(modules: list[str]) -> set[str]:
+    """Which of HEAVY a fresh interpreter has loaded after importing `modules`."""
+    script = f"import sys, {', '.join(modules)}; print(*(m for m in {HEAVY} if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_rooms_that_promise_it_load_nothing_heavy() -> None:
+    assert loaded_by(["realrl.__main__", *filter(is_torch_free, MODULES)]) == set()
+
+
+@pytest.mark.parametrize("module", ["realrl.algorithms.graphs", "realrl.plan.presets", "realrl.cli.app"])
+def test_an_entry_point_alone_loads_nothing_heavy(module: str) -> None:
+    assert loaded_by([module]) == set()
