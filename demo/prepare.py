@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def fetch(cache: Path) -> Path:
-    """The source distribution, from the cache or from PyPI; exits with a sentence if its checksum is wrong."""
+    """The source distribution, cached or from PyPI; exits with a sentence where its checksum is wrong."""
     file = cache / f"{PACKAGE}-{VERSION}.tar.gz"
     if not (file.is_file() and _checksum(file) == SHA256):
         cache.mkdir(parents=True, exist_ok=True)

@@ -59,8 +59,10 @@ class World:
         return str(self.root / "reward")
 
     def recipe(self, algorithm: str, directory: Path, **changes: Any) -> Path:
-        """A recipe of 5 short steps, written into `directory`, whose run goes there too. `changes` are fields,
-        with `__` for the dot."""
+        """A recipe of 5 short steps, written into `directory`, whose run goes there too.
+
+        `changes` are fields, with `__` for the dot.
+        """
         models: dict[str, Any] = {
             "sft": {"actor": {"shape": SHAPE, "tokenizer": self.tokenizer}},
             "reward": {"reward": {"path": self.actor}},
@@ -113,17 +115,23 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     write_jsonl(root / "sft.jsonl", [{"prompt": "", "answer": text} for text in sentences])
     write_jsonl(
         root / "reward.jsonl",
-        [{"prompt": "", "chosen": sentence(i, "good"), "rejected": sentence(3 * i, "bad")} for i in range(80)],
+        [
+            {"prompt": "", "chosen": sentence(i, "good"), "rejected": sentence(3 * i, "bad")}
+            for i in range(80)
+        ],
     )
-    write_jsonl(root / "ppo.jsonl", [{"prompt": " ".join(text.split()[: 2 + i % 3])} for i, text in enumerate(sentences)])
+    write_jsonl(
+        root / "ppo.jsonl",
+        [{"prompt": " ".join(text.split()[: 2 + i % 3])} for i, text in enumerate(sentences)],
+    )
     shape = ModelShape.model_validate({**SHAPE, "init_std": 0.2})
     for name, head in (("actor", "lm"), ("reward", "scalar")):
         tensors = model_tensors(shape, head)
         buffer = FlatBuffer(tensors, torch.float32, torch.device("cpu"))
         initialise(buffer, tensors, shape, seed=3)
         if head == "scalar":
-            buffer["score.weight"].normal_(generator=torch.Generator().manual_seed(1))
-        huggingface.save(root / name, shape, head, buffer, tokenizer)
+            buffer["score.weight"].normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
+        huggingface.save(root / name, shape, head, buffer, tokenizer, torch.float32)
     return World(root)
 
 

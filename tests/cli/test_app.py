@@ -82,7 +82,7 @@ def test_show_prints_recipe_graph_and_plan_and_programs_if_asked(capsys: pytest.
     brief = capsys.readouterr().out
     assert "batch: 32" in brief and "1. actor.generate" in brief and "# rank 1" not in brief
     assert run_app(["show", DEMO, "data.batch=32", "--programs"]) == 0
-    assert capsys.readouterr().out.startswith(brief) and "# rank" not in brief
+    assert "# rank 1" in capsys.readouterr().out
 
 
 def test_showing_a_recipe_loads_no_torch() -> None:

@@ -1,3 +1,4 @@
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -134,7 +135,7 @@ def test_a_misspelt_required_key_is_named_before_the_one_it_leaves_missing(recip
 def test_a_malformed_file_is_named_with_its_line(tmp_path: Path, text: str, sentence: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
-    with pytest.raises(UserError, match="bad.yaml") as caught:
+    with pytest.raises(UserError, match=r"bad\.yaml") as caught:
         load_experiment(str(path))
     assert sentence in str(caught.value)
 
@@ -158,6 +159,6 @@ def test_description_is_yaml_with_every_default_and_a_comment_for_every_field(al
     assert set(described) == set(cls.model_fields)
     assert described["seed"] == 1 and described["data"]["batch"] == 64
     lines = text.splitlines()
-    for above, line in zip(lines, lines[1:], strict=False):
+    for above, line in pairwise(lines):
         is_field = line.strip() and not line.strip().startswith("#")
         assert not is_field or above.strip().startswith("#"), f"{line!r} is not explained"

@@ -1,5 +1,7 @@
 """Learning rates over a run."""
 
+from itertools import pairwise
+
 import pytest
 
 from realrl.config.model import OptimizerConfig
@@ -22,7 +24,7 @@ def test_linear_falls_to_the_floor() -> None:
 def test_cosine_is_halfway_in_the_middle_and_never_rises() -> None:
     got = rates(schedule="cosine", steps=11, warmup_steps=1)
     assert got[6] == pytest.approx(0.5)
-    assert all(a >= b for a, b in zip(got[1:], got[2:], strict=False))
+    assert all(a >= b for a, b in pairwise(got))
 
 
 def test_warmup_longer_than_the_run_is_allowed() -> None:

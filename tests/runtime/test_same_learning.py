@@ -39,12 +39,12 @@ def run(world: World, algorithm: str, directory: Path, **changes: object) -> lis
 
 
 def assert_same(got: list[dict[str, float]], expected: list[dict[str, float]], tolerance: float) -> None:
-    """Equal figures at every step, except the largest rounding difference itself."""
+    """Equal losses, scores and lengths of samples at every step."""
     assert len(got) == len(expected) == 5
     for step, (ours, reference) in enumerate(zip(got, expected, strict=True)):
         assert ours.keys() == reference.keys()
         for name in reference:
-            if not name.endswith("sampler_trainer_mismatch"):
+            if name.endswith(("loss", "accuracy", "score", "response_tokens", "grad_norm")):
                 assert ours[name] == pytest.approx(reference[name], rel=tolerance, abs=tolerance), (step, name)
 
 

@@ -37,6 +37,7 @@ class PlainTrain:
     """Defaults of a train method: one epoch, nothing to prepare, no early stop."""
 
     epochs: int = 1
+    entropy: bool = False
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
         """The batch as it is."""

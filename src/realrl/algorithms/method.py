@@ -96,6 +96,9 @@ class TrainMethod(Protocol):
     """A `train` call: `prepare` once, then for each epoch and mini-batch a sum of micro-batches' losses."""
 
     epochs: int
+    """Passes over the items of a step."""
+    entropy: bool
+    """Whether `loss` looks at the entropy, which costs time to compute."""
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
         """Called once per step with all items of this rank; adds what the loss needs."""

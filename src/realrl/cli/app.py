@@ -1,6 +1,5 @@
 """The `realrl` command. Command modules import what they run only once the arguments are understood."""
 
-import sys
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -42,6 +41,8 @@ def run_app(arguments: Sequence[str]) -> int:
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     except UserError as error:
-        print(f"realrl: {error}", file=sys.stderr)
+        from realrl.runtime.launch import report_user_error
+
+        report_user_error(error)
         return 2
     return 0

@@ -1,8 +1,12 @@
-"""The arguments that commands about a recipe share."""
+"""What commands about a recipe share."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from realrl.config.experiment import Experiment
+    from realrl.plan.cluster import Cluster
 
 Recipe = Annotated[str, typer.Argument(help="A recipe: YAML file.", show_default=False)]
 Overrides = Annotated[
@@ -13,3 +17,14 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
+
+
+def cluster_of(experiment: "Experiment") -> "Cluster":
+    """The cluster a recipe means; only `auto` needs torch, to count GPUs."""
+    from realrl.plan.cluster import Cluster
+
+    if experiment.cluster != "auto":
+        return Cluster.parse(experiment.cluster)
+    from realrl.runtime.process import resolve_cluster
+
+    return resolve_cluster(experiment.cluster, experiment.device)

@@ -67,14 +67,13 @@ def _sample_table(before: "tuple[Sample, ...]", after: "tuple[Sample, ...]") -> 
     from rich.table import Table
     from rich.text import Text
 
-    later = {sample.prompt: sample for sample in after}
     table = Table(title="Samples", title_justify="left", show_lines=True)
     for heading in ("prompt", "before", "after"):
         table.add_column(heading, ratio=1)
-    shown = [sample for sample in before if sample.prompt in later][:_SHOWN_SAMPLES]
-    for sample in shown:
+    pairs = [(old, new) for old, new in zip(before, after, strict=False) if old.prompt == new.prompt]
+    for old, new in pairs[:_SHOWN_SAMPLES]:
         # Text, not str: completions may hold brackets, which rich would take for markup.
-        table.add_row(Text(sample.prompt), _completion(sample, Text), _completion(later[sample.prompt], Text))
+        table.add_row(Text(old.prompt), _completion(old, Text), _completion(new, Text))
     return table
 
 

@@ -14,11 +14,11 @@ LineKind = Literal["train", "eval"]
 
 @dataclass(frozen=True)
 class MetricLine:
-    """Figures of one training step, or of one evaluation before or after it."""
+    """Figures of one training step, or of one evaluation; None for what is not a finite number."""
 
     step: int
     kind: str
-    figures: dict[str, float]
+    figures: dict[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """One run directory. `samples` are the sample files in the order they were written; seconds: wall time."""
+    """One run directory. samples: the sample files in the order they were written; seconds: wall time."""
 
     path: Path
     algorithm: str
@@ -53,14 +53,14 @@ class FinishedRun:
         return (values[0], values[-1]) if values else None
 
 
-def _find(figures: dict[str, float], figure: str) -> float | None:
+def _find(figures: dict[str, float | None], figure: str) -> float | None:
     return next(
         (value for name, value in figures.items() if name == figure or name.endswith("/" + figure)), None
     )
 
 
 def read_runs(directories: Sequence[str]) -> dict[str, FinishedRun]:
-    """Algorithm -> run. UserError for a directory that holds no finished run, or two runs of one algorithm."""
+    """Algorithm -> run. UserError for a directory without a finished run, or two runs of one algorithm."""
     runs: dict[str, FinishedRun] = {}
     for directory in directories:
         run = read_run(directory)

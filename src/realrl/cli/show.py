@@ -4,13 +4,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from realrl.cli.recipe import Overrides, Recipe
+from realrl.cli.recipe import Overrides, Recipe, cluster_of
 
 if TYPE_CHECKING:
-    from realrl.config.experiment import Experiment
     from realrl.dataflow.graph import DataflowGraph
-    from realrl.plan.cluster import Cluster
     from realrl.plan.plan import Plan
+    from realrl.runtime.compile import Phase
 
 
 def show(
@@ -18,32 +17,26 @@ def show(
     overrides: Overrides = None,
     programs: Annotated[bool, typer.Option("--programs", help="Print every rank's program too.")] = False,
 ) -> None:
-    """Print a recipe with every default filled in, its dataflow graph and its plan. Runs nothing."""
+    """Print a recipe with every default filled in, its dataflow graphs and its plan. Runs nothing."""
     from realrl.config.load import dump_experiment, load_experiment
+    from realrl.runtime.compile import compile_recipe
 
     experiment = load_experiment(recipe, overrides or [])
-    from realrl.algorithms.graphs import build_graph
-    from realrl.dataflow.text import format_graph
-    from realrl.plan.presets import make_plan
-
-    graph = build_graph(experiment)
-    plan = make_plan(experiment.plan, graph, _cluster(experiment), experiment.micro_batch_tokens)
+    compiled = compile_recipe(experiment, cluster_of(experiment))
     _section("Recipe", dump_experiment(experiment))
-    _section("Dataflow graph", format_graph(graph))
-    _section(f"Plan: {experiment.plan} on cluster {plan.cluster}", format_plan(plan, graph))
+    _show_phase("Training step", compiled.train, programs)
+    if compiled.evaluation is not None:
+        _show_phase("Evaluation", compiled.evaluation, programs)
+
+
+def _show_phase(title: str, phase: "Phase", programs: bool) -> None:
+    from realrl.dataflow.text import format_graph
+    from realrl.program.text import format_program
+
+    _section(f"{title}: dataflow graph", format_graph(phase.graph))
+    _section(f"{title}: plan on cluster {phase.plan.cluster}", format_plan(phase.plan, phase.graph))
     if programs:
-        _section("Programs", _programs(graph, plan))
-
-
-def _cluster(experiment: "Experiment") -> "Cluster":
-    """The recipe's cluster; only `auto` needs torch, to count GPUs."""
-    from realrl.plan.cluster import Cluster
-
-    if experiment.cluster != "auto":
-        return Cluster.parse(experiment.cluster)
-    from realrl.runtime.process import resolve_cluster
-
-    return resolve_cluster("auto", experiment.device)
+        _section(f"{title}: programs", "\n".join(map(format_program, phase.programs)))
 
 
 def _section(title: str, text: str) -> None:
@@ -60,11 +53,3 @@ def format_plan(plan: "Plan", graph: "DataflowGraph") -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines) + "\n"
-
-
-def _programs(graph: "DataflowGraph", plan: "Plan") -> str:
-    from realrl.program.lower import home_placements, lower
-    from realrl.program.text import format_program
-
-    programs = lower(graph, plan, home_placements(graph, plan))
-    return "\n".join(map(format_program, programs))

@@ -1,6 +1,5 @@
 """`realrl tokenizer`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,8 +11,7 @@ def tokenizer(
     vocab_size: Annotated[int, typer.Option(help="Number of tokens, special ones included.")] = 32000,
 ) -> None:
     """Train a byte-level BPE tokenizer on the text of a data set."""
-    from realrl.data.tokenizer import record_texts, save_tokenizer, train_bpe
+    from realrl.data.tokenizer import train_tokenizer
 
-    trained = train_bpe(record_texts(data), vocab_size)
-    save_tokenizer(trained, Path(out))
-    typer.echo(f"wrote a tokenizer of {len(trained)} tokens to {out}")
+    size = train_tokenizer(data, out, vocab_size)
+    typer.echo(f"wrote a tokenizer of {size} tokens to {out}")

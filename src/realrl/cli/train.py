@@ -2,7 +2,7 @@
 
 import typer
 
-from realrl.cli.recipe import Overrides, Recipe
+from realrl.cli.recipe import Overrides, Recipe, cluster_of
 
 
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
@@ -12,7 +12,6 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
 
     experiment = load_experiment(recipe, overrides or [])
     if not under_launcher():
-        from realrl.cli.recipe import cluster_of
         from realrl.runtime.compile import compile_recipe
 
         cluster = cluster_of(experiment)

@@ -38,7 +38,7 @@ class TrainingConfig(Settings):
     steps: PositiveInt | None = None
     """Number of training steps; takes precedence over `epochs`."""
     eval_every: PositiveInt | None = None
-    """Evaluate after every so many steps, besides before the first and after the last; null for only those."""
+    """Evaluate after every so many steps, besides at the start and at the end; null for only those."""
     save_every: PositiveInt | None = None
     """Save the trained models after every so many steps, besides at the end; null for only at the end."""
     samples: PositiveInt = 16

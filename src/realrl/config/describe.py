@@ -17,16 +17,16 @@ _WIDTH = 108
 
 
 def describe(cls: type[Settings]) -> str:
-    """Commented YAML of a settings class: above each field its meaning and type, then the field with its default.
+    """Commented YAML of a settings class: each field with its default, and above it its meaning and type.
 
-    Sections that are null by default are shown commented out below; a section that repeats an earlier one only
+    Sections that are null by default are shown commented out below; one that repeats an earlier section only
     names it.
     """
     return "\n".join([f"# {_doc(cls)}", "", *_lines(cls, "", {})]) + "\n"
 
 
 def _lines(cls: type[Settings], prefix: str, shown: dict[type[Settings], str]) -> Iterator[str]:
-    """Lines of a section; prefix: its dotted path and a dot; shown: where each class was written out before."""
+    """Lines of a section; prefix: its dotted path and a dot; shown: where a class was written out before."""
     pad = "  " * prefix.count(".")
     for name, field in cls.model_fields.items():
         inner = section_class(field)

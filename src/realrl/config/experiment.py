@@ -20,8 +20,8 @@ class _Run(Settings):
     seed: NonNegativeInt = 1
     """Decides data order, initialisation and sampling."""
     cluster: str = "auto"
-    """Devices, as `nodes x devices per node`, for example `1x2`; `auto` takes the GPUs of this machine, or one
-    CPU process, or what torchrun started."""
+    """Devices, as `nodes x devices per node`, for example `1x2`; `auto` takes the GPUs of this machine, or
+    one CPU process, or what torchrun started."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; `auto` takes GPUs where torch finds any."""
     overwrite: bool = False
@@ -93,7 +93,7 @@ class PPOModels(_Models):
         for role, source in (("critic", self.reward), ("ref", self.actor)):
             model = getattr(self, role)
             if not model.has_source:
-                fill = {"path": source.path, "shape": source.shape}
+                fill = {name: getattr(source, name) for name in ("path", "shape", "tokenizer")}
                 # Before anyone else sees the object, so it is still as good as immutable.
                 object.__setattr__(self, role, model.model_copy(update=fill))
         return self

@@ -47,8 +47,8 @@ def section_class(field: FieldInfo) -> type[Settings] | None:
 def explain(error: ValidationError, cls: type[Settings], *, skip: int = 0) -> str:
     """The error to mend first, and how many others there are.
 
-    cls: what was being validated; suggestions come from its fields. skip: parts at the start of every location
-    that are not keys.
+    cls: what was being validated; suggestions come from its fields. skip: parts at the start of every
+    location that are not keys.
     """
     # A misspelt key often also shows up as a missing one; the spelling is what has to be mended.
     errors = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
@@ -105,7 +105,7 @@ def _field(location: tuple[int | str, ...], cls: type[Settings]) -> FieldInfo | 
 
 
 def _suggestion(location: tuple[int | str, ...], cls: type[Settings]) -> str:
-    """What an unknown key may have been meant to be: a neighbour, or a key of that name in another section."""
+    """What an unknown key may have been meant to be: a neighbour, or a key of that name elsewhere."""
     section = _section(location[:-1], cls)
     assert section is not None, "only sections forbid keys"
     key = str(location[-1])

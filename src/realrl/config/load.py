@@ -21,7 +21,7 @@ def experiment_classes() -> dict[str, type[Settings]]:
 
 
 def experiment_class(algorithm: str) -> type[Settings]:
-    """The class of an algorithm's recipes; UserError, naming the accepted ones, if there is no such algorithm."""
+    """The class of an algorithm's recipes; UserError, naming those there are, for any other name."""
     classes = experiment_classes()
     if algorithm not in classes:
         hint = nearest(algorithm, classes)

@@ -16,7 +16,7 @@ from realrl.data.forms import BadRecordError, Item, Reader, form_of
 from realrl.data.records import read_records
 from realrl.data.rejects import Rejects
 from realrl.data.shuffle import permutation
-from realrl.data.tokenization import complaint, field, tokenize
+from realrl.data.tokenization import check_tokenizer, complaint, field, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -59,8 +59,7 @@ class Dataset:
         UserError where the source or the tokenizer cannot be used, nothing is left, or, under
         `config.on_error=fail`, at the first record that is malformed or too long.
         """
-        if tokenizer.eos_token_id is None:
-            raise UserError(f"tokenizer {tokenizer.name_or_path} has no end-of-sequence token (eos_token)")
+        check_tokenizer(tokenizer)
         rejects = Rejects(config.on_error)
         values = {key: array("i") for key in keys}
         lengths: dict[str, list[int]] = {key: [] for key in keys}

@@ -9,5 +9,6 @@ def permutation(size: int, *, seed: int, stream: int) -> np.ndarray:
     Only the raw output of a numpy bit generator is promised to stay the same between versions; what
     `Generator` makes of it is not.
     """
-    keys = np.random.Philox(key=[seed, stream]).random_raw(size)
+    key = np.array([seed % 2**64, stream], dtype=np.uint64)
+    keys = np.random.Philox(key=key).random_raw(size)
     return np.argsort(keys, kind="stable")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from realrl.config.data import DataConfig
+from realrl.config.errors import UserError
 from realrl.data.forms import Text
 
 if TYPE_CHECKING:
@@ -17,6 +18,12 @@ class Row:
 
     ids: list[int]
     prompt_length: int
+
+
+def check_tokenizer(tokenizer: "PreTrainedTokenizerFast") -> None:
+    """UserError unless the tokenizer can end a sequence."""
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"tokenizer {tokenizer.name_or_path} has no end-of-sequence token (eos_token)")
 
 
 def tokenize(texts: Sequence[Text], tokenizer: "PreTrainedTokenizerFast") -> list[Row]:

@@ -25,7 +25,14 @@ class Noise:
 
 @torch.no_grad()
 def generate(
-    model: Model, batch: Batch, prompts: str, *, sampling: GenerationConfig, eos: int, noise: Noise, budget: int
+    model: Model,
+    batch: Batch,
+    prompts: str,
+    *,
+    sampling: GenerationConfig,
+    eos: int,
+    noise: Noise,
+    budget: int,
 ) -> Batch:
     """Continue the rows of field `prompts`, with at most `budget` tokens in the key/value cache at a time.
 

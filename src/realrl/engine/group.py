@@ -51,5 +51,3 @@ def all_gather(buffer: Tensor, part: Tensor, group: Group) -> None:
         dist.all_gather_into_tensor(buffer, part.clone(), group=group.handle)
     elif buffer.data_ptr() != part.data_ptr():
         buffer.copy_(part)
-
-

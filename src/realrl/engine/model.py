@@ -36,7 +36,7 @@ class Model:
         self.transformer = Transformer(shape, head, self.parameters.fused)
 
     def output(self, rows: Ragged, *, entropy: bool = False) -> ModelOutput:
-        """Run the model on packed token rows on its device; differentiable unless gradients are switched off."""
+        """Run the model on packed token rows, on its device; differentiable where gradients are on."""
         tokens = rows.values
         packing = Packing.of(rows.lengths, self.device)
         hidden = self.transformer(tokens, packing)
@@ -81,9 +81,7 @@ def reduce_metrics(metrics: Metrics, group: Group, device: torch.device) -> None
     sums = [part for pair in metrics.means.values() for part in pair]
     if sums:
         total = group.sum(torch.stack([s.to(device) for s in sums]))
-        metrics.means = {
-            name: (total[2 * i], total[2 * i + 1]) for i, name in enumerate(metrics.means)
-        }
+        metrics.means = {name: (total[2 * i], total[2 * i + 1]) for i, name in enumerate(metrics.means)}
     if metrics.maxima:
         highest = group.max(torch.stack([m.to(device) for m in metrics.maxima.values()]))
         metrics.maxima = dict(zip(metrics.maxima, highest.unbind(), strict=True))

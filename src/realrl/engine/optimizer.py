@@ -12,8 +12,8 @@ class ShardedAdamW:
     """Updates a flat parameter buffer from a flat float32 gradient buffer of the same length.
 
     The buffers are cut into equal parts, one per rank. A step adds the gradients up over the ranks
-    (reduce-scatter), updates this rank's part in float32, and collects the parameters (all-gather). Parameters
-    of a lower precision have float32 masters, which exist only as this rank's part.
+    (reduce-scatter), updates this rank's part in float32, and collects the parameters (all-gather).
+    Parameters of a lower precision have float32 masters, which exist only as this rank's part.
     """
 
     def __init__(
@@ -29,7 +29,10 @@ class ShardedAdamW:
         self._gradient = torch.zeros_like(self.master)
         decayed, plain = self._pieces(parameters)
         self._optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+            [
+                {"params": decayed, "weight_decay": config.weight_decay},
+                {"params": plain, "weight_decay": 0.0},
+            ],
             lr=config.lr,
             betas=config.betas,
             eps=config.eps,

@@ -47,19 +47,15 @@ class Trainer:
         group, device = self.model.group, self.model.device
         batch, metrics = method.prepare(batch.to(device), group.sum)
         reduce_metrics(metrics, group, device)
-        stopped = False
-        steps = [m for _ in range(method.epochs) for m in minibatches]
-        for done, positions in enumerate(steps):
+        steps = [positions for _ in range(method.epochs) for positions in minibatches]
+        for positions in steps:
             figures = self._gradients(batch.select(positions), method, budget)
             reduce_metrics(figures, group, device)
-            stopped = method.stop(figures.result())
-            if stopped:
-                self.optimizer.discard()
-                metrics.mean("skipped_minibatches", torch.tensor(float(len(steps) - done)), 1)
-                break
             metrics.update(figures)
-            norm = torch.tensor(self.optimizer.step(lr))
-            metrics.mean("grad_norm", norm, 1)
+            if method.stop(figures.result()):
+                self.optimizer.discard()
+                break
+            metrics.mean("grad_norm", torch.tensor(self.optimizer.step(lr)), 1)
         metrics.mean("learning_rate", torch.tensor(lr), 1)
         metrics.update(method.finish())
         return metrics

@@ -62,7 +62,9 @@ def _padded_attention(qkv: Tensor, plan: PaddedHeads) -> Tensor:
             output = torch.bmm(scores.softmax(-1), v)
         else:
             q, k, v = (x.view(batch, -1, length, dim) for x in (q, k, v))
-            output = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=plan.heads > plan.kv_heads)
+            output = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=plan.heads > plan.kv_heads
+            )
         outputs.append(output.reshape(-1, dim))
     return _Unpad.apply(plan, *outputs)
 

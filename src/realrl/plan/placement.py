@@ -78,7 +78,8 @@ class Placement:
         if self.mesh.size != self.strategy.size:
             s = self.strategy
             raise UserError(
-                f"dp={s.dp} tp={s.tp} pp={s.pp} needs {s.size} devices, but mesh {self.mesh} has {self.mesh.size}"
+                f"dp={s.dp} tp={s.tp} pp={s.pp} needs {s.size} devices, "
+                f"but mesh {self.mesh} has {self.mesh.size}"
             )
 
     @property
@@ -97,13 +98,13 @@ class Placement:
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """Per data-parallel index, the rank that holds a call's outputs: first tensor rank of the last stage."""
+        """Per data-parallel index, the rank that holds outputs: first tensor rank of the last stage."""
         s = self.strategy
         return tuple(self.rank(dp=i, pp=s.pp - 1) for i in range(s.dp))
 
     @property
     def layout(self) -> str:
-        """Text that is equal for two placements exactly when parameters lie alike, for example `d2 t1 p1 @0-1`."""
+        """Equal for two placements exactly when parameters lie alike; for example `d2 t1 p1 @0-1`."""
         s = self.strategy
         return f"d{s.dp} t{s.tp} p{s.pp} @{self.mesh}"
 

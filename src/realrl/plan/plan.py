@@ -121,7 +121,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path, micro_batch_tokens: int = 8192) -> "Plan":
-        """Read a plan file; `micro_batch_tokens` is for calls that give none. UserError names file and call."""
+        """Read a plan file; `micro_batch_tokens` is for calls that give none. Errors name file and call."""
         content = read_yaml(str(path))
         with _mistakes_in(f"plan file {path}", _File):
             file = _File.model_validate(content)

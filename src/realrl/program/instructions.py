@@ -79,7 +79,7 @@ class Receive:
 
 @dataclass(frozen=True)
 class Report:
-    """Bring the figures of a call from the rank that has them to the rank that writes them down."""
+    """Bring the figures of a call from the rank that has them to another, which writes them down."""
 
     call: str
     sender: int

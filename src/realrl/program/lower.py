@@ -81,7 +81,7 @@ def _emit_outputs(
             keys = _keys_between(graph, call, consumer)
             ranks = plan[consumer.name].ranks
             emit(heads, Send(numbers[call.name, consumer.name], keys, call.name, consumer.name, ranks))
-    if call.kind != "generate":
+    if call.kind != "generate" and heads[0] != WRITER:
         emit(_union(heads[:1], (WRITER,)), Report(call.name, heads[0], WRITER))
 
 

@@ -21,7 +21,11 @@ from realrl.program.text import format_instruction
 
 
 class ProgramError(Exception):
-    """Programs that would hang, or run a call without its data or parameters. A fault of ours, not a user's."""
+    """Programs that would hang, or run a call without its data or parameters: a fault of ours."""
+
+
+Message = tuple[object, ...]
+"""What tells the messages of a program apart."""
 
 
 @dataclass
@@ -46,8 +50,8 @@ class _Rank:
 
 
 class _DryRun:
-    """Executes programs symbolically. Instructions over several ranks start when all of them are there, except
-    sends and reports, whose senders go on at once."""
+    """Executes programs symbolically. Instructions over several ranks start when all of them are there,
+    except sends and reports, whose senders go on at once."""
 
     def __init__(
         self, programs: Sequence[Program], graph: DataflowGraph, homes: Mapping[str, Placement]
@@ -55,7 +59,11 @@ class _DryRun:
         self.graph = graph
         self.ranks = [_Rank(program) for program in programs]
         self.versions = dict.fromkeys(homes, 0)
-        self.in_flight: set[tuple[object, ...]] = set()
+        self.posted: dict[Message, set[int]] = {}
+        """message -> ranks that have sent it"""
+        self.promised: dict[Message, set[int]] = {}
+        """message -> ranks it was sent to"""
+        self.received: dict[Message, set[int]] = {}
         self.ran: set[str] = set()
         for role, home in homes.items():
             for rank in home.ranks:
@@ -63,14 +71,16 @@ class _DryRun:
 
     def run(self) -> None:
         while any(rank.current is not None for rank in self.ranks):
-            if not any([self._advance(rank) for rank in self.ranks]):
+            progress = [self._advance(rank) for rank in self.ranks]
+            if not any(progress):
                 waiting = [r.program.rank for r in self.ranks if r.current is not None]
                 raise self._error("deadlock: no rank can go on", waiting)
         missing = [call.name for call in self.graph.calls if call.name not in self.ran]
         if missing:
             raise self._error(f"calls never run: {', '.join(missing)}", [])
-        if self.in_flight:
-            raise self._error(f"sent but never received: {sorted(map(str, self.in_flight))}", [])
+        for message, receivers in self.promised.items():
+            if receivers != self.received.get(message, set()):
+                raise self._error(f"not received by those it was sent to: {message}", [])
 
     def _advance(self, rank: _Rank) -> bool:
         """Execute the rank's next instruction if it can start; whether it did."""
@@ -85,15 +95,15 @@ class _DryRun:
                 self._send(rank, instruction)
             case Receive():
                 return self._receive(rank, instruction)
-            case Report(call, sender, receiver) if sender != receiver:
+            case Report(call, sender, receiver):
                 return self._report(rank, call, sender, receiver)
-            case Report():
-                pass
             case Release(role, placement):
-                self._need(rank, (role, placement.layout) in rank.parameters, "releases what it does not hold")
+                self._need(
+                    rank, (role, placement.layout) in rank.parameters, "releases what it does not hold"
+                )
                 del rank.parameters[role, placement.layout]
             case Run() | Reallocate() | ShareLengths():
-                return self._together(instruction)
+                return rank.program.rank == _members(instruction)[0] and self._together(instruction)
         rank.position += 1
         return True
 
@@ -145,26 +155,30 @@ class _DryRun:
             self._need(rank, key in rank.produced, f"sends {key}, which it does not hold")
             length = self.graph.length_key(key)
             self._need(rank, length is None or length in rank.lengths, f"does not know how long {key} is")
-        for receiver in send.receivers:
-            self.in_flight.add((send.number, send.keys, rank.program.rank, receiver))
+        self._post((send.number, send.keys), rank, send.receivers)
 
     def _receive(self, rank: _Rank, receive: Receive) -> bool:
-        expected = {(receive.number, receive.keys, s, rank.program.rank) for s in receive.senders}
-        if not expected <= self.in_flight:
+        if not self._take((receive.number, receive.keys), rank, receive.senders):
             return False
-        self.in_flight -= expected
         rank.inputs.setdefault(receive.consumer, set()).update(receive.keys)
-        rank.position += 1
         return True
 
     def _report(self, rank: _Rank, call: str, sender: int, receiver: int) -> bool:
-        message = ("report", call, sender, receiver)
         if rank.program.rank == sender:
-            self.in_flight.add(message)
-        elif message in self.in_flight:
-            self.in_flight.remove(message)
-        else:
+            self._post(("report", call), rank, (receiver,))
+            rank.position += 1
+            return True
+        return self._take(("report", call), rank, (sender,))
+
+    def _post(self, message: Message, rank: _Rank, receivers: tuple[int, ...]) -> None:
+        self.posted.setdefault(message, set()).add(rank.program.rank)
+        self.promised.setdefault(message, set()).update(receivers)
+
+    def _take(self, message: Message, rank: _Rank, senders: tuple[int, ...]) -> bool:
+        """Receive from all senders if they have sent; whether they have."""
+        if not self.posted.get(message, set()).issuperset(senders):
             return False
+        self.received.setdefault(message, set()).add(rank.program.rank)
         rank.position += 1
         return True
 

@@ -59,6 +59,6 @@ def _check_batch(experiment: Experiment, graph: DataflowGraph, plan: Plan) -> No
         dp = plan[call.name].strategy.dp
         if batch // call.minibatches < dp:
             raise UserError(
-                f"data.batch={batch} in {call.minibatches} mini-batches leaves fewer than one item for each of"
-                f" the {dp} data-parallel ranks of {call.name}; make it at least {dp * call.minibatches}"
+                f"data.batch={batch} in {call.minibatches} mini-batches leaves some of the {dp} data-parallel"
+                f" ranks of {call.name} without an item; make it at least {dp * call.minibatches}"
             )

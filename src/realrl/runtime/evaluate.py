@@ -1,4 +1,4 @@
-"""Evaluation: the figures of the evaluation graph over all evaluation records, and samples where it generates."""
+"""Evaluation: the figures of the evaluation graph over all its records, and samples where it generates."""
 
 import importlib.util
 from collections.abc import Callable

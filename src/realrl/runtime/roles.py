@@ -1,4 +1,4 @@
-"""The models a rank holds: each role in its home layout, and copies in other layouts while calls need them."""
+"""The models a rank holds: each role in its home layout, and copies in others while calls need them."""
 
 from collections.abc import Mapping
 

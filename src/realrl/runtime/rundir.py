@@ -32,10 +32,12 @@ class RunDirectory:
         """
         if self.path.exists() and any(self.path.iterdir()):
             if not (self.path / MARK).is_file():
-                raise UserError(f"run_dir={self.path} holds something other than a run; choose another directory")
+                raise UserError(
+                    f"run_dir={self.path} holds something other than a run; choose another directory"
+                )
             if not experiment.overwrite:
                 raise UserError(
-                    f"run_dir={self.path} holds an earlier run; choose another directory or set overwrite=true"
+                    f"run_dir={self.path} holds an earlier run; choose another one or set overwrite=true"
                 )
             shutil.rmtree(self.path)
         (self.path / "programs").mkdir(parents=True)

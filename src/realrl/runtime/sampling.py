@@ -38,7 +38,9 @@ def generate_text(
     encoded = tokenize([Text(text, None) for text in texts], tokenizer)
     for text, row in zip(texts, encoded, strict=True):
         if not row.ids:
-            raise UserError(f"prompt {text!r} has no tokens, and the tokenizer has no beginning-of-sequence token")
+            raise UserError(
+                f"prompt {text!r} has no tokens, and the tokenizer has no beginning-of-sequence token"
+            )
     rows = Ragged.of([row.ids for row in encoded], dtype=torch.int64)
     batch = generate(
         model,

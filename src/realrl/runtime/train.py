@@ -167,9 +167,13 @@ class Run:
             self.observer.record(record)
 
     def _save(self, done: int | None) -> None:
-        """Write every trained role as a Hugging Face directory: the graph's first one at the checkpoint's top,
-        others below it by name. The first rank of a role's home writes it."""
-        trained = [role for role in self.compiled.train.graph.roles if self.compiled.train.graph.trained(role)]
+        """Write every trained role as a Hugging Face directory; the first rank of a role's home does it.
+
+        The graph's first trained role has the checkpoint's name, others have theirs appended to it.
+        """
+        trained = [
+            role for role in self.compiled.train.graph.roles if self.compiled.train.graph.trained(role)
+        ]
         for role in trained:
             home = self.compiled.homes[role]
             model = self.roles.home(role)
@@ -182,6 +186,7 @@ class Run:
                 model.head,
                 model.parameters,
                 self.tokenizer,
+                model.parameters.data.dtype,
             )
 
     def _finish(self, started: float) -> None:

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
-from realrl.algorithms.method import Algorithm, GenerateMethod, Metrics
+from realrl.algorithms.method import Algorithm, GenerateMethod, InferenceMethod, Metrics, TrainMethod
 from realrl.data.batch import Batch
 from realrl.dataflow.call import Call, Kind
 from realrl.engine.generate import Noise, generate
@@ -39,16 +40,16 @@ class StepInput:
 class Worker:
     """Executes this rank's program, step after step."""
 
-    def __init__(
-        self, process: Process, roles: Roles, algorithm: Algorithm, eos: int, trace: Trace
-    ) -> None:
+    def __init__(self, process: Process, roles: Roles, algorithm: Algorithm, eos: int, trace: Trace) -> None:
         self._process, self._roles, self._algorithm = process, roles, algorithm
         self._eos, self._trace = eos, trace
         self._exchange = Exchange(process)
 
     def run(self, program: Program, store: Store, step: StepInput) -> dict[str, Metrics]:
-        """Execute one step into an empty `store`. Returns figures by call: all of them on the rank that writes,
-        elsewhere those this rank took part in."""
+        """Execute one step into an empty `store`.
+
+        Returns figures by call: all of them on the rank that writes, elsewhere those this rank took part in.
+        """
         figures: dict[str, Metrics] = {}
         handlers: dict[type[Instruction], Callable[..., None]] = {
             Feed: lambda _: store.feed(step.records),
@@ -86,7 +87,7 @@ class Worker:
                 budget=budget,
             )
         elif call.kind is Kind.INFERENCE:
-            batch, figures[call.name] = model.infer(batch, method, budget)
+            batch, figures[call.name] = model.infer(batch, cast(InferenceMethod, method), budget)
         else:
             figures[call.name] = self._train(call, batch, store.assignment(call)[dp], step, budget)
         for key in call.outputs:
@@ -98,7 +99,7 @@ class Worker:
         position = {item: i for i, item in enumerate(batch.ids)}
         return self._roles.trainers[call.role].train(
             batch,
-            self._algorithm.method(call.name),
+            cast(TrainMethod, self._algorithm.method(call.name)),
             [[position[item] for item in minibatch] for minibatch in minibatches],
             lr=step.rates[call.role],
             budget=budget,

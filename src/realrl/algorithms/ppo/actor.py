@@ -15,6 +15,8 @@ from realrl.data.batch import Batch, Ragged
 class ActorTrain:
     """Clipped policy gradient over action tokens; every one of a mini-batch weighs the same."""
 
+    entropy: bool = True
+
     def __init__(self, config: PPOConfig) -> None:
         self._config = config
         self.epochs = config.epochs
@@ -62,9 +64,9 @@ class ActorTrain:
         kl = approximate_kl(logprobs=new.detach(), old_logprobs=old)
         metrics.mean("approx_kl", kl.double().sum(), count)
         metrics.mean("entropy", output.entropy[at].double().sum(), count)
-        if not self._updated and count:
+        if not self._updated:
             # Before the first update the trainer holds the sampler's weights: any difference is numerical.
-            metrics.max("sampler_trainer_mismatch", change.abs().max())
+            metrics.max("sampler_trainer_mismatch", change.abs().max() if count else change.new_zeros(()))
         return loss, metrics
 
     def stop(self, figures: dict[str, float]) -> bool:

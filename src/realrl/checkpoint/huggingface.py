@@ -1,0 +1,206 @@
+"""Weights in Hugging Face directories: read, and written so that transformers and inference servers open them."""
+
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from realrl.config.errors import UserError
+from realrl.config.shape import Head, ModelShape
+from realrl.engine.flat import FlatBuffer
+from realrl.layout.tensors import TensorSpec, model_tensors
+from realrl.model.llama import shape_from_hf, shape_to_hf
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBEDDING, LM_HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+class Tokenizer(Protocol):
+    """What is saved beside the weights; a transformers tokenizer is one."""
+
+    bos_token_id: int | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+
+    def save_pretrained(self, save_directory: str) -> Any:
+        """Write the tokenizer's files into a directory."""
+
+
+def local_directory(path: str | Path) -> Path:
+    """The directory itself, or the hub's model of that name, downloaded; UserError if there is neither."""
+    directory = Path(path)
+    if directory.is_dir():
+        return directory
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", str(path)):
+        raise UserError(f"{path}: no such model directory")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=HUB_FILES))
+    except Exception as error:  # the hub's client raises a dozen unrelated types
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise UserError(
+            f"{path}: no such model directory, and the Hugging Face hub gave none: {reason}"
+        ) from error
+
+
+def read_shape(path: str | Path) -> ModelShape:
+    """The shape of the model in a directory or on the hub; UserError if it is absent or not supported."""
+    directory = local_directory(path)
+    return shape_from_hf(_read_json(directory / "config.json"), where=str(directory / "config.json"))
+
+
+def load(path: str | Path, tensors: Sequence[TensorSpec], into: FlatBuffer) -> list[str]:
+    """Copy a model's tensors into a buffer, converting the type; returns the names that were missing.
+
+    Only `score.weight` may be missing: a language model has none when a scalar head is put on it. Everything
+    else that does not fit is a UserError naming file and tensor.
+    """
+    directory = local_directory(path)
+    wanted = {tensor.name: tensor for tensor in tensors}
+    files = _tensor_files(directory)
+    if LM_HEAD in wanted and LM_HEAD not in files and read_shape(directory).tied_embeddings:
+        into[LM_HEAD].copy_(_read(files.get(EMBEDDING), wanted[LM_HEAD], EMBEDDING, directory))
+        del wanted[LM_HEAD]
+    for name, spec in wanted.items():
+        if name != SCORE or name in files:
+            into[name].copy_(_read(files.get(name), spec, name, directory))
+    _check_rest(files, wanted, directory)
+    return [name for name in wanted if name not in files]
+
+
+def _check_rest(files: dict[str, Path], wanted: dict[str, TensorSpec], directory: Path) -> None:
+    """UserError if the files hold tensors that would be lost without notice."""
+    known = {EMBEDDING, LM_HEAD, SCORE}
+    for name, file in files.items():
+        if name not in wanted and name not in known and not name.endswith("rotary_emb.inv_freq"):
+            raise UserError(f"{file}: tensor {name} does not belong to the model that config.json describes")
+    if LM_HEAD in files and LM_HEAD not in wanted and SCORE not in wanted:
+        spec = wanted[EMBEDDING]
+        head, table = (_read(files[n], spec, n, directory) for n in (LM_HEAD, EMBEDDING))
+        if not torch.equal(head, table):
+            raise UserError(
+                f"{files[LM_HEAD]}: lm_head.weight differs from the embeddings it is said to be tied to;"
+                f" set tie_word_embeddings to false in {directory / 'config.json'}"
+            )
+
+
+def _tensor_files(directory: Path) -> dict[str, Path]:
+    """Which file holds each tensor."""
+    index = directory / INDEX
+    if index.is_file():
+        names = _read_json(index).get("weight_map")
+        if not isinstance(names, dict):
+            raise UserError(f"{index}: weight_map is missing")
+        return {name: directory / file for name, file in names.items()}
+    single = directory / SINGLE
+    if not single.is_file():
+        raise UserError(f"{directory}: there is neither {SINGLE} nor {INDEX}; only safetensors are read")
+    with _open(single) as reader:
+        return dict.fromkeys(reader.keys(), single)
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file}: not a complete safetensors file ({error})") from error
+
+
+def _read(file: Path | None, spec: TensorSpec, name: str, directory: Path) -> Tensor:
+    if file is None:
+        raise UserError(f"{directory}: tensor {name} is missing from the safetensors files")
+    with _open(file) as reader:
+        try:
+            piece = reader.get_slice(name)
+        except SafetensorError as error:
+            raise UserError(f"{file}: tensor {name} is missing") from error
+        if piece.get_dtype() not in FLOATS:
+            raise UserError(f"{file}: tensor {name} has type {piece.get_dtype()}; accepted are {', '.join(FLOATS)}")
+        if tuple(piece.get_shape()) != spec.shape:
+            raise UserError(
+                f"{file}: tensor {name} has shape {list(piece.get_shape())}, but the model needs {list(spec.shape)}"
+            )
+        return reader.get_tensor(name)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{file}: no such file") from error
+    except ValueError as error:
+        raise UserError(f"{file}: not valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: a JSON object is expected")
+    return content
+
+
+def save(
+    directory: str | Path,
+    shape: ModelShape,
+    head: Head,
+    buffer: FlatBuffer,
+    tokenizer: Tokenizer | None,
+    dtype: torch.dtype,
+    max_shard_bytes: float = 5e9,
+) -> None:
+    """Write a model directory, replacing one that is there. The directory appears whole or not at all.
+
+    A scalar head becomes a sequence classifier with one label, scored at the last token that is not padding,
+    so a tokenizer whose padding token is its end of sequence would make transformers score one token early.
+    """
+    final = Path(directory)
+    partial = final.with_name(f".{final.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    _save_tensors(partial, model_tensors(shape, head), buffer, dtype, max_shard_bytes)
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    special = {name: getattr(tokenizer, name, None) for name in names}
+    _write_json(partial / "config.json", shape_to_hf(shape, head, str(dtype).removeprefix("torch."), special))
+    if head == "lm":
+        _write_json(partial / "generation_config.json", {k: v for k, v in special.items() if v is not None})
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(partial))
+    replaced = final.with_name(f".{final.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():
+        final.rename(replaced)
+    partial.rename(final)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _save_tensors(
+    directory: Path, tensors: Sequence[TensorSpec], buffer: FlatBuffer, dtype: torch.dtype, limit: float
+) -> None:
+    shards: list[list[TensorSpec]] = [[]]
+    used = 0
+    for tensor in tensors:
+        size = tensor.numel * dtype.itemsize
+        if shards[-1] and used + size > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(tensor)
+        used += size
+    weight_map: dict[str, str] = {}
+    for i, shard in enumerate(shards, 1):
+        file = SINGLE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        content = {t.name: buffer[t.name].detach().to("cpu", dtype).contiguous() for t in shard}
+        save_file(content, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(content, file)
+    if len(shards) > 1:
+        total = sum(tensor.numel for tensor in tensors) * dtype.itemsize
+        _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

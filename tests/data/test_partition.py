@@ -1,0 +1,85 @@
+"""Every item is computed once, by ranks that have equally much to do."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realrl.data.partition import assign, micro_batches, minibatch_slices, partition
+
+COSTS = st.lists(st.integers(0, 500), max_size=60) | st.lists(st.integers(0, 2), max_size=12)
+
+
+def total(costs: list[int], positions: list[int]) -> int:
+    return sum(costs[i] for i in positions)
+
+
+@given(COSTS, st.integers(1, 9))
+def test_a_partition_holds_every_item_once_in_ascending_order(costs, parts):
+    out = partition(costs, parts)
+    assert len(out) == parts
+    assert sorted(i for part in out for i in part) == list(range(len(costs)))
+    assert all(part == sorted(part) for part in out)
+
+
+@given(COSTS, st.integers(1, 9))
+def test_no_part_is_empty_where_items_suffice(costs, parts):
+    assert sum(1 for part in partition(costs, parts) if part) == min(parts, len(costs))
+
+
+@given(COSTS.filter(bool), st.integers(1, 9))
+def test_parts_differ_by_at_most_the_longest_item(costs, parts):
+    loads = [total(costs, part) for part in partition(costs, parts)]
+    assert max(loads) - min(loads) <= max(costs)
+
+
+def test_realistic_lengths_are_balanced_to_two_percent():
+    costs = [10 + (i * i * 7919) % 90 for i in range(64)]
+    loads = [total(costs, part) for part in partition(costs, 8)]
+    assert max(loads) / (sum(loads) / 8) < 1.02
+
+
+@given(st.integers(0, 50), st.integers(1, 8))
+def test_mini_batches_are_contiguous_and_of_nearly_equal_size(n, minibatches):
+    slices = minibatch_slices(n, minibatches)
+    assert [i for part in slices for i in part] == list(range(n))
+    assert max(map(len, slices)) - min(map(len, slices)) <= 1
+
+
+@given(st.lists(st.integers(1, 500), min_size=24, max_size=48), st.integers(1, 3), st.integers(1, 8))
+def test_what_a_mini_batch_is_made_of_does_not_depend_on_dp(costs, minibatches, dp):
+    by_rank = assign(costs, minibatches=minibatches, dp=dp)
+    union = [sorted(i for rank in by_rank for i in rank[m]) for m in range(minibatches)]
+    assert union == [list(positions) for positions in minibatch_slices(len(costs), minibatches)]
+
+
+def test_a_mini_batch_that_cannot_reach_every_rank_is_refused():
+    with pytest.raises(ValueError, match="2 items cannot be split over dp=3"):
+        assign([5] * 4, minibatches=2, dp=3)
+
+
+@given(COSTS, st.integers(1, 1000))
+def test_micro_batches_hold_every_item_once_within_the_budget(costs, budget):
+    groups = micro_batches(costs, budget)
+    assert sorted(i for group in groups for i in group) == list(range(len(costs)))
+    assert all(group and group == sorted(group) for group in groups)
+    assert all(total(costs, group) <= budget or len(group) == 1 for group in groups)
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=60), st.integers(500, 2000))
+def test_micro_batches_are_at_least_half_full_on_average(costs, budget):
+    groups = micro_batches(costs, budget)
+    assert len(groups) == 1 or sum(costs) * 2 > budget * len(groups)
+
+
+def test_micro_batches_gather_items_of_similar_length():
+    assert micro_batches([30, 60, 50], 100) == [[1], [0, 2]]
+
+
+def test_short_items_fill_gaps_before_another_micro_batch_is_opened():
+    assert micro_batches([90, 60, 40, 10], 100) == [[0, 3], [1, 2]]
+
+
+@pytest.mark.parametrize("split", [lambda: partition([1], 0), lambda: micro_batches([1], 0)])
+def test_impossible_splits_are_refused(split):
+    with pytest.raises(ValueError):
+        split()

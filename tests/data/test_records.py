@@ -1,0 +1,126 @@
+"""Records are read from every kind of source, and each knows where it came from."""
+
+import json
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from realrl.config.errors import UserError
+from realrl.data.records import read_records
+from realrl.data.rejects import Rejects
+
+RECORDS = [{"prompt": "a"}, {"prompt": "é"}, {"prompt": "c"}]
+
+
+def read(source: object) -> list:
+    return list(read_records(str(source), Rejects("fail")))
+
+
+def test_json_lines_are_numbered_from_one_and_blank_ones_ignored(tmp_path):
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"prompt": "a"}\r\n\n{"prompt": "b"}', encoding="utf-8")
+    assert read(file) == [(f"{file}:1", {"prompt": "a"}), (f"{file}:3", {"prompt": "b"})]
+
+
+def test_a_json_array_names_the_line_each_object_starts_on(tmp_path):
+    file = tmp_path / "x.json"
+    file.write_text('[\n  {"prompt":\n "a"},\n\n  {"prompt": "b"}, {"prompt": "c"}\n]\n', encoding="utf-8")
+    assert [(origin, record["prompt"]) for origin, record in read(file)] == [
+        (f"{file}:2", "a"),
+        (f"{file}:5", "b"),
+        (f"{file}:5", "c"),
+    ]
+
+
+def test_a_json_file_may_hold_lines(tmp_path):
+    file = tmp_path / "x.json"
+    file.write_text("".join(json.dumps(record) + "\n" for record in RECORDS), encoding="utf-8")
+    assert [record for _, record in read(file)] == RECORDS
+
+
+def test_parquet_rows_are_numbered(tmp_path):
+    file = tmp_path / "x.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), file)
+    assert read(file) == [(f"{file}:{i}", record) for i, record in enumerate(RECORDS, 1)]
+
+
+def test_a_glob_reads_its_files_in_order(tmp_path):
+    for i in (2, 0, 1):
+        (tmp_path / f"part-{i}.jsonl").write_text(json.dumps({"i": i}), encoding="utf-8")
+    assert [record["i"] for _, record in read(tmp_path / "part-*.jsonl")] == [0, 1, 2]
+
+
+def test_a_data_set_saved_on_disk_is_read(tmp_path):
+    datasets.Dataset.from_list(RECORDS).save_to_disk(tmp_path / "saved")
+    assert read(tmp_path / "saved") == [(f"{tmp_path}/saved:{i}", r) for i, r in enumerate(RECORDS, 1)]
+
+
+def test_a_split_of_a_saved_data_set_is_read(tmp_path):
+    splits = {"train": datasets.Dataset.from_list(RECORDS), "test": datasets.Dataset.from_list(RECORDS[:1])}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    assert read(f"{tmp_path}/saved:test") == [(f"{tmp_path}/saved:test:1", RECORDS[0])]
+    with pytest.raises(UserError, match="has the splits train, test"):
+        read(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [("org/name:train", ("org/name", None)), ("org/name:main:train", ("org/name", "main"))],
+)
+def test_the_hub_is_asked_for_name_configuration_and_split(monkeypatch, name, call):
+    asked = []
+
+    def load_dataset(path, config, *, split):
+        asked.append((path, config, split))
+        return RECORDS
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert read(name)[1] == (f"{name}:2", RECORDS[1])
+    assert asked == [(*call, "train")]
+
+
+def test_a_data_set_the_hub_does_not_have_is_the_users_mistake(monkeypatch):
+    def load_dataset(*args, **kwargs):
+        raise datasets.exceptions.DatasetNotFoundError("does not exist on the Hub\nand more")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(
+        UserError, match=r"cannot load data set 'org/x', split 'train': does not exist on the Hub$"
+    ):
+        read("org/x:train")
+
+
+@pytest.mark.parametrize(
+    "source", ["missing.jsonl", "missing-*.parquet", "missing", "README.txt", "x.jsonl:train"]
+)
+def test_a_source_that_is_not_there_is_the_users_mistake(tmp_path, monkeypatch, source):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.jsonl").touch()
+    with pytest.raises(UserError, match="does not exist"):
+        read(source)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("x.jsonl", b'{"a": 1}\n{"a": \n', r"x\.jsonl:2: not valid JSON \(Expecting value in column"),
+        ("x.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', r"x\.jsonl:2: not valid JSON"),
+        ("x.jsonl", b"[1, 2]\n", r"x\.jsonl:1: not a JSON object but \[1, 2\]"),
+        ("x.jsonl", b"[" * 100_000, r"x\.jsonl:1: not valid JSON"),
+        ("x.json", b'[{"a": 1},\n{"a": 2', r"x\.json:2: not valid JSON"),
+        ("x.json", b'[{"a": 1},\n3]', r"x\.json:2: not a JSON object but 3"),
+        ("x.json", b"[\xff]", r"cannot read data file .*x\.json"),
+        ("x.parquet", b"nonsense", r"cannot read data file .*x\.parquet as Parquet"),
+    ],
+)
+def test_content_that_cannot_be_read_is_named_by_file_and_line(tmp_path, name, content, complaint):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=complaint):
+        read(tmp_path / name)
+
+
+def test_a_folder_that_is_no_data_set_is_the_users_mistake(tmp_path):
+    with pytest.raises(UserError, match="is not a saved data set"):
+        read(tmp_path)

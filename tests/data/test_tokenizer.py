@@ -1,0 +1,85 @@
+"""Tokenizers are trained, written and opened again without loss."""
+
+import json
+
+import pytest
+
+from realrl.config.errors import UserError
+from realrl.data.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+
+TEXTS = ["the cat sat on the mat", " 2 dogs, née Ω\n\tand <s>", "🙂 end "]
+
+
+def test_any_text_survives_encoding_and_decoding(tokenizer):
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+
+
+def test_a_saved_tokenizer_opens_with_the_same_tokens(tokenizer, tmp_path):
+    save_tokenizer(tokenizer, tmp_path)
+    opened = load_tokenizer(str(tmp_path))
+    assert opened(TEXTS).input_ids == tokenizer(TEXTS).input_ids
+    assert (opened.bos_token, opened.eos_token, opened.pad_token) == ("<s>", "</s>", "<pad>")
+
+
+def test_a_tokenizer_beside_a_llama_model_keeps_its_tokens(tokenizer, tmp_path):
+    """transformers knows tokenizers of its own for model types, and must not take one of those."""
+    save_tokenizer(tokenizer, tmp_path)
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_tokenizer(str(tmp_path))(TEXTS).input_ids == tokenizer(TEXTS).input_ids
+
+
+def test_a_saved_tokenizer_has_a_class_that_every_transformers_knows(tokenizer, tmp_path):
+    save_tokenizer(tokenizer, tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+def test_special_tokens_put_the_beginning_of_sequence_before_a_text(tokenizer):
+    assert tokenizer("cat").input_ids == [
+        tokenizer.bos_token_id,
+        *tokenizer("cat", add_special_tokens=False).input_ids,
+    ]
+
+
+def test_a_prompt_cut_between_words_has_the_first_tokens_of_its_sentence(tokenizer):
+    sentence = "the cat sat, on the mat"
+    whole = tokenizer(sentence).input_ids
+    for words in range(1, 6):
+        prompt = tokenizer(" ".join(sentence.split()[:words])).input_ids
+        assert whole[: len(prompt)] == prompt
+
+
+def test_a_tokenizer_is_trained_on_all_text_of_the_records(write, tmp_path):
+    records = [
+        {"prompt": "", "answer": "zebra " * 9},
+        {"messages": [{"role": "user", "content": "quokka " * 9}]},
+    ]
+    size = train_tokenizer(write(records), str(tmp_path / "out"), 300)
+    opened = load_tokenizer(str(tmp_path / "out"))
+    assert size == len(opened) <= 300
+    assert all(len(opened.tokenize(word)) == 1 for word in ("zebra", "quokka"))
+
+
+def test_a_vocabulary_too_small_for_bytes_is_the_users_mistake(write, tmp_path):
+    with pytest.raises(UserError, match="vocab_size=200 is too small; give at least 259"):
+        train_tokenizer(write([{"prompt": "a"}]), str(tmp_path / "out"), 200)
+
+
+@pytest.mark.parametrize("path", ["./missing", "/missing", "runs/missing", "runs/sft/final"])
+def test_a_missing_directory_is_the_users_mistake(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(UserError, match=f"tokenizer directory {path} does not exist"):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    ("files", "complaint"), [({}, "has no tokenizer"), ({"tokenizer.json": '{"a":'}, "cannot load tokenizer")]
+)
+def test_a_directory_without_a_usable_tokenizer_is_the_users_mistake(tmp_path, files, complaint):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=complaint):
+        load_tokenizer(str(tmp_path))
