@@ -59,7 +59,7 @@ def twins() -> Callable[[ModelShape, Head], Twins]:
             for tensor in tensors:
                 source = state[tensor.name]
                 # Norms of 1 and tiny weights would hide mistakes.
-                source.copy_(torch.randn(tensor.shape) * 0.3 + (1.0 if source.dim() == 1 else 0.0))
+                source.copy_(torch.randn(tensor.shape) * 0.2 + (1.0 if source.dim() == 1 else 0.0))
                 buffer[tensor.name].copy_(source)
         return Transformer(shape, head, buffer.fused), buffer, theirs
 

@@ -1,4 +1,4 @@
-"""Weights in Hugging Face directories: read, and written so that transformers and inference servers open them."""
+"""Weights in Hugging Face directories, for transformers and inference servers to open."""
 
 import json
 import re
@@ -125,11 +125,12 @@ def _read(file: Path | None, spec: TensorSpec, name: str, directory: Path) -> Te
         except SafetensorError as error:
             raise UserError(f"{file}: tensor {name} is missing") from error
         if piece.get_dtype() not in FLOATS:
-            raise UserError(f"{file}: tensor {name} has type {piece.get_dtype()}; accepted are {', '.join(FLOATS)}")
-        if tuple(piece.get_shape()) != spec.shape:
             raise UserError(
-                f"{file}: tensor {name} has shape {list(piece.get_shape())}, but the model needs {list(spec.shape)}"
+                f"{file}: tensor {name} has type {piece.get_dtype()}; accepted are {', '.join(FLOATS)}"
             )
+        if tuple(piece.get_shape()) != spec.shape:
+            found, needed = list(piece.get_shape()), list(spec.shape)
+            raise UserError(f"{file}: tensor {name} has shape {found}, but the model needs {needed}")
         return reader.get_tensor(name)
 
 

@@ -20,7 +20,7 @@ _HEADLINES = {
         "actor.train/kl",
         "actor.train/response_tokens",
         "critic.train/value_loss",
-        "actor.inference/kl",
+        "ref.inference/kl",
         "judge",
     ),
 }

@@ -4,8 +4,9 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Settings(BaseModel):
-    """Strict, immutable settings: an unknown key or a wrong type is an error, never ignored."""
+    """Strict, immutable settings: an unknown key is an error, never ignored, and a value of another type is
+    one too: `true` is not 1, and `"3"` is not 3."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True
+        extra="forbid", frozen=True, strict=True, validate_default=True, use_attribute_docstrings=True
     )

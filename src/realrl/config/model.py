@@ -13,7 +13,7 @@ class OptimizerConfig(Settings):
 
     lr: PositiveFloat = 1e-5
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)  # YAML has lists, not tuples
     """Decay of the first and second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the denominator of the update."""

@@ -21,6 +21,8 @@ class Noise:
 
     seed: int
     step: int
+    first: int = 0
+    """Number of the sequence whose item is 0; the others follow."""
 
 
 @torch.no_grad()
@@ -112,7 +114,7 @@ class _Continuation:
         else:
             allowed = logits
         positions = torch.full_like(slots, position)
-        noise = uniform(self.noise.seed, self.noise.step, self.ids[slots], positions)
+        noise = uniform(self.noise.seed, self.noise.step, self.noise.first + self.ids[slots], positions)
         chosen, logprobs = sample(allowed, self.sampling, noise)
         if allowed is not logits:
             scaled = (logits / self.sampling.temperature).log_softmax(-1)

@@ -5,6 +5,10 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
+# From torch 2.13 on the collectives of one tensor have these names, and the old ones warn at every call.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(frozen=True)
 class Group:
@@ -42,12 +46,12 @@ def reduce_scatter(output: Tensor, buffer: Tensor, group: Group) -> None:
     if group.handle is None:
         output.copy_(buffer)
     else:
-        dist.reduce_scatter_tensor(output, buffer, dist.ReduceOp.SUM, group=group.handle)
+        _reduce_scatter(output, buffer, dist.ReduceOp.SUM, group=group.handle)
 
 
 def all_gather(buffer: Tensor, part: Tensor, group: Group) -> None:
     """buffer: [N] on every rank, from each rank's `part`: [N / size]; `part` may lie inside `buffer`."""
     if group.handle is not None:
-        dist.all_gather_into_tensor(buffer, part.clone(), group=group.handle)
+        _all_gather(buffer, part.clone(), group=group.handle)
     elif buffer.data_ptr() != part.data_ptr():
         buffer.copy_(part)

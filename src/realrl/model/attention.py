@@ -16,7 +16,9 @@ DENSE_LENGTH = 128
 flash kernel, whose blocks they do not fill."""
 
 # torch 2.11 takes grouped heads without being told; from 2.12 on it wants to be.
-GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 
 
 class _Pad(Function):
@@ -29,7 +31,7 @@ class _Pad(Function):
         return qkv.view(-1, dim).index_select(0, plan.gather).split(plan.input_rows)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return torch.cat(grads).index_select(0, ctx.plan.gathered).view(-1, ctx.width), None
 
 
@@ -42,7 +44,7 @@ class _Unpad(Function):
         return torch.cat(outputs).index_select(0, plan.collect).view(-1, plan.heads * ctx.dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, *tuple[Tensor, ...]]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, *tuple[Tensor, ...]]:
         plan = ctx.plan
         rows = grad.reshape(-1, ctx.dim).index_select(0, plan.spread).index_fill_(0, plan.spread_padding, 0)
         return None, *rows.split(plan.output_rows)
@@ -78,6 +80,7 @@ def attention(qkv: Tensor, packing: Packing, heads: int, kv_heads: int) -> Tenso
         q, k, v = split_heads(qkv, heads, kv_heads)
         starts, longest = packing.starts, packing.max_length
         output = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **GROUPED)
+        assert isinstance(output, Tensor)
         return output.reshape(len(qkv), -1)
     return _padded_attention(qkv, packing.padded(heads, kv_heads))
 

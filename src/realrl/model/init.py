@@ -21,8 +21,8 @@ class Weights(Protocol):
 def initialise(buffer: Weights, tensors: Sequence[TensorSpec], shape: ModelShape, seed: int) -> None:
     """Draw every tensor from normal(0, init_std); norms are 1.
 
-    Matrices that write to the residual stream are scaled by 1 / sqrt(2 * layers) (Radford et al. 2019, section
-    2.3). Each tensor depends on the seed and its own name only, so not on layout, order or device.
+    Matrices that write to the residual stream are scaled by 1 / sqrt(2 * layers) (Radford et al. 2019,
+    section 2.3). Each tensor depends on the seed and its own name only, so not on layout, order or device.
     """
     for tensor in tensors:
         target = buffer[tensor.name]

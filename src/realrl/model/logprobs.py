@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from realrl.model.ops import product, weight_gradient
+from realrl.model.ops import product
 
 CHUNK = {"cpu": 2**20, "cuda": 2**26}
 """Logits computed at a time: on a CPU what its caches hold, on a GPU 256 MiB of float32."""
@@ -24,7 +24,8 @@ class _TokenLogprobs(Function):
         logp = None
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
-            logp = _log_softmax(hidden[part], weight, temperature)
+            logits = _logits(hidden[part], weight, temperature)
+            logp = torch.log_softmax(logits, 1, out=logits)
             chosen[part] = logp.gather(1, targets[part, None]).squeeze(1)
             if entropy is not None:
                 entropy[part] = -(logp.exp() * logp).sum(1)
@@ -35,27 +36,30 @@ class _TokenLogprobs(Function):
         return chosen, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None, None]:
         hidden, weight, targets, kept = ctx.saved_tensors
         scaled = grad / ctx.temperature
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        # Transposed, as `product` is fastest when its narrower operand comes first.
+        grad_weight = torch.zeros(weight.shape[::-1], dtype=torch.float32, device=weight.device)
         for start in range(0, len(hidden), ctx.size):
             part = slice(start, start + ctx.size)
-            logp = _log_softmax(hidden[part], weight, ctx.temperature) if kept is None else kept
+            if kept is None:
+                logits = _logits(hidden[part], weight, ctx.temperature)
+                chances = torch.softmax(logits, 1, out=logits)
+            else:
+                chances = kept.exp()
             factor = scaled[part, None]
-            grad_logits = logp.exp().mul_(-factor).scatter_add_(1, targets[part, None], factor)
+            grad_logits = chances.mul_(-factor).scatter_add_(1, targets[part, None], factor)
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[part] = product(grad_logits, weight.T)
-            grad_weight += weight_gradient(grad_logits, hidden[part])
-        return grad_hidden, grad_weight, None, None, None
+            grad_weight += product(hidden[part].T, grad_logits.T)
+        return grad_hidden, grad_weight.T, None, None, None
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     logits = product(hidden, weight).float()
-    if temperature != 1.0:
-        logits.div_(temperature)
-    return torch.log_softmax(logits, 1, out=logits)
+    return logits.div_(temperature) if temperature != 1.0 else logits
 
 
 def token_logprobs(

@@ -35,7 +35,7 @@ class _Linear(Function):
         return product(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         need_x, need_weight = ctx.needs_input_grad
         grad_x = product(grad, weight.T) if need_x else None
@@ -56,7 +56,7 @@ class _RMSNorm(Function):
         return (x * scale).mul_(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         unit = x * scale
         both = grad * unit
@@ -66,7 +66,10 @@ class _RMSNorm(Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) * weight over the last dim (Zhang and Sennrich 2019). x: [N, H], weight: [H]"""
+    """x / sqrt(mean(x²) + eps) * weight over the last dim (Zhang and Sennrich 2019).
+
+    x: [N, H], weight: [H] -> [N, H]
+    """
     # On a CPU torch derives the gradient of its many parts one by one, which takes three times as long.
     if x.device.type == "cpu" and x.dtype == torch.float32:
         return _RMSNorm.apply(x, weight, eps)
@@ -81,7 +84,7 @@ class _SwiGLU(Function):
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, -1)
         out = torch.empty_like(gate_up)
@@ -96,32 +99,31 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return _SwiGLU.apply(gate_up)
 
 
-def _turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> None:
-    swapped = heads.roll(heads.shape[-1] // 2, -1)
-    heads.mul_(cos).addcmul_(swapped, sin, value=direction)
-
-
 class _Rotate(Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.heads = heads
         ctx.mark_dirty(qkv)
-        _turn(qkv.view(len(qkv), -1, cos.shape[-1])[:, :heads], cos, sin, 1)
+        turned = qkv.view(len(qkv), -1, cos.shape[-1])[:, : cos.shape[1]]
+        swapped = turned.roll(cos.shape[-1] // 2, -1)
+        turned.mul_(cos).addcmul_(swapped, sin)
         return qkv
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        # Attention made this gradient for us alone, so it can be turned where it lies.
-        grad = grad.contiguous()
-        _turn(grad.view(len(grad), -1, cos.shape[-1])[:, : ctx.heads], cos, sin, -1)
-        return grad, None, None, None
+        heads = cos.shape[1]
+        given = grad.reshape(len(grad), -1, cos.shape[-1])
+        out = torch.empty_like(given)
+        out[:, heads:] = given[:, heads:]
+        turned, back = given[:, :heads], out[:, :heads]
+        torch.mul(turned, cos, out=back).addcmul_(turned.roll(cos.shape[-1] // 2, -1), sin, value=-1)
+        return out.view_as(grad), None, None
 
 
-def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """Turn the first `heads` heads by their position, in place (Su et al. 2021; halves paired as in Llama).
+def rotate(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the first heads by their position, in place (Su et al. 2021; halves paired as in Llama).
 
-    qkv: [T, all heads * D]; cos, sin: [T, 1, D] from `rotary`.
+    qkv: [T, all heads * D]; cos, sin: [T, heads, D] from `rotary`.
     """
-    return _Rotate.apply(qkv, cos, sin, heads)
+    return _Rotate.apply(qkv, cos, sin)

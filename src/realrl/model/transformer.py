@@ -10,7 +10,7 @@ from realrl.config.shape import Head, ModelShape
 from realrl.model.attention import attention, decode_attention, split_heads
 from realrl.model.cache import KVCache
 from realrl.model.logprobs import token_logprobs
-from realrl.model.ops import linear, product, rms_norm, rotate, swiglu
+from realrl.model.ops import linear, rms_norm, rotate, swiglu
 from realrl.model.packing import Packing
 from realrl.model.rotary import frequencies, rotary
 
@@ -34,15 +34,17 @@ class Layer(nn.Module):
     def __init__(self, shape: ModelShape, weight: Callable[[str], nn.Parameter]) -> None:
         super().__init__()
         self.eps = shape.norm_eps
-        self.rotated = shape.heads + shape.kv_heads
-        for name in LAYER_SOURCES:
-            self.register_parameter(name, weight(name))
+        self.attention_norm = weight("attention_norm")
+        self.qkv = weight("qkv")
+        self.out = weight("out")
+        self.mlp_norm = weight("mlp_norm")
+        self.gate_up = weight("gate_up")
+        self.down = weight("down")
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """x: [T, H] -> [T, H]; cos, sin: [T, 1, D]"""
+        """x: [T, H] -> [T, H]; cos, sin: [T, rotated heads, D]"""
         qkv = linear(rms_norm(x, self.attention_norm, self.eps), self.qkv)
-        qkv = rotate(qkv, cos, sin, self.rotated)
-        x = x + linear(attend(qkv), self.out)
+        x = x + linear(attend(rotate(qkv, cos, sin)), self.out)
         gate_up = linear(rms_norm(x, self.mlp_norm, self.eps), self.gate_up)
         return x + linear(swiglu(gate_up), self.down)
 
@@ -114,7 +116,7 @@ class Transformer(nn.Module):
 
     def _run(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         x = F.embedding(tokens, self.embedding)
-        cos, sin = rotary(positions, self.frequency, x.dtype)
+        cos, sin = rotary(positions, self.frequency, self.shape.heads + self.shape.kv_heads, x.dtype)
         for i, layer in enumerate(self.layers):
             x = layer(x, cos, sin, lambda qkv, i=i: attend(i, qkv))
         return rms_norm(x, self.norm, self.shape.norm_eps)

@@ -5,6 +5,9 @@ import os
 STORE_VARIABLE = "REALRL_STORE"
 """The file through which processes of the local launcher find each other."""
 
+LAUNCHER_VARIABLE = "REALRL_LAUNCHER"
+"""The process id of the local launcher."""
+
 ERRORS_VARIABLE = "REALRL_ERRORS"
 """The directory where processes of the local launcher leave the sentence of a UserError."""
 

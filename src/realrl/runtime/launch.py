@@ -11,14 +11,14 @@ from pathlib import Path
 
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
-from realrl.runtime.environment import ERRORS_VARIABLE, STORE_VARIABLE
+from realrl.runtime.environment import ERRORS_VARIABLE, LAUNCHER_VARIABLE, STORE_VARIABLE, is_writer
 
 
 def launch(cluster: Cluster, arguments: Sequence[str]) -> int:
     """Run `realrl ARGUMENTS` in one local process per device of `cluster`; the exit status of the run.
 
     When one process fails, the others are ended. Raises UserError with the sentence of the first process that
-    left one.
+    left one. As in a shell, the status is 128 + N where signal N ended the run.
     """
     if cluster.nodes > 1:
         raise UserError(
@@ -26,15 +26,16 @@ def launch(cluster: Cluster, arguments: Sequence[str]) -> int:
             f" torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.devices_per_node} -m realrl ..."
         )
     with tempfile.TemporaryDirectory(prefix="realrl-") as scratch:
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "realrl", *arguments],
-                env=_environment(rank, cluster.size, scratch),
-                stdin=subprocess.DEVNULL,
-            )
-            for rank in range(cluster.size)
-        ]
-        status = _wait(processes)
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(cluster.size):
+                command = [sys.executable, "-m", "realrl", *arguments]
+                environment = _environment(rank, cluster.size, scratch)
+                processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
+            status = _wait(processes)
+        except KeyboardInterrupt:
+            _end(processes, patience=5.0)
+            return 128 + signal.SIGINT
         sentences = sorted(Path(scratch).glob("error-*"))
         if sentences:
             raise UserError(sentences[0].read_text())
@@ -42,19 +43,20 @@ def launch(cluster: Cluster, arguments: Sequence[str]) -> int:
 
 
 def report_user_error(error: UserError) -> None:
-    """Leave a UserError for the local launcher if there is one, else print it."""
+    """Leave a UserError for the local launcher if there is one, else print it, once for all ranks."""
+    sentence = " ".join(str(error).splitlines())
     directory = os.environ.get(ERRORS_VARIABLE)
-    if directory is None:
-        print(f"realrl: {error}", file=sys.stderr)
-    else:
-        (Path(directory) / f"error-{int(os.environ['RANK']):06}").write_text(str(error))
+    if directory is not None:
+        (Path(directory) / f"error-{int(os.environ['RANK']):06}").write_text(sentence)
+    elif is_writer():
+        print(f"realrl: {sentence}", file=sys.stderr)
 
 
 def _environment(rank: int, world: int, scratch: str) -> dict[str, str]:
-    threads = max(1, len(os.sched_getaffinity(0)) // world)
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return {
-        "OMP_NUM_THREADS": str(threads),
-        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": str(max(1, cores // world)),
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -62,25 +64,26 @@ def _environment(rank: int, world: int, scratch: str) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world),
         STORE_VARIABLE: str(Path(scratch) / "store"),
         ERRORS_VARIABLE: scratch,
+        LAUNCHER_VARIABLE: str(os.getpid()),
     }
 
 
 def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> int:
     """Wait for all; once one fails, end the rest. The status of the first that failed, or 0."""
-    failed = 0
-    try:
-        while any(process.poll() is None for process in processes):
-            bad = [p.returncode for p in processes if p.returncode not in (None, 0)]
-            if bad and not failed:
-                failed = bad[0]
-                # Those that failed for the same reason get a moment to say so themselves.
-                _end(processes, patience=2.0)
-            time.sleep(0.05)
-    except KeyboardInterrupt:
-        _end(processes, patience=5.0)
-        return 128 + signal.SIGINT
-    statuses = [p.returncode for p in processes if p.returncode]
-    return failed or (statuses[0] if statuses else 0)
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = next((rank for rank, code in enumerate(codes) if code), None)
+        if failed is not None:
+            break
+        if None not in codes:
+            return 0
+        time.sleep(0.05)
+    code = processes[failed].returncode
+    if code < 0:
+        print(f"realrl: {signal.Signals(-code).name} ended the process of rank {failed}", file=sys.stderr)
+    # Those that failed for the same reason get a moment to say so themselves.
+    _end(processes, patience=2.0)
+    return code if code > 0 else 128 - code
 
 
 def _end(processes: Sequence["subprocess.Popen[bytes]"], patience: float) -> None:

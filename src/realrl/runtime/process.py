@@ -3,10 +3,11 @@
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from realrl.config.errors import UserError
 from realrl.engine.group import Group
 from realrl.plan.cluster import Cluster
-from realrl.runtime.environment import STORE_VARIABLE, under_launcher
+from realrl.runtime.environment import LAUNCHER_VARIABLE, STORE_VARIABLE, under_launcher
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -38,14 +39,31 @@ class Process:
                 found[ranks] = Group(ranks, ranks.index(self.rank), handle)
         return found
 
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        if self.control is not None:
-            dist.barrier(group=self.control)
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank passes, in the order of ranks, on every rank."""
+        if self.control is None:
+            return [value]
+        everyone: list[Any] = [None] * self.world
+        dist.all_gather_object(everyone, value, group=self.control)
+        return everyone
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A block that ranks leave together: a UserError of one of them becomes the UserError of all, so that
+        none is left waiting for one that has gone."""
+        mistake: str | None = None
+        try:
+            yield
+        except UserError as error:
+            mistake = str(error)
+        mistakes = [text for text in self.gather(mistake) if text is not None]
+        if mistakes:
+            raise UserError(mistakes[0])
 
     def close(self) -> None:
         """Leave the other ranks; nothing may be sent afterwards."""
-        self.barrier()
+        if self.control is not None:
+            dist.barrier(group=self.control)
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -85,7 +103,7 @@ def connect(device: Device) -> Process:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = os.environ.get(STORE_VARIABLE)
     if store:
-        _follow(os.getppid())
+        _follow(int(os.environ[LAUNCHER_VARIABLE]))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         init_method=f"file://{store}" if store else "env://",
@@ -96,11 +114,11 @@ def connect(device: Device) -> Process:
     return Process(rank, world, place, dist.new_group(backend="gloo"))
 
 
-def _follow(parent: int) -> None:
+def _follow(launcher: int) -> None:
     """End this process when the launcher is gone, however it went."""
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == launcher:
             time.sleep(1)
         os._exit(1)
 

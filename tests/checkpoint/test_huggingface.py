@@ -1,0 +1,240 @@
+"""Hugging Face directories: what we read, what we write, and what we say when something is wrong."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from realrl.checkpoint import huggingface
+from realrl.config.errors import UserError
+from realrl.config.shape import Head, ModelShape
+from realrl.engine.flat import FlatBuffer
+from realrl.layout.tensors import model_tensors
+from realrl.model.llama import shape_to_hf
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 4}
+
+
+def shape_of(tied: bool = False) -> ModelShape:
+    return ModelShape(vocab_size=37, tied_embeddings=tied, **SIZES)
+
+
+def random_buffer(shape: ModelShape, head: Head, dtype: torch.dtype = torch.float32) -> FlatBuffer:
+    buffer = FlatBuffer(model_tensors(shape, head), dtype, "cpu")
+    buffer.data.copy_(torch.randn(buffer.data.shape, generator=torch.Generator().manual_seed(0)))
+    return buffer
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "<pad>": 2, "hello": 3}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+
+
+def saved(path: Path, head: Head = "lm", *, tied: bool = False, shard: float = 5e9) -> Path:
+    shape = shape_of(tied)
+    huggingface.save(path, shape, head, random_buffer(shape, head), tokenizer(), torch.float32, shard)
+    return path
+
+
+def loaded(path: Path, head: Head = "lm") -> tuple[FlatBuffer, list[str]]:
+    tensors = model_tensors(huggingface.read_shape(path), head)
+    buffer = FlatBuffer(tensors, torch.float32, "cpu")
+    return buffer, huggingface.load(path, tensors, buffer)
+
+
+def edit_config(path: Path, **changes: object) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize("shard", [5e9, 2000.0], ids=["one-file", "sharded"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+def test_what_we_save_comes_back_bit_for_bit(head: Head, tied: bool, shard: float, tmp_path: Path) -> None:
+    path = saved(tmp_path / "m", head, tied=tied, shard=shard)
+    buffer, missing = loaded(path, head)
+    assert missing == [] and torch.equal(buffer.data, random_buffer(shape_of(tied), head).data)
+    assert (path / huggingface.INDEX).exists() == (shard < 5e9)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shard", ["5GB", "3KB"])
+def test_a_transformers_model_survives_import_and_export_bit_for_bit(
+    tied: bool, dtype: torch.dtype, shard: str, tmp_path: Path
+) -> None:
+    shape = shape_of(tied)
+    theirs = LlamaForCausalLM(LlamaConfig(**shape_to_hf(shape, "lm", "float32", {}))).to(dtype)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size=shard)
+    assert huggingface.read_shape(tmp_path / "theirs") == shape
+    buffer, _ = loaded(tmp_path / "theirs")
+    huggingface.save(tmp_path / "ours", shape, "lm", buffer, None, dtype, 3000)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
+    assert again.dtype == dtype
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_transformers_opens_a_scalar_head_as_a_classifier_with_one_label(tmp_path: Path) -> None:
+    path = saved(tmp_path / "m", "scalar")
+    model = AutoModelForSequenceClassification.from_pretrained(path)
+    assert model.config.num_labels == 1 and model.config.pad_token_id == 2
+    assert torch.equal(model.score.weight, random_buffer(shape_of(), "scalar")["score.weight"])
+
+
+def test_tokenizer_and_generation_settings_are_saved_beside_a_language_model(tmp_path: Path) -> None:
+    path = saved(tmp_path / "m")
+    assert AutoTokenizer.from_pretrained(path).encode("hello") == [3]
+    assert AutoModelForCausalLM.from_pretrained(path).generation_config.eos_token_id == 1
+
+
+def test_only_the_score_may_be_missing_when_a_language_model_becomes_scalar(tmp_path: Path) -> None:
+    path = saved(tmp_path / "m")
+    buffer, missing = loaded(path, "scalar")
+    assert missing == ["score.weight"]
+    assert torch.equal(buffer["model.norm.weight"], random_buffer(shape_of(), "lm")["model.norm.weight"])
+
+
+def test_a_tied_model_whose_file_repeats_the_table_is_accepted(tmp_path: Path) -> None:
+    path = saved(tmp_path / "m", tied=True)
+    content = load_file(path / huggingface.SINGLE)
+    content["lm_head.weight"] = content["model.embed_tokens.weight"].clone()
+    save_file(content, path / huggingface.SINGLE)
+    assert loaded(path)[1] == []
+
+
+def test_a_tied_model_fills_an_untied_head_from_its_table(tmp_path: Path) -> None:
+    path = saved(tmp_path / "m", tied=True)
+    tensors = model_tensors(shape_of(tied=False), "lm")
+    buffer = FlatBuffer(tensors, torch.float32, "cpu")
+    assert huggingface.load(path, tensors, buffer) == []
+    assert torch.equal(buffer["lm_head.weight"], buffer["model.embed_tokens.weight"])
+
+
+def test_saving_again_replaces_the_directory_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    saved(tmp_path / "m", shard=2000.0)
+    path = saved(tmp_path / "m")
+    assert not (path / huggingface.INDEX).exists()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_save_that_dies_leaves_the_old_directory_whole(tmp_path: Path) -> None:
+    path = saved(tmp_path / "m")
+    before = sorted(entry.name for entry in path.iterdir())
+
+    class Dying:
+        bos_token_id = eos_token_id = pad_token_id = None
+
+        def save_pretrained(self, _: str) -> None:
+            raise KeyboardInterrupt
+
+    shape = shape_of()
+    with pytest.raises(KeyboardInterrupt):
+        huggingface.save(path, shape, "lm", random_buffer(shape, "lm"), Dying(), torch.float32)
+    assert sorted(entry.name for entry in path.iterdir()) == before and loaded(path)[1] == []
+    saved(path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
+
+
+def truncate(path: Path) -> None:
+    file = path / huggingface.SINGLE
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def cut_header(path: Path) -> None:
+    (path / huggingface.SINGLE).write_bytes(b"\x00" * 5)
+
+
+def change(path: Path, name: str, tensor: torch.Tensor | None) -> None:
+    content = load_file(path / huggingface.SINGLE)
+    content.pop(name, None)
+    save_file(content if tensor is None else {**content, name: tensor}, path / huggingface.SINGLE)
+
+
+NORM = "model.norm.weight"
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (truncate, "model.safetensors: not a complete safetensors file"),
+    "no-header": (cut_header, "model.safetensors: not a complete safetensors file"),
+    "no-weights": (lambda p: (p / huggingface.SINGLE).unlink(), "only safetensors are read"),
+    "no-config": (lambda p: (p / "config.json").unlink(), "config.json: no such file"),
+    "bad-config": (lambda p: (p / "config.json").write_text("{"), "config.json: not valid JSON"),
+    "list-config": (lambda p: (p / "config.json").write_text("[]"), "a JSON object is expected"),
+    "family": (lambda p: edit_config(p, model_type="bert"), "model_type 'bert' is not supported"),
+    "missing": (lambda p: change(p, NORM, None), "tensor model.norm.weight is missing"),
+    "shape": (
+        lambda p: change(p, NORM, torch.ones(3)),
+        "tensor model.norm.weight has shape [3], but the model needs [16]",
+    ),
+    "type": (lambda p: change(p, NORM, torch.ones(16, dtype=torch.int8)), "has type I8; accepted are"),
+    "unknown": (
+        lambda p: change(p, "model.layers.0.self_attn.q_proj.bias", torch.ones(16)),
+        "q_proj.bias does not belong to the model",
+    ),
+    "fewer-layers": (lambda p: edit_config(p, num_hidden_layers=1), "model.layers.1."),
+    "not-tied": (
+        lambda p: edit_config(p, tie_word_embeddings=True),
+        "lm_head.weight differs from the embeddings",
+    ),
+    "no-shard": (
+        lambda p: (p / huggingface.INDEX).write_text(json.dumps({"weight_map": {NORM: "gone.safetensors"}})),
+        "missing",
+    ),
+    "bad-index": (lambda p: (p / huggingface.INDEX).write_text("{}"), "weight_map is missing"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_one_sentence_that_names_the_file(damage: str, tmp_path: Path) -> None:
+    path = saved(tmp_path / "m")
+    act, message = DAMAGES[damage]
+    act(path)
+    with pytest.raises(UserError) as caught:
+        loaded(path)
+    text = str(caught.value)
+    assert message in text and str(path) in text and "\n" not in text
+
+
+def test_a_lost_shard_is_named(tmp_path: Path) -> None:
+    path = saved(tmp_path / "m", shard=2000.0)
+    lost = next(path.glob("model-00002*"))
+    lost.unlink()
+    with pytest.raises(UserError, match=lost.name):
+        loaded(path)
+
+
+@pytest.mark.parametrize("name", ["./nowhere/model", "/nowhere/model", "../m", "a/b/c"])
+def test_a_directory_that_is_not_there_is_named(name: str) -> None:
+    with pytest.raises(UserError, match="no such model directory"):
+        huggingface.read_shape(name)
+
+
+def test_a_hub_name_that_cannot_be_fetched_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, **_: object) -> str:
+        raise OSError(f"cannot reach the hub for {name}\ndetails")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(
+        UserError, match="someone/model: no such model directory, and the Hugging Face hub"
+    ) as caught:
+        huggingface.load("someone/model", (), FlatBuffer((), torch.float32, "cpu"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_name_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path / "m")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(path))
+    assert huggingface.read_shape("someone/model") == shape_of()

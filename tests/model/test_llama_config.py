@@ -1,0 +1,65 @@
+"""`config.json` of transformers 5 and of before become our shape; what we cannot do is refused."""
+
+import pytest
+from conftest import SHAPES
+from transformers import LlamaConfig
+
+from realrl.config.errors import UserError
+from realrl.config.shape import ModelShape
+from realrl.model.llama import shape_from_hf, shape_to_hf
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def test_a_shape_comes_back_from_what_we_write(shape: ModelShape) -> None:
+    assert shape_from_hf(shape_to_hf(shape, "lm", "float32", {})) == shape
+
+
+def test_transformers_understands_what_we_write(shape: ModelShape) -> None:
+    written = LlamaConfig(**shape_to_hf(shape, "scalar", "bfloat16", {"eos_token_id": 7, "pad_token_id": 3}))
+    assert shape_from_hf(written.to_dict()) == shape
+    assert (written.num_labels, written.eos_token_id, written.pad_token_id) == (1, 7, 3)
+    assert str(written.dtype) == "torch.bfloat16"
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 5000.0, "rope_scaling": LLAMA3},
+        {"rope_theta": 5000.0, "rope_scaling": {**LLAMA3, "type": "llama3"}},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5000.0}},
+    ],
+    ids=["before", "both-types", "transformers-5"],
+)
+def test_rotary_settings_are_read_in_every_style(rope: dict) -> None:
+    config = shape_to_hf(SHAPES["plain"], "lm", "float32", {})
+    for key in ("rope_parameters", "rope_theta", "rope_scaling"):
+        del config[key]
+    shape = shape_from_hf(config | rope)
+    assert shape.rope_theta == 5000.0 and shape.rope_scaling == SHAPES["llama3"].rope_scaling
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "bert"}, "model_type 'bert' is not supported; supported is: llama"),
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"num_key_value_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
+        ({"vocab_size": "many"}, "vocab_size: "),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "factor is missing from the llama3"),
+    ],
+)
+def test_what_our_model_has_not_is_refused_in_one_sentence(change: dict, message: str) -> None:
+    config = shape_to_hf(SHAPES["plain"], "lm", "float32", {}) | change
+    with pytest.raises(UserError, match=r"^dir/config\.json: ") as caught:
+        shape_from_hf(config, where="dir/config.json")
+    assert message in str(caught.value) and "\n" not in str(caught.value)

@@ -1,0 +1,55 @@
+"""Token log-probabilities computed in pieces are those of the whole matrix of logits."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import SHAPES, pack, random_rows
+
+from realrl.model import logprobs
+from realrl.model.packing import Packing
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("rows_per_chunk", [1, 7, 100])
+def test_chunks_agree_with_the_direct_computation_and_its_gradients(
+    rows_per_chunk: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocab = 31
+    monkeypatch.setitem(logprobs.CHUNK, "cpu", rows_per_chunk * vocab)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(20, 8, requires_grad=True), torch.randn(vocab, 8, requires_grad=True)
+    targets, factor = torch.randint(vocab, (20,)), torch.randn(20)
+    chosen, entropy = logprobs.token_logprobs(hidden, weight, targets, temperature=temperature, entropy=True)
+    grads = torch.autograd.grad((chosen * factor).sum(), (hidden, weight))
+    whole = (hidden @ weight.T / temperature).log_softmax(-1)
+    expected = whole.gather(1, targets[:, None]).squeeze(1)
+    expected_grads = torch.autograd.grad((expected * factor).sum(), (hidden, weight), retain_graph=True)
+    torch.testing.assert_close(chosen, expected)
+    torch.testing.assert_close(entropy, -(whole.exp() * whole).sum(1))
+    assert not entropy.requires_grad
+    torch.testing.assert_close(grads, expected_grads)
+
+
+def test_each_token_gets_the_probability_its_predecessor_gives_it(twins: Callable) -> None:
+    shape = SHAPES["grouped-tied"]
+    model, _, _ = twins(shape, "lm")
+    rows = random_rows(shape.vocab_size, [4, 1, 9])
+    tokens, lengths = pack(rows)
+    packing = Packing.of(lengths, "cpu")
+    hidden = model(tokens, packing)
+    found, entropy = model.logprobs(hidden, tokens, packing, temperature=1.3, entropy=True)
+    assert found.dtype == torch.float32 and entropy.shape == found.shape
+    for row, piece, logp in zip(rows, hidden.split(lengths), found.split(lengths), strict=True):
+        whole = (model.logits(piece) / 1.3).log_softmax(-1)
+        assert logp[0] == 0
+        torch.testing.assert_close(logp[1:], whole[:-1].gather(1, row[1:, None]).squeeze(1))
+    assert entropy[0] == 0 and (entropy[1:4] > 0).all()
+
+
+def test_a_batch_of_single_tokens_has_only_zeros(twins: Callable) -> None:
+    model, _, _ = twins(SHAPES["plain"], "lm")
+    tokens, packing = torch.tensor([3, 4]), Packing.of([1, 1], "cpu")
+    found, _ = model.logprobs(model(tokens, packing), tokens, packing, temperature=1.0)
+    found.sum().backward()
+    assert found.tolist() == [0, 0]
