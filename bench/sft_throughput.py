@@ -26,10 +26,8 @@ from realrl.config.load import load_experiment
 from realrl.data.batch import Batch
 from realrl.data.dataset import Dataset, Order
 from realrl.data.tokenizer import record_texts, train_bpe
-from realrl.engine.group import alone
-from realrl.engine.model import Model
+from realrl.engine.model import Model, whole_model
 from realrl.engine.train import Trainer
-from realrl.layout.tensors import model_tensors
 from realrl.model.init import initialise
 
 
@@ -92,8 +90,8 @@ def main() -> None:
     order = Order(len(records), recipe.data.batch, recipe.seed)
 
     cpu = torch.device("cpu")
-    model = Model(shape, "lm", dtype=torch.float32, device=cpu, group=alone())
-    initialise(model.parameters, model_tensors(shape, "lm"), shape, recipe.seed)
+    model = whole_model(shape, "lm", dtype=torch.float32, device=cpu)
+    initialise(model.parameters, model.layout.specs, shape, recipe.seed)
     with tempfile.TemporaryDirectory() as directory:
         huggingface.save(Path(directory) / "model", shape, "lm", model.parameters, tokenizer, torch.float32)
         steps = {

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import pack, random_rows
+from small_models import pack, random_rows
 
 from realrl.config.shape import ModelShape
 from realrl.model.cache import KVCache
@@ -18,7 +18,16 @@ def forward_logits(model, rows: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def prefilled(model, prompts: list[torch.Tensor], room: int) -> tuple[KVCache, torch.Tensor]:
     tokens, lengths = pack(prompts)
-    cache = KVCache(model.shape, len(prompts), room, torch.float32, "cpu")
+    shape = model.shape
+    cache = KVCache(
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        rows=len(prompts),
+        max_tokens=room,
+        dtype=torch.float32,
+        device="cpu",
+    )
     hidden = model.prefill(tokens, Packing.of(lengths, "cpu"), cache)
     return cache, hidden
 

@@ -1,7 +1,7 @@
 """`config.json` of transformers 5 and of before become our shape; what we cannot do is refused."""
 
 import pytest
-from conftest import SHAPES
+from small_models import SHAPES
 from transformers import LlamaConfig
 
 from realrl.config.errors import UserError

@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import SHAPES, pack, random_rows
+from small_models import SHAPES, pack, random_rows
 
 from realrl.model import logprobs
+from realrl.model.group import alone
 from realrl.model.packing import Packing
 
 
@@ -16,11 +17,13 @@ def test_chunks_agree_with_the_direct_computation_and_its_gradients(
     rows_per_chunk: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vocab = 31
-    monkeypatch.setitem(logprobs.CHUNK, "cpu", rows_per_chunk * vocab)
+    monkeypatch.setattr(logprobs, "CPU_CHUNK", rows_per_chunk * vocab)
     torch.manual_seed(0)
     hidden, weight = torch.randn(20, 8, requires_grad=True), torch.randn(vocab, 8, requires_grad=True)
     targets, factor = torch.randint(vocab, (20,)), torch.randn(20)
-    chosen, entropy = logprobs.token_logprobs(hidden, weight, targets, temperature=temperature, entropy=True)
+    chosen, entropy = logprobs.token_logprobs(
+        hidden, weight, targets, temperature=temperature, entropy=True, group=alone(), rows=len(weight)
+    )
     grads = torch.autograd.grad((chosen * factor).sum(), (hidden, weight))
     whole = (hidden @ weight.T / temperature).log_softmax(-1)
     expected = whole.gather(1, targets[:, None]).squeeze(1)

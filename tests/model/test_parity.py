@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import pack, padded, random_rows
+from small_models import pack, padded, random_rows
 
 from realrl.config.shape import ModelShape
 from realrl.model.packing import Packing
@@ -44,7 +44,8 @@ def test_scalar_head_at_the_last_token_is_the_score_of_the_sequence_classifier(
     tokens, lengths = pack(rows)
     ids, mask = padded(rows)
     with torch.no_grad():
-        values = ours.values(ours(tokens, Packing.of(lengths, "cpu")))
+        packing = Packing.of(lengths, "cpu")
+        values = ours.values(ours(tokens, packing), packing)
         expected = theirs(ids, attention_mask=mask).logits.squeeze(-1)
     last = torch.tensor(lengths).cumsum(0) - 1
     torch.testing.assert_close(values[last], expected, atol=1e-4, rtol=0)

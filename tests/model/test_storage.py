@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from conftest import SHAPES, pack, random_rows
+from small_models import SHAPES, pack, random_rows
 
 from realrl.engine.flat import FlatBuffer
+from realrl.layout.shard import Shard
 from realrl.layout.tensors import TensorSpec, model_tensors
+from realrl.model.group import alone
 from realrl.model.init import initialise
 from realrl.model.packing import Packing
 from realrl.model.transformer import Transformer
@@ -18,7 +20,7 @@ def built(dtype: torch.dtype, head: str = "lm") -> tuple[Transformer, FlatBuffer
     tensors = model_tensors(SHAPE, head)
     weights, grads = FlatBuffer(tensors, dtype, "cpu"), FlatBuffer(tensors, torch.float32, "cpu")
     initialise(weights, tensors, SHAPE.model_copy(update={"init_std": 0.3}), seed=1)
-    model = Transformer(SHAPE, head, weights.fused)
+    model = Transformer(Shard(SHAPE, head), weights.fused, alone())
     for name, parameter in model.named_parameters():
         parameter.grad_dtype = torch.float32
         parameter.grad = grads.fused(*model.sources[name])
@@ -29,8 +31,8 @@ def loss(model: Transformer, rows: list[torch.Tensor]) -> torch.Tensor:
     tokens, lengths = pack(rows)
     packing = Packing.of(lengths, "cpu")
     hidden = model(tokens, packing)
-    if model.head_kind == "scalar":
-        return model.values(hidden).square().sum()
+    if model.shard.head == "scalar":
+        return model.values(hidden, packing).square().sum()
     return -model.logprobs(hidden, tokens, packing, temperature=1.0)[0].sum()
 
 

@@ -71,5 +71,5 @@ def test_a_strategy_must_fill_its_mesh() -> None:
 
 
 def test_layout_text_round_trip() -> None:
-    placement = Placement(Mesh(4, 4), Strategy(2, 2, 1, micro_batch_tokens=77))
-    assert Placement.parse_layout(placement.layout, 77) == placement
+    placement = Placement(Mesh(4, 4), Strategy(2, 2, 1, micro_batch_tokens=77, sequence_parallel=True))
+    assert Placement.parse(str(placement)) == placement

@@ -45,7 +45,10 @@ def assert_same(got: list[dict[str, float]], expected: list[dict[str, float]], t
         assert ours.keys() == reference.keys()
         for name in reference:
             if name.endswith(("loss", "accuracy", "score", "response_tokens", "grad_norm")):
-                assert ours[name] == pytest.approx(reference[name], rel=tolerance, abs=tolerance), (step, name)
+                assert ours[name] == pytest.approx(reference[name], rel=tolerance, abs=tolerance), (
+                    step,
+                    name,
+                )
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from realrl.config.errors import UserError
 from realrl.config.shape import Head, ModelShape
 from realrl.engine.flat import FlatBuffer
+from realrl.layout.region import Region
 from realrl.layout.tensors import TensorSpec, model_tensors
 from realrl.model.llama import shape_from_hf, shape_to_hf
 
@@ -59,8 +60,16 @@ def read_shape(path: str | Path) -> ModelShape:
     return shape_from_hf(_read_json(directory / "config.json"), where=str(directory / "config.json"))
 
 
-def load(path: str | Path, tensors: Sequence[TensorSpec], into: FlatBuffer) -> list[str]:
+def load(
+    path: str | Path,
+    tensors: Sequence[TensorSpec],
+    into: FlatBuffer,
+    regions: Mapping[str, Region] | None = None,
+) -> list[str]:
     """Copy a model's tensors into a buffer, converting the type; returns the names that were missing.
+
+    `tensors` are global. The buffer holds all of them whole or, with `regions`, only these regions of them,
+    from the first row on; nothing else is read.
 
     Only `score.weight` may be missing: a language model has none when a scalar head is put on it. Everything
     else that does not fit is a UserError naming file and tensor.
@@ -68,14 +77,16 @@ def load(path: str | Path, tensors: Sequence[TensorSpec], into: FlatBuffer) -> l
     directory = local_directory(path)
     wanted = {tensor.name: tensor for tensor in tensors}
     files = _tensor_files(directory)
-    if LM_HEAD in wanted and LM_HEAD not in files and read_shape(directory).tied_embeddings:
-        into[LM_HEAD].copy_(_read(files.get(EMBEDDING), wanted[LM_HEAD], EMBEDDING, directory))
-        del wanted[LM_HEAD]
+    untied = LM_HEAD in wanted and LM_HEAD not in files and read_shape(directory).tied_embeddings
     for name, spec in wanted.items():
-        if name != SCORE or name in files:
-            into[name].copy_(_read(files.get(name), spec, name, directory))
+        if (regions is not None and name not in regions) or (name == SCORE and name not in files):
+            continue
+        source = EMBEDDING if untied and name == LM_HEAD else name
+        part = regions[name] if regions is not None else None
+        values = _read(files.get(source), spec, source, directory, part)
+        into[name][: len(values)].copy_(values)
     _check_rest(files, wanted, directory)
-    return [name for name in wanted if name not in files]
+    return [name for name in wanted if name not in files and not (untied and name == LM_HEAD)]
 
 
 def _check_rest(files: dict[str, Path], wanted: dict[str, TensorSpec], directory: Path) -> None:
@@ -116,7 +127,9 @@ def _open(file: Path) -> Any:
         raise UserError(f"{file}: not a complete safetensors file ({error})") from error
 
 
-def _read(file: Path | None, spec: TensorSpec, name: str, directory: Path) -> Tensor:
+def _read(
+    file: Path | None, spec: TensorSpec, name: str, directory: Path, region: Region | None = None
+) -> Tensor:
     if file is None:
         raise UserError(f"{directory}: tensor {name} is missing from the safetensors files")
     with _open(file) as reader:
@@ -131,7 +144,9 @@ def _read(file: Path | None, spec: TensorSpec, name: str, directory: Path) -> Te
         if tuple(piece.get_shape()) != spec.shape:
             found, needed = list(piece.get_shape()), list(spec.shape)
             raise UserError(f"{file}: tensor {name} has shape {found}, but the model needs {needed}")
-        return reader.get_tensor(name)
+        if region is None:
+            return reader.get_tensor(name)
+        return piece[region.slices] if region.numel else torch.empty(region.size)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`realrl generate`."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -48,9 +49,25 @@ def generate(
         for row in rows:
             typer.echo(f"{typer.style(row['prompt'], dim=True)}{row['completion']}\n")
     else:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        with open(out, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        _write(Path(out), (json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def _write(path: Path, lines: Iterable[str]) -> None:
+    """Write a file that appears whole or not at all. UserError, before the first line, where it cannot."""
+    from realrl.config.errors import UserError
+
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = partial.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+    try:
+        with file:
+            file.writelines(lines)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _read_prompts(path: str) -> list[str]:

@@ -13,9 +13,12 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
     experiment = load_experiment(recipe, overrides or [])
     if not under_launcher():
         from realrl.runtime.compile import compile_recipe
+        from realrl.runtime.rundir import RunDirectory
 
         cluster = cluster_of(experiment)
-        compile_recipe(experiment, cluster)  # mistakes in a plan show before any process starts
+        # Mistakes that show without reading data and models show before any process starts.
+        compile_recipe(experiment, cluster)
+        RunDirectory(experiment.run_dir).check(experiment)
         if cluster.size > 1:
             from realrl.runtime.launch import launch
 
@@ -23,4 +26,5 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
     from realrl.cli.progress import Progress
     from realrl.runtime.train import train as run
 
-    run(experiment, Progress())
+    with Progress() as progress:
+        run(experiment, progress)

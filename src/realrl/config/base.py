@@ -5,8 +5,13 @@ from pydantic import BaseModel, ConfigDict
 
 class Settings(BaseModel):
     """Strict, immutable settings: an unknown key is an error, never ignored, and a value of another type is
-    one too: `true` is not 1, and `"3"` is not 3."""
+    one too: `true` is not 1, and `"3"` is not 3. Numbers are finite."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, validate_default=True, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        use_attribute_docstrings=True,
     )

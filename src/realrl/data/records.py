@@ -154,7 +154,7 @@ def _open(file: str) -> Any:
 def _complaint(error: Exception) -> str:
     # A decoder's own line numbers count from the start of one record, and would mislead.
     return (
-        f"{error.msg} in column {error.colno}"
+        f"{error.msg.removesuffix(' at')} in column {error.colno}"
         if isinstance(error, json.JSONDecodeError)
         else _first_line(error)
     )

@@ -1,6 +1,7 @@
 """Generation: prompts in, sequences with their log-probabilities out."""
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,6 @@ from torch import Tensor
 
 from realrl.config.algorithms import GenerationConfig
 from realrl.data.batch import Batch, Ragged
-from realrl.data.partition import micro_batches
 from realrl.engine.model import Model
 from realrl.engine.sampling import sample, uniform
 from realrl.model.cache import KVCache
@@ -42,13 +42,20 @@ def generate(
     prompt), prompt_length, and finished (1.0 where the sequence ends with `eos`). Items are told apart by
     their ids: the same ids, noise and parameters give the same tokens whatever else is in the batch.
     """
-    rows: list[tuple[Tensor, Tensor, bool] | None] = [None] * len(batch)
     costs = [length + sampling.max_new_tokens for length in batch[prompts].lengths]
-    for positions in micro_batches(costs, budget):
+    continuations = []
+    chunks = model.split(costs, budget)
+    for positions in chunks:
         part = batch.select(positions)
         ids = torch.tensor(part.ids, dtype=torch.int64, device=model.device)
-        continuation = _Continuation(model, part[prompts], ids, sampling, eos, noise)
-        for position, row in zip(positions, continuation.run(), strict=True):
+        continuations.append(_Continuation(model, part[prompts], ids, sampling, eos, noise))
+    _run_in_turn([c.run() for c in continuations], at_once=model.parallel.pipeline.size)
+    model.pipeline.finish()
+    if not model.shard.last:
+        return batch
+    rows: list[tuple[Tensor, Tensor, bool] | None] = [None] * len(batch)
+    for positions, continuation in zip(chunks, continuations, strict=True):
+        for position, row in zip(positions, continuation.rows(), strict=True):
             rows[position] = row
     done = [row for row in rows if row is not None]
     return batch.with_fields(
@@ -59,8 +66,23 @@ def generate(
     )
 
 
+def _run_in_turn(runs: Sequence[Iterator[None]], *, at_once: int) -> None:
+    """Advance several continuations step by step, `at_once` under way at a time: while one is on another
+    stage of the pipeline, this stage works on the next. Every stage goes through the same turns."""
+    waiting, active = deque(runs), deque[Iterator[None]]()
+    while waiting or active:
+        while waiting and len(active) < at_once:
+            active.append(waiting.popleft())
+        run = active.popleft()
+        if next(run, _ENDED) is not _ENDED:
+            active.append(run)
+
+
+_ENDED = object()
+
+
 class _Continuation:
-    """Prompts that are continued together in one cache."""
+    """Prompts that are continued together in one cache, as one stage of a pipeline sees them."""
 
     def __init__(
         self,
@@ -79,54 +101,83 @@ class _Continuation:
         self.lengths = torch.full((count,), limit, device=device)
         self.finished = torch.zeros(count, dtype=torch.bool, device=device)
 
-    def run(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """Per prompt: its sequence, aligned log-probabilities, and whether it ended by itself."""
-        model, device = self.model, self.model.device
-        packing = Packing.of(self.prompts.lengths, device)
-        longest = max(self.prompts.lengths) + self.sampling.max_new_tokens
-        cache = KVCache(model.shape, len(self.prompts), longest, model.parameters.data.dtype, device)
-        hidden = model.transformer.prefill(self.prompts.values.to(device), packing, cache)
-        hidden = hidden[torch.tensor(self.prompts.offsets[1:], device=device) - 1]
+    @torch.no_grad()
+    def run(self) -> Iterator[None]:
+        """Yields once per token, after this stage has passed its part on."""
+        model, pipeline, device = self.model, self.model.pipeline, self.model.device
+        hidden, cache = self._prefill()
         slots = torch.arange(len(self.prompts), device=device)
         for position in range(self.sampling.max_new_tokens):
-            chosen = self._draw(model.transformer.logits(hidden), slots, position)
+            if pipeline.last:
+                chosen = self._draw(model.transformer.logits(hidden), slots, position)
+                pipeline.tell(chosen)
+                yield
+            else:
+                pipeline.send(hidden)
+                yield
+                chosen = pipeline.hear(len(slots))
+            self._record(chosen, slots, position)
             if position + 1 == self.sampling.max_new_tokens:
-                break
+                return
             alive = ~self.finished[slots]
             # Rows that have ended cost as much as others until they are taken out; taking them out copies
             # the cache, and on a GPU asking whether to makes the host wait.
             if device.type == "cpu" or position % 16 == 15:
                 remaining = int(alive.sum())
                 if remaining == 0:
-                    break
+                    return
                 if remaining <= 0.8 * len(slots):
                     kept = alive.nonzero().squeeze(-1)
                     cache.keep(kept)
                     slots, chosen = slots[kept], chosen[kept]
-            hidden = model.transformer.decode(chosen, cache)
-        return self._rows()
+            hidden = model.transformer.decode(
+                chosen if pipeline.first else pipeline.receive(len(slots)), cache
+            )
+
+    def _prefill(self) -> tuple[Tensor, KVCache]:
+        """Hidden states of the prompts, on the last stage only at their ends, and their cache."""
+        model, prompts = self.model, self.prompts
+        packing = Packing.of(prompts.lengths, model.device)
+        cache = KVCache(
+            layers=len(model.shard.layers),
+            kv_heads=model.transformer.cache_heads,
+            head_dim=model.shape.head_dim,
+            rows=len(prompts),
+            max_tokens=max(prompts.lengths) + self.sampling.max_new_tokens,
+            dtype=model.parameters.data.dtype,
+            device=model.device,
+        )
+        first = model.pipeline.first
+        x = prompts.values.to(model.device) if first else model.pipeline.receive(len(prompts.values))
+        hidden = model.transformer.prefill(x, packing, cache)
+        if model.pipeline.last:
+            hidden = hidden[torch.tensor(prompts.offsets[1:], device=model.device) - 1]
+        return hidden, cache
 
     def _draw(self, logits: Tensor, slots: Tensor, position: int) -> Tensor:
-        """Choose and record the next token of the sequences in `slots`. logits: [len(slots), V]"""
+        """Choose the next token of the sequences in `slots`, and record its log-probability. logits:
+        [len(slots), V]"""
+        allowed = logits
         if position < self.sampling.min_new_tokens:
             allowed = logits.clone()
             allowed[:, self.eos] = -torch.inf
-        else:
-            allowed = logits
         positions = torch.full_like(slots, position)
         noise = uniform(self.noise.seed, self.noise.step, self.noise.first + self.ids[slots], positions)
         chosen, logprobs = sample(allowed, self.sampling, noise)
         if allowed is not logits:
             scaled = (logits / self.sampling.temperature).log_softmax(-1)
             logprobs = scaled.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
-        self.tokens[slots, position] = chosen
         self.logprobs[slots, position] = logprobs
+        return chosen
+
+    def _record(self, chosen: Tensor, slots: Tensor, position: int) -> None:
+        self.tokens[slots, position] = chosen
         ended = (chosen == self.eos) & ~self.finished[slots]
         self.lengths[slots] = torch.where(ended, position + 1, self.lengths[slots])
         self.finished[slots] |= ended
-        return chosen
 
-    def _rows(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    def rows(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """Per prompt: its sequence, aligned log-probabilities, and whether it ended by itself."""
         tokens, logprobs = self.tokens.cpu(), self.logprobs.cpu()
         finished, lengths = self.finished.tolist(), self.lengths.tolist()
         for i, prompt in enumerate(self.prompts.rows()):

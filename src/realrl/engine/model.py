@@ -10,62 +10,117 @@ from realrl.config.shape import Head, ModelShape
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import micro_batches
 from realrl.engine.flat import FlatBuffer
-from realrl.engine.group import Group
-from realrl.layout.tensors import model_tensors
+from realrl.engine.parallel import Parallel
+from realrl.engine.pipeline import Pipeline
+from realrl.layout.layout import Layout, layout
+from realrl.layout.shard import Shard
+from realrl.model.group import Group, alone
 from realrl.model.packing import Packing
 from realrl.model.transformer import Transformer
+from realrl.plan.placement import Mesh, Placement, Strategy
 
 
 class Model:
-    """Parameters of a role as this rank holds them, bound to a transformer."""
+    """Parameters of a role as this rank holds them, bound to its shard of the transformer."""
 
     def __init__(
         self,
-        shape: ModelShape,
-        head: Head,
+        layout: Layout,
+        rank: int,
+        parallel: Parallel,
         *,
         dtype: torch.dtype,
         device: torch.device,
-        group: Group,
         temperature: float = 1.0,
     ) -> None:
-        """`group` are the data-parallel ranks; `temperature` divides logits before log-probabilities."""
-        self.shape, self.head, self.group = shape, head, group
+        """`rank` is global, `parallel` its groups under the layout's placement; `temperature` divides logits
+        before log-probabilities."""
+        self.layout, self.rank, self.parallel = layout, rank, parallel
+        self.shape, self.head = layout.shape, layout.head
         self.device, self.temperature = device, temperature
-        self.parameters = FlatBuffer(model_tensors(shape, head), dtype, device, multiple_of=group.size)
-        self.transformer = Transformer(shape, head, self.parameters.fused)
+        self.sequence = layout.placement.strategy.sequence_parallel
+        self.shard = Shard.of(layout.shape, layout.head, layout.placement, rank)
+        stored = [tensor.stored for tensor in layout.tensors(rank)]
+        self.parameters = FlatBuffer(stored, dtype, device, multiple_of=parallel.data.size)
+        self.transformer = Transformer(self.shard, self.parameters.fused, parallel.tensor)
+        self.pipeline = Pipeline(
+            parallel.pipeline, hidden_size=self.shape.hidden_size, dtype=dtype, device=device
+        )
 
-    def output(self, rows: Ragged, *, entropy: bool = False) -> ModelOutput:
-        """Run the model on packed token rows, on its device; differentiable where gradients are on."""
-        tokens = rows.values
-        packing = Packing.of(rows.lengths, self.device)
-        hidden = self.transformer(tokens, packing)
+    def forward(self, rows: Ragged, packing: Packing, received: Tensor | None) -> Tensor:
+        """This stage's hidden states of packed token rows; `received` are those of the stage before, if any."""
+        x = rows.values if received is None else received
+        return self.transformer(x, packing, sequence=self.sequence)
+
+    def output(self, hidden: Tensor, rows: Ragged, packing: Packing, *, entropy: bool = False) -> ModelOutput:
+        """What the last stage's hidden states say of the rows."""
         if self.head == "scalar":
-            return ModelOutput(rows.lengths, values=self.transformer.values(hidden))
+            values = self.transformer.values(hidden, packing, sequence=self.sequence)
+            return ModelOutput(rows.lengths, values=values)
         logprobs, entropies = self.transformer.logprobs(
-            hidden, tokens, packing, temperature=self.temperature, entropy=entropy
+            hidden,
+            rows.values,
+            packing,
+            temperature=self.temperature,
+            entropy=entropy,
+            sequence=self.sequence,
         )
         return ModelOutput(rows.lengths, logprobs=logprobs, entropy=entropies)
+
+    def hidden_rows(self, tokens: int) -> int:
+        """Rows of hidden states that stages exchange for so many tokens."""
+        return -(-tokens // self.shard.tp) if self.sequence else tokens
+
+    def receive(self, tokens: int) -> Tensor | None:
+        """The hidden states of the stage before; None on the first stage."""
+        return None if self.pipeline.first else self.pipeline.receive(self.hidden_rows(tokens))
+
+    def split(self, costs: Sequence[int], budget: int) -> list[list[int]]:
+        """Micro-batches of at most `budget` tokens, and enough of them to keep a pipeline busy."""
+        stages = self.parallel.pipeline.size
+        if stages > 1:
+            budget = min(budget, max(max(costs), -(-sum(costs) // (2 * stages))))
+        return micro_batches(costs, budget)
 
     @torch.no_grad()
     def infer(self, batch: Batch, method: InferenceMethod, budget: int) -> tuple[Batch, Metrics]:
         """Run an inference call on this rank's items, at most `budget` tokens at a time.
 
-        Returns the batch with the call's outputs among its fields, and figures added up over the group.
+        On the last stage, returns the batch with the call's outputs among its fields, and figures added up
+        over data-parallel ranks; on the others the batch as it was, and no figures.
         """
         collected: dict[str, list[Tensor | None]] = {}
-        for positions in micro_batches(item_tokens(batch, method.sequences(batch)), budget):
+        for positions in self.split(item_tokens(batch, method.sequences(batch)), budget):
             part = batch.select(positions).to(self.device)
-            outputs = method.outputs(part, self.output(method.sequences(part)))
+            rows = method.sequences(part)
+            packing = Packing.of(rows.lengths, self.device)
+            hidden = self.forward(rows, packing, self.receive(len(rows.values)))
+            if not self.shard.last:
+                self.pipeline.send(hidden)
+                continue
+            outputs = method.outputs(part, self.output(hidden, rows, packing))
             for key, field in outputs.items():
-                rows = collected.setdefault(key, [None] * len(batch))
+                slots = collected.setdefault(key, [None] * len(batch))
                 for position, row in zip(positions, field.to(torch.device("cpu")).rows(), strict=True):
-                    rows[position] = row
+                    slots[position] = row
+        self.pipeline.finish()
+        if not self.shard.last:
+            return batch, Metrics()
         fields = {key: Ragged.of([r for r in rows if r is not None]) for key, rows in collected.items()}
         batch = batch.with_fields(**fields)
         metrics = method.metrics(batch)
-        reduce_metrics(metrics, self.group, self.device)
+        reduce_metrics(metrics, self.parallel.data, self.device)
         return batch, metrics
+
+
+def whole_model(
+    shape: ModelShape, head: Head, *, dtype: torch.dtype, device: torch.device, temperature: float = 1.0
+) -> Model:
+    """A model that lies whole on one rank, outside any run."""
+    placement = Placement(Mesh(0, 1), Strategy(1))
+    parallel = Parallel(alone(), alone(), alone(), alone(), None)
+    whole = layout(shape, head, placement)
+    return Model(whole, 0, parallel, dtype=dtype, device=device, temperature=temperature)
 
 
 def item_tokens(batch: Batch, rows: Ragged) -> Sequence[int]:

@@ -1,11 +1,13 @@
 """AdamW whose state is sharded over data-parallel ranks."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from realrl.config.model import OptimizerConfig
 from realrl.engine.flat import FlatBuffer
-from realrl.engine.group import Group, all_gather, reduce_scatter
+from realrl.model.group import Group, all_gather, reduce_scatter
 
 
 class ShardedAdamW:
@@ -17,9 +19,20 @@ class ShardedAdamW:
     """
 
     def __init__(
-        self, parameters: FlatBuffer, gradients: FlatBuffer, config: OptimizerConfig, group: Group
+        self,
+        parameters: FlatBuffer,
+        gradients: FlatBuffer,
+        config: OptimizerConfig,
+        group: Group,
+        *,
+        everyone: Group | None = None,
+        owned: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
-        """Both buffers must be padded to a multiple of `group.size`."""
+        """Both buffers must be padded to a multiple of `group.size`.
+
+        The gradient norm is taken over `everyone`, the ranks of all shards of the model, where a rank counts
+        elements `owned[name]`, first and end, of a tensor; by default over `group` and all elements.
+        """
         self._parameters, self._gradients, self._group = parameters.data, gradients.data, group
         self._clip = config.grad_clip
         part = parameters.data.numel() // group.size
@@ -27,6 +40,8 @@ class ShardedAdamW:
         mine = self._parameters[self._begin : self._end]
         self.master = mine if mine.dtype == torch.float32 else mine.float()
         self._gradient = torch.zeros_like(self.master)
+        self._everyone = everyone or group
+        self._counted = self._counted_parts(parameters, owned)
         decayed, plain = self._pieces(parameters)
         self._optimizer = torch.optim.AdamW(
             [
@@ -38,6 +53,21 @@ class ShardedAdamW:
             eps=config.eps,
             fused=True,
         )
+
+    def _counted_parts(
+        self, parameters: FlatBuffer, owned: Mapping[str, tuple[int, int]] | None
+    ) -> list[Tensor]:
+        """Views of this rank's gradient whose elements it counts in the norm."""
+        if owned is None:
+            return [self._gradient]
+        parts = []
+        for tensor in parameters.tensors:
+            start = parameters.offset(tensor.name)
+            low = max(start + owned[tensor.name][0], self._begin)
+            high = min(start + owned[tensor.name][1], self._end)
+            if low < high:
+                parts.append(self._gradient[low - self._begin : high - self._begin])
+        return parts
 
     def _pieces(self, parameters: FlatBuffer) -> tuple[list[Tensor], list[Tensor]]:
         """Parts of this rank's shard with and without weight decay, as parameters with gradients. Neighbours
@@ -69,7 +99,9 @@ class ShardedAdamW:
         they were.
         """
         reduce_scatter(self._gradient, self._gradients, self._group)
-        norm = self._group.sum(self._gradient.square().sum(dtype=torch.float64)).sqrt().item()
+        squares = [part.square().sum(dtype=torch.float64) for part in self._counted]
+        total = torch.stack(squares).sum() if squares else self._gradient.new_zeros((), dtype=torch.float64)
+        norm = self._everyone.sum(total).sqrt().item()
         self._gradients.zero_()
         if norm != norm or norm == float("inf"):
             return norm

@@ -1,16 +1,20 @@
-"""Training: gradients over micro-batches and data-parallel ranks, one optimizer step per mini-batch."""
+"""Training: gradients over micro-batches, stages and ranks, one optimizer step per mini-batch."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from realrl.algorithms.method import Metrics, TrainMethod
 from realrl.config.model import OptimizerConfig
 from realrl.data.batch import Batch
-from realrl.data.partition import micro_batches
 from realrl.engine.flat import FlatBuffer
+from realrl.engine.gradients import complete_gradients, owned
 from realrl.engine.model import Model, item_tokens, reduce_metrics
 from realrl.engine.optimizer import ShardedAdamW
+from realrl.engine.pipeline_schedule import one_forward_one_backward
+from realrl.model.packing import Packing
 
 
 class Trainer:
@@ -18,16 +22,23 @@ class Trainer:
 
     def __init__(self, model: Model, config: OptimizerConfig) -> None:
         self.model = model
-        parameters = model.parameters
+        parameters, parallel = model.parameters, model.parallel
         self.gradients = FlatBuffer(
-            parameters.tensors, torch.float32, model.device, multiple_of=model.group.size
+            parameters.tensors, torch.float32, model.device, multiple_of=parallel.data.size
         )
         for name, parameter in model.transformer.named_parameters():
             parameter.requires_grad_(True)
             if parameter.dtype != torch.float32:
                 parameter.grad_dtype = torch.float32
             parameter.grad = self.gradients.fused(*model.transformer.sources[name])
-        self.optimizer = ShardedAdamW(parameters, self.gradients, config, model.group)
+        self.optimizer = ShardedAdamW(
+            parameters,
+            self.gradients,
+            config,
+            parallel.data,
+            everyone=parallel.everyone,
+            owned={tensor.name: owned(model, tensor.name) for tensor in parameters.tensors},
+        )
 
     def train(
         self,
@@ -41,34 +52,72 @@ class Trainer:
         """Run a train call on this rank's items.
 
         `minibatches` are positions in `batch`, as many and in the same order on every rank of the group.
-        Losses are sums divided by their global weight, so neither micro-batches nor data parallelism change
-        them. Returns figures added up over the group.
+        Losses are sums divided by their global weight, so neither micro-batches nor any parallelism change
+        them. Returns figures added up over data-parallel ranks.
         """
-        group, device = self.model.group, self.model.device
-        batch, metrics = method.prepare(batch.to(device), group.sum)
-        reduce_metrics(metrics, group, device)
+        model, data = self.model, self.model.parallel.data
+        batch, metrics = method.prepare(batch.to(model.device), data.sum)
+        reduce_metrics(metrics, data, model.device)
         steps = [positions for _ in range(method.epochs) for positions in minibatches]
         for positions in steps:
             figures = self._gradients(batch.select(positions), method, budget)
-            reduce_metrics(figures, group, device)
             metrics.update(figures)
             if method.stop(figures.result()):
                 self.optimizer.discard()
                 break
+            complete_gradients(model, self.gradients)
             metrics.mean("grad_norm", torch.tensor(self.optimizer.step(lr)), 1)
         metrics.mean("learning_rate", torch.tensor(lr), 1)
         metrics.update(method.finish())
         return metrics
 
     def _gradients(self, batch: Batch, method: TrainMethod, budget: int) -> Metrics:
-        """Accumulate the gradient of one mini-batch; figures of this rank only."""
-        group = self.model.group
-        weight = group.sum(torch.tensor(float(method.weight(batch)), device=self.model.device)).item()
+        """Accumulate the gradient of one mini-batch; its figures over data-parallel ranks, on every stage."""
+        model = self.model
+        weight = torch.tensor(float(method.weight(batch)), device=model.device)
+        weight = model.parallel.data.sum(weight).clamp_min(1.0)
+        parts = model.split(item_tokens(batch, method.sequences(batch)), budget)
+        stage, stages = model.parallel.pipeline.index, model.parallel.pipeline.size
         figures = Metrics()
-        for positions in micro_batches(item_tokens(batch, method.sequences(batch)), budget):
-            part = batch.select(positions)
-            output = self.model.output(method.sequences(part), entropy=method.entropy)
-            loss, part_figures = method.loss(part, output)
-            (loss / max(weight, 1.0)).backward()
-            figures.update(part_figures)
-        return figures
+        passes: dict[int, _Pass] = {}
+        for action in one_forward_one_backward(stages, len(parts))[stage]:
+            if action.kind == "F":
+                part = batch.select(parts[action.micro_batch])
+                passes[action.micro_batch] = self._forward(part, method, weight, figures)
+            else:
+                self._backward(passes.pop(action.micro_batch))
+        model.pipeline.finish()
+        reduce_metrics(figures, model.parallel.data, model.device)
+        return model.pipeline.object_from_last(figures)
+
+    def _forward(self, part: Batch, method: TrainMethod, weight: Tensor, figures: Metrics) -> "_Pass":
+        model = self.model
+        rows = method.sequences(part)
+        packing = Packing.of(rows.lengths, model.device)
+        received = model.receive(len(rows.values))
+        if received is not None:
+            received.requires_grad_(True)
+        hidden = model.forward(rows, packing, received)
+        if not model.shard.last:
+            model.pipeline.send(hidden)
+            return _Pass(received, hidden)
+        output = model.output(hidden, rows, packing, entropy=method.entropy)
+        loss, part_figures = method.loss(part, output)
+        figures.update(part_figures)
+        return _Pass(received, loss / weight)
+
+    def _backward(self, done: "_Pass") -> None:
+        pipeline = self.model.pipeline
+        gradient = None if pipeline.last else pipeline.receive_gradient(len(done.result))
+        done.result.backward(gradient)
+        if done.received is not None:
+            assert done.received.grad is not None, "every stage depends on the one before it"
+            pipeline.send_gradient(done.received.grad)
+
+
+@dataclass(frozen=True, eq=False)
+class _Pass:
+    """A micro-batch between its forward and its backward: what came in, and what went out or was lost."""
+
+    received: Tensor | None
+    result: Tensor

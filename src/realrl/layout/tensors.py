@@ -8,10 +8,11 @@ from realrl.config.shape import Head, ModelShape
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A named global tensor."""
+    """A named global tensor; `layer` is None for those outside the decoder layers."""
 
     name: str
     shape: tuple[int, ...]
+    layer: int | None = None
 
     @property
     def numel(self) -> int:
@@ -29,7 +30,7 @@ def model_tensors(shape: ModelShape, head: Head) -> tuple[TensorSpec, ...]:
     hidden = shape.hidden_size
     tensors = [TensorSpec("model.embed_tokens.weight", (shape.vocab_size, hidden))]
     for i in range(shape.layers):
-        tensors += _layer_tensors(shape, f"model.layers.{i}.")
+        tensors += _layer_tensors(shape, i)
     tensors.append(TensorSpec("model.norm.weight", (hidden,)))
     if head == "scalar":
         tensors.append(TensorSpec("score.weight", (1, hidden)))
@@ -38,7 +39,7 @@ def model_tensors(shape: ModelShape, head: Head) -> tuple[TensorSpec, ...]:
     return tuple(tensors)
 
 
-def _layer_tensors(shape: ModelShape, prefix: str) -> list[TensorSpec]:
+def _layer_tensors(shape: ModelShape, layer: int) -> list[TensorSpec]:
     hidden, inner = shape.hidden_size, shape.intermediate_size
     q_rows, kv_rows = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sizes: dict[str, tuple[int, ...]] = {
@@ -52,4 +53,4 @@ def _layer_tensors(shape: ModelShape, prefix: str) -> list[TensorSpec]:
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
-    return [TensorSpec(f"{prefix}{name}.weight", size) for name, size in sizes.items()]
+    return [TensorSpec(f"model.layers.{layer}.{name}.weight", size, layer) for name, size in sizes.items()]

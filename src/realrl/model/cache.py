@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from realrl.config.shape import ModelShape
 from realrl.model.packing import Packing
 
 
@@ -14,9 +13,17 @@ class KVCache:
     """
 
     def __init__(
-        self, shape: ModelShape, rows: int, max_tokens: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        rows: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
-        size = (shape.layers, rows, shape.kv_heads, max_tokens, shape.head_dim)
+        size = (layers, rows, kv_heads, max_tokens, head_dim)
         # Zeros, because what lies beyond a row's length is masked out, and 0 x NaN would not be.
         self.k = torch.zeros(size, dtype=dtype, device=device)
         self.v = torch.zeros(size, dtype=dtype, device=device)

@@ -2,13 +2,14 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from realrl.config.shape import ModelShape
+from realrl.layout.region import Region
 from realrl.layout.tensors import TensorSpec
 
 
@@ -18,8 +19,17 @@ class Weights(Protocol):
     def __getitem__(self, name: str) -> Tensor: ...
 
 
-def initialise(buffer: Weights, tensors: Sequence[TensorSpec], shape: ModelShape, seed: int) -> None:
+def initialise(
+    buffer: Weights,
+    tensors: Sequence[TensorSpec],
+    shape: ModelShape,
+    seed: int,
+    regions: Mapping[str, Region] | None = None,
+) -> None:
     """Draw every tensor from normal(0, init_std); norms are 1.
+
+    `tensors` are global. `buffer` holds them whole or, with `regions`, these regions of them from the first
+    row on.
 
     Matrices that write to the residual stream are scaled by 1 / sqrt(2 * layers) (Radford et al. 2019,
     section 2.3). Each tensor depends on the seed and its own name only, so not on layout, order or device.
@@ -34,4 +44,7 @@ def initialise(buffer: Weights, tensors: Sequence[TensorSpec], shape: ModelShape
         std = shape.init_std
         if tensor.name.endswith(("self_attn.o_proj.weight", "mlp.down_proj.weight")):
             std /= math.sqrt(2 * shape.layers)
-        target.copy_(torch.empty(tensor.shape).normal_(0.0, std, generator=generator))
+        drawn = torch.empty(tensor.shape).normal_(0.0, std, generator=generator)
+        if regions is not None:
+            drawn = drawn[regions[tensor.name].slices]
+        target[: len(drawn)].copy_(drawn)

@@ -6,37 +6,51 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from realrl.model.group import Group
 from realrl.model.ops import product
 
-CHUNK = {"cpu": 2**20, "cuda": 2**26}
-"""Logits computed at a time: on a CPU what its caches hold, on a GPU 256 MiB of float32."""
+CPU_CHUNK = 2**20
+"""Logits computed at a time on a CPU: what its caches hold."""
+
+GPU_CHUNK = 2**26
+"""Logits computed at a time on a GPU: 256 MiB of float32."""
 
 
 class _TokenLogprobs(Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        with_entropy: bool,
+        group: Group,
+        rows: int,
     ) -> tuple[Tensor, Tensor | None]:
-        size = max(1, CHUNK[hidden.device.type] // len(weight))
+        chunk = CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK
+        # The same on every rank, because chunks are summed over ranks one by one.
+        size = max(1, chunk // rows)
         chosen = hidden.new_empty(len(hidden), dtype=torch.float32)
         entropy = torch.empty_like(chosen) if with_entropy else None
-        ctx.size, ctx.temperature = size, temperature
+        ctx.size, ctx.temperature, ctx.group = size, temperature, group
         logp = None
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
-            logits = _logits(hidden[part], weight, temperature)
-            logp = torch.log_softmax(logits, 1, out=logits)
-            chosen[part] = logp.gather(1, targets[part, None]).squeeze(1)
+            logp = _log_softmax(hidden[part], weight, temperature, group)
+            chosen[part] = _at_targets(logp, targets[part])
             if entropy is not None:
                 entropy[part] = -(logp.exp() * logp).sum(1)
+        group.sum(chosen)
+        if entropy is not None:
+            group.sum(entropy)
+            ctx.mark_non_differentiable(entropy)
         # A single chunk is kept; more are computed again, which costs less than the memory.
         ctx.save_for_backward(hidden, weight, targets, logp if len(hidden) <= size else None)
-        if entropy is not None:
-            ctx.mark_non_differentiable(entropy)
         return chosen, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, kept = ctx.saved_tensors
         scaled = grad / ctx.temperature
         grad_hidden = torch.empty_like(hidden)
@@ -44,29 +58,62 @@ class _TokenLogprobs(Function):
         grad_weight = torch.zeros(weight.shape[::-1], dtype=torch.float32, device=weight.device)
         for start in range(0, len(hidden), ctx.size):
             part = slice(start, start + ctx.size)
-            if kept is None:
-                logits = _logits(hidden[part], weight, ctx.temperature)
-                chances = torch.softmax(logits, 1, out=logits)
-            else:
-                chances = kept.exp()
+            logp = kept
+            if logp is None:
+                logp = _log_softmax(hidden[part], weight, ctx.temperature, ctx.group)
             factor = scaled[part, None]
-            grad_logits = chances.mul_(-factor).scatter_add_(1, targets[part, None], factor)
+            grad_logits = logp.exp().mul_(-factor)
+            here, index = _local(targets[part], len(weight))
+            if len(weight):
+                grad_logits.scatter_add_(1, index, factor * here)
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[part] = product(grad_logits, weight.T)
             grad_weight += product(hidden[part].T, grad_logits.T)
-        return grad_hidden, grad_weight.T, None, None, None
+        return grad_hidden, grad_weight.T, None, None, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float, group: Group) -> Tensor:
+    """This rank's columns of the log-softmax over all ranks' columns. -> [n, rows of weight] float32"""
     logits = product(hidden, weight).float()
-    return logits.div_(temperature) if temperature != 1.0 else logits
+    if temperature != 1.0:
+        logits.div_(temperature)
+    if group.size == 1:
+        return torch.log_softmax(logits, 1, out=logits)
+    nothing = logits.new_full((len(logits), 1), -torch.inf)
+    highest = logits.amax(1, keepdim=True) if len(weight) else nothing
+    logits.sub_(group.max(highest))
+    return logits.sub_(group.sum(logits.exp().sum(1, keepdim=True)).log_())
+
+
+def _local(targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Whether each target is one of this rank's rows, as 0 or 1, and an index that is valid either way.
+    [n] -> two of [n, 1]"""
+    here = (targets >= 0) & (targets < rows)
+    return here[:, None], targets.masked_fill(~here, 0)[:, None]
+
+
+def _at_targets(logp: Tensor, targets: Tensor) -> Tensor:
+    """logp: [n, rows] -> [n], 0 where another rank has the target."""
+    if not logp.shape[1]:
+        return logp.new_zeros(len(logp))
+    here, index = _local(targets, logp.shape[1])
+    return logp.gather(1, index).masked_fill(~here, 0.0).squeeze(1)
 
 
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, entropy: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    group: Group,
+    rows: int,
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(hidden @ weight.T / temperature) at the targets, and optionally the entropy in nats.
 
-    hidden: [N, H], weight: [V, H], targets: [N] int64 -> [N] float32, and [N] float32 without gradient.
+    hidden: [N, H], weight: [this rank's rows, H], targets: [N] int64, counted from this rank's first row
+    -> [N] float32, and [N] float32 without gradient; the same on every rank of `group`. `rows` is the most
+    rows that a rank of the group has. The gradient of `hidden` is this rank's part of a sum over the group.
     """
-    return _TokenLogprobs.apply(hidden, weight, targets, temperature, entropy)
+    return _TokenLogprobs.apply(hidden, weight, targets, temperature, entropy, group, rows)

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 ONEDNN = torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
-"""Whether float32 products on a CPU go to oneDNN: torch gives them to MKL, which leaves AVX-512 unused on AMD
-processors (2.3 times slower there), while neither is ahead on Intel's."""
+"""Whether float32 products on a CPU go to oneDNN. Torch would give them to MKL, which takes 2.3 times as long
+on an AMD processor with AVX-512."""
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:

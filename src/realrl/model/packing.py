@@ -55,11 +55,13 @@ class Packing:
     """B sequences stored back to back, T tokens in all.
 
     positions: [T] within the sequence. starts: [B + 1] int32, where each sequence begins and the last ends.
+    predicted: [T - B] indices of the tokens that have one before them in their sequence.
     """
 
     lengths: tuple[int, ...]
     positions: Tensor
     starts: Tensor
+    predicted: Tensor
     _padded: dict[tuple[int, int], PaddedHeads] = field(default_factory=dict)
 
     @classmethod
@@ -70,7 +72,8 @@ class Packing:
         starts = torch.zeros(len(lengths) + 1, dtype=torch.int64)
         torch.cumsum(sizes, 0, out=starts[1:])
         positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(sizes)
-        return cls(tuple(lengths), positions.to(device), starts.int().to(device))
+        predicted = positions.nonzero().squeeze(-1)
+        return cls(tuple(lengths), positions.to(device), starts.int().to(device), predicted.to(device))
 
     @property
     def max_length(self) -> int:
@@ -82,11 +85,6 @@ class Packing:
         """The sequence each token belongs to. [T]"""
         sizes = torch.tensor(self.lengths)
         return torch.arange(len(sizes)).repeat_interleave(sizes).to(self.positions.device)
-
-    @cached_property
-    def predicted(self) -> Tensor:
-        """Indices of the tokens that have one before them in their sequence. [T - B]"""
-        return self.positions.nonzero().squeeze(-1)
 
     def padded(self, heads: int, kv_heads: int) -> PaddedHeads:
         """The side-by-side layout for these numbers of heads; computed once."""

@@ -1,4 +1,4 @@
-"""The decoder: one code path for training, inference and generation."""
+"""The decoder: one code path for training, inference and generation, whole or as one rank's shard."""
 
 from collections.abc import Callable
 
@@ -6,13 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realrl.config.shape import Head, ModelShape
+from realrl.layout.ranges import padded_vocabulary
+from realrl.layout.shard import Shard
 from realrl.model.attention import attention, decode_attention, split_heads
 from realrl.model.cache import KVCache
+from realrl.model.group import Group
 from realrl.model.logprobs import token_logprobs
-from realrl.model.ops import linear, rms_norm, rotate, swiglu
+from realrl.model.ops import linear, product, rms_norm, rotate, swiglu
 from realrl.model.packing import Packing
 from realrl.model.rotary import frequencies, rotary
+from realrl.model.tensor_parallel import TensorParallel
 
 LAYER_SOURCES = {
     "attention_norm": ("input_layernorm",),
@@ -25,15 +28,15 @@ LAYER_SOURCES = {
 """Parameter of a layer -> the canonical tensors it is made of, stacked by rows."""
 
 Attend = Callable[[int, Tensor], Tensor]
-"""(layer, rotated qkv [T, C]) -> attention's output [T, heads * D]."""
+"""(layer of the stage, rotated qkv [T, C]) -> attention's output [T, query heads * D]."""
 
 
 class Layer(nn.Module):
     """Pre-norm attention and feed-forward blocks, each added to the residual stream."""
 
-    def __init__(self, shape: ModelShape, weight: Callable[[str], nn.Parameter]) -> None:
+    def __init__(self, eps: float, weight: Callable[[str], nn.Parameter]) -> None:
         super().__init__()
-        self.eps = shape.norm_eps
+        self.eps = eps
         self.attention_norm = weight("attention_norm")
         self.qkv = weight("qkv")
         self.out = weight("out")
@@ -41,24 +44,28 @@ class Layer(nn.Module):
         self.gate_up = weight("gate_up")
         self.down = weight("down")
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """x: [T, H] -> [T, H]; cos, sin: [T, rotated heads, D]"""
-        qkv = linear(rms_norm(x, self.attention_norm, self.eps), self.qkv)
-        x = x + linear(attend(rotate(qkv, cos, sin)), self.out)
-        gate_up = linear(rms_norm(x, self.mlp_norm, self.eps), self.gate_up)
-        return x + linear(swiglu(gate_up), self.down)
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor], Tensor], tp: TensorParallel
+    ) -> Tensor:
+        """x: [T, H] -> [T, H], of which a rank may hold only a part; cos, sin: [T, rotated heads, D]"""
+        qkv = linear(tp.enter(rms_norm(x, self.attention_norm, self.eps)), self.qkv)
+        x = x + tp.leave(linear(attend(rotate(qkv, cos, sin)), self.out))
+        gate_up = linear(tp.enter(rms_norm(x, self.mlp_norm, self.eps)), self.gate_up)
+        return x + tp.leave(linear(swiglu(gate_up), self.down))
 
 
 class Transformer(nn.Module):
-    """A decoder whose parameters are views of storage that somebody else owns.
+    """A decoder, or one rank's shard of it, whose parameters are views of storage that somebody else owns.
 
-    `weights(*names)` returns the view over these canonical tensors, stacked by rows. `sources` maps each
-    parameter's name to the canonical tensors it is made of.
+    `weights(*names)` returns the view over these canonical tensors as the rank stores them, stacked by rows.
+    `sources` maps each parameter's name to the canonical tensors it is made of. `tensor_group` are the ranks
+    that hold the other tensor-parallel shards of this stage.
     """
 
-    def __init__(self, shape: ModelShape, head: Head, weights: Callable[..., Tensor]) -> None:
+    def __init__(self, shard: Shard, weights: Callable[..., Tensor], tensor_group: Group) -> None:
         super().__init__()
-        self.shape, self.head_kind = shape, head
+        shape = shard.shape
+        self.shard, self.shape, self.tensor_group = shard, shape, tensor_group
         self.sources: dict[str, tuple[str, ...]] = {}
 
         def parameter(name: str, *tensors: str) -> nn.Parameter:
@@ -68,86 +75,152 @@ class Transformer(nn.Module):
         def layer(i: int) -> Layer:
             def of_layer(name: str) -> nn.Parameter:
                 tensors = (f"model.layers.{i}.{tensor}" for tensor in LAYER_SOURCES[name])
-                return parameter(f"layers.{i}.{name}", *tensors)
+                return parameter(f"layers.{i - shard.layers.start}.{name}", *tensors)
 
-            return Layer(shape, of_layer)
+            return Layer(shape.norm_eps, of_layer)
 
-        self.embedding = parameter("embedding", "model.embed_tokens")
-        self.layers = nn.ModuleList(layer(i) for i in range(shape.layers))
-        self.norm = parameter("norm", "model.norm")
+        self.embedding: nn.Parameter | None = None
+        tied = shard.last and shard.head == "lm" and shape.tied_embeddings
+        if shard.first or tied:
+            self.embedding = parameter("embedding", "model.embed_tokens")
+        self.layers = nn.ModuleList(layer(i) for i in shard.layers)
+        self.norm: nn.Parameter | None = None
         self.head: nn.Parameter | None = None
-        if head == "scalar":
-            self.head = parameter("head", "score")
-        elif not shape.tied_embeddings:
-            self.head = parameter("head", "lm_head")
-        self.frequency = frequencies(shape).to(self.embedding.device)
+        if shard.last:
+            self.norm = parameter("norm", "model.norm")
+            if not tied:
+                self.head = parameter("head", "lm_head" if shard.head == "lm" else "score")
+        device = next(self.parameters()).device
+        self.frequency = frequencies(shape).to(device)
+        self._reads = None
+        if shard.uneven_groups is not None:
+            count, reads = len(shard.queries), torch.tensor(shard.uneven_groups)
+            keys = count + reads
+            self._reads = torch.cat([torch.arange(count), keys, keys + len(shard.keys)]).to(device)
 
-    def forward(self, tokens: Tensor, packing: Packing) -> Tensor:
-        """Hidden states after the last norm. tokens: [T] -> [T, H]"""
-        shape = self.shape
+    @property
+    def cache_heads(self) -> int:
+        """Key/value heads that a cache for this shard holds."""
+        return len(self.shard.queries if self._reads is not None else self.shard.keys)
+
+    def forward(self, x: Tensor, packing: Packing, *, sequence: bool = False) -> Tensor:
+        """One stage over packed sequences. x: [T] tokens on the first stage, else what the stage before it
+        returned. Returns [T, H], after the final norm on the last stage.
+
+        With `sequence` parallelism, [T, H] between stages and before the head is ceil(T / tp) rows a rank.
+        """
+        heads, keys = len(self.shard.queries), self.cache_heads
 
         def attend(_: int, qkv: Tensor) -> Tensor:
-            return attention(qkv, packing, shape.heads, shape.kv_heads)
+            return attention(self._grouped(qkv), packing, heads, keys)
 
-        return self._run(tokens, packing.positions, attend)
+        tp = TensorParallel(self.tensor_group, len(packing.positions), sequence)
+        return self._run(x, packing.positions, attend, tp)
 
-    def prefill(self, tokens: Tensor, packing: Packing, cache: KVCache) -> Tensor:
-        """Like `forward`, and fills the empty cache, one row per sequence. tokens: [T] -> [T, H]"""
-        shape = self.shape
+    def prefill(self, x: Tensor, packing: Packing, cache: KVCache) -> Tensor:
+        """Like `forward`, and fills the empty cache, one row per sequence."""
+        heads, keys = len(self.shard.queries), self.cache_heads
         cache.start(packing)
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
-            _, k, v = split_heads(qkv, shape.heads, shape.kv_heads)
+            qkv = self._grouped(qkv)
+            _, k, v = split_heads(qkv, heads, keys)
             cache.store(layer, k, v, packing)
-            return attention(qkv, packing, shape.heads, shape.kv_heads)
+            return attention(qkv, packing, heads, keys)
 
-        return self._run(tokens, packing.positions, attend)
+        tp = TensorParallel(self.tensor_group, len(packing.positions))
+        return self._run(x, packing.positions, attend, tp)
 
-    def decode(self, tokens: Tensor, cache: KVCache) -> Tensor:
-        """The next token of every row of the cache. tokens: [B] -> [B, H]"""
+    def decode(self, x: Tensor, cache: KVCache) -> Tensor:
+        """The next token of every row of the cache. x: [B] tokens on the first stage, else [B, H] -> [B, H]"""
         positions = cache.lengths
         visible = cache.grow()
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
-            q, k, v = split_heads(qkv, self.shape.heads, self.shape.kv_heads)
+            q, k, v = split_heads(self._grouped(qkv), len(self.shard.queries), self.cache_heads)
             return decode_attention(q, *cache.append(layer, k, v), visible)
 
-        return self._run(tokens, positions, attend)
+        return self._run(x, positions, attend, TensorParallel(self.tensor_group, len(x)))
 
-    def _run(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        x = F.embedding(tokens, self.embedding)
-        cos, sin = rotary(positions, self.frequency, self.shape.heads + self.shape.kv_heads, x.dtype)
+    def _grouped(self, qkv: Tensor) -> Tensor:
+        """qkv with one key/value head per query head where groups are uneven, else as it is."""
+        if self._reads is None:
+            return qkv
+        heads = qkv.view(len(qkv), -1, self.shape.head_dim)
+        return heads.index_select(1, self._reads).view(len(qkv), -1)
+
+    def _run(self, x: Tensor, positions: Tensor, attend: Attend, tp: TensorParallel) -> Tensor:
+        if self.shard.first:
+            x = tp.leave(self._embed(x))
+        rotated = len(self.shard.queries) + len(self.shard.keys)
+        cos, sin = rotary(positions, self.frequency, rotated, x.dtype)
         for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, lambda qkv, i=i: attend(i, qkv))
-        return rms_norm(x, self.norm, self.shape.norm_eps)
+            x = layer(x, cos, sin, lambda qkv, i=i: attend(i, qkv), tp)
+        return x if self.norm is None else rms_norm(x, self.norm, self.shape.norm_eps)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """tokens: [T] -> [T, H], zero where another tensor rank has the token's row"""
+        assert self.embedding is not None, "only the first stage embeds"
+        if self.shard.tp == 1:
+            return F.embedding(tokens, self.embedding)
+        rows = self.shard.vocabulary
+        elsewhere = (tokens < rows.start) | (tokens >= rows.stop)
+        local = F.embedding((tokens - rows.start).masked_fill(elsewhere, 0), self.embedding)
+        return local.masked_fill(elsewhere[:, None], 0.0)
 
     @property
     def _vocabulary(self) -> Tensor:
-        assert self.head_kind == "lm", "a scalar head has no vocabulary"
-        return self.embedding if self.head is None else self.head
+        """This tensor rank's rows of the head, without padding. [rows, H]"""
+        assert self.shard.head == "lm" and self.shard.last, (
+            "only a language model's last stage has a vocabulary"
+        )
+        table = self.embedding if self.head is None else self.head
+        assert table is not None, "a tied head is an embedding"
+        return table[: len(self.shard.vocabulary)]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Unscaled next-token logits. hidden: [N, H] -> [N, V] float32"""
-        return linear(hidden, self._vocabulary).float()
+        """Unscaled next-token logits over the whole vocabulary, without gradient. hidden: [N, H] -> [N, V]
+        float32"""
+        local = product(hidden, self._vocabulary).float()
+        if self.shard.tp == 1:
+            return local
+        return self.tensor_group.gather_columns(local, self.shape.vocab_size)
 
     def logprobs(
-        self, hidden: Tensor, tokens: Tensor, packing: Packing, *, temperature: float, entropy: bool = False
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        packing: Packing,
+        *,
+        temperature: float,
+        entropy: bool = False,
+        sequence: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """log p(token t | tokens before it), 0 at the first token of each sequence, logits divided by
         `temperature`; and likewise the entropy of the distribution that token t is drawn from, in nats.
 
-        hidden: [T, H], tokens: [T] -> [T] float32, and [T] float32 without gradient or None
+        hidden: [T, H] as `forward` returned it, tokens: [T] -> [T] float32, and [T] float32 without gradient
+        or None; the same on every tensor rank.
         """
         index = packing.predicted
-        before = hidden.index_select(0, index - 1)
+        tp = TensorParallel(self.tensor_group, len(tokens), sequence)
+        before = tp.enter(hidden).index_select(0, index - 1)
         chosen, spread = token_logprobs(
-            before, self._vocabulary, tokens[index], temperature=temperature, entropy=entropy
+            before,
+            self._vocabulary,
+            tokens[index] - self.shard.vocabulary.start,
+            temperature=temperature,
+            entropy=entropy,
+            group=self.tensor_group,
+            rows=padded_vocabulary(self.shape, self.shard.tp),
         )
         zeros = torch.zeros(len(tokens), dtype=torch.float32, device=hidden.device)
         full = zeros.index_copy(0, index, chosen)
         return full, None if spread is None else zeros.index_copy(0, index, spread)
 
-    def values(self, hidden: Tensor) -> Tensor:
-        """The scalar head's number at every position. hidden: [T, H] -> [T] float32"""
-        assert self.head_kind == "scalar" and self.head is not None, "a language-model head has no values"
-        return (hidden.float() @ self.head.float().T).squeeze(-1)
+    def values(self, hidden: Tensor, packing: Packing, *, sequence: bool = False) -> Tensor:
+        """The scalar head's number at every position, the same on every tensor rank. hidden: [T, H] as
+        `forward` returned it -> [T] float32"""
+        assert self.shard.head == "scalar" and self.head is not None, "a language-model head has no values"
+        tp = TensorParallel(self.tensor_group, len(packing.positions), sequence)
+        return (tp.whole(hidden).float() @ self.head.float().T).squeeze(-1)

@@ -55,6 +55,8 @@ class Strategy:
     tp: int = 1
     pp: int = 1
     micro_batch_tokens: int = field(default=8192, kw_only=True)
+    sequence_parallel: bool = field(default=False, kw_only=True)
+    """Whether tensor ranks also divide tokens between them where every one would do the same work."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "micro_batch_tokens"):
@@ -96,6 +98,14 @@ class Placement:
         """The data-parallel coordinate of a global rank of the mesh."""
         return (rank - self.mesh.first) // self.strategy.tp % self.strategy.dp
 
+    def tp_index(self, rank: int) -> int:
+        """The tensor-parallel coordinate of a global rank of the mesh."""
+        return (rank - self.mesh.first) % self.strategy.tp
+
+    def pp_index(self, rank: int) -> int:
+        """The pipeline stage of a global rank of the mesh."""
+        return (rank - self.mesh.first) // (self.strategy.tp * self.strategy.dp)
+
     @property
     def heads(self) -> tuple[int, ...]:
         """Per data-parallel index, the rank that holds outputs: first tensor rank of the last stage."""
@@ -108,13 +118,17 @@ class Placement:
         s = self.strategy
         return f"d{s.dp} t{s.tp} p{s.pp} @{self.mesh}"
 
+    def __str__(self) -> str:
+        """All of it in one line, for example `d2 t1 p1 @0-1 mb=8192`; sequence parallelism adds ` sp`."""
+        flag = " sp" if self.strategy.sequence_parallel else ""
+        return f"{self.layout} mb={self.strategy.micro_batch_tokens}{flag}"
+
     @classmethod
-    def parse_layout(cls, text: str, micro_batch_tokens: int) -> "Placement":
-        """Read what `layout` writes; UserError for anything else."""
-        match = re.fullmatch(r"d(\d+) t(\d+) p(\d+) @(\S+)", text.strip())
+    def parse(cls, text: str) -> "Placement":
+        """Read the text form; UserError for anything else."""
+        match = re.fullmatch(r"d(\d+) t(\d+) p(\d+) @(\S+) mb=(\d+)( sp)?", text.strip())
         if match is None:
-            raise UserError(f"placement {text!r} is not understood; write for example d2 t1 p1 @0-1")
-        strategy = Strategy(
-            int(match[1]), int(match[2]), int(match[3]), micro_batch_tokens=micro_batch_tokens
-        )
+            raise UserError(f"placement {text!r} is not understood; write for example d2 t1 p1 @0-1 mb=8192")
+        dp, tp, pp, tokens = (int(match[i]) for i in (1, 2, 3, 5))
+        strategy = Strategy(dp, tp, pp, micro_batch_tokens=tokens, sequence_parallel=bool(match[6]))
         return cls(Mesh.parse(match[4]), strategy)

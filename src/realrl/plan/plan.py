@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,8 @@ class _Entry(Settings):
     """Degree of pipeline parallelism."""
     micro_batch_tokens: PositiveInt | None = None
     """Most tokens in one forward pass; the recipe's number when not given."""
+    sequence_parallel: bool = False
+    """Whether tensor ranks also divide tokens between them where every one would do the same work."""
 
 
 class _File(Settings):
@@ -56,7 +57,7 @@ class Plan:
         return self.placements[call]
 
     def check(self, graph: DataflowGraph) -> None:
-        """UserError unless the plan places exactly the calls of `graph`, in a way this version can run."""
+        """UserError unless the plan places exactly the calls of `graph`, on meshes of its cluster."""
         names = [call.name for call in graph.calls]
         for name in self.placements:
             if name not in names:
@@ -67,23 +68,12 @@ class Plan:
             if name not in self.placements:
                 raise UserError(f"plan: call {name} has no placement")
             self._check_placement(name, self[name])
-        for one, other in combinations(names, 2):
-            a, b = self[one].mesh, self[other].mesh
-            if a != b and a.overlaps(b):
-                raise UserError(
-                    f"plan: {one} on mesh {a} and {other} on mesh {b} share some devices but not all; "
-                    "this version runs meshes that are equal or disjoint"
-                )
 
     def _check_placement(self, name: str, placement: Placement) -> None:
-        with _mistakes_in(f"plan: {name}", _Entry):
+        try:
             placement.mesh.check(self.cluster)
-        strategy = placement.strategy
-        if strategy.tp > 1 or strategy.pp > 1:
-            raise UserError(
-                f"plan: {name} has tp={strategy.tp} pp={strategy.pp}; "
-                "this version runs data-parallel strategies, tp=1 and pp=1"
-            )
+        except UserError as error:
+            raise UserError(f"plan: {name}: {error}") from None
 
     def evaluation(self, eval_graph: DataflowGraph, graph: DataflowGraph) -> "Plan":
         """The plan of an evaluation whose roles are those of `graph`, the graph this plan is for.
@@ -109,6 +99,7 @@ class Plan:
                 "tp": placement.strategy.tp,
                 "pp": placement.strategy.pp,
                 "micro_batch_tokens": placement.strategy.micro_batch_tokens,
+                **({"sequence_parallel": True} if placement.strategy.sequence_parallel else {}),
             }
             for name, placement in self.placements.items()
         }
@@ -146,5 +137,11 @@ def _mistakes_in(where: str, cls: type[Settings]) -> Iterator[None]:
 
 def _placement(entry: _Entry, micro_batch_tokens: int) -> Placement:
     tokens = entry.micro_batch_tokens or micro_batch_tokens
-    strategy = Strategy(entry.dp, entry.tp, entry.pp, micro_batch_tokens=tokens)
+    strategy = Strategy(
+        entry.dp,
+        entry.tp,
+        entry.pp,
+        micro_batch_tokens=tokens,
+        sequence_parallel=entry.sequence_parallel,
+    )
     return Placement(Mesh.parse(str(entry.mesh)), strategy)

@@ -37,26 +37,17 @@ def _keys(text: str) -> tuple[str, ...]:
     return tuple(key.strip() for key in text.split(","))
 
 
-def _placement(placement: Placement) -> str:
-    return f"{placement.layout} mb={placement.strategy.micro_batch_tokens}"
-
-
-def _parse_placement(text: str) -> Placement:
-    layout, _, budget = text.rpartition(" mb=")
-    return Placement.parse_layout(layout, int(budget))
-
-
 def format_instruction(instruction: Instruction) -> str:
     """One line that `parse_instruction` reads back to an equal instruction."""
     match instruction:
         case Feed(keys):
             verb, rest = "feed", ", ".join(keys)
         case Reallocate(role, source, target):
-            verb, rest = "reallocate", f"{role}: {_placement(source)} -> {_placement(target)}"
+            verb, rest = "reallocate", f"{role}: {source} -> {target}"
         case Release(role, placement):
-            verb, rest = "release", f"{role}: {_placement(placement)}"
+            verb, rest = "release", f"{role}: {placement}"
         case Run(call, role, placement):
-            verb, rest = "run", f"{call} [{role}] on {_placement(placement)}"
+            verb, rest = "run", f"{call} [{role}] on {placement}"
         case ShareLengths(key, call, heads, readers):
             verb, rest = "lengths", f"{key} of {call}: {_ranks(heads)} -> {_ranks(readers)}"
         case Send(number, keys, producer, consumer, receivers):
@@ -74,10 +65,10 @@ _FORMS: dict[str, tuple[str, Callable[..., Instruction]]] = {
     "feed": (r"(.+)", lambda keys: Feed(_keys(keys))),
     "reallocate": (
         r"(\S+): (.+) -> (.+)",
-        lambda role, a, b: Reallocate(role, _parse_placement(a), _parse_placement(b)),
+        lambda role, a, b: Reallocate(role, Placement.parse(a), Placement.parse(b)),
     ),
-    "release": (r"(\S+): (.+)", lambda role, p: Release(role, _parse_placement(p))),
-    "run": (r"(\S+) \[(\S+)\] on (.+)", lambda call, role, p: Run(call, role, _parse_placement(p))),
+    "release": (r"(\S+): (.+)", lambda role, p: Release(role, Placement.parse(p))),
+    "run": (r"(\S+) \[(\S+)\] on (.+)", lambda call, role, p: Run(call, role, Placement.parse(p))),
     "lengths": (
         r"(\S+) of (\S+): (\S+) -> (\S+)",
         lambda key, call, a, b: ShareLengths(key, call, _parse_ranks(a), _parse_ranks(b)),

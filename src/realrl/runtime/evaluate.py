@@ -5,8 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from realrl.algorithms.method import Metrics
 from realrl.config.errors import UserError
 from realrl.data.dataset import Dataset, eval_batches
@@ -20,7 +18,7 @@ from realrl.runtime.worker import StepInput, Worker
 Judge = Callable[[list[str]], list[float]]
 
 _NOISE_STEP = 1 << 40
-"""Evaluation draws its noise from steps that training never reaches: the same noise at every evaluation, so
+"""Evaluation draws its noise from a step that training never reaches: the same noise at every evaluation, so
 that differences between them are the model's."""
 
 
@@ -34,8 +32,9 @@ def load_judge(reference: str) -> Judge:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except ImportError as error:
-        raise UserError(f"training.judge={reference} cannot be imported: {error}") from None
+    except Exception as error:  # whatever the user's code does
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"training.judge={reference} cannot be imported: {reason}") from None
     judge = getattr(module, name, None)
     if not callable(judge):
         raise UserError(f"training.judge={reference}: {file} has no function {name}")
@@ -67,21 +66,20 @@ class Evaluation:
         totals: dict[str, Metrics] = {}
         samples: list[dict[str, Any]] = []
         program = self._phase.programs[self._process.rank]
-        for index, indices in enumerate(self._batches):
+        for indices in self._batches:
             store = Store(self._phase.graph, self._phase.plan)
-            step = StepInput(self._records.batch(indices), Noise(self._seed, _NOISE_STEP + index), {})
+            noise = Noise(self._seed, _NOISE_STEP, first=indices[0])
+            step = StepInput(self._records.batch(indices), noise, {})
             figures = self._worker.run(program, store, step)
             for call, metrics in figures.items():
                 totals.setdefault(call, Metrics()).update(metrics)
             samples += self._samples(store)
         if self._process.rank != WRITER:
-            return {}, []
+            totals, samples = {}, []
         named = flatten(totals)
-        if self._judge is not None and samples:
-            scores = self._judge([sample["completion"] for sample in samples])
-            for sample, score in zip(samples, scores, strict=True):
-                sample["judge"] = float(score)
-            named["judge"] = sum(map(float, scores)) / len(scores)
+        with self._process.together():
+            if self._judge is not None and samples:
+                named["judge"] = _ask(self._judge, samples)
         return named, samples
 
     def _samples(self, store: Store) -> list[dict[str, Any]]:
@@ -90,10 +88,7 @@ class Evaluation:
             return []
         keys = [k for k in ("sequences", "prompt_length", "score") if store.graph.producer(k) is not None]
         mine = {key: self._held(store, key) for key in keys}
-        everyone: list[dict[str, dict[int, list[float]]]] = [mine]
-        if self._process.control is not None:
-            everyone = [{}] * self._process.world
-            dist.all_gather_object(everyone, mine, group=self._process.control)
+        everyone = self._process.gather(mine)
         rows = {key: {i: row for part in everyone for i, row in part[key].items()} for key in keys}
         return [self._sample({key: rows[key][i] for key in keys}) for i in range(store.size)]
 
@@ -113,6 +108,18 @@ class Evaluation:
         prompt, completion = (self._tokenizer.decode(t, skip_special_tokens=True) for t in texts)
         sample: dict[str, Any] = {"prompt": prompt, "completion": completion}
         return sample | ({"score": row["score"][0]} if "score" in row else {})
+
+
+def _ask(judge: Judge, samples: list[dict[str, Any]]) -> float:
+    """Add the judge's scores to the samples; their mean. UserError when they are not as many as asked for."""
+    scores = [float(score) for score in judge([sample["completion"] for sample in samples])]
+    if len(scores) != len(samples):
+        raise UserError(
+            f"training.judge gave {len(scores)} numbers for {len(samples)} completions; it must give one each"
+        )
+    for sample, score in zip(samples, scores, strict=True):
+        sample["judge"] = score
+    return sum(scores) / len(scores)
 
 
 def flatten(figures: dict[str, Metrics]) -> dict[str, float]:

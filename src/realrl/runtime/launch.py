@@ -32,14 +32,14 @@ def launch(cluster: Cluster, arguments: Sequence[str]) -> int:
                 command = [sys.executable, "-m", "realrl", *arguments]
                 environment = _environment(rank, cluster.size, scratch)
                 processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
-            status = _wait(processes)
+            failed = _wait(processes)
         except KeyboardInterrupt:
             _end(processes, patience=5.0)
             return 128 + signal.SIGINT
         sentences = sorted(Path(scratch).glob("error-*"))
         if sentences:
             raise UserError(sentences[0].read_text())
-        return status
+        return 0 if failed is None else _status(failed, processes[failed].returncode)
 
 
 def report_user_error(error: UserError) -> None:
@@ -68,22 +68,27 @@ def _environment(rank: int, world: int, scratch: str) -> dict[str, str]:
     }
 
 
-def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> int:
-    """Wait for all; once one fails, end the rest. The status of the first that failed, or 0."""
+def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> int | None:
+    """Wait for all; once one fails, end the rest. The rank of the first that failed, or None."""
     while True:
         codes = [process.poll() for process in processes]
         failed = next((rank for rank, code in enumerate(codes) if code), None)
         if failed is not None:
-            break
+            # Those that failed for the same reason get a moment to say so themselves.
+            _end(processes, patience=2.0)
+            return failed
         if None not in codes:
-            return 0
+            return None
         time.sleep(0.05)
-    code = processes[failed].returncode
-    if code < 0:
-        print(f"realrl: {signal.Signals(-code).name} ended the process of rank {failed}", file=sys.stderr)
-    # Those that failed for the same reason get a moment to say so themselves.
-    _end(processes, patience=2.0)
-    return code if code > 0 else 128 - code
+
+
+def _status(rank: int, code: int) -> int:
+    """The exit status that the end of a rank means; a signal is named, since its process could not."""
+    if code > 0:
+        return code
+    reason = signal.strsignal(-code) or "unknown"
+    print(f"realrl: signal {-code} ({reason}) ended the process of rank {rank}", file=sys.stderr)
+    return 128 - code
 
 
 def _end(processes: Sequence["subprocess.Popen[bytes]"], patience: float) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from realrl.config.errors import UserError
-from realrl.engine.group import Group
+from realrl.model.group import Group
 from realrl.plan.cluster import Cluster
 from realrl.runtime.environment import LAUNCHER_VARIABLE, STORE_VARIABLE, under_launcher
 
@@ -60,12 +60,18 @@ class Process:
         if mistakes:
             raise UserError(mistakes[0])
 
-    def close(self) -> None:
-        """Leave the other ranks; nothing may be sent afterwards."""
-        if self.control is not None:
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Leave the other ranks, together unless this one alone has failed. After an error that is ours it
+        just goes: waiting for ranks that may be gone could keep the traceback from being seen."""
+        if self.control is None or (kind and not issubclass(kind, UserError | KeyboardInterrupt)):
+            return
+        if kind is not KeyboardInterrupt:
             dist.barrier(group=self.control)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        # Else its threads would abort the interpreter on its way out.
+        dist.destroy_process_group()
 
 
 def use_cuda(device: Device) -> bool:

@@ -8,10 +8,11 @@ import torch.distributed as dist
 from realrl.checkpoint import huggingface
 from realrl.config.model import HEADS, ModelConfig, TrainedModelConfig
 from realrl.config.shape import ModelShape
-from realrl.engine.group import Group
 from realrl.engine.model import Model
+from realrl.engine.parallel import parallel
 from realrl.engine.train import Trainer
-from realrl.layout.tensors import model_tensors
+from realrl.layout.layout import layout
+from realrl.model.group import Group
 from realrl.model.init import initialise
 from realrl.plan.placement import Placement
 from realrl.program.instructions import Reallocate, Release
@@ -54,23 +55,25 @@ class Roles:
 
     def _build_home(self, role: str, home: Placement, seed: int) -> None:
         config, model = self._configs[role], self._build(role, home)
-        tensors = model_tensors(model.shape, model.head)
+        tensors = model.layout.specs
+        regions = {local.region.tensor: local.region for local in model.layout.tensors(model.rank)}
         missing = [tensor.name for tensor in tensors]
         if config.path is not None:
-            missing = huggingface.load(config.path, tensors, model.parameters)
+            missing = huggingface.load(config.path, tensors, model.parameters, regions)
             self.fresh[role] = missing
-        absent = [tensor for tensor in tensors if tensor.name in missing]
-        initialise(model.parameters, absent, model.shape, seed)
+        absent = [tensor for tensor in tensors if tensor.name in missing and tensor.name in regions]
+        initialise(model.parameters, absent, model.shape, seed, regions)
         if isinstance(config, TrainedModelConfig):
             self.trainers[role] = Trainer(model, config.optimizer)
 
     def _build(self, role: str, placement: Placement) -> Model:
+        rank = self._process.rank
         model = Model(
-            self.shapes[role],
-            HEADS[role],
+            layout(self.shapes[role], HEADS[role], placement),
+            rank,
+            parallel(placement, rank, self._groups),
             dtype=getattr(torch, self._configs[role].dtype),
             device=self._process.device,
-            group=self._groups[placement.ranks],
             temperature=self._temperature,
         )
         self._models[role, placement.layout] = model

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from realrl.plan.plan import Plan
 from realrl.program.instructions import Program
 from realrl.program.text import format_program
 
-MARK = "config.yaml"
-"""The file that shows that a directory is a run's."""
+CONFIG, PLAN, PROGRAMS = "config.yaml", "plan.yaml", "programs"
+"""What every run's directory has. One without them is somebody else's and never deleted."""
 
 
 class RunDirectory:
@@ -25,28 +26,47 @@ class RunDirectory:
         self._metrics = self.path / "metrics.jsonl"
         self._board: Any = None
 
+    def check(self, experiment: Experiment) -> None:
+        """UserError when the directory is in use and the recipe does not say `overwrite`, is not a run's, or
+        holds a model that the run starts from."""
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise UserError(f"run_dir={self.path} is a file; choose a directory")
+        if not any(self.path.iterdir()):
+            return
+        if not all((self.path / name).exists() for name in (CONFIG, PLAN, PROGRAMS)):
+            raise UserError(f"run_dir={self.path} holds something other than a run; choose another directory")
+        if not experiment.overwrite:
+            raise UserError(
+                f"run_dir={self.path} holds an earlier run; choose another one or set overwrite=true"
+            )
+        for role in type(experiment.models).model_fields:
+            source = getattr(experiment.models, role).path
+            if source is not None and Path(source).resolve().is_relative_to(self.path.resolve()):
+                raise UserError(
+                    f"models.{role}.path={source} lies in run_dir={self.path}, which overwrite=true would"
+                    " delete; choose another run_dir"
+                )
+
     def start(self, experiment: Experiment, plan: Plan, programs: Mapping[str, Sequence[Program]]) -> None:
         """Make the directory and write what is known before the first step: config, plan, programs.
 
-        UserError when the directory is in use and the recipe does not say `overwrite`, or is not a run's.
+        UserError as in `check`, and when the directory cannot be written.
         """
-        if self.path.exists() and any(self.path.iterdir()):
-            if not (self.path / MARK).is_file():
-                raise UserError(
-                    f"run_dir={self.path} holds something other than a run; choose another directory"
-                )
-            if not experiment.overwrite:
-                raise UserError(
-                    f"run_dir={self.path} holds an earlier run; choose another one or set overwrite=true"
-                )
-            shutil.rmtree(self.path)
-        (self.path / "programs").mkdir(parents=True)
-        (self.path / MARK).write_text(dump_experiment(experiment))
-        plan.save(self.path / "plan.yaml")
-        for name, ranks in programs.items():
-            for program in ranks:
-                file = self.path / "programs" / f"{name}-rank{program.rank}.txt"
-                file.write_text(format_program(program))
+        self.check(experiment)
+        try:
+            if self.path.exists():
+                shutil.rmtree(self.path)
+            (self.path / PROGRAMS).mkdir(parents=True)
+            (self.path / CONFIG).write_text(dump_experiment(experiment), encoding="utf-8")
+            plan.save(self.path / PLAN)
+            for name, ranks in programs.items():
+                for program in ranks:
+                    file = self.path / PROGRAMS / f"{name}-rank{program.rank}.txt"
+                    file.write_text(format_program(program))
+        except OSError as error:
+            raise UserError(f"run_dir={self.path} cannot be written: {error.strerror}") from None
 
     def open_tensorboard(self) -> None:
         """Also write figures for TensorBoard from now on."""
@@ -56,8 +76,7 @@ class RunDirectory:
 
     def log(self, step: int, kind: str, seconds: float, figures: Mapping[str, float]) -> None:
         """Append one line to metrics.jsonl; not-a-number and infinite figures become null there."""
-        finite = {k: v if abs(v) < float("inf") else None for k, v in figures.items()}
-        line = {"step": step, "kind": kind, "seconds": round(seconds, 4), "figures": finite}
+        line = {"step": step, "kind": kind, "seconds": round(seconds, 4), "figures": _finite(figures)}
         with self._metrics.open("a") as file:
             file.write(json.dumps(line) + "\n")
         if self._board is not None:
@@ -68,8 +87,8 @@ class RunDirectory:
         """Write what an evaluation generated, one JSON object per line."""
         directory = self.path / "samples"
         directory.mkdir(exist_ok=True)
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (directory / f"step-{step:06}.jsonl").write_text(lines)
+        lines = "".join(json.dumps(_finite(row), ensure_ascii=False) + "\n" for row in rows)
+        (directory / f"step-{step:06}.jsonl").write_text(lines, encoding="utf-8")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the summary, the sign that the run ended well."""
@@ -80,3 +99,8 @@ class RunDirectory:
     def checkpoint(self, step: int | None) -> Path:
         """The directory of a checkpoint; of the final one for None."""
         return self.path / "final" if step is None else self.path / "checkpoints" / f"step-{step:06}"
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers that JSON does not have become null."""
+    return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}

@@ -13,9 +13,7 @@ from realrl.data.forms import Text
 from realrl.data.tokenization import check_tokenizer, tokenize
 from realrl.data.tokenizer import load_tokenizer
 from realrl.engine.generate import Noise, generate
-from realrl.engine.group import alone
-from realrl.engine.model import Model
-from realrl.layout.tensors import model_tensors
+from realrl.engine.model import whole_model
 
 CACHE_TOKENS = 65536
 """Most tokens in the key/value cache at a time."""
@@ -32,8 +30,8 @@ def generate_text(
     check_tokenizer(tokenizer)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = huggingface.read_shape(model_dir)
-    model = Model(shape, "lm", dtype=torch.float32, device=device, group=alone())
-    huggingface.load(model_dir, model_tensors(shape, "lm"), model.parameters)
+    model = whole_model(shape, "lm", dtype=torch.float32, device=device)
+    huggingface.load(model_dir, model.layout.specs, model.parameters)
     texts = [prompt for prompt in prompts for _ in range(n)]
     encoded = tokenize([Text(text, None) for text in texts], tokenizer)
     for text, row in zip(texts, encoded, strict=True):

@@ -3,19 +3,19 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import torch.distributed as dist
+from importlib.util import find_spec
+from typing import Protocol
 
 from realrl.algorithms.registry import build_algorithm
 from realrl.checkpoint import huggingface
 from realrl.config.experiment import Experiment
 from realrl.config.model import TrainedModelConfig
-from realrl.data.dataset import Dataset, Order
+from realrl.data.dataset import Order
 from realrl.engine.generate import Noise
+from realrl.engine.parallel import all_rank_sets
 from realrl.engine.schedule import learning_rate
 from realrl.program.lower import WRITER
-from realrl.runtime.compile import Compiled, compile_recipe
+from realrl.runtime.compile import Compiled, Phase, compile_recipe
 from realrl.runtime.evaluate import Evaluation, flatten, load_judge
 from realrl.runtime.process import Process, connect, resolve_cluster
 from realrl.runtime.roles import Roles
@@ -61,10 +61,13 @@ def train(experiment: Experiment, observer: Observer) -> None:
     started = time.monotonic()
     cluster = resolve_cluster(experiment.cluster, experiment.device)
     compiled = compile_recipe(experiment, cluster)
-    process = connect(experiment.device)
-    run = Run(experiment, compiled, process, observer if process.rank == WRITER else None)
-    run.execute(started)
-    process.close()
+    with connect(experiment.device) as process:
+        # Every rank has read everything before the directory of an earlier run may be deleted.
+        with process.together():
+            run = Run(experiment, compiled, process, observer if process.rank == WRITER else None)
+        with process.together():
+            run.open()
+        run.execute(started)
 
 
 class Run:
@@ -74,14 +77,16 @@ class Run:
         self, experiment: Experiment, compiled: Compiled, process: Process, observer: Observer | None
     ) -> None:
         self.experiment, self.compiled, self.process, self.observer = experiment, compiled, process, observer
+        # All ranks make groups together, so before anything that one of them may fail at.
+        placements = [p for phase in self._phases() for p in phase.plan.placements.values()]
+        groups = process.groups(all_rank_sets(placements))
         self.tokenizer = load_shared_tokenizer(experiment)
-        self.records, eval_records = load_data(experiment, compiled, self.tokenizer)
+        self.records, self.eval_records = load_data(experiment, compiled, self.tokenizer)
         data = experiment.data
         self.order = Order(len(self.records), data.batch, experiment.seed, data.shuffle)
         self.steps = experiment.training.steps or max(1, self.order.steps(experiment.training.epochs))
         judge = load_judge(experiment.training.judge) if experiment.training.judge else None
         algorithm = build_algorithm(experiment)
-        groups = process.groups(p.ranks for phase in self._phases() for p in phase.plan.placements.values())
         self.roles = Roles(
             models(experiment),
             compiled.homes,
@@ -93,30 +98,33 @@ class Run:
         self.trace = Trace(process.rank)
         self.worker = Worker(process, self.roles, algorithm, self.tokenizer.eos_token_id, self.trace)
         self.evaluation: Evaluation | None = None
-        if compiled.evaluation is not None and eval_records is not None:
+        if compiled.evaluation is not None and self.eval_records is not None:
             self.evaluation = Evaluation(
                 process,
                 self.worker,
                 compiled.evaluation,
-                eval_records,
+                self.eval_records,
                 batch=data.eval_batch or data.batch,
                 seed=experiment.seed,
                 tokenizer=self.tokenizer,
                 judge=judge,
             )
         self.directory = RunDirectory(experiment.run_dir)
-        if self.observer is not None:
-            self._open(self.observer, eval_records)
-        process.barrier()  # nobody writes into the directory before it is there
 
-    def _phases(self) -> list[Any]:
+    def _phases(self) -> list[Phase]:
         return [phase for phase in (self.compiled.train, self.compiled.evaluation) if phase is not None]
 
-    def _open(self, observer: Observer, eval_records: Dataset | None) -> None:
-        names = ("train", "eval")
-        programs = {n: phase.programs for n, phase in zip(names, self._phases(), strict=False)}
+    def open(self) -> None:
+        """On the rank that writes, start the run's directory and tell the observer; UserError when the
+        directory cannot be used."""
+        observer = self.observer
+        if observer is None:
+            return
+        programs = {n: p.programs for n, p in zip(("train", "eval"), self._phases(), strict=False)}
         self.directory.start(self.experiment, self.compiled.train.plan, programs)
-        for name, records in (("train", self.records), ("eval", eval_records)):
+        if find_spec("tensorboard") is not None:
+            self.directory.open_tensorboard()
+        for name, records in (("train", self.records), ("eval", self.eval_records)):
             if records is not None and records.skipped:
                 observer.note(f"data.{name}: skipped {records.skipped} records, first {records.reasons[0]}")
         for role, tensors in self.roles.fresh.items():
@@ -190,11 +198,7 @@ class Run:
             )
 
     def _finish(self, started: float) -> None:
-        events = [list(self.trace.events)]
-        if self.process.control is not None:
-            everyone: list[Any] = [None] * self.process.world
-            dist.all_gather_object(everyone, events[0], group=self.process.control)
-            events = everyone
+        events = self.process.gather(list(self.trace.events))
         if self.observer is not None:
             write_trace(self.directory.path / "trace.json", events)
             seconds = time.monotonic() - started

@@ -90,7 +90,7 @@ class Worker:
             batch, figures[call.name] = model.infer(batch, cast(InferenceMethod, method), budget)
         else:
             figures[call.name] = self._train(call, batch, store.assignment(call)[dp], step, budget)
-        for key in call.outputs:
+        for key in call.outputs if self._process.rank in run.placement.heads else ():
             store.put(key, batch.ids, batch[key])
 
     def _train(

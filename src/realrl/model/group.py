@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 # From torch 2.13 on the collectives of one tensor have these names, and the old ones warn at every call.
@@ -34,6 +35,17 @@ class Group:
         if self.handle is not None:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
         return tensor
+
+    def gather_columns(self, part: Tensor, columns: int) -> Tensor:
+        """Matrices side by side: each rank's columns, ceil(columns / size) of them but fewer on the last ranks.
+        part: [N, columns of this rank] -> [N, columns]"""
+        if self.handle is None:
+            return part
+        width = -(-columns // self.size)
+        padded = F.pad(part, (0, width - part.shape[1])).contiguous()
+        buffer = part.new_empty(self.size, len(part), width)
+        all_gather(buffer.view(-1, width), padded, self)
+        return buffer.transpose(0, 1).reshape(len(part), -1)[:, :columns]
 
 
 def alone(rank: int = 0) -> Group:

@@ -1,0 +1,59 @@
+"""The groups of ranks that a placement needs, and this rank's place in them."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from realrl.model.group import Group
+from realrl.plan.placement import Placement
+
+RankSet = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Groups of one rank under a placement. `ends`: the first and the last stage of its pipeline, where it is
+    one of them; `everyone`: the whole mesh."""
+
+    data: Group
+    tensor: Group
+    pipeline: Group
+    everyone: Group
+    ends: Group | None
+
+
+def rank_sets(placement: Placement) -> Iterator[RankSet]:
+    """Every group of the placement, in an order that all ranks agree on."""
+    for rank in placement.ranks:
+        yield from _sets_of(placement, rank).values()
+
+
+def parallel(placement: Placement, rank: int, groups: Mapping[RankSet, Group]) -> Parallel:
+    """The groups of a rank of the placement."""
+    own = {name: groups[ranks] for name, ranks in _sets_of(placement, rank).items()}
+    on_end = rank in (own["pipeline"].ranks[0], own["pipeline"].ranks[-1])
+    return Parallel(
+        data=own["data"],
+        tensor=own["tensor"],
+        pipeline=own["pipeline"],
+        everyone=own["everyone"],
+        ends=own["ends"] if on_end else None,
+    )
+
+
+def _sets_of(placement: Placement, rank: int) -> dict[str, RankSet]:
+    s = placement.strategy
+    d, t, p = placement.dp_index(rank), placement.tp_index(rank), placement.pp_index(rank)
+    pipeline = tuple(placement.rank(dp=d, tp=t, pp=i) for i in range(s.pp))
+    return {
+        "data": tuple(placement.rank(dp=i, tp=t, pp=p) for i in range(s.dp)),
+        "tensor": tuple(placement.rank(dp=d, tp=i, pp=p) for i in range(s.tp)),
+        "pipeline": pipeline,
+        "everyone": placement.ranks,
+        "ends": tuple(sorted({pipeline[0], pipeline[-1]})),
+    }
+
+
+def all_rank_sets(placements: Iterable[Placement]) -> Iterator[RankSet]:
+    """Every group of several placements; some may recur."""
+    for placement in placements:
+        yield from rank_sets(placement)

@@ -1,0 +1,156 @@
+"""Sharing out divisible work so that the busiest does as little as possible."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+_TOLERANCE = 1e-4
+"""Loads this close to each other, relative to the largest, count as equal."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Work that any of `options`, and where they are too busy any of `others`, can do in any proportion."""
+
+    work: float
+    options: tuple[int, ...]
+    others: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What is known of the options: work they have already, and their speeds where those are not 1."""
+
+    busy: Mapping[int, float] = field(default_factory=dict)
+    speed: Mapping[int, float] = field(default_factory=dict)
+
+
+def balance(tasks: Sequence[Task], floor: float, capacity: Capacity | None = None) -> list[dict[int, float]]:
+    """Per task, how much each of its options does; amounts of 0 are left out.
+
+    The largest load, which is work over speed, is the smallest possible, or at most `floor` where that is more:
+    loads up to it cost nothing, and few shares are better than even ones. Tasks with the same options are
+    shared out one after the other, so that most of them fall to a single option whole.
+    """
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+    for index, task in enumerate(tasks):
+        groups.setdefault((task.options, task.others), []).append(index)
+    pools = [Task(sum(tasks[i].work for i in members), *key) for key, members in groups.items()]
+    shared = _Shared(pools, floor, capacity or Capacity())
+    shared.fill()
+    shared.level()
+    result: list[dict[int, float]] = [{} for _ in tasks]
+    for members, shares in zip(groups.values(), shared.shares, strict=True):
+        for index, part in zip(members, _deal([tasks[i].work for i in members], shares), strict=True):
+            result[index] = part
+    return result
+
+
+def _deal(works: Sequence[float], shares: dict[int, float]) -> Iterable[dict[int, float]]:
+    """Cut the shares of a pool into those of its members, in order."""
+    left = [(option, amount) for option, amount in sorted(shares.items(), reverse=True) if amount > 0]
+    slack = 1e-9 * sum(works)
+    for work in works:
+        part: dict[int, float] = {}
+        while work > slack and left:
+            option, amount = left.pop()
+            used = amount if amount <= work + slack else work
+            part[option] = used
+            work -= used
+            if amount - used > slack:
+                left.append((option, amount - used))
+        yield part
+
+
+class _Shared:
+    """Loads while they are being levelled."""
+
+    def __init__(self, pools: Sequence[Task], floor: float, capacity: Capacity) -> None:
+        self.pools = pools
+        self.limit = floor
+        options = sorted({o for pool in pools for o in (*pool.options, *pool.others)})
+        self.speed = {o: capacity.speed.get(o, 1.0) for o in options}
+        self.loads = {o: capacity.busy.get(o, 0.0) / self.speed[o] for o in options}
+        self.shares: list[dict[int, float]] = [{} for _ in pools]
+
+    def fill(self) -> None:
+        """A first distribution: those with the fewest options first, each over its least loaded options."""
+        for index in sorted(range(len(self.pools)), key=lambda i: self._freedom(self.pools[i])):
+            pool = self.pools[index]
+            left = pool.work
+            if pool.others:
+                room = sum(max(0.0, self.limit - self.loads[o]) * self.speed[o] for o in pool.options)
+                left -= self._pour(index, pool.options, min(left, room))
+            self._pour(index, pool.options + pool.others, left)
+
+    def level(self) -> None:
+        """Move work from loads above the limit to loads below it; raise the limit only where that must be."""
+        while True:
+            busiest = max(self.loads, key=self.loads.__getitem__, default=None)
+            if busiest is None or self.loads[busiest] <= self.limit * (1 + _TOLERANCE):
+                return
+            reached = self._reach(busiest)
+            free = next((o for o in reached if self.loads[o] < self.limit * (1 - _TOLERANCE)), None)
+            if free is not None:
+                self._move(reached, free)
+                continue
+            work = sum(self.loads[o] * self.speed[o] for o in reached)
+            mean = work / sum(self.speed[o] for o in reached)
+            self.limit = max(self.limit * (1 + _TOLERANCE / 2), mean)
+
+    @staticmethod
+    def _freedom(pool: Task) -> int:
+        return len(pool.options) + len(pool.others)
+
+    def _pour(self, index: int, options: tuple[int, ...], amount: float) -> float:
+        """Raise the lowest loads among `options` to a common level by `amount` in all, which is returned."""
+        if amount <= 0:
+            return 0.0
+        order = sorted(options, key=self.loads.__getitem__)
+        total, speed = amount, 0.0
+        for count, option in enumerate(order, start=1):
+            total += self.loads[option] * self.speed[option]
+            speed += self.speed[option]
+            level = total / speed
+            if count == len(order) or level <= self.loads[order[count]]:
+                break
+        for option in order[:count]:
+            self._give(index, option, (level - self.loads[option]) * self.speed[option])
+        return amount
+
+    def _give(self, index: int, option: int, amount: float) -> None:
+        self.shares[index][option] = self.shares[index].get(option, 0.0) + amount
+        self.loads[option] += amount / self.speed[option]
+
+    def _reach(self, start: int) -> dict[int, tuple[int, int] | None]:
+        """Options that work of `start` can be passed on to, nearest first: how, as (giver, pool)."""
+        reached: dict[int, tuple[int, int] | None] = {start: None}
+        queue = deque([start])
+        seen: set[int] = set()
+        while queue:
+            giver = queue.popleft()
+            for index, shares in enumerate(self.shares):
+                if index in seen or shares.get(giver, 0.0) <= 0:
+                    continue
+                seen.add(index)
+                for option in (*self.pools[index].options, *self.pools[index].others):
+                    if option not in reached:
+                        reached[option] = (giver, index)
+                        queue.append(option)
+        return reached
+
+    def _move(self, reached: dict[int, tuple[int, int] | None], free: int) -> None:
+        """Pass as much as possible along the chain from the busiest to `free`."""
+        chain: list[tuple[int, int, int]] = []
+        taker = free
+        while (step := reached[taker]) is not None:
+            chain.append((step[0], step[1], taker))
+            taker = step[0]
+        amount = min(
+            (self.loads[taker] - self.limit) * self.speed[taker],
+            (self.limit - self.loads[free]) * self.speed[free],
+            *(self.shares[index][giver] for giver, index, _ in chain),
+        )
+        for giver, index, receiver in chain:
+            self._give(index, giver, -amount)
+            self._give(index, receiver, amount)

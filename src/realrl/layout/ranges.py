@@ -1,0 +1,53 @@
+"""Which heads, rows and layers a tensor rank or a pipeline stage holds."""
+
+from realrl.config.errors import UserError
+from realrl.config.shape import ModelShape
+
+
+def query_heads(shape: ModelShape, tp: int, t: int) -> range:
+    """Query heads of tensor rank `t` of `tp`: consecutive, their numbers differing by at most one."""
+    if tp > shape.heads:
+        raise UserError(f"tp={tp} is more than the {shape.heads} attention heads of the model")
+    return _share(shape.heads, tp, t)
+
+
+def kv_heads(shape: ModelShape, tp: int, t: int) -> range:
+    """Key/value heads that the query heads of tensor rank `t` read; neighbouring ranks may share some."""
+    queries = query_heads(shape, tp, t)
+    group = shape.heads // shape.kv_heads
+    return range(queries.start // group, (queries.stop - 1) // group + 1)
+
+
+def feed_forward(shape: ModelShape, tp: int, t: int) -> range:
+    """Inner units of the feed-forward block on tensor rank `t`; numbers differ by at most one."""
+    return _share(shape.intermediate_size, tp, t)
+
+
+def padded_vocabulary(shape: ModelShape, tp: int) -> int:
+    """Rows of the embedding table, and of the head, that every tensor rank allocates."""
+    return -(-shape.vocab_size // tp)
+
+
+def vocabulary(shape: ModelShape, tp: int, t: int) -> range:
+    """Token ids whose rows tensor rank `t` holds; the last ranks may hold fewer than they allocate, or none."""
+    rows = padded_vocabulary(shape, tp)
+    return range(min(t * rows, shape.vocab_size), min((t + 1) * rows, shape.vocab_size))
+
+
+def stage_layers(layers: int, pp: int) -> tuple[range, ...]:
+    """Layers of each pipeline stage: consecutive, numbers differing by at most one, larger ones in the middle.
+
+    The first stage also holds the embedding and the last one the head, hence the fewer layers at the ends.
+    """
+    if pp > layers:
+        raise UserError(f"pp={pp} is more pipeline stages than the model has layers ({layers})")
+    size, larger = divmod(layers, pp)
+    first = (pp - larger) // 2
+    ends = [0]
+    for stage in range(pp):
+        ends.append(ends[-1] + size + (first <= stage < first + larger))
+    return tuple(range(a, b) for a, b in zip(ends, ends[1:], strict=False))
+
+
+def _share(total: int, parts: int, index: int) -> range:
+    return range(total * index // parts, total * (index + 1) // parts)

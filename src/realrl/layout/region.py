@@ -1,0 +1,46 @@
+"""A box of one named global tensor."""
+
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, order=True)
+class Region:
+    """The elements of `tensor` from `offset` up to `offset + size`, dimension by dimension.
+
+    A size of 0 is allowed: a rank may hold none of a tensor that others share. Raises ValueError for offsets
+    and sizes of different lengths or below 0.
+    """
+
+    tensor: str
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.offset) != len(self.size):
+            raise ValueError(f"region of {self.tensor}: offset {self.offset} but size {self.size}")
+        if min(self.offset, default=0) < 0 or min(self.size, default=0) < 0:
+            raise ValueError(f"region of {self.tensor}: negative offset {self.offset} or size {self.size}")
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.size)
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """The first index past the box, per dimension."""
+        return tuple(o + s for o, s in zip(self.offset, self.size, strict=True))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index into the global tensor."""
+        return tuple(slice(a, b) for a, b in zip(self.offset, self.end, strict=True))
+
+    def intersect(self, other: "Region") -> "Region | None":
+        """What both cover; None where that is nothing."""
+        if self.tensor != other.tensor:
+            return None
+        low = tuple(map(max, self.offset, other.offset))
+        size = tuple(min(a, b) - c for a, b, c in zip(self.end, other.end, low, strict=True))
+        return Region(self.tensor, low, size) if min(size, default=1) > 0 else None

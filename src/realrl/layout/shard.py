@@ -1,0 +1,72 @@
+"""The part of a model that one rank computes with, in terms of heads, rows and layers."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from realrl.config.shape import Head, ModelShape
+from realrl.layout.ranges import kv_heads, query_heads, stage_layers, vocabulary
+from realrl.plan.placement import Placement
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Tensor rank `tp_index` of `tp` on pipeline stage `pp_index` of `pp`; by default the whole model."""
+
+    shape: ModelShape
+    head: Head
+    tp: int = 1
+    tp_index: int = 0
+    pp: int = 1
+    pp_index: int = 0
+
+    @classmethod
+    def of(cls, shape: ModelShape, head: Head, placement: Placement, rank: int) -> "Shard":
+        """The shard of a global rank of the placement."""
+        s = placement.strategy
+        return cls(shape, head, s.tp, placement.tp_index(rank), s.pp, placement.pp_index(rank))
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first stage, which embeds tokens."""
+        return self.pp_index == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether this is the last stage, which has the final norm and the head."""
+        return self.pp_index == self.pp - 1
+
+    @cached_property
+    def layers(self) -> range:
+        """Decoder layers of this stage."""
+        return stage_layers(self.shape.layers, self.pp)[self.pp_index]
+
+    @cached_property
+    def queries(self) -> range:
+        """Query heads of this tensor rank."""
+        return query_heads(self.shape, self.tp, self.tp_index)
+
+    @cached_property
+    def keys(self) -> range:
+        """Key/value heads of this tensor rank; neighbours may hold the same ones."""
+        return kv_heads(self.shape, self.tp, self.tp_index)
+
+    @cached_property
+    def vocabulary(self) -> range:
+        """Token ids whose embedding and logits are this tensor rank's."""
+        return vocabulary(self.shape, self.tp, self.tp_index)
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether some key/value head lies on more than one tensor rank."""
+        ranges = [kv_heads(self.shape, self.tp, t) for t in range(self.tp)]
+        return sum(map(len, ranges)) > self.shape.kv_heads
+
+    @cached_property
+    def uneven_groups(self) -> tuple[int, ...] | None:
+        """Where query heads do not come in equal groups per key/value head: the local key/value head that
+        each local query head reads; else None."""
+        group = self.shape.heads // self.shape.kv_heads
+        reads = tuple(head // group - self.keys.start for head in self.queries)
+        per_key, rest = divmod(len(reads), len(self.keys))
+        regular = not rest and reads == tuple(i // per_key for i in range(len(reads)))
+        return None if regular else reads

@@ -1,0 +1,90 @@
+"""`realrl generate` from a saved model to text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from realrl.cli.app import run_app
+from tests.conftest import World
+
+PROMPTS = ["the film is", "the story", ""]
+
+
+def completions(world: World, out: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Records written by the command, for PROMPTS given one by one."""
+    prompts = [part for prompt in PROMPTS for part in ("--prompt", prompt)]
+    command = ["generate", world.actor, "--max-new-tokens", "20", "--out", str(out), *prompts, *arguments]
+    assert run_app(command) == 0
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_a_seed_gives_the_same_text_and_another_one_other_text(world: World, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out.jsonl"
+    first = completions(world, out, "--seed", "7")
+    assert completions(world, out, "--seed", "7") == first
+    assert completions(world, out, "--seed", "8") != first
+    assert [file.name for file in out.parent.iterdir()] == ["out.jsonl"]
+
+
+def test_records_hold_prompt_completion_tokens_and_whether_it_ended(world: World, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(world.actor)
+    rows = completions(world, tmp_path / "out.jsonl")
+    assert [row["prompt"] for row in rows] == PROMPTS
+    for row in rows:
+        assert tokenizer.decode(row["tokens"], skip_special_tokens=True) == row["completion"]
+        assert row["finished"] == (row["tokens"][-1] == tokenizer.eos_token_id)
+        assert row["finished"] or len(row["tokens"]) == 20
+
+
+def test_several_samples_of_a_prompt_differ_and_greedy_ones_do_not(world: World, tmp_path: Path) -> None:
+    rows = completions(world, tmp_path / "out.jsonl", "--n", "2", "--temperature", "1.5")
+    assert [row["prompt"] for row in rows] == [prompt for prompt in PROMPTS for _ in range(2)]
+    assert rows[0]["completion"] != rows[1]["completion"]
+    rows = completions(world, tmp_path / "out.jsonl", "--n", "2", "--greedy")
+    assert rows[0::2] == rows[1::2]
+
+
+def test_prompts_of_a_file_are_continued_like_those_given_one_by_one(world: World, tmp_path: Path) -> None:
+    one_by_one = completions(world, tmp_path / "a.jsonl")
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "b.jsonl"
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    command = ["generate", world.actor, "--max-new-tokens", "20", "--prompts", str(file), "--out", str(out)]
+    assert run_app(command) == 0
+    assert [json.loads(line) for line in out.read_text().splitlines()] == one_by_one
+
+
+def test_without_a_file_the_text_is_printed(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = completions(world, tmp_path / "out.jsonl", "--seed", "3")
+    command = ["generate", world.actor, "--max-new-tokens", "20", "--seed", "3"]
+    assert run_app([*command, *(f"--prompt={prompt}" for prompt in PROMPTS)]) == 0
+    printed = capsys.readouterr().out
+    assert printed == "".join(f"{row['prompt']}{row['completion']}\n\n" for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("model", "out", "sentence"),
+    [
+        ("/nowhere/model", "out.jsonl", "/nowhere/model"),
+        (None, "out.jsonl/inside", "out.jsonl/inside cannot be written"),
+    ],
+)
+def test_a_mistake_is_a_sentence_and_leaves_an_earlier_file_alone(
+    world: World,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    model: str | None,
+    out: str,
+    sentence: str,
+) -> None:
+    (tmp_path / "out.jsonl").write_text("precious")
+    command = ["generate", model or world.actor, "--prompt", "a", "--out", str(tmp_path / out)]
+    assert run_app(command) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("realrl: ") and error.count("\n") == 1 and sentence in error
+    assert (tmp_path / "out.jsonl").read_text() == "precious"
+    assert [file.name for file in tmp_path.iterdir()] == ["out.jsonl"]

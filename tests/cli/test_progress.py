@@ -1,0 +1,82 @@
+"""What a person sees of a run, at a terminal and in a log file."""
+
+import pytest
+
+from realrl.cli.progress import Progress
+from realrl.config.load import parse_experiment
+from realrl.runtime.train import Record
+
+EXPERIMENT = parse_experiment(
+    {
+        "algorithm": "ppo",
+        "run_dir": "runs/x",
+        "data": {"train": "x.jsonl"},
+        "models": {"actor": {"path": "a"}, "reward": {"path": "r"}},
+    }
+)
+FIGURES = {
+    "actor.train/score": 1.23456,
+    "actor.train/kl": 0.5,
+    "actor.train/response_tokens": 20.0,
+    "critic.train/value_loss": 2e-5,
+    "judge": float("nan"),
+    "actor.train/something_else": 3.0,
+}
+SHOWN = "score 1.235  kl 0.5  response_tokens 20  value_loss 2e-05  judge nan"
+RUN_DIR = "runs/" + "long-name/" * 12
+
+
+def whole_run(progress: Progress) -> None:
+    with progress:
+        progress.note("data.train: skipped 2 records, first [x]:4 :smile: [bold]kept[/bold]")
+        progress.begin(EXPERIMENT, 3)
+        progress.record(Record(0, "eval", 1.0, FIGURES))
+        for step in (1, 2, 3):
+            progress.record(Record(step, "train", 0.5, FIGURES))
+        progress.end(RUN_DIR, 12.3)
+
+
+def test_a_log_has_plain_whole_lines_and_no_bar(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("realrl.cli.progress._QUIET_SECONDS", -1.0)
+    whole_run(Progress())
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "note: data.train: skipped 2 records, first [x]:4 :smile: [bold]kept[/bold]",
+        f"step 0/3 evaluation: {SHOWN}",
+        *(f"step {step}/3 0.50 s: {SHOWN}" for step in (1, 2, 3)),
+        f"done in 12 s; results in {RUN_DIR}",
+    ]
+
+
+def test_a_log_is_not_flooded_with_steps(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("realrl.cli.progress._QUIET_SECONDS", 1e9)
+    whole_run(Progress())
+    assert "0.50 s" not in capsys.readouterr().err
+
+
+def test_nothing_is_printed_about_a_run_that_never_began(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyError), Progress():
+        raise KeyError
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_gets_a_bar_and_its_cursor_back_whatever_happens(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    hide, show = "\x1b[?25l", "\x1b[?25h"
+    progress = Progress()
+    with pytest.raises(KeyboardInterrupt), progress:
+        progress.begin(EXPERIMENT, 3)
+        progress.record(Record(1, "train", 0.5, FIGURES))
+        raise KeyboardInterrupt
+    shown = capsys.readouterr().err
+    assert "1/3" in shown and "score 1.235" in shown and shown.rindex(hide) < shown.rindex(show)

@@ -1,0 +1,185 @@
+"""Generation: what is drawn depends on nothing but seed, step, sequence and parameters."""
+
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from realrl.checkpoint import huggingface
+from realrl.config.algorithms import GenerationConfig
+from realrl.data.batch import Batch, Ragged
+from realrl.engine import generate as engine
+from realrl.engine.generate import Noise
+from realrl.engine.model import Model, whole_model
+from realrl.model.packing import Packing
+from tests.conftest import World
+
+NEVER = -1
+"""An end of sequence that is never drawn."""
+
+NOISE = Noise(seed=1, step=2)
+
+
+def load(world: World, temperature: float = 1.0) -> Model:
+    shape = huggingface.read_shape(world.actor)
+    model = whole_model(shape, "lm", dtype=torch.float32, device=torch.device("cpu"), temperature=temperature)
+    huggingface.load(world.actor, model.layout.specs, model.parameters)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model(world: World) -> Model:
+    return load(world)
+
+
+def prompts(count: int = 32) -> Batch:
+    """Random prompts of 1 to 20 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(3, 320, (1 + i * 7 % 20,), generator=generator) for i in range(count)]
+    return Batch(tuple(range(count)), {"prompts": Ragged.of(rows)})
+
+
+def generate(
+    model: Model,
+    batch: Batch,
+    *,
+    budget: int = 100_000,
+    eos: int = NEVER,
+    noise: Noise = NOISE,
+    **sampling: object,
+) -> Batch:
+    settings = GenerationConfig.model_validate({"max_new_tokens": 12, **sampling})
+    return engine.generate(model, batch, "prompts", sampling=settings, eos=eos, noise=noise, budget=budget)
+
+
+def continuations(batch: Batch) -> list[list[int]]:
+    rows = zip(batch["sequences"].rows(), batch["prompts"].lengths, strict=True)
+    return [row[length:].tolist() for row, length in rows]
+
+
+@pytest.fixture(scope="module")
+def common(model: Model) -> int:
+    """A token that ends some sequences early, some late and some not at all."""
+    drawn = [token for row in continuations(generate(model, prompts())) for token in row]
+    return max(set(drawn), key=drawn.count)
+
+
+@pytest.fixture(scope="module")
+def whole(model: Model, common: int) -> Batch:
+    """All prompts continued at once."""
+    return generate(model, prompts(), eos=common)
+
+
+def assert_rows(got: Batch, expected: Batch, positions: list[int]) -> None:
+    """`got` has the rows of `expected` at these positions."""
+    for key in ("sequences", "prompt_length", "finished"):
+        assert [r.tolist() for r in got[key].rows()] == [expected[key].row(i).tolist() for i in positions]
+    ours, theirs = got["logprobs"].values, expected["logprobs"].select(positions).values
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [1, 40, 100])
+def test_the_split_into_batches_changes_nothing(model: Model, common: int, whole: Batch, budget: int) -> None:
+    assert_rows(generate(model, prompts(), eos=common, budget=budget), whole, list(range(32)))
+
+
+@pytest.mark.parametrize("positions", [list(range(31, -1, -1)), [4], [17, 3, 29]])
+def test_order_and_company_change_nothing(
+    model: Model, common: int, whole: Batch, positions: list[int]
+) -> None:
+    assert_rows(generate(model, prompts().select(positions), eos=common), whole, positions)
+
+
+def test_numbering_can_start_anywhere(model: Model, common: int, whole: Batch) -> None:
+    positions = list(range(20, 32))
+    part = dataclasses.replace(prompts().select(positions), ids=tuple(range(12)))
+    assert_rows(generate(model, part, eos=common, noise=Noise(1, 2, first=20)), whole, positions)
+
+
+@pytest.mark.parametrize("noise", [Noise(1, 3), Noise(2, 2), Noise(1, 2, first=1)])
+def test_another_seed_step_or_number_draws_other_tokens(
+    model: Model, common: int, whole: Batch, noise: Noise
+) -> None:
+    other = generate(model, prompts(), eos=common, noise=noise)
+    pairs = zip(continuations(whole), continuations(other), strict=True)
+    assert sum(a == b for a, b in pairs) <= 3  # two sequences of one token may agree
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.6},
+        {"temperature": 1.7, "top_k": 5},
+        {"temperature": 0.8, "top_p": 0.7},
+        {"min_new_tokens": 6, "temperature": 1.3},
+        {"greedy": True, "temperature": 2.0, "min_new_tokens": 12},
+    ],
+    ids=str,
+)
+def test_recorded_logprobs_are_those_the_trainer_computes(
+    world: World, common: int, sampling: dict[str, float]
+) -> None:
+    model = load(world, sampling.get("temperature", 1.0))
+    batch = generate(model, prompts(), eos=common, **sampling)
+    with torch.no_grad():
+        rows = batch["sequences"]
+        packing = Packing.of(rows.lengths, "cpu")
+        output = model.output(model.forward(rows, packing, None), rows, packing)
+    assert output.logprobs is not None and batch["logprobs"].lengths == batch["sequences"].lengths
+    for recorded, computed, start in zip(
+        batch["logprobs"].rows(),
+        output.logprobs.split(output.lengths),
+        batch["prompts"].lengths,
+        strict=True,
+    ):
+        assert not recorded[:start].any()
+        torch.testing.assert_close(recorded[start:], computed[start:], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("min_new_tokens", [0, 5])
+def test_greedy_gives_the_tokens_that_transformers_gives(
+    world: World, model: Model, min_new_tokens: int
+) -> None:
+    greedy = partial(generate, model, prompts(), greedy=True, max_new_tokens=16)
+    drawn = [token for row in continuations(greedy()) for token in row]
+    eos = max(set(drawn), key=drawn.count)
+    ours = greedy(eos=eos, min_new_tokens=min_new_tokens)
+    theirs = AutoModelForCausalLM.from_pretrained(world.actor)
+    for row, prompt in zip(ours["sequences"].rows(), prompts()["prompts"].rows(), strict=True):
+        expected = theirs.generate(
+            prompt[None],
+            attention_mask=torch.ones_like(prompt[None]),
+            do_sample=False,
+            max_new_tokens=16,
+            min_new_tokens=min_new_tokens,
+            eos_token_id=eos,
+            pad_token_id=0,
+        )
+        assert row.tolist() == expected[0].tolist()
+
+
+def test_a_sequence_stops_at_its_first_end(common: int, whole: Batch) -> None:
+    finished = [bool(row) for row in whole["finished"].rows()]
+    for ended, row in zip(finished, continuations(whole), strict=True):
+        assert common not in row[:-1]
+        assert (row[-1] == common) == ended and (ended or len(row) == 12)
+    assert 0 < sum(finished) < len(finished)
+
+
+def test_no_sequence_ends_before_the_minimum(model: Model, common: int, whole: Batch) -> None:
+    assert min(map(len, continuations(whole))) < 6
+    rows = continuations(generate(model, prompts(), eos=common, min_new_tokens=6))
+    assert all(common not in row[:6] for row in rows) and any(row[-1] == common for row in rows)
+
+
+def test_one_new_token_is_the_first_of_many(model: Model) -> None:
+    one = generate(model, prompts(), max_new_tokens=1)
+    many = generate(model, prompts(), max_new_tokens=12)
+    assert continuations(one) == [row[:1] for row in continuations(many)]
+
+
+def test_top_k_of_one_is_greedy(model: Model) -> None:
+    narrow = generate(model, prompts(), top_k=1, temperature=3.0)
+    assert continuations(narrow) == continuations(generate(model, prompts(), greedy=True))

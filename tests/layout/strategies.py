@@ -1,0 +1,57 @@
+"""Random small models and placements."""
+
+from hypothesis import strategies as st
+
+from realrl.config.shape import Head, ModelShape
+from realrl.layout.layout import Layout, layout
+from realrl.plan.cluster import Cluster
+from realrl.plan.placement import Mesh, Placement, Strategy
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> ModelShape:
+    """Models whose sizes divide badly."""
+    kv_heads = draw(st.integers(1, 3))
+    return ModelShape(
+        vocab_size=draw(st.integers(1, 11)),
+        hidden_size=draw(st.integers(1, 5)),
+        intermediate_size=draw(st.integers(1, 9)),
+        layers=draw(st.integers(1, 4)),
+        heads=kv_heads * draw(st.integers(1, 3)),
+        kv_heads=kv_heads,
+        head_dim=2,
+        tied_embeddings=draw(st.booleans()),
+    )
+
+
+@st.composite
+def placements(draw: st.DrawFn, cluster: Cluster, shape: ModelShape) -> Placement:
+    """Any placement of a model on any mesh of a cluster."""
+    per_node = cluster.devices_per_node
+    sizes = [s for s in range(1, per_node) if per_node % s == 0]
+    sizes += [per_node * nodes for nodes in range(1, cluster.nodes + 1)]
+    size = draw(st.sampled_from(sizes))
+    step = min(size, per_node)
+    mesh = Mesh(draw(st.integers(0, (cluster.size - size) // step)) * step, size)
+    degrees = [
+        (size // (tp * pp), tp, pp)
+        for tp in range(1, min(size, shape.heads) + 1)
+        for pp in range(1, min(size, shape.layers) + 1)
+        if size % (tp * pp) == 0
+    ]
+    return Placement(mesh, Strategy(*draw(st.sampled_from(degrees))))
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    """Up to four nodes of up to six devices."""
+    return Cluster(draw(st.integers(1, 4)), draw(st.integers(1, 6)))
+
+
+@st.composite
+def moves(draw: st.DrawFn) -> tuple[Layout, Layout, Cluster]:
+    """Two layouts of a model on one cluster."""
+    cluster, shape = draw(clusters()), draw(shapes())
+    head: Head = draw(st.sampled_from(["lm", "scalar"]))
+    source, target = (layout(shape, head, draw(placements(cluster, shape))) for _ in range(2))
+    return source, target, cluster

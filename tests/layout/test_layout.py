@@ -1,0 +1,126 @@
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realrl.config.errors import UserError
+from realrl.config.shape import ModelShape
+from realrl.layout.layout import Layout, layout
+from realrl.layout.ranges import (
+    feed_forward,
+    kv_heads,
+    padded_vocabulary,
+    query_heads,
+    stage_layers,
+    vocabulary,
+)
+from realrl.layout.tensors import model_tensors
+from realrl.plan.cluster import Cluster
+from realrl.plan.placement import Mesh, Placement, Strategy
+from tests.layout.strategies import moves
+
+SHAPE = ModelShape(
+    vocab_size=10, hidden_size=8, intermediate_size=7, layers=5, heads=6, kv_heads=2, head_dim=2
+)
+
+
+def place(dp: int, tp: int, pp: int, first: int = 0) -> Placement:
+    return Placement(Mesh(first, dp * tp * pp), Strategy(dp, tp, pp))
+
+
+@pytest.mark.parametrize(
+    "layers, pp, sizes",
+    [(5, 3, (2, 2, 1)), (7, 4, (2, 2, 2, 1)), (6, 4, (1, 2, 2, 1)), (8, 5, (1, 2, 2, 2, 1))],
+)
+def test_stages_are_even_with_the_larger_ones_in_the_middle(
+    layers: int, pp: int, sizes: tuple[int, ...]
+) -> None:
+    assert sorted(map(len, stage_layers(layers, pp))) == sorted(sizes)
+    ends = [len(stage_layers(layers, pp)[i]) for i in (0, -1)]
+    assert sum(ends) == min(sum(ends), sizes[0] + sizes[-1])
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_stages_cover_all_layers_in_order(layers: int, pp: int) -> None:
+    if pp > layers:
+        with pytest.raises(UserError, match="pipeline stages"):
+            stage_layers(layers, pp)
+        return
+    stages = stage_layers(layers, pp)
+    assert [layer for stage in stages for layer in stage] == list(range(layers))
+    assert max(map(len, stages)) - min(map(len, stages)) <= 1
+
+
+@pytest.mark.parametrize(
+    "tp, queries, keys",
+    [
+        (1, [(0, 6)], [(0, 2)]),
+        (2, [(0, 3), (3, 6)], [(0, 1), (1, 2)]),
+        (3, [(0, 2), (2, 4), (4, 6)], [(0, 1), (0, 2), (1, 2)]),
+        (4, [(0, 1), (1, 3), (3, 4), (4, 6)], [(0, 1), (0, 1), (1, 2), (1, 2)]),
+        (6, [(i, i + 1) for i in range(6)], [(0, 1)] * 3 + [(1, 2)] * 3),
+    ],
+)
+def test_a_tensor_rank_has_the_key_heads_that_its_query_heads_read(
+    tp: int, queries: list[tuple[int, int]], keys: list[tuple[int, int]]
+) -> None:
+    assert [query_heads(SHAPE, tp, t) for t in range(tp)] == [range(*r) for r in queries]
+    assert [kv_heads(SHAPE, tp, t) for t in range(tp)] == [range(*r) for r in keys]
+
+
+@pytest.mark.parametrize("tp", range(1, 7))
+def test_inner_units_and_token_ids_are_shared_out_without_gap_or_overlap(tp: int) -> None:
+    for share, total in ((feed_forward, 7), (vocabulary, 10)):
+        assert [i for t in range(tp) for i in share(SHAPE, tp, t)] == list(range(total))
+    assert tp * padded_vocabulary(SHAPE, tp) >= 10
+
+
+def test_the_last_ranks_of_a_padded_vocabulary_may_have_no_rows() -> None:
+    held = layout(SHAPE, "lm", place(1, 6, 1)).tensors(5)[0]
+    assert held.region.size == (0, 8) and held.shape == (2, 8)
+
+
+def test_tensors_keep_the_order_of_storage() -> None:
+    order = {spec.name: i for i, spec in enumerate(model_tensors(SHAPE, "lm"))}
+    made = layout(SHAPE, "lm", place(1, 2, 3))
+    for rank in range(6):
+        held = [order[local.region.tensor] for local in made.tensors(rank)]
+        assert held == sorted(held)
+
+
+def test_a_tied_table_lies_on_both_ends_of_the_pipeline() -> None:
+    tied = SHAPE.model_copy(update={"tied_embeddings": True})
+    for head, stages in (("lm", {0, 2}), ("scalar", {0})):
+        made = layout(tied, head, place(1, 1, 3))  # type: ignore[arg-type]
+        names = [{local.region.tensor for local in made.tensors(rank)} for rank in range(3)]
+        assert {i for i in range(3) if "model.embed_tokens.weight" in names[i]} == stages
+    assert len([t for t in layout(tied, "lm", place(1, 1, 1)).tensors(0) if "embed" in t.region.tensor]) == 1
+
+
+def test_a_rank_outside_the_mesh_holds_nothing() -> None:
+    made = layout(SHAPE, "lm", place(2, 1, 1, first=4))
+    assert made.tensors(3) == made.tensors(6) == () and made.tensors(4) == made.tensors(5) != ()
+
+
+@pytest.mark.parametrize("degrees, text", [((1, 1, 6), "pp=6"), ((1, 7, 1), "tp=7")])
+def test_a_strategy_that_the_model_does_not_fit_is_refused(degrees: tuple[int, int, int], text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        layout(SHAPE, "lm", place(*degrees))
+
+
+@settings(max_examples=150, deadline=None)
+@given(moves())
+def test_every_replica_holds_each_element_somewhere(move: tuple[Layout, Layout, Cluster]) -> None:
+    made, placement = move[0], move[0].placement
+    for dp in range(placement.strategy.dp):
+        seen = {spec.name: np.zeros(spec.shape, dtype=int) for spec in made.specs}
+        for rank in placement.ranks:
+            if placement.dp_index(rank) == dp:
+                for local in made.tensors(rank):
+                    region = local.region
+                    box = tuple(slice(a, b) for a, b in zip(region.offset, region.end, strict=True))
+                    seen[region.tensor][box] += 1
+                    assert prod(local.shape) >= region.numel and local.shape[1:] == region.size[1:]
+        assert all((count > 0).all() for count in seen.values())

@@ -1,0 +1,46 @@
+"""Finished runs, for tests that look at what a run leaves behind."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from realrl.cli.app import run_app
+from tests.conftest import World
+
+JUDGE = """
+def longer_is_better(completions):
+    return [len(text) for text in completions]
+"""
+
+
+def changes(world: World, algorithm: str, directory: Path) -> dict[str, object]:
+    """Evaluation, checkpoints and, where there are samples, a judge that scores each by its length."""
+    (directory / "judge.py").write_text(JUDGE)
+    judge = f"{directory / 'judge.py'}:longer_is_better"
+    return {
+        "data__eval": str(world.root / f"{algorithm}.jsonl"),
+        "training__eval_every": 2,
+        "training__save_every": 2,
+        "training__samples": 100,
+        **({"training__judge": judge} if algorithm == "ppo" else {}),
+    }
+
+
+def run(world: World, algorithm: str, directory: Path, **more: object) -> Path:
+    """The directory of a run of 5 steps, as `World.recipe` describes, that has ended well."""
+    recipe = world.recipe(algorithm, directory, **{**changes(world, algorithm, directory), **more})
+    assert run_app(["train", str(recipe)]) == 0
+    return directory / "run"
+
+
+@pytest.fixture(scope="session")
+def finished(world: World, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """Algorithm -> the directory of a run in one process."""
+    return {name: run(world, name, tmp_path_factory.mktemp(name)) for name in ("sft", "reward", "ppo")}
+
+
+@pytest.fixture(scope="session")
+def finished_on_two(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run of PPO on two processes, but evaluated in batches of another size."""
+    return run(world, "ppo", tmp_path_factory.mktemp("two"), cluster="1x2", data__eval_batch=27)
