@@ -1,7 +1,8 @@
 """Bytes and modelled seconds of reallocating LLaMA models from every training to every generation layout.
 
 Both layouts lie on the same 1 to 16 nodes of 8 devices; degrees are powers of two, tensor parallelism stays
-inside a node, and the parameters of a device, in bfloat16, fit its memory. Two columns of seconds:
+inside a node, the parameters of a device, in bfloat16, fit its memory, and generation has at most 16 stages, the
+most that ReaL considers. Two columns of seconds:
 
 - ours: the most loaded port of our schedule, and a latency per message.
 - ReaL's rule, as its search engine estimates its own schedule (openpsi-project/ReaLHF, commit 20869585,
@@ -12,6 +13,7 @@ inside a node, and the parameters of a device, in bfloat16, fit its memory. Two 
   number of receiving nodes where it leaves its node; each receiving rank, one that is itself the sender
   included, pays 0.03 s per step more. The estimate is the largest sum over the ranks.
 
+Ranks of a node do not share the port of the node there, which flatters schedules in which several cross at once.
 ReaL's file has 1800 and 200 Gbit/s for the two bandwidths; here both columns use those of `Links`, so that
 only the schedules and rules differ.
 
@@ -32,7 +34,7 @@ from pathlib import Path
 
 from realrl.config.shape import ModelShape
 from realrl.config.shapes import SHAPES
-from realrl.layout.layout import Layout, layout
+from realrl.layout.layout import layout
 from realrl.layout.links import Links
 from realrl.layout.ranges import stage_layers
 from realrl.layout.routes import reallocate
@@ -45,6 +47,7 @@ MEMORY = 80e9
 """Bytes of a device."""
 WIDTH = 2
 """Bytes of a bfloat16."""
+GENERATION_STAGES = 16
 LINKS = Links()
 RECEIVE_STEP = 0.03
 """Seconds that ReaL adds per receive step (`set_interval_cost`)."""
@@ -72,22 +75,24 @@ def placements(shape: ModelShape, nodes: int) -> list[Placement]:
     powers = [2**i for i in range(size.bit_length())]
     found = []
     for tp in (p for p in powers if p <= PER_NODE):
+        sizes = part_elements(shape, tp)
         for pp in (p for p in powers if p * tp <= size and p <= shape.layers):
-            placement = Placement(Mesh(0, size), Strategy(size // (tp * pp), tp, pp))
-            held = layout(shape, "lm", placement)
-            firsts = (placement.rank(dp=0, pp=stage) for stage in range(pp))
-            if max(sum(t.region.numel for t in held.tensors(rank)) for rank in firsts) * WIDTH <= MEMORY:
-                found.append(placement)
+            stages = stage_layers(shape.layers, pp)
+            if max(sum(sizes[layer] for layer in stage) for stage in stages) * WIDTH <= MEMORY:
+                found.append(Placement(Mesh(0, size), Strategy(size // (tp * pp), tp, pp)))
     return found
 
 
-def real_rule(source: Layout, target: Layout, cluster: Cluster) -> tuple[float, float]:
-    """ReaL's estimate in seconds, and the same without the time per receive step."""
-    before, after = source.placement, target.placement
-    sizes = part_elements(source.shape, max(before.strategy.tp, after.strategy.tp))
+def real_rule(
+    layers: int, sizes: Counter[int], before: Placement, after: Placement, cluster: Cluster
+) -> tuple[float, float]:
+    """ReaL's estimate in seconds, and the same without the time per receive step.
+
+    `sizes`: elements of each layer on one of max(tp before, tp after) tensor ranks.
+    """
     with_steps: Counter[int] = Counter()
     without: Counter[int] = Counter()
-    stages = [stage_layers(source.shape.layers, p.strategy.pp) for p in (before, after)]
+    stages = [stage_layers(layers, p.strategy.pp) for p in (before, after)]
     for i, held in enumerate(stages[0]):
         for j, needed in enumerate(stages[1]):
             shared = range(max(held.start, needed.start), min(held.stop, needed.stop))
@@ -152,10 +157,13 @@ def measure(job: tuple[str, int, Placement]) -> list[Row]:
     model, nodes, training = job
     shape, cluster = SHAPES[model], Cluster(nodes, PER_NODE)
     source, rows = layout(shape, "lm", training), []
-    for generation in placements(shape, nodes):
+    sizes = {tp: part_elements(shape, tp) for tp in (1, 2, 4, 8)}
+    for generation in (p for p in placements(shape, nodes) if p.strategy.pp <= GENERATION_STAGES):
         target = layout(shape, "lm", generation)
         ours = reallocate(source, target, cluster, LINKS)
         moved = ours.bytes_by_link(WIDTH)
+        parts = sizes[max(training.strategy.tp, generation.strategy.tp)]
+        theirs = real_rule(shape.layers, parts, training, generation, cluster)
         names = [p.layout.split(" @")[0] for p in (training, generation)]
         rows.append(
             Row(
@@ -166,7 +174,7 @@ def measure(job: tuple[str, int, Placement]) -> list[Row]:
                 moved.node,
                 moved.network,
                 round(ours.seconds(LINKS, WIDTH), 6),
-                *(round(seconds, 6) for seconds in real_rule(source, target, cluster)),
+                *(round(seconds, 6) for seconds in theirs),
             )
         )
     return rows

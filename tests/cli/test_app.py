@@ -36,7 +36,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "nowhere.yaml"], "nowhere.yaml does not exist"),
         (["train", DEMO, "data.btach=3"], "data.btach: unknown key; did you mean data.batch?"),
         (["train", DEMO, "data.batch=many"], "data.batch: 'many' is not a whole number"),
-        (["train", DEMO, "data.batch=63"], "data.batch=63 is not divisible by ppo.minibatches=2"),
+        (
+            ["train", DEMO, "data.batch=63", "ppo.minibatches=2"],
+            "data.batch=63 is not divisible by ppo.minibatches=2",
+        ),
         (["show", DEMO, "plan=symetric"], "did you mean symmetric?"),
         (["show", DEMO, "plan=disjoint"], "plan disjoint needs at least 4 devices"),
         (["show", DEMO, "cluster=two"], "cluster='two' is not understood"),

@@ -43,6 +43,11 @@ def test_whole_numbers_are_numbers_and_lists_are_pairs() -> None:
 
 
 def test_infinite_numbers_are_refused_where_they_mean_nothing() -> None:
-    settings = {"algorithm": "sft", "run_dir": "x", "data": {"train": "a"}, "models": {"actor": {"path": "a"}}}
-    with pytest.raises(UserError, match="training.epochs: inf is not a finite number"):
+    settings = {
+        "algorithm": "sft",
+        "run_dir": "x",
+        "data": {"train": "a"},
+        "models": {"actor": {"path": "a"}},
+    }
+    with pytest.raises(UserError, match=r"training\.epochs: inf is not a finite number"):
         parse_experiment({**settings, "training": {"epochs": float("inf")}})

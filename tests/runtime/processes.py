@@ -1,5 +1,7 @@
 """Commands as processes of their own, and what becomes of theirs."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,7 +25,11 @@ def start(*arguments: str, module: str = "realrl") -> "subprocess.Popen[str]":
 
 def end(process: "subprocess.Popen[str]") -> tuple[int, str]:
     """Exit status and standard error of a command, which must end soon."""
-    _, error = process.communicate(timeout=PATIENCE)
+    try:
+        _, error = process.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     return process.returncode, error
 
 

@@ -142,10 +142,10 @@ def test_tensorboard_has_the_figures(finished: Mapping[str, Path]) -> None:
     board = EventAccumulator(str(finished["sft"] / "tensorboard"))
     board.Reload()
     for kind in ("train", "eval"):
-        losses = [figure for figure in figures(finished["sft"], kind)]
-        for name in losses[0]:
+        expected = figures(finished["sft"], kind)
+        for name in expected[0]:
             values = [event.value for event in board.Scalars(f"{kind}/{name}")]
-            assert values == pytest.approx([figure[name] for figure in losses])
+            assert values == pytest.approx([step[name] for step in expected])
 
 
 def test_skipped_records_are_counted_and_the_first_is_named(

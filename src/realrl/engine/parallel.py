@@ -29,15 +29,10 @@ def rank_sets(placement: Placement) -> Iterator[RankSet]:
 
 def parallel(placement: Placement, rank: int, groups: Mapping[RankSet, Group]) -> Parallel:
     """The groups of a rank of the placement."""
-    own = {name: groups[ranks] for name, ranks in _sets_of(placement, rank).items()}
-    on_end = rank in (own["pipeline"].ranks[0], own["pipeline"].ranks[-1])
-    return Parallel(
-        data=own["data"],
-        tensor=own["tensor"],
-        pipeline=own["pipeline"],
-        everyone=own["everyone"],
-        ends=own["ends"] if on_end else None,
-    )
+    own = {name: groups.get(ranks) for name, ranks in _sets_of(placement, rank).items()}
+    data, tensor, pipeline, everyone = (own[name] for name in ("data", "tensor", "pipeline", "everyone"))
+    assert data and tensor and pipeline and everyone, "groups are made for every placement of a plan"
+    return Parallel(data=data, tensor=tensor, pipeline=pipeline, everyone=everyone, ends=own["ends"])
 
 
 def _sets_of(placement: Placement, rank: int) -> dict[str, RankSet]:

@@ -10,6 +10,7 @@ a relay, which sends to all others.
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from realrl.layout.balance import Capacity, Task, balance
 from realrl.layout.links import Links
@@ -48,12 +49,12 @@ class Journey:
     helpers: dict[int, Parts] = field(default_factory=dict)
     """Such a node -> holder in another node -> its part of that fraction."""
 
-    @property
+    @cached_property
     def entered(self) -> tuple[int, ...]:
         """Nodes that need the parcel and have no holder."""
         return tuple(node for node in self.needers if node not in self.holders)
 
-    @property
+    @cached_property
     def kept(self) -> tuple[int, ...]:
         """Nodes that need the parcel and have a holder."""
         return tuple(node for node in self.needers if node in self.holders)

@@ -3,15 +3,18 @@
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
 from itertools import pairwise, product
+from math import prod
+from operator import add, le
 
 from realrl.layout.layout import Layout, local_tensor
 from realrl.layout.region import Region
 from realrl.layout.tensors import TensorSpec
 
-_Box = tuple[tuple[int, ...], tuple[int, ...]]
+Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size of a region of a tensor that the context names."""
-_Atom = tuple[_Box, tuple[int, ...], tuple[int, ...]]
+_Atom = tuple[Box, tuple[int, ...], tuple[int, ...]]
 """A box that neither layout cuts, and the tensor ranks of either that hold it."""
 
 
@@ -25,43 +28,47 @@ class Parcel:
 
     holders: tuple[int, ...]
     targets: tuple[int, ...]
-    regions: list[Region] = field(default_factory=list)
+    boxes: list[tuple[str, Box]] = field(default_factory=list)
+    """Tensor and box of each region. There are many and few are asked for, hence no `Region` yet."""
     starts: list[int] = field(default_factory=list)
     elements: int = 0
 
-    def add(self, region: Region) -> None:
+    def add(self, tensor: str, box: Box, elements: int) -> None:
         """Lengthen the line."""
-        self.regions.append(region)
+        self.boxes.append((tensor, box))
         self.starts.append(self.elements)
-        self.elements += region.numel
+        self.elements += elements
 
-    @property
+    @cached_property
     def needers(self) -> tuple[int, ...]:
         """Targets that do not hold the regions already."""
-        return tuple(rank for rank in self.targets if rank not in self.holders)
+        holders = set(self.holders)
+        return tuple(rank for rank in self.targets if rank not in holders)
+
+    @cached_property
+    def keepers(self) -> tuple[int, ...]:
+        """Targets that hold the regions already."""
+        holders = set(self.holders)
+        return tuple(rank for rank in self.targets if rank in holders)
 
     def nearest_row(self, position: float) -> int:
         """The boundary between rows nearest to a position."""
         if position >= self.elements:
             return self.elements
         index = bisect_right(self.starts, position) - 1
-        region, start = self.regions[index], self.starts[index]
-        row = region.numel // region.size[0]
+        _, (_, size) = self.boxes[index]
+        row, start = prod(size[1:]), self.starts[index]
         return start + round((position - start) / row) * row
 
     def pieces(self, begin: int, end: int) -> Iterator[Region]:
         """The regions between two boundaries."""
-        for index in range(bisect_right(self.starts, begin) - 1, len(self.regions)):
-            region, start = self.regions[index], self.starts[index]
+        for index in range(bisect_right(self.starts, begin) - 1, len(self.boxes)):
+            (tensor, (offset, size)), start = self.boxes[index], self.starts[index]
             if start >= end:
                 return
-            first, last = max(begin - start, 0), min(end - start, region.numel)
-            if last - first == region.numel:
-                yield region
-                continue
-            row = region.numel // region.size[0]
-            offset = (region.offset[0] + first // row, *region.offset[1:])
-            yield Region(region.tensor, offset, ((last - first) // row, *region.size[1:]))
+            row = prod(size[1:])
+            first, last = max(begin - start, 0) // row, min((end - start) // row, size[0])
+            yield Region(tensor, (offset[0] + first, *offset[1:]), (last - first, *size[1:]))
 
 
 def parcels(source: Layout, target: Layout) -> list[Parcel]:
@@ -70,20 +77,21 @@ def parcels(source: Layout, target: Layout) -> list[Parcel]:
     Tensors that differ only in the layer they belong to are cut alike, so that it is done once for all of them.
     """
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], Parcel] = {}
+    ranks_before, ranks_after = cache(partial(_ranks, source)), cache(partial(_ranks, target))
     atoms: dict[str, list[_Atom]] = {}
-    sorted_out: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[_Box, Parcel]]] = {}
+    sorted_out: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[Box, int, Parcel]]] = {}
     for spec, before, after in zip(source.specs, source.stages, target.stages, strict=True):
         kind = spec.name if spec.layer is None else spec.name.split(".", 3)[3]
         if kind not in atoms:
             atoms[kind] = list(_atoms(_shards(source, spec), _shards(target, spec)))
         if (kind, before, after) not in sorted_out:
             by_ranks = []
-            for box, *ts in atoms[kind]:
-                ranks = _ranks(source, ts[0], before), _ranks(target, ts[1], after)
-                by_ranks.append((box, found.setdefault(ranks, Parcel(*ranks))))
+            for box, ts_before, ts_after in atoms[kind]:
+                ranks = ranks_before(ts_before, before), ranks_after(ts_after, after)
+                by_ranks.append((box, prod(box[1]), found.setdefault(ranks, Parcel(*ranks))))
             sorted_out[kind, before, after] = by_ranks
-        for (offset, size), parcel in sorted_out[kind, before, after]:
-            parcel.add(Region(spec.name, offset, size))
+        for box, elements, parcel in sorted_out[kind, before, after]:
+            parcel.add(spec.name, box, elements)
     return list(found.values())
 
 
@@ -93,14 +101,14 @@ def _ranks(layout: Layout, ts: tuple[int, ...], stages: tuple[int, ...]) -> tupl
     return tuple(placement.rank(dp=dp, tp=t, pp=stage) for stage in stages for dp in replicas for t in ts)
 
 
-def _shards(layout: Layout, spec: TensorSpec) -> list[tuple[_Box, int]]:
+def _shards(layout: Layout, spec: TensorSpec) -> list[tuple[Box, int]]:
     """Per tensor rank that holds any of it, its box of a tensor."""
     tp = layout.placement.strategy.tp
     regions = [local_tensor(layout.shape, spec, tp, t).region for t in range(tp)]
     return [((region.offset, region.size), t) for t, region in enumerate(regions) if region.numel]
 
 
-def _atoms(source: list[tuple[_Box, int]], target: list[tuple[_Box, int]]) -> Iterator[_Atom]:
+def _atoms(source: list[tuple[Box, int]], target: list[tuple[Box, int]]) -> Iterator[_Atom]:
     """The coarsest boxes that no shard of either side cuts, each with the tensor ranks that hold it."""
     edges = [
         sorted({edge for (offset, size), _ in source + target for edge in (offset[d], offset[d] + size[d])})
@@ -112,9 +120,9 @@ def _atoms(source: list[tuple[_Box, int]], target: list[tuple[_Box, int]]) -> It
         yield (low, size), _covering(source, low, high), _covering(target, low, high)
 
 
-def _covering(shards: list[tuple[_Box, int]], low: tuple[int, ...], high: tuple[int, ...]) -> tuple[int, ...]:
+def _covering(shards: list[tuple[Box, int]], low: tuple[int, ...], high: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(
         t
         for (offset, size), t in shards
-        if all(o <= a and b <= o + s for o, s, a, b in zip(offset, size, low, high, strict=True))
+        if all(map(le, offset, low)) and all(map(le, high, map(add, offset, size)))
     )

@@ -1,5 +1,7 @@
 """Which heads, rows and layers a tensor rank or a pipeline stage holds."""
 
+from itertools import pairwise
+
 from realrl.config.errors import UserError
 from realrl.config.shape import ModelShape
 
@@ -46,7 +48,7 @@ def stage_layers(layers: int, pp: int) -> tuple[range, ...]:
     ends = [0]
     for stage in range(pp):
         ends.append(ends[-1] + size + (first <= stage < first + larger))
-    return tuple(range(a, b) for a, b in zip(ends, ends[1:], strict=False))
+    return tuple(range(a, b) for a, b in pairwise(ends))
 
 
 def _share(total: int, parts: int, index: int) -> range:

@@ -99,16 +99,17 @@ class Reallocation:
                     found.append(Copy(rank, common))
         return tuple(found)
 
+    @cached_property
+    def loads(self) -> PortLoads:
+        """Elements that pass each port."""
+        return PortLoads.of(self.legs, self.cluster)
+
     def bytes_by_rank(self, element_bytes: int) -> dict[int, RankBytes]:
         """Exact bytes of every rank of either layout; `element_bytes` is the width of an element sent."""
-        sent: defaultdict[int, int] = defaultdict(int)
-        received: defaultdict[int, int] = defaultdict(int)
+        sent, received = self.loads.device_out, self.loads.device_in
         copied: defaultdict[int, int] = defaultdict(int)
-        for leg in self.legs:
-            sent[leg.sender] += leg.end - leg.begin
-            received[leg.receiver] += leg.end - leg.begin
         for parcel in self.parcels:
-            for rank in set(parcel.targets) & set(parcel.holders):
+            for rank in parcel.keepers:
                 copied[rank] += parcel.elements
         ranks = sorted({*self.source.placement.ranks, *self.target.placement.ranks})
         return {
@@ -118,18 +119,14 @@ class Reallocation:
 
     def bytes_by_link(self, element_bytes: int) -> LinkBytes:
         """Exact bytes of every class of links; `element_bytes` is the width of an element sent."""
-        node = network = 0
-        for leg in self.legs:
-            if self.cluster.node(leg.sender) == self.cluster.node(leg.receiver):
-                node += leg.end - leg.begin
-            else:
-                network += leg.end - leg.begin
-        device = sum(p.elements * len(set(p.targets) & set(p.holders)) for p in self.parcels)
+        network = sum(self.loads.node_out.values())
+        node = sum(self.loads.device_out.values()) - network
+        device = sum(parcel.elements * len(parcel.keepers) for parcel in self.parcels)
         return LinkBytes(device * element_bytes, node * element_bytes, network * element_bytes)
 
     def busiest_seconds(self, links: Links, element_bytes: int) -> float:
         """Time that the most loaded port, of a device or of a node, needs for its bytes."""
-        loads = PortLoads.of(self.legs, self.cluster)
+        loads = self.loads
         return element_bytes * max(loads.sending_seconds(links), loads.receiving_seconds(links))
 
     def seconds(self, links: Links, element_bytes: int) -> float:
@@ -150,8 +147,7 @@ class Reallocation:
         for layout in (self.source, self.target):
             state.update(f"{layout.head} {layout.placement.layout} {layout.shape!r}\n".encode())
         for parcel in self.parcels:
-            state.update(f"{parcel.holders} {parcel.targets}\n".encode())
-            state.update(repr([(r.tensor, r.offset, r.size) for r in parcel.regions]).encode())
+            state.update(f"{parcel.holders} {parcel.targets} {parcel.boxes}\n".encode())
         for leg in self.legs:
             state.update(repr(tuple(leg)).encode())
         return state.hexdigest()
@@ -173,8 +169,7 @@ def reallocate(source: Layout, target: Layout, cluster: Cluster, links: Links | 
         return Reallocation(source, target, cluster, moving, tuple(leg for j in chosen for leg in legs(j)))
 
     plain = schedule(None)
-    loads = PortLoads.of(plain.legs, cluster)
-    if loads.sending_seconds(links) <= loads.receiving_seconds(links) * _CLOSE:
+    if plain.loads.sending_seconds(links) <= plain.loads.receiving_seconds(links) * _CLOSE:
         return plain
-    relieved = schedule(loads.relief(links))
+    relieved = schedule(plain.loads.relief(links))
     return min(plain, relieved, key=lambda r: r.busiest_seconds(links, 1))

@@ -98,8 +98,13 @@ def resolve_cluster(text: str, device: Device) -> Cluster:
 
 
 def connect(device: Device) -> Process:
-    """Join the other ranks, or be the only one."""
+    """Join the other ranks, or be the only one; UserError when there are not enough GPUs for all."""
     cuda = use_cuda(device)
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if cuda and here > gpus:
+        raise UserError(
+            f"{here} processes cannot share the {gpus} GPUs here; make the cluster smaller or set device=cpu"
+        )
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     place = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:

@@ -1,0 +1,198 @@
+"""Every strategy computes what one process computes: losses, gradients, updates, inference, generation."""
+
+import os
+import tempfile
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from realrl.algorithms.reward.method import RewardInference, RewardTrain
+from realrl.algorithms.sft.method import SFTInference, SFTTrain
+from realrl.config.algorithms import GenerationConfig
+from realrl.config.model import OptimizerConfig
+from realrl.config.shape import Head, ModelShape
+from realrl.data.batch import Batch, Ragged
+from realrl.data.partition import assign
+from realrl.engine.generate import Noise, generate
+from realrl.engine.model import Model, whole_model
+from realrl.engine.parallel import all_rank_sets, parallel
+from realrl.engine.train import Trainer
+from realrl.layout.layout import layout
+from realrl.model.init import initialise
+from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.runtime.process import Process
+
+CPU = torch.device("cpu")
+SLOW = pytest.mark.slow
+SHAPES = {
+    "grouped tied": ModelShape(
+        vocab_size=67, hidden_size=32, intermediate_size=50, layers=5, heads=8, kv_heads=2, head_dim=8,
+        tied_embeddings=True, init_std=0.2,
+    ),
+    "uneven untied": ModelShape(
+        vocab_size=61, hidden_size=24, intermediate_size=33, layers=4, heads=6, kv_heads=3, head_dim=4,
+        init_std=0.2,
+    ),
+}  # fmt: skip
+# A large epsilon, because without it Adam divides rounding differences of tiny gradients by their own size.
+OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1, grad_clip=0.5, eps=1e-4)
+STEPS = 2
+ITEMS = 16
+MODELS: list[tuple[str, Head]] = [
+    ("grouped tied", "lm"),
+    ("uneven untied", "lm"),
+    ("uneven untied", "scalar"),
+]
+SAMPLING = GenerationConfig(max_new_tokens=6, min_new_tokens=2)
+
+
+# (dp, tp, pp), with `s` for sequence parallelism. Every degree alone, and mixtures of them.
+STRATEGIES = {
+    2: ["2 1 1", "1 2 1", "1 2 1 s", "1 1 2"],
+    3: ["3 1 1", "1 3 1 s", "1 3 1", "1 1 3"],
+    4: ["4 1 1", "1 4 1", "1 4 1 s", "1 1 4", "2 2 1 s", "2 1 2", "1 2 2", "1 2 2 s"],
+    6: ["3 2 1", "2 3 1 s", "1 6 1", "1 3 2", "1 2 3 s", "3 1 2", "2 1 3"],
+    8: ["2 2 2", "2 2 2 s", "1 4 2 s", "1 2 4", "4 1 2", "8 1 1"],
+}
+
+
+def placements(world: int) -> list[Placement]:
+    """The placements that are tried on so many ranks."""
+    found = []
+    for text in STRATEGIES[world]:
+        dp, tp, pp, *flags = text.split()
+        strategy = Strategy(
+            int(dp), int(tp), int(pp), micro_batch_tokens=40, sequence_parallel=flags == ["s"]
+        )
+        found.append(Placement(Mesh(0, world), strategy))
+    return found
+
+
+def batch(head: Head, shape: ModelShape) -> Batch:
+    generator = torch.Generator().manual_seed(5)
+
+    def rows(count: int) -> Ragged:
+        lengths = torch.randint(2, 17, (count,), generator=generator).tolist()
+        return Ragged.of([torch.randint(1, shape.vocab_size, (n,), generator=generator) for n in lengths])
+
+    ids = tuple(range(ITEMS))
+    if head == "scalar":
+        return Batch(ids, {"chosen": rows(ITEMS), "rejected": rows(ITEMS)})
+    tokens = rows(ITEMS)
+    return Batch(
+        ids, {"tokens": tokens, "prompt_length": Ragged.scalars(torch.ones(ITEMS, dtype=torch.int64))}
+    )
+
+
+def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:
+    """A few steps of training, then inference, then generation; figures by name, equal on every rank."""
+    head, strategy = model.head, model.layout.placement.strategy
+    dp_index = model.parallel.data.index
+    train = SFTTrain() if head == "lm" else RewardTrain()
+    infer = SFTInference() if head == "lm" else RewardInference()
+    costs = [sum(field.lengths[i] for field in everything.fields.values()) for i in range(len(everything))]
+    mine = assign(costs, minibatches=2, dp=strategy.dp)[dp_index]
+    items = sorted(i for part in mine for i in part)
+    local = everything.select(items)
+    trainer, results = Trainer(model, OPTIMIZER), {}
+    for step in range(STEPS):
+        positions = [[items.index(i) for i in part] for part in mine]
+        budget = strategy.micro_batch_tokens
+        figures = trainer.train(local, train, positions, lr=OPTIMIZER.lr, budget=budget).result()
+        for name, value in figures.items():
+            results[f"{step}/{name}"] = torch.tensor(value)
+    scored, _ = model.infer(local, infer, strategy.micro_batch_tokens)
+    key = "nll" if head == "lm" else "chosen_score"
+    results["inference"] = gathered(
+        model, items, [float(r) for r in scored[key].rows()] if key in scored.fields else []
+    )
+    if head == "lm":
+        texts = generate(
+            model,
+            local,
+            "tokens",
+            sampling=SAMPLING,
+            eos=3,
+            noise=Noise(1, 2),
+            budget=strategy.micro_batch_tokens,
+        )
+        done = "sequences" in texts.fields
+        sums = (
+            [float((torch.arange(len(r)) + 1).mul(r).sum()) for r in texts["sequences"].rows()]
+            if done
+            else []
+        )
+        results["samples"] = gathered(model, items, sums)
+        results["logprobs"] = gathered(
+            model, items, [float(r.sum()) for r in texts["logprobs"].rows()] if done else []
+        )
+    return results
+
+
+def gathered(model: Model, items: list[int], values: list[float]) -> torch.Tensor:
+    """What the last stages' first tensor ranks have, in the order of items, on every rank."""
+    out = torch.zeros(ITEMS, dtype=torch.float64)
+    if values and model.shard.tp_index == 0:
+        out[items] = torch.tensor(values, dtype=torch.float64)
+    return model.parallel.everyone.sum(out)
+
+
+def build(shape: ModelShape, head: Head, process: Process, placement: Placement, groups: object) -> Model:
+    model = Model(
+        layout(shape, head, placement), process.rank, parallel(placement, process.rank, groups),  # type: ignore[arg-type]
+        dtype=torch.float32, device=CPU,
+    )  # fmt: skip
+    regions = {local.region.tensor: local.region for local in model.layout.tensors(process.rank)}
+    specs = [spec for spec in model.layout.specs if spec.name in regions]
+    initialise(model.parameters, specs, shape, 1, regions)
+    return model
+
+
+def run_rank(rank: int, world: int, store: str, out: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    process = Process(rank, world, CPU, dist.new_group(backend="gloo"))
+    groups = process.groups(all_rank_sets(placements(world)))
+    results = {}
+    for (name, head), placement in product(MODELS, placements(world)):
+        shape = SHAPES[name]
+        model = build(shape, head, process, placement, groups)
+        results[name, head, str(placement)] = learn(model, batch(head, shape))
+    torch.save(results, f"{out}-{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[tuple[str, str], dict[str, torch.Tensor]]:
+    results = {}
+    for name, head in MODELS:
+        shape = SHAPES[name]
+        model = whole_model(shape, head, dtype=torch.float32, device=CPU)
+        initialise(model.parameters, model.layout.specs, shape, 1)
+        results[name, head] = learn(model, batch(head, shape))
+    return results
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, pytest.param(6, marks=SLOW), pytest.param(8, marks=SLOW)])
+def test_every_strategy_learns_and_samples_what_one_process_does(
+    world: int, alone: dict[tuple[str, str], dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        mp.spawn(run_rank, args=(world, f"{scratch}/store", str(tmp_path / "out")), nprocs=world)
+    for rank in range(world):
+        results = torch.load(f"{tmp_path}/out-{rank}")
+        assert len(results) == len(MODELS) * len(placements(world))
+        for (name, head, placement), figures in results.items():
+            expected = alone[name, head]
+            assert figures.keys() == expected.keys()
+            for figure, value in expected.items():
+                where = f"rank {rank}, {name}, {head}, {placement}: {figure}"
+                torch.testing.assert_close(
+                    figures[figure], value, rtol=1e-4, atol=1e-5, msg=lambda m, w=where: f"{w}: {m}"
+                )
