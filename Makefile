@@ -26,8 +26,9 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-gpu-check: $(STAMP)  ## the tests that need a CUDA device
+gpu-check: $(STAMP)  ## the tests and measurements that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python bench/gpu/model.py
 
 bench: $(STAMP)  ## packed against padded training
 	$(BIN)/python bench/sft_throughput.py

@@ -25,7 +25,7 @@ from realrl.config.experiment import SFTExperiment
 from realrl.config.load import load_experiment
 from realrl.data.batch import Batch
 from realrl.data.dataset import Dataset, Order
-from realrl.data.tokenizer import record_texts, train_bpe
+from realrl.data.tokenizer import load_tokenizer, train_tokenizer
 from realrl.engine.model import Model, whole_model
 from realrl.engine.train import Trainer
 from realrl.model.init import initialise
@@ -70,7 +70,7 @@ def theirs(directory: str, recipe: SFTExperiment, pad: int) -> Any:
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
-        return float(loss)
+        return loss.item()
 
     return step
 
@@ -83,7 +83,9 @@ def main() -> None:
     recipe = load_experiment("recipes/demo/sft.yaml", [])
     assert isinstance(recipe, SFTExperiment) and recipe.models.actor.shape is not None
     shape = recipe.models.actor.shape
-    tokenizer = train_bpe(record_texts(recipe.data.train), shape.vocab_size)
+    with tempfile.TemporaryDirectory() as directory:
+        train_tokenizer(recipe.data.train, directory, shape.vocab_size)
+        tokenizer = load_tokenizer(directory)
     records = Dataset.load(
         recipe.data.train, ("tokens", "prompt_length"), tokenizer, recipe.data, recipe.seed
     )
@@ -109,6 +111,14 @@ def main() -> None:
     report(rates, losses, arguments.json)
 
 
+def processor() -> str:
+    """The processor's name, where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
 def report(rates: dict[str, list[float]], losses: dict[str, list[float]], file: Path | None) -> None:
     """Print medians over all steps but the first three, which warm up."""
     tokens = {name: statistics.median(values[3:]) for name, values in rates.items()}
@@ -118,7 +128,7 @@ def report(rates: dict[str, list[float]], losses: dict[str, list[float]], file: 
     apart = max(abs(a - b) for a, b in zip(losses["realrl"], losses["transformers"], strict=True))
     result = {
         "date": date.today().isoformat(),
-        "machine": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
+        "machine": f"{processor()}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "tokens_per_second": {name: round(value) for name, value in tokens.items()},
