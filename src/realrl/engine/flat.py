@@ -7,6 +7,15 @@ from torch import Tensor
 
 from realrl.layout.tensors import TensorSpec
 
+BUCKET_ELEMENTS = 2**24
+"""Elements that travel in one collective: 64 MiB of float32, enough for full bandwidth, and few enough that
+several buckets can overlap with computation."""
+
+
+def bucket_count(tensors: Sequence[TensorSpec]) -> int:
+    """Buckets that a buffer of these tensors is cut into, of equal size."""
+    return max(1, round(sum(tensor.numel for tensor in tensors) / BUCKET_ELEMENTS))
+
 
 class FlatBuffer:
     """Tensors stored back to back in `data` [N]; N is rounded up to `multiple_of`, the rest stays zero."""
@@ -27,6 +36,7 @@ class FlatBuffer:
         for tensor in self.tensors:
             self._offsets[tensor.name] = used
             used += tensor.numel
+        self._used = used
         self.data = torch.zeros(-(-used // multiple_of) * multiple_of, dtype=dtype, device=device)
 
     def __contains__(self, name: str) -> bool:
@@ -36,6 +46,11 @@ class FlatBuffer:
         """A tensor as a view, in its own shape."""
         spec, start = self._specs[name], self._offsets[name]
         return self.data[start : start + spec.numel].view(spec.shape)
+
+    @property
+    def padding(self) -> Tensor:
+        """What follows the last tensor."""
+        return self.data[self._used :]
 
     def offset(self, name: str) -> int:
         """Index in `data` of a tensor's first element."""

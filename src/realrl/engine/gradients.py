@@ -9,6 +9,12 @@ from realrl.layout.ranges import kv_heads
 _EMBEDDING = "model.embed_tokens.weight"
 
 
+def needs_completion(model: Model) -> bool:
+    """Whether `complete_gradients` has anything to do."""
+    tied = model.shape.tied_embeddings and model.head == "lm" and model.parallel.pipeline.size > 1
+    return tied or model.shard.shares_keys or (model.parallel.tensor.size > 1 and model.sequence)
+
+
 def complete_gradients(model: Model, gradients: FlatBuffer) -> None:
     """Add up, in place, gradients of parameters that several ranks hold but each computed only a part of:
 

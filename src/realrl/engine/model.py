@@ -9,7 +9,8 @@ from realrl.algorithms.method import InferenceMethod, Metrics, ModelOutput
 from realrl.config.shape import Head, ModelShape
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import micro_batches
-from realrl.engine.flat import FlatBuffer
+from realrl.engine.flat import FlatBuffer, bucket_count
+from realrl.engine.offload import Offloadable, allocate, free
 from realrl.engine.parallel import Parallel
 from realrl.engine.pipeline import Pipeline
 from realrl.layout.layout import Layout, layout
@@ -41,11 +42,25 @@ class Model:
         self.sequence = layout.placement.strategy.sequence_parallel
         self.shard = Shard.of(layout.shape, layout.head, layout.placement, rank)
         stored = [tensor.stored for tensor in layout.tensors(rank)]
-        self.parameters = FlatBuffer(stored, dtype, device, multiple_of=parallel.data.size)
+        multiple = parallel.data.size * bucket_count(stored)
+        self.parameters = FlatBuffer(stored, dtype, device, multiple_of=multiple)
+        self.memory = Offloadable([self.parameters.data])
         self.transformer = Transformer(self.shard, self.parameters.fused, parallel.tensor)
         self.pipeline = Pipeline(
             parallel.pipeline, hidden_size=self.shape.hidden_size, dtype=dtype, device=device
         )
+
+    def free(self) -> None:
+        """Forget the parameters and give back their memory."""
+        free(self.parameters.data)
+
+    def allocate(self) -> None:
+        """Take memory for the parameters again; until they are filled in, only padding has a value, zero."""
+        allocate(self.parameters.data)
+        self.parameters.padding.zero_()
+        for tensor in self.layout.tensors(self.rank):
+            if tensor.region.size != tensor.shape:
+                self.parameters[tensor.region.tensor][tensor.region.size[0] :].zero_()
 
     def forward(self, rows: Ragged, packing: Packing, received: Tensor | None) -> Tensor:
         """This stage's hidden states of packed token rows; `received` are those of the stage before, if any."""

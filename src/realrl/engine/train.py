@@ -9,9 +9,11 @@ from torch import Tensor
 from realrl.algorithms.method import Metrics, TrainMethod
 from realrl.config.model import OptimizerConfig
 from realrl.data.batch import Batch
-from realrl.engine.flat import FlatBuffer
-from realrl.engine.gradients import complete_gradients, owned
+from realrl.engine.early_reduce import EarlyReduce
+from realrl.engine.flat import FlatBuffer, bucket_count
+from realrl.engine.gradients import complete_gradients, needs_completion, owned
 from realrl.engine.model import Model, item_tokens, reduce_metrics
+from realrl.engine.offload import Offloadable
 from realrl.engine.optimizer import ShardedAdamW
 from realrl.engine.pipeline_schedule import one_forward_one_backward
 from realrl.model.packing import Packing
@@ -23,9 +25,8 @@ class Trainer:
     def __init__(self, model: Model, config: OptimizerConfig) -> None:
         self.model = model
         parameters, parallel = model.parameters, model.parallel
-        self.gradients = FlatBuffer(
-            parameters.tensors, torch.float32, model.device, multiple_of=parallel.data.size
-        )
+        multiple = parallel.data.size * bucket_count(parameters.tensors)
+        self.gradients = FlatBuffer(parameters.tensors, torch.float32, model.device, multiple_of=multiple)
         for name, parameter in model.transformer.named_parameters():
             parameter.requires_grad_(True)
             if parameter.dtype != torch.float32:
@@ -39,6 +40,9 @@ class Trainer:
             everyone=parallel.everyone,
             owned={tensor.name: owned(model, tensor.name) for tensor in parameters.tensors},
         )
+        self._early = None if needs_completion(model) else EarlyReduce(model, self.gradients, self.optimizer)
+        self.memory = Offloadable(self.optimizer.kept, [self.gradients.data, *self.optimizer.scratch])
+        """All that training needs besides the parameters."""
 
     def train(
         self,
@@ -80,7 +84,10 @@ class Trainer:
         stage, stages = model.parallel.pipeline.index, model.parallel.pipeline.size
         figures = Metrics()
         passes: dict[int, _Pass] = {}
-        for action in one_forward_one_backward(stages, len(parts))[stage]:
+        actions = one_forward_one_backward(stages, len(parts))[stage]
+        for action in actions:
+            if action is actions[-1] and self._early is not None:
+                self._early.arm()
             if action.kind == "F":
                 part = batch.select(parts[action.micro_batch])
                 passes[action.micro_batch] = self._forward(part, method, weight, figures)

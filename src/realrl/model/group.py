@@ -53,17 +53,24 @@ def alone(rank: int = 0) -> Group:
     return Group((rank,), 0)
 
 
-def reduce_scatter(output: Tensor, buffer: Tensor, group: Group) -> None:
-    """output: [N / size], this rank's part of the sum of `buffer`: [N] over the group."""
+def reduce_scatter(output: Tensor, buffer: Tensor, group: Group, *, later: bool = False) -> dist.Work | None:
+    """output: [N / size], this rank's part of the sum of `buffer`: [N] over the group.
+
+    With `later`, returns at once with what to wait for, if anything.
+    """
     if group.handle is None:
         output.copy_(buffer)
-    else:
-        _reduce_scatter(output, buffer, dist.ReduceOp.SUM, group=group.handle)
+        return None
+    return _reduce_scatter(output, buffer, dist.ReduceOp.SUM, group=group.handle, async_op=later)
 
 
-def all_gather(buffer: Tensor, part: Tensor, group: Group) -> None:
-    """buffer: [N] on every rank, from each rank's `part`: [N / size]; `part` may lie inside `buffer`."""
+def all_gather(buffer: Tensor, part: Tensor, group: Group, *, later: bool = False) -> dist.Work | None:
+    """buffer: [N] on every rank, from each rank's `part`: [N / size]; `part` may lie inside `buffer`.
+
+    With `later`, returns at once with what to wait for, if anything.
+    """
     if group.handle is not None:
-        _all_gather(buffer, part.clone(), group=group.handle)
-    elif buffer.data_ptr() != part.data_ptr():
+        return _all_gather(buffer, part.clone(), group=group.handle, async_op=later)
+    if buffer.data_ptr() != part.data_ptr():
         buffer.copy_(part)
+    return None

@@ -1,0 +1,57 @@
+"""Device memory that is given back while what it holds waits in host memory."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def free(tensor: Tensor) -> None:
+    """Give back the memory of a tensor. It and its views stay valid, but must not be touched until
+    `allocate`."""
+    tensor.untyped_storage().resize_(0)
+
+
+def allocate(tensor: Tensor) -> None:
+    """Give a freed tensor memory again, of undefined content. The tensor must fill its storage."""
+    tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
+
+
+class Offloadable:
+    """Tensors that move between device and pinned host memory, each in one copy; their views stay valid."""
+
+    def __init__(self, kept: Sequence[Tensor], scratch: Sequence[Tensor] = ()) -> None:
+        """Each tensor must fill its storage. `scratch` is zero whenever it is not in use and therefore need
+        not be kept."""
+        self._kept, self._scratch = tuple(kept), tuple(scratch)
+        self._host: list[Tensor] = []
+        self.resident = True
+        """Whether the tensors are in device memory."""
+
+    def offload(self, *, changed: bool = True) -> None:
+        """Move to host memory. Unless something has `changed` since it was loaded, nothing is copied."""
+        assert self.resident, "offloaded already"
+        if not self._host:
+            self._host = [
+                torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda) for tensor in self._kept
+            ]
+            changed = True
+        for tensor, host in zip(self._kept, self._host, strict=True):
+            if changed:
+                host.copy_(tensor)
+            free(tensor)
+        for tensor in self._scratch:
+            free(tensor)
+        self.resident = False
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """Move back to device memory."""
+        assert not self.resident, "loaded already"
+        for tensor, host in zip(self._kept, self._host, strict=True):
+            allocate(tensor)
+            tensor.copy_(host)
+        for tensor in self._scratch:
+            allocate(tensor)
+            tensor.zero_()
+        self.resident = True

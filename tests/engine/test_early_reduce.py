@@ -1,0 +1,57 @@
+"""Buckets of gradients are added up during the backward pass, and change nothing."""
+
+import pytest
+import torch
+
+from realrl.algorithms.sft.method import SFTTrain
+from realrl.config.model import OptimizerConfig
+from realrl.config.shape import ModelShape
+from realrl.data.batch import Batch, Ragged
+from realrl.engine import flat
+from realrl.engine.model import whole_model
+from realrl.engine.train import Trainer
+from realrl.model.init import initialise
+
+SHAPE = ModelShape(
+    vocab_size=50, hidden_size=16, intermediate_size=24, layers=4, heads=2, kv_heads=2, head_dim=8
+)
+ROWS = Ragged.of([torch.arange(1 + i, 8 + 2 * i) for i in range(6)])
+BATCH = Batch(
+    tuple(range(6)), {"tokens": ROWS, "prompt_length": Ragged.scalars(torch.ones(6, dtype=torch.int64))}
+)
+
+
+def learn(started: list[int]) -> torch.Tensor:
+    """Parameters after two steps of several micro-batches; notes the buckets started before each update."""
+    model = whole_model(SHAPE, "lm", dtype=torch.float32, device=torch.device("cpu"))
+    initialise(model.parameters, model.layout.specs, SHAPE, 1)
+    trainer = Trainer(model, OptimizerConfig(lr=1e-2, grad_clip=None))
+    start, step = trainer.optimizer.start_reduce, trainer.optimizer.step
+
+    def note_start(bucket: int) -> None:
+        started.append(bucket)
+        start(bucket)
+
+    def note_step(lr: float) -> float:
+        started.append(-1)
+        return step(lr)
+
+    trainer.optimizer.start_reduce, trainer.optimizer.step = note_start, note_step  # type: ignore[method-assign]
+    for _ in range(2):
+        trainer.train(BATCH, SFTTrain(), [list(range(6))], lr=1e-2, budget=20)
+    return model.parameters.data[: sum(t.numel for t in model.parameters.tensors)].clone()
+
+
+def test_every_bucket_starts_before_the_update_and_last_ones_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat, "BUCKET_ELEMENTS", 1500)
+    started: list[int] = []
+    learn(started)
+    count = started.index(-1)
+    assert count > 3
+    assert started == [*reversed(range(count)), -1] * 2
+
+
+def test_buckets_change_no_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = learn([])
+    monkeypatch.setattr(flat, "BUCKET_ELEMENTS", 1500)
+    torch.testing.assert_close(learn([]), whole, rtol=1e-6, atol=1e-7)
