@@ -34,10 +34,11 @@ from pathlib import Path
 
 from realrl.config.shape import ModelShape
 from realrl.config.shapes import SHAPES
-from realrl.layout.layout import layout
+from realrl.layout.layout import layout, local_tensor
 from realrl.layout.links import Links
 from realrl.layout.ranges import stage_layers
 from realrl.layout.routes import reallocate
+from realrl.layout.tensors import model_tensors
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 
@@ -116,11 +117,13 @@ def real_rule(
 
 def part_elements(shape: ModelShape, tp: int) -> Counter[int]:
     """Elements of each layer on one of `tp` tensor ranks; embedding and head count with the end layers."""
-    held = layout(shape, "lm", Placement(Mesh(0, tp), Strategy(1, tp)))
     result: Counter[int] = Counter()
-    for spec, local in zip(held.specs, held.tensors(0), strict=True):
-        ends = 0 if "embed" in spec.name else shape.layers - 1
-        result[ends if spec.layer is None else spec.layer] += local.region.numel
+    for spec in model_tensors(shape, "lm"):
+        if spec.layer:
+            continue
+        elements = local_tensor(shape, spec, tp, 0).region.numel
+        ends = [0 if "embed" in spec.name else shape.layers - 1]
+        result.update(dict.fromkeys(ends if spec.layer is None else range(shape.layers), elements))
     return result
 
 

@@ -98,7 +98,12 @@ class World:
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """Built once: byte-level BPE tokenizer, data files, and an actor and a reward model of random weights."""
+    """Built once, with models of `SHAPE`."""
+    return build_world(tmp_path_factory.mktemp("world"), SHAPE)
+
+
+def build_world(root: Path, sizes: Mapping[str, Any]) -> World:
+    """Byte-level BPE tokenizer, data files, and an actor and a reward model of random weights."""
     import torch
 
     from realrl.checkpoint import huggingface
@@ -108,9 +113,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     from realrl.layout.tensors import model_tensors
     from realrl.model.init import initialise
 
-    root = tmp_path_factory.mktemp("world")
     sentences = [sentence(i, mood) for i in range(40) for mood in ("good", "bad")]
-    tokenizer = train_bpe(sentences, SHAPE["vocab_size"])
+    tokenizer = train_bpe(sentences, sizes["vocab_size"])
     tokenizer.save_pretrained(str(root / "tokenizer"))
     write_jsonl(root / "sft.jsonl", [{"prompt": "", "answer": text} for text in sentences])
     write_jsonl(
@@ -124,7 +128,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         root / "ppo.jsonl",
         [{"prompt": " ".join(text.split()[: 2 + i % 3])} for i, text in enumerate(sentences)],
     )
-    shape = ModelShape.model_validate({**SHAPE, "init_std": 0.2})
+    shape = ModelShape.model_validate({**sizes, "init_std": 0.2})
     for name, head in (("actor", "lm"), ("reward", "scalar")):
         tensors = model_tensors(shape, head)
         buffer = FlatBuffer(tensors, torch.float32, torch.device("cpu"))

@@ -1,14 +1,16 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from realrl.config.errors import UserError
+from realrl.config.shape import ModelShape
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
-from realrl.plan.presets import PRESETS, disjoint, make_plan, symmetric
+from realrl.plan.presets import PRESETS, make_plan
 
 KEYS = (Key("prompts", "int64"), Key("sequences", "int64"), Key("score", "float32", "one"))
 GENERATE = Call("actor.generate", "actor", Kind.GENERATE, ("prompts",), ("sequences",), work=("prompts",))
@@ -17,8 +19,13 @@ TRAIN = Call("actor.train", "actor", Kind.TRAIN, ("sequences", "score"), work=("
 GRAPH = DataflowGraph([GENERATE, SCORE, TRAIN], KEYS)
 
 
-def place(mesh: str, dp: int, tp: int = 1, pp: int = 1) -> Placement:
-    return Placement(Mesh.parse(mesh), Strategy(dp, tp, pp))
+SMALL = ModelShape(
+    vocab_size=9, hidden_size=6, intermediate_size=8, layers=2, heads=3, kv_heads=1, head_dim=2
+)
+
+
+def place(mesh: str, dp: int, tp: int = 1, pp: int = 1, *, sp: bool = False) -> Placement:
+    return Placement(Mesh.parse(mesh), Strategy(dp, tp, pp, sequence_parallel=sp))
 
 
 def plan_of(**placements: Placement) -> Plan:
@@ -34,6 +41,9 @@ def test_plan_file_round_trip(tmp_path: Path) -> None:
             "actor.generate": Placement(Mesh(0, 4), Strategy(2, 2, 1, micro_batch_tokens=100)),
             "actor.train": Placement(Mesh(3, 1), Strategy(1)),
         },
+        offload=("actor",),
+        offload_optimizer=("actor",),
+        keep=("actor", "critic"),
     )
     plan.save(tmp_path / "plan.yaml")
     assert Plan.load(tmp_path / "plan.yaml") == plan
@@ -86,62 +96,40 @@ def test_a_missing_plan_file_is_named() -> None:
             "actor.train: mesh 1-2 is neither whole nodes nor an aligned slice",
         ),
         (
-            plan_of(actor__train=place("0-3", 2, 2)),
-            "actor.train has tp=2 pp=1; this version runs data-parallel",
+            plan_of(actor__train=place("0-3", 1, 4)),
+            "actor.train: tp=4 is more than the 3 attention heads of the model",
         ),
         (
-            plan_of(actor__train=place("0-3", 2, 1, 2)),
-            "actor.train has tp=1 pp=2; this version runs data-parallel",
+            plan_of(reward__inference=place("0-3", 1, 1, 4)),
+            "reward.inference: pp=4 is more pipeline stages than the model has layers (2)",
         ),
-        (plan_of(actor__train=place("0-1", 2)), "share some devices but not all"),
+        (
+            plan_of(actor__generate=place("0-3", 2, 2, sp=True), actor__train=place("0-3", 2, 2)),
+            "actor.generate and actor.train share the parameters of actor, so sequence_parallel must be the same",
+        ),
+        (replace(plan_of(), offload=("ref",)), "offload: ref is none of actor, reward"),
+        (replace(plan_of(), offload_optimizer=("reward",)), "offload_optimizer: reward is none of actor"),
+        (replace(plan_of(), keep=("critic",)), "keep: critic is none of actor, reward"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(plan: Plan, sentence: str) -> None:
     with pytest.raises(UserError) as caught:
-        plan.check(GRAPH)
-    assert sentence in str(caught.value)
+        plan.check(GRAPH, {"actor": SMALL, "reward": SMALL})
+    text = str(caught.value)
+    assert text.startswith("plan: ") and "\n" not in text and sentence in text
 
 
-def test_equal_and_disjoint_meshes_fit() -> None:
+def test_any_overlap_of_meshes_and_any_strategy_fits() -> None:
     Plan(
         Cluster(1, 4),
         {
-            "actor.generate": place("0-1", 2),
-            "actor.train": place("0-1", 2),
-            "reward.inference": place("2-3", 2),
+            "actor.generate": place("0-1", 1, 2),
+            "actor.train": place("0-3", 2, 1, 2),
+            "reward.inference": place("1", 1),
         },
-    ).check(GRAPH)
-
-
-def test_symmetric_puts_every_call_on_all_devices() -> None:
-    plan = symmetric(GRAPH, Cluster(2, 4), 99)
-    plan.check(GRAPH)
-    assert set(plan.placements.values()) == {Placement(Mesh(0, 8), Strategy(8, micro_batch_tokens=99))}
-
-
-@pytest.mark.parametrize(
-    ("cluster", "meshes"),
-    [
-        ("1x2", ["0", "1"]),
-        ("1x3", ["0", "1"]),
-        ("1x8", ["0-3", "4-7"]),
-        ("2x8", ["0-7", "8-15"]),
-        ("3x2", ["0-1", "2-3"]),
-        ("4x2", ["0-3", "4-7"]),
-    ],
-)
-def test_disjoint_gives_each_role_an_equal_valid_mesh(cluster: str, meshes: list[str]) -> None:
-    plan = disjoint(GRAPH, Cluster.parse(cluster), 10)
-    plan.check(GRAPH)
-    assert [str(plan["actor.generate"].mesh), str(plan["reward.inference"].mesh)] == meshes
-    assert plan["actor.generate"] == plan["actor.train"]
-
-
-def test_disjoint_says_how_many_devices_it_needs() -> None:
-    with pytest.raises(
-        UserError, match="plan disjoint needs at least 2 devices, one for each of actor, reward"
-    ):
-        disjoint(GRAPH, Cluster(1, 1), 10)
+        offload=("reward",),
+        keep=("actor",),
+    ).check(GRAPH, {"actor": SMALL})
 
 
 @pytest.mark.parametrize("name", PRESETS)

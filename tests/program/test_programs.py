@@ -16,6 +16,7 @@ from realrl.program.instructions import (
     Program,
     Reallocate,
     Receive,
+    Release,
     Report,
     Run,
     Send,
@@ -161,14 +162,14 @@ def test_running_on_outdated_parameters_is_found() -> None:
     here, there = place(0, 1), place(1, 1)
     chosen = Plan(Cluster(1, 2), {"a.inference": there, "a.train": here})
     move, use = Reallocate("a", here, there), Run("a.inference", "a", there)
-    update, word = Run("a.train", "a", here), Report("a.train", 0, 1)
+    update, word, drop = Run("a.train", "a", here), Report("a.train", 0, 1), Release("a", there)
 
     def run(*order: Instruction) -> None:
-        members = {move: (0, 1), use: (1,), update: (0,), word: (0, 1)}
+        members = {move: (0, 1), use: (1,), update: (0,), word: (0, 1), drop: (1,)}
         programs = [Program(r, (Feed(("x",)), *(i for i in order if r in members[i]))) for r in (0, 1)]
         validate(programs, graph, home_placements(graph, chosen))
 
-    run(move, use, update, word)
-    run(update, word, move, use)
+    run(move, use, drop, update, word)
+    run(update, word, move, use, drop)
     with pytest.raises(ProgramError, match="rank 1 has outdated parameters of a"):
-        run(move, update, word, use)
+        run(move, update, word, use, drop)

@@ -81,7 +81,7 @@ CASES: dict[str, Case] = {
     "unknown plan": (
         "ppo",
         lambda w, d: {"plan": "symetric"},
-        "plan: 'symetric' is neither a preset (symmetric, disjoint) nor a .yaml file; did you mean symmetric?",
+        "nor a .yaml file; did you mean symmetric?",
     ),
 }
 

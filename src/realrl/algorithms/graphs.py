@@ -17,7 +17,7 @@ def build_graph(experiment: Experiment) -> DataflowGraph:
         case RewardExperiment():
             return reward.train_graph()
         case PPOExperiment():
-            return ppo.train_graph(minibatches=experiment.ppo.minibatches)
+            return ppo.train_graph(minibatches=experiment.ppo.minibatches, ref_ema=experiment.ppo.ref_ema)
         case _:
             assert_never(experiment)
 

@@ -1,9 +1,8 @@
 """Weights in Hugging Face directories, for transformers and inference servers to open."""
 
 import json
-import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,16 +11,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from realrl.checkpoint.directory import local_directory, read_json, read_shape
 from realrl.config.errors import UserError
 from realrl.config.shape import Head, ModelShape
 from realrl.engine.flat import FlatBuffer
 from realrl.layout.region import Region
 from realrl.layout.tensors import TensorSpec, model_tensors
-from realrl.model.llama import shape_from_hf, shape_to_hf
+from realrl.model.llama import shape_to_hf
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, LM_HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+SHARD_BYTES = 5e9
+"""Most bytes in one file of tensors."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -34,30 +35,6 @@ class Tokenizer(Protocol):
 
     def save_pretrained(self, save_directory: str) -> Any:
         """Write the tokenizer's files into a directory."""
-
-
-def local_directory(path: str | Path) -> Path:
-    """The directory itself, or the hub's model of that name, downloaded; UserError if there is neither."""
-    directory = Path(path)
-    if directory.is_dir():
-        return directory
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", str(path)):
-        raise UserError(f"{path}: no such model directory")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(str(path), allow_patterns=HUB_FILES))
-    except Exception as error:  # the hub's client raises a dozen unrelated types
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise UserError(
-            f"{path}: no such model directory, and the Hugging Face hub gave none: {reason}"
-        ) from error
-
-
-def read_shape(path: str | Path) -> ModelShape:
-    """The shape of the model in a directory or on the hub; UserError if it is absent or not supported."""
-    directory = local_directory(path)
-    return shape_from_hf(_read_json(directory / "config.json"), where=str(directory / "config.json"))
 
 
 def load(
@@ -109,7 +86,7 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     """Which file holds each tensor."""
     index = directory / INDEX
     if index.is_file():
-        names = _read_json(index).get("weight_map")
+        names = read_json(index).get("weight_map")
         if not isinstance(names, dict):
             raise UserError(f"{index}: weight_map is missing")
         return {name: directory / file for name, file in names.items()}
@@ -149,37 +126,27 @@ def _read(
         return piece[region.slices] if region.numel else torch.empty(region.size)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"{file}: no such file") from error
-    except ValueError as error:
-        raise UserError(f"{file}: not valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: a JSON object is expected")
-    return content
-
-
 def save(
     directory: str | Path,
     shape: ModelShape,
     head: Head,
-    buffer: FlatBuffer,
+    weights: FlatBuffer | Callable[[int], FlatBuffer],
     tokenizer: Tokenizer | None,
     dtype: torch.dtype,
-    max_shard_bytes: float = 5e9,
+    max_shard_bytes: float = SHARD_BYTES,
 ) -> None:
     """Write a model directory, replacing one that is there. The directory appears whole or not at all.
 
-    A scalar head becomes a sequence classifier with one label, scored at the last token that is not padding,
+    `weights` holds all tensors, or is called for those of one file at a time (see `shards`), in order. A scalar
+    head becomes a sequence classifier with one label, scored at the last token that is not padding,
     so a tokenizer whose padding token is its end of sequence would make transformers score one token early.
     """
     final = Path(directory)
     partial = final.with_name(f".{final.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    _save_tensors(partial, model_tensors(shape, head), buffer, dtype, max_shard_bytes)
+    fetch = (lambda _: weights) if isinstance(weights, FlatBuffer) else weights
+    _save_tensors(partial, shards(model_tensors(shape, head), dtype, max_shard_bytes), fetch, dtype)
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     special = {name: getattr(tokenizer, name, None) for name in names}
     _write_json(partial / "config.json", shape_to_hf(shape, head, str(dtype).removeprefix("torch."), special))
@@ -195,26 +162,37 @@ def save(
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _save_tensors(
-    directory: Path, tensors: Sequence[TensorSpec], buffer: FlatBuffer, dtype: torch.dtype, limit: float
-) -> None:
-    shards: list[list[TensorSpec]] = [[]]
+def shards(
+    tensors: Sequence[TensorSpec], dtype: torch.dtype, limit: float = SHARD_BYTES
+) -> list[list[TensorSpec]]:
+    """Tensors by the file that they are saved in; a file has at most `limit` bytes, or one tensor."""
+    files: list[list[TensorSpec]] = [[]]
     used = 0
     for tensor in tensors:
         size = tensor.numel * dtype.itemsize
-        if shards[-1] and used + size > limit:
-            shards.append([])
+        if files[-1] and used + size > limit:
+            files.append([])
             used = 0
-        shards[-1].append(tensor)
+        files[-1].append(tensor)
         used += size
+    return files
+
+
+def _save_tensors(
+    directory: Path,
+    shards: Sequence[Sequence[TensorSpec]],
+    fetch: Callable[[int], FlatBuffer],
+    dtype: torch.dtype,
+) -> None:
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        buffer = fetch(i - 1)
         content = {t.name: buffer[t.name].detach().to("cpu", dtype).contiguous() for t in shard}
         save_file(content, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(content, file)
     if len(shards) > 1:
-        total = sum(tensor.numel for tensor in tensors) * dtype.itemsize
+        total = sum(tensor.numel for shard in shards for tensor in shard) * dtype.itemsize
         _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 

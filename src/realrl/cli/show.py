@@ -7,49 +7,55 @@ import typer
 from realrl.cli.recipe import Overrides, Recipe, cluster_of
 
 if TYPE_CHECKING:
-    from realrl.dataflow.graph import DataflowGraph
-    from realrl.plan.plan import Plan
-    from realrl.runtime.compile import Phase
+    from realrl.runtime.compile import Compiled, Phase
 
 
 def show(
     recipe: Recipe,
     overrides: Overrides = None,
+    plan: Annotated[
+        str | None, typer.Option("--plan", metavar="P", help="A preset or plan file instead of the recipe's.")
+    ] = None,
     programs: Annotated[bool, typer.Option("--programs", help="Print every rank's program too.")] = False,
 ) -> None:
-    """Print a recipe with every default filled in, its dataflow graphs and its plan. Runs nothing."""
+    """Print a recipe with every default filled in, its dataflow graphs and its plan. Runs nothing.
+
+    Of the plan it draws which device does what in the course of a step, and tells the bytes that each reallocation
+    moves and what every device holds.
+    """
     from realrl.config.load import dump_experiment, load_experiment
     from realrl.runtime.compile import compile_recipe
 
     experiment = load_experiment(recipe, overrides or [])
+    if plan is not None:
+        experiment = experiment.model_copy(update={"plan": plan})
     compiled = compile_recipe(experiment, cluster_of(experiment))
     _section("Recipe", dump_experiment(experiment))
-    _show_phase("Training step", compiled.train, programs)
+    _show_phase("Training step", experiment.plan, compiled, compiled.train)
     if compiled.evaluation is not None:
-        _show_phase("Evaluation", compiled.evaluation, programs)
-
-
-def _show_phase(title: str, phase: "Phase", programs: bool) -> None:
-    from realrl.dataflow.text import format_graph
-    from realrl.program.text import format_program
-
-    _section(f"{title}: dataflow graph", format_graph(phase.graph))
-    _section(f"{title}: plan on cluster {phase.plan.cluster}", format_plan(phase.plan, phase.graph))
+        _show_phase("Evaluation", experiment.plan, compiled, compiled.evaluation)
     if programs:
-        _section(f"{title}: programs", "\n".join(map(format_program, phase.programs)))
+        from realrl.program.text import format_program
+
+        for name, ranks in compiled.programs.items():
+            _section(f"Programs: {name}", "\n".join(map(format_program, ranks)))
+
+
+def _show_phase(title: str, plan: str, compiled: "Compiled", phase: "Phase") -> None:
+    from realrl.cli import drawing
+    from realrl.dataflow.text import format_graph
+
+    training, cluster = phase is compiled.train, phase.plan.cluster
+    _section(f"{title}: dataflow graph", format_graph(phase.graph))
+    texts = [drawing.explain_plan(plan)] if training else []
+    texts += [drawing.format_plan(phase.plan, phase.graph), drawing.draw_phase(phase, compiled)]
+    texts.append(drawing.format_reallocations(phase.programs, compiled.memory, cluster))
+    if training:
+        texts.append(drawing.format_memory(compiled.memory, phase.programs))
+        texts.append(drawing.unknown_sizes(compiled.memory, compiled.homes))
+    _section(f"{title}: plan on cluster {cluster}", "\n".join(filter(None, texts)))
 
 
 def _section(title: str, text: str) -> None:
     typer.echo(typer.style(f"── {title} " + "─" * max(2, 76 - len(title)), bold=True))
     typer.echo(text)
-
-
-def format_plan(plan: "Plan", graph: "DataflowGraph") -> str:
-    """A table with a line per call, in the order they run."""
-    rows = [["call", "mesh", "dp", "tp", "pp", "micro-batch tokens"]]
-    for call in graph.order:
-        placement, s = plan[call.name], plan[call.name].strategy
-        rows.append([call.name, str(placement.mesh), *map(str, (s.dp, s.tp, s.pp, s.micro_batch_tokens))])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines) + "\n"

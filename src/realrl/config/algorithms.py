@@ -50,6 +50,8 @@ class PPOConfig(Settings):
     """Proximal policy optimisation (Schulman et al. 2017) for language models."""
 
     kl: KLConfig = KLConfig()
+    ref_ema: float | None = Field(default=None, gt=0, le=1)
+    """After each step, move the reference this fraction of the way to the actor; null keeps it frozen."""
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount per token."""
     lam: float = Field(default=0.95, ge=0, le=1)

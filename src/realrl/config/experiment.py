@@ -2,12 +2,20 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, field_validator, model_validator
 
 from realrl.config.algorithms import GenerationConfig, PPOConfig
 from realrl.config.base import Settings
 from realrl.config.data import DataConfig, TrainingConfig
 from realrl.config.model import ModelConfig, TrainedModelConfig
+from realrl.config.units import parse_bytes
+
+
+class DebugConfig(Settings):
+    """Checks that cost time."""
+
+    verify_reallocation: bool = False
+    """After each reallocation, prove by checksums that what arrived on every rank is what was sent."""
 
 
 class _Run(Settings):
@@ -24,6 +32,9 @@ class _Run(Settings):
     one CPU process, or what torchrun started."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; `auto` takes GPUs where torch finds any."""
+    device_memory: str | None = None
+    """Memory of one device, for example `80GiB`. A plan whose parameters, gradients and optimizer states need
+    more is refused; null asks the GPU, and checks nothing on a CPU."""
     overwrite: bool = False
     """Delete what an earlier run left in `run_dir`; otherwise a directory in use is an error."""
     plan: str = "symmetric"
@@ -33,6 +44,14 @@ class _Run(Settings):
     does not say otherwise. A longer single sequence is passed alone."""
     data: DataConfig
     training: TrainingConfig = TrainingConfig()
+    debug: DebugConfig = DebugConfig()
+
+    @field_validator("device_memory")
+    @classmethod
+    def _size(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_bytes(value)
+        return value
 
 
 class _Models(Settings):

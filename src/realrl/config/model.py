@@ -1,11 +1,13 @@
 """What a user says about each model of a run."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, field_validator, model_validator
 
 from realrl.config.base import Settings
+from realrl.config.explain import nearest
 from realrl.config.shape import Head, ModelShape
+from realrl.config.shapes import SHAPES
 
 
 class OptimizerConfig(Settings):
@@ -35,7 +37,8 @@ class ModelConfig(Settings):
     path: str | None = None
     """A Hugging Face directory or hub name to load weights, shape and tokenizer from."""
     shape: ModelShape | None = None
-    """Sizes of a model to initialise from scratch, when there is no `path`."""
+    """Sizes of a model to initialise from scratch, when there is no `path`: each of them, or the name of a
+    published model, for example `llama-2-7b`."""
     tokenizer: str | None = None
     """Tokenizer directory or hub name; taken from `path` when not given."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -45,6 +48,17 @@ class ModelConfig(Settings):
     def has_source(self) -> bool:
         """Whether it says where the weights come from."""
         return self.path is not None or self.shape is not None
+
+    @field_validator("shape", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if value not in SHAPES:
+            hint = nearest(value, SHAPES)
+            suffix = f"; did you mean {hint}?" if hint else f"; known models are {', '.join(SHAPES)}"
+            raise ValueError(f"{value!r} is no model whose sizes are known{suffix}")
+        return SHAPES[value]
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -27,6 +27,16 @@ class Key:
 
 
 @dataclass(frozen=True)
+class Average:
+    """A role that follows a trained one: after each training of `source`, the parameters of `role` become
+    (1 - factor) * theirs + factor * those of `source`."""
+
+    role: str
+    source: str
+    factor: float
+
+
+@dataclass(frozen=True)
 class Call:
     """One model function call of a training step.
 

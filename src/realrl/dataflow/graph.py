@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from functools import cached_property
 
-from realrl.dataflow.call import Call, Key, Kind
+from realrl.dataflow.call import Average, Call, Key, Kind
 
 
 class DataflowGraph:
@@ -14,9 +14,16 @@ class DataflowGraph:
     parameters. Inputs that no call produces are `sources`: they come from the data set.
     """
 
-    def __init__(self, calls: Iterable[Call], keys: Iterable[Key]) -> None:
-        """Raises ValueError on duplicate names, unknown keys, two producers of a key, or a cycle."""
+    def __init__(self, calls: Iterable[Call], keys: Iterable[Key], averages: Iterable[Average] = ()) -> None:
+        """Raises ValueError on duplicate names, unknown keys, two producers of a key, or a cycle, and on an
+        average of a role that is trained or from one that is not."""
         self.calls = tuple(calls)
+        self.averages = tuple(averages)
+        for average in self.averages:
+            if average.role not in self.roles or self.trained(average.role):
+                raise ValueError(f"{average.role} cannot follow {average.source}: it is trained or not used")
+            if not self.trained(average.source):
+                raise ValueError(f"{average.role} cannot follow {average.source}, which is not trained")
         self.keys = {key.name: key for key in keys}
         self._by_name = {call.name: call for call in self.calls}
         if len(self._by_name) < len(self.calls):

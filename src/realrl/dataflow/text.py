@@ -1,6 +1,6 @@
 """A dataflow graph as text for people."""
 
-from realrl.dataflow.call import Call
+from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 
 
@@ -12,6 +12,9 @@ def format_graph(graph: DataflowGraph) -> str:
         labels = ("in", *[""] * len(call.inputs))
         lines += [f"   {label:<6} {line}" for label, line in zip(labels, _inputs(graph, call), strict=False)]
         lines += [f"   out    {', '.join(call.outputs)}"] if call.outputs else []
+        for average in graph.averages if call.kind is Kind.TRAIN else ():
+            if average.source == call.role:
+                lines.append(f"   then   {average.role} moves by {average.factor:g} towards {call.role}")
         after = ", ".join(other.name for other in graph.dependencies(call))
         lines += [f"   after  {after}"] if after else []
     return "\n".join(lines) + "\n"

@@ -25,9 +25,7 @@ class EarlyReduce:
             touched = range(first // optimizer.bucket_size, (end - 1) // optimizer.bucket_size + 1)
             for bucket in touched:
                 self._parts[bucket] += 1
-            parameter.register_post_accumulate_grad_hook(
-                lambda _, touched=touched: self._arrived(touched)
-            )
+            parameter.register_post_accumulate_grad_hook(lambda _, touched=touched: self._arrived(touched))
 
     def arm(self) -> None:
         """The next backward pass is the last one of the mini-batch."""

@@ -50,6 +50,11 @@ class Model:
             parallel.pipeline, hidden_size=self.shape.hidden_size, dtype=dtype, device=device
         )
 
+    @property
+    def resident(self) -> bool:
+        """Whether the parameters are in device memory: neither freed nor offloaded."""
+        return self.parameters.data.untyped_storage().nbytes() >= self.parameters.data.nbytes
+
     def free(self) -> None:
         """Forget the parameters and give back their memory."""
         free(self.parameters.data)

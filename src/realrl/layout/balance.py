@@ -50,15 +50,20 @@ def _deal(works: Sequence[float], shares: dict[int, float]) -> Iterable[dict[int
     """Cut the shares of a pool into those of its members, in order."""
     left = [(option, amount) for option, amount in sorted(shares.items(), reverse=True) if amount > 0]
     slack = 1e-9 * sum(works)
+    option = left[-1][0] if left else 0
     for work in works:
         part: dict[int, float] = {}
-        while work > slack and left:
+        rest = work
+        while rest > slack and left:
             option, amount = left.pop()
-            used = amount if amount <= work + slack else work
+            used = amount if amount <= rest + slack else rest
             part[option] = used
-            work -= used
+            rest -= used
             if amount - used > slack:
                 left.append((option, amount - used))
+        if work > 0 and not part:
+            # Rounding hides it beside the others, but somebody has to do it.
+            part[option] = work
         yield part
 
 

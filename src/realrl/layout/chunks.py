@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from realrl.layout.layout import LocalTensor
+from realrl.layout.layout import Layout, LocalTensor, local_tensor
 from realrl.layout.region import Region
 from realrl.layout.routes import Reallocation
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 8 << 20
 """Most bytes in one message, unless a single row has more."""
 ALONE_BYTES = 1 << 20
 """What is so large and lies in one piece gets a message of its own, because it need not be packed."""
@@ -152,40 +152,44 @@ def _merge(spans: Iterator[Span]) -> tuple[Span, ...]:
     return tuple(merged)
 
 
-def _runs(regions: Sequence[Region], first: Storage, second: Storage) -> Iterator[list[Region]]:
-    """Regions in groups that are one stretch in either storage; those that are none stand alone."""
+def _runs(regions: Sequence[Region], storages: Sequence[Storage]) -> Iterator[list[Region]]:
+    """Regions in groups that are one stretch in all of the storages; those that are none stand alone."""
     run: list[Region] = []
-    ends: tuple[Span, Span] | None = None
+    ends: list[Span] = []
     for region in regions:
-        spans = first.span(region), second.span(region)
-        if ends is not None and all(a.precedes(b) for a, b in zip(ends, spans, strict=True)):
-            run.append(region)
-        else:
-            if run:
-                yield run
-            run = [region]
+        spans = [storage.span(region) for storage in storages]
+        if run and not all(a.precedes(b) for a, b in zip(ends, spans, strict=True)):
+            yield run
+            run = []
+        run.append(region)
         ends = spans
     if run:
         yield run
 
 
 def _copies(regions: Sequence[Region], before: Storage, after: Storage) -> Iterator[tuple[Span, Span]]:
-    for run in _runs(regions, before, after):
+    for run in _runs(regions, (before, after)):
         (source,), (target,) = _merge(map(before.span, run)), _merge(map(after.span, run))
         yield source, target
 
 
 def _chunks(
-    regions: Sequence[Region], first: Storage, second: Storage, element_bytes: int
+    regions: Sequence[Region], sender: Storage, receiver: Storage, element_bytes: int
 ) -> Iterator[list[Region]]:
-    """The messages that regions are sent in: large runs alone, the others together."""
-    loose: list[Region] = []
-    for run in _runs(regions, first, second):
-        if sum(region.numel for region in run) * element_bytes >= ALONE_BYTES:
-            yield from _cut(run, CHUNK_BYTES // element_bytes)
-        else:
-            loose += run
-    yield from _cut(loose, CHUNK_BYTES // element_bytes)
+    """The messages that regions are sent in.
+
+    Alone goes a run that is large and one stretch on both sides, so that it is packed on neither; then, of what
+    is left, one that is packed on one side only; the rest goes together.
+    """
+    for storages in ((sender, receiver), (sender,), (receiver,)):
+        loose: list[Region] = []
+        for run in _runs(regions, storages):
+            if sum(region.numel for region in run) * element_bytes >= ALONE_BYTES:
+                yield from _cut(run, CHUNK_BYTES // element_bytes)
+            else:
+                loose += run
+        regions = loose
+    yield from _cut(regions, CHUNK_BYTES // element_bytes)
 
 
 def _cut(regions: Sequence[Region], limit: int) -> Iterator[list[Region]]:
@@ -206,3 +210,19 @@ def _cut(regions: Sequence[Region], limit: int) -> Iterator[list[Region]]:
             room, first = room - fits * row, first + fits
     if chunk:
         yield chunk
+
+
+def tensor_groups(target: Layout, element_bytes: int, limit: int) -> list[tuple[str, ...]]:
+    """All tensors in storage order, in groups of which no rank of the target layout holds more than `limit`
+    bytes, or than one tensor."""
+    groups: list[list[str]] = []
+    used, tp = 0, target.placement.strategy.tp
+    for spec in target.specs:
+        tensors = (local_tensor(target.shape, spec, tp, t) for t in range(tp))
+        size = max(tensor.stored.numel for tensor in tensors) * element_bytes
+        if not groups or used + size > limit:
+            groups.append([])
+            used = 0
+        groups[-1].append(spec.name)
+        used += size
+    return [tuple(group) for group in groups]

@@ -88,8 +88,9 @@ def journeys(
         for node, amount in journey.sent.items():
             loads[node] += amount
     seconds = max([seconds, *(load / links.node_bytes_per_s for load in loads.values())])
-    _choose_devices(result, seconds * links.device_bytes_per_s, links, relief)
+    busiest = _choose_devices(result, seconds * links.device_bytes_per_s, links, relief)
     if relief is not None:
+        seconds = max(seconds, busiest / links.device_bytes_per_s)
         _choose_helpers(result, seconds * links.node_bytes_per_s, relief)
     return result
 
@@ -128,17 +129,25 @@ def _choose_nodes(journeys: Sequence[Journey], floor: float) -> None:
         journey.relays = {node: again[node] / copies for node in journey.entered if node in again}
 
 
-def _choose_devices(journeys: Sequence[Journey], floor: float, links: Links, relief: Relief | None) -> None:
-    """Set what is chosen inside nodes, node by node. `floor`: elements that any device may send."""
+def _choose_devices(journeys: Sequence[Journey], floor: float, links: Links, relief: Relief | None) -> float:
+    """Set what is chosen inside nodes, node by node; the elements that the busiest device sends.
+
+    `floor`: elements that any device may send.
+    """
     tasks: defaultdict[int, list[Task]] = defaultdict(list)
     for journey in journeys:
         for node, task in _device_tasks(journey, relief):
             tasks[node].append(task)
     speed = {OUTSIDE: links.node_bytes_per_s / links.device_bytes_per_s}
     shares = {}
+    loads: defaultdict[int, float] = defaultdict(float)
     for node, mine in tasks.items():
         busy = {OUTSIDE: relief.node_in[node]} if relief is not None else {}
-        shares[node] = iter(balance(mine, floor, Capacity(busy, speed)))
+        result = balance(mine, floor, Capacity(busy, speed))
+        shares[node] = iter(result)
+        for rank, amount in (item for parts in result for item in parts.items()):
+            loads[rank] += amount
+    loads[OUTSIDE] = 0.0
     for journey in journeys:
         size = journey.parcel.elements
         for node in journey.sent:
@@ -153,6 +162,7 @@ def _choose_devices(journeys: Sequence[Journey], floor: float, links: Links, rel
             copies = (len(needers) - 1) * size
             journey.spreaders[node] = {d: again[d] / copies for d in needers if d in again}
             journey.givers[node] = {d: a for d, a in _sum(first, again).items() if d not in needers}
+    return max(loads.values())
 
 
 def _device_tasks(journey: Journey, relief: Relief | None) -> Iterable[tuple[int, Task]]:
@@ -178,18 +188,27 @@ def _candidates(journey: Journey, node: int, relief: Relief) -> dict[int, list[i
     return {n: holders for n, holders in idle.items() if holders and n != node}
 
 
-def _choose_helpers(journeys: Sequence[Journey], floor: float, relief: Relief) -> None:
-    """Set `helpers`: nodes by how much they send already, all idle holders of a node alike."""
+def _choose_helpers(journeys: Sequence[Journey], limit: float, relief: Relief) -> None:
+    """Set `helpers`: nodes by how much they send already, all idle holders of a node alike.
+
+    Where all helpers together would make a node send more than `limit` elements, they help the less.
+    """
     helped = [(j, node, part) for j in journeys for node, part in j.helped.items() if part > 0]
     candidates = [_candidates(journey, node, relief) for journey, node, _ in helped]
     tasks = [
         Task(part * journey.parcel.elements, tuple(nodes))
         for (journey, _, part), nodes in zip(helped, candidates, strict=True)
     ]
-    shares = balance(tasks, floor, Capacity(busy=relief.node_out))
+    shares = balance(tasks, limit, Capacity(busy=relief.node_out))
+    added: defaultdict[int, float] = defaultdict(float)
+    for node, amount in (item for amounts in shares for item in amounts.items()):
+        added[node] += amount
+    scale = {n: min(1.0, max(0.0, limit - relief.node_out[n]) / amount) for n, amount in added.items()}
     for (journey, node, _), nodes, amounts in zip(helped, candidates, shares, strict=True):
+        parts = {other: amount * scale[other] for other, amount in amounts.items()}
+        journey.helped[node] = sum(parts.values()) / journey.parcel.elements
         journey.helpers[node] = {
-            rank: amount / len(nodes[other]) for other, amount in amounts.items() for rank in nodes[other]
+            rank: part / len(nodes[other]) for other, part in parts.items() for rank in nodes[other]
         }
 
 

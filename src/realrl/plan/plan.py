@@ -1,19 +1,20 @@
 """A plan: a placement for every call of a dataflow graph, and its file."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import PositiveInt, ValidationError
+from pydantic import Field, PositiveInt, ValidationError
 
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
 from realrl.config.explain import explain, nearest
+from realrl.config.shape import ModelShape
 from realrl.config.yaml_file import read_yaml
-from realrl.dataflow.call import Kind
+from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -43,21 +44,38 @@ class _File(Settings):
     """Devices, as nodes x devices per node."""
     calls: dict[str, Any]
     """Name of a call -> where and how it runs."""
+    offload: tuple[str, ...] = Field(default=(), strict=False)
+    """Roles whose parameters wait in host memory between their calls."""
+    offload_optimizer: tuple[str, ...] = Field(default=(), strict=False)
+    """Trained roles whose optimizer state, and gradients, wait in host memory between their training calls."""
+    keep: tuple[str, ...] = Field(default=(), strict=False)
+    """Roles whose copies outside their home stay, and are refreshed after each update of the role."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where and how each call runs. `placements` must not be changed."""
+    """Where and how each call runs. `placements` must not be changed.
+
+    Parameters of the roles in `offload`, and what else the training of those in `offload_optimizer` needs, are
+    kept in host memory while they are not in use. Roles in `keep` have shadow copies: where a call runs in
+    another layout than that of the role's home, the copy made for it stays and is refreshed after each update,
+    instead of being made anew in each step.
+    """
 
     cluster: Cluster
     placements: Mapping[str, Placement]
+    offload: tuple[str, ...] = ()
+    offload_optimizer: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
 
     def __getitem__(self, call: str) -> Placement:
         """The placement of a call; KeyError if the plan has none."""
         return self.placements[call]
 
-    def check(self, graph: DataflowGraph) -> None:
-        """UserError unless the plan places exactly the calls of `graph`, on meshes of its cluster."""
+    def check(self, graph: DataflowGraph, shapes: Mapping[str, ModelShape] | None = None) -> None:
+        """UserError unless the plan places exactly the calls of `graph`, on meshes of its cluster, in layouts
+        that the models have, and offloads and keeps only what its roles have. Roles without a shape may be of
+        any size."""
         names = [call.name for call in graph.calls]
         for name in self.placements:
             if name not in names:
@@ -67,13 +85,49 @@ class Plan:
         for name in names:
             if name not in self.placements:
                 raise UserError(f"plan: call {name} has no placement")
-            self._check_placement(name, self[name])
+            self._check_placement(name, self[name], (shapes or {}).get(graph.call(name).role))
+        for role in graph.roles:
+            self._check_layouts(graph.role_calls(role))
+        trained = [role for role in graph.roles if graph.trained(role)]
+        for key, chosen, roles in (
+            ("offload", self.offload, list(graph.roles)),
+            ("offload_optimizer", self.offload_optimizer, trained),
+            ("keep", self.keep, list(graph.roles)),
+        ):
+            for role in chosen:
+                if role not in roles:
+                    raise UserError(f"plan: {key}: {role} is none of {', '.join(roles)}")
 
-    def _check_placement(self, name: str, placement: Placement) -> None:
+    def _check_placement(self, name: str, placement: Placement, shape: ModelShape | None) -> None:
         try:
             placement.mesh.check(self.cluster)
         except UserError as error:
             raise UserError(f"plan: {name}: {error}") from None
+        strategy = placement.strategy
+        if shape is not None and strategy.pp > shape.layers:
+            raise UserError(
+                f"plan: {name}: pp={strategy.pp} is more pipeline stages than the model has layers"
+                f" ({shape.layers})"
+            )
+        if shape is not None and strategy.tp > shape.heads:
+            raise UserError(
+                f"plan: {name}: tp={strategy.tp} is more than the {shape.heads} attention heads of the model"
+            )
+
+    def _check_layouts(self, calls: Sequence[Call]) -> None:
+        """The calls of a role that share a layout must use it alike, and all its training must be in one."""
+        first: dict[str, Call] = {}
+        for call in calls:
+            other = first.setdefault(self[call.name].layout, call)
+            mine, theirs = self[call.name].strategy, self[other.name].strategy
+            if mine.sequence_parallel != theirs.sequence_parallel:
+                raise UserError(
+                    f"plan: {other.name} and {call.name} share the parameters of {call.role}, so"
+                    " sequence_parallel must be the same for both"
+                )
+        training = [call.name for call in calls if call.kind is Kind.TRAIN]
+        if len({self[name].layout for name in training}) > 1:
+            raise UserError(f"plan: {' and '.join(training)} train one role, so they must have one layout")
 
     def evaluation(self, eval_graph: DataflowGraph, graph: DataflowGraph) -> "Plan":
         """The plan of an evaluation whose roles are those of `graph`, the graph this plan is for.
@@ -88,7 +142,11 @@ class Plan:
                 key=lambda c: (c.name != call.name, c.kind is not call.kind, c.kind is Kind.GENERATE),
             )
             placements[call.name] = self[like.name]
-        return Plan(self.cluster, placements)
+        offloads = (
+            tuple(role for role in chosen if role in eval_graph.roles)
+            for chosen in (self.offload, self.offload_optimizer, self.keep)
+        )
+        return Plan(self.cluster, placements, *offloads)
 
     def to_text(self) -> str:
         """The plan file's text."""
@@ -103,7 +161,10 @@ class Plan:
             }
             for name, placement in self.placements.items()
         }
-        document = {"cluster": str(self.cluster), "calls": calls}
+        document: dict[str, Any] = {"cluster": str(self.cluster), "calls": calls}
+        for key in ("offload", "offload_optimizer", "keep"):
+            if getattr(self, key):
+                document[key] = list(getattr(self, key))
         return yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=120)
 
     def save(self, path: str | Path) -> None:
@@ -121,7 +182,7 @@ class Plan:
         for name, entry in file.calls.items():
             with _mistakes_in(f"plan file {path}: {name}", _Entry):
                 placements[name] = _placement(_Entry.model_validate(entry), micro_batch_tokens)
-        return cls(cluster, placements)
+        return cls(cluster, placements, file.offload, file.offload_optimizer, file.keep)
 
 
 @contextmanager

@@ -1,30 +1,37 @@
-"""Published strategies as plans, by name."""
+"""Published strategies as plans, by name. The docstring of each is what people are told about it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from realrl.config.errors import UserError
 from realrl.config.explain import nearest
+from realrl.config.shape import ModelShape
+from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
+from realrl.plan.partition import equal_parts, parts
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 
+Shapes = Mapping[str, ModelShape]
+"""Sizes of the models of those roles for which they are known."""
 
-def symmetric(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int) -> Plan:
-    """Every call on all devices under one and the same strategy.
 
-    The strategy of DeepSpeed-Chat (Yao et al. 2023) and of APP's "flattening" (Xiao et al. 2023).
+def symmetric(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
+    """Every call on all devices under one and the same strategy: data parallelism.
+
+    The strategy of DeepSpeed-Chat (Yao et al. 2023, arXiv 2308.01320), called "flattening" by Xiao et al. (2023,
+    arXiv 2312.11819).
     """
     placement = _data_parallel(Mesh(0, cluster.size), micro_batch_tokens)
     return Plan(cluster, {call.name: placement for call in graph.calls})
 
 
-def disjoint(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int) -> Plan:
-    """Each role owns devices of its own, so that calls of different roles can run side by side.
+def disjoint(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
+    """Each role owns devices of its own, so that calls of different roles run side by side.
 
-    The strategy of OpenRLHF (Hu et al. 2024). Every role gets the same number of devices, the largest that
-    makes valid meshes; UserError if there are fewer devices than roles.
+    The strategy of OpenRLHF (Hu et al. 2024, arXiv 2405.11143). Every role gets the same number of devices, the
+    largest that makes valid meshes, and uses them for data parallelism.
     """
     roles = graph.roles
     if cluster.size < len(roles):
@@ -32,25 +39,83 @@ def disjoint(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int) ->
             f"plan disjoint needs at least {len(roles)} devices, one for each of {', '.join(roles)}; "
             f"cluster {cluster} has {cluster.size}"
         )
-    size = max(size for size in _mesh_sizes(cluster) if size * len(roles) <= cluster.size)
-    meshes = {role: Mesh(i * size, size) for i, role in enumerate(roles)}
+    meshes = dict(zip(roles, equal_parts(cluster, len(roles)), strict=True))
     return Plan(cluster, {c.name: _data_parallel(meshes[c.role], micro_batch_tokens) for c in graph.calls})
 
 
-PRESETS: dict[str, Callable[[DataflowGraph, Cluster, int], Plan]] = {
+def interleave(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
+    """Generation and training on all devices; inference calls that do not depend on each other get exclusive
+    parts of the cluster and run side by side.
+
+    The "interleaving" of Xiao et al. (2023, arXiv 2312.11819). Larger models get the larger parts; where there
+    are fewer devices than such calls, calls share a device. Every part is used for data parallelism. Trained
+    models live on all devices, and a copy of their parameters is made on a part while inference needs it.
+    """
+    meshes = {call.name: Mesh(0, cluster.size) for call in graph.calls}
+    for calls in _independent_inference(graph):
+        heaviest_first = sorted(calls, key=lambda call: -_weight(call, calls, shapes))
+        weights = [_weight(call, calls, shapes) for call in heaviest_first]
+        guests: dict[Mesh, list[float]] = {mesh: [] for mesh in parts(cluster, weights[: cluster.size])}
+        for call, weight in zip(heaviest_first, weights, strict=True):
+            mesh = min(guests, key=lambda mesh: (len(guests[mesh]), sum(guests[mesh])))
+            meshes[call.name] = mesh
+            guests[mesh].append(weight)
+    return Plan(cluster, {name: _data_parallel(mesh, micro_batch_tokens) for name, mesh in meshes.items()})
+
+
+def separate(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
+    """A training side and an inference side. Generation and all inference run on the inference side, which has
+    shadow copies of trained models; these are refreshed once after each update.
+
+    The "separation" of Xiao et al. (2023, arXiv 2312.11819). The two sides are halves of the cluster, or the
+    training side is the larger one where there are no halves; each is used for data parallelism.
+    """
+    if cluster.size < 2:
+        raise UserError(f"plan separate needs at least 2 devices; cluster {cluster} has {cluster.size}")
+    training, inference = parts(cluster, [2, 1])
+    placements = {
+        call.name: _data_parallel(training if call.kind is Kind.TRAIN else inference, micro_batch_tokens)
+        for call in graph.calls
+    }
+    shadows = [r for r in graph.roles if len({call.kind is Kind.TRAIN for call in graph.role_calls(r)}) == 2]
+    return Plan(cluster, placements, keep=tuple(shadows))
+
+
+def heuristic(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
+    """Every call on all devices, with tensor parallelism inside a node and pipeline parallelism between nodes:
+    tp = devices per node, pp = nodes, dp = 1.
+
+    The Megatron-style baseline of ReaL (Mei et al. 2024, arXiv 2406.14088).
+    """
+    tp, pp = cluster.devices_per_node, cluster.nodes
+    placement = Placement(Mesh(0, cluster.size), Strategy(1, tp, pp, micro_batch_tokens=micro_batch_tokens))
+    return Plan(cluster, {call.name: placement for call in graph.calls})
+
+
+PRESETS: dict[str, Callable[[DataflowGraph, Cluster, int, Shapes], Plan]] = {
     "symmetric": symmetric,
     "disjoint": disjoint,
+    "interleave": interleave,
+    "separate": separate,
+    "heuristic": heuristic,
 }
-"""Name -> function of the graph, the cluster and the micro-batch tokens."""
+"""Name -> function of the graph, the cluster, the micro-batch tokens and the shapes that are known by role."""
 
 
-def make_plan(name_or_file: str, graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int) -> Plan:
-    """The plan that a preset's name or a plan file stands for, checked against the graph.
+def make_plan(
+    name_or_file: str,
+    graph: DataflowGraph,
+    cluster: Cluster,
+    micro_batch_tokens: int,
+    shapes: Shapes | None = None,
+) -> Plan:
+    """The plan that a preset's name or a plan file stands for, checked against the graph and the models.
 
     Raises UserError if it is neither, if the file is for another cluster, or if the plan does not fit.
     """
+    shapes = shapes or {}
     if name_or_file in PRESETS:
-        plan = PRESETS[name_or_file](graph, cluster, micro_batch_tokens)
+        plan = PRESETS[name_or_file](graph, cluster, micro_batch_tokens, shapes)
     elif Path(name_or_file).suffix in (".yaml", ".yml"):
         plan = Plan.load(name_or_file, micro_batch_tokens)
         if plan.cluster != cluster:
@@ -60,7 +125,7 @@ def make_plan(name_or_file: str, graph: DataflowGraph, cluster: Cluster, micro_b
         suffix = f"; did you mean {hint}?" if hint else ""
         accepted = ", ".join(PRESETS)
         raise UserError(f"plan: {name_or_file!r} is neither a preset ({accepted}) nor a .yaml file{suffix}")
-    plan.check(graph)
+    plan.check(graph, shapes)
     return plan
 
 
@@ -68,8 +133,22 @@ def _data_parallel(mesh: Mesh, micro_batch_tokens: int) -> Placement:
     return Placement(mesh, Strategy(mesh.size, micro_batch_tokens=micro_batch_tokens))
 
 
-def _mesh_sizes(cluster: Cluster) -> Iterator[int]:
-    """Sizes of the meshes a cluster can be tiled with: divisors of a node, and whole nodes."""
-    per_node = cluster.devices_per_node
-    yield from (size for size in range(1, per_node) if per_node % size == 0)
-    yield from (per_node * nodes for nodes in range(1, cluster.nodes + 1))
+def _independent_inference(graph: DataflowGraph) -> Iterable[list[Call]]:
+    """Inference calls that are equally far from the start of the step, so that none waits for another."""
+    depth: dict[Call, int] = {}
+    for call in graph.order:
+        depth[call] = 1 + max((depth[other] for other in graph.dependencies(call)), default=0)
+    for level in range(1, max(depth.values()) + 1):
+        found = [call for call in graph.order if depth[call] == level and call.kind is Kind.INFERENCE]
+        if len(found) > 1:
+            yield found
+
+
+def _weight(call: Call, calls: Iterable[Call], shapes: Shapes) -> float:
+    """Parameters in the layers of the call's model, which the time of inference grows with; 1 unless those of
+    all `calls` are known."""
+    if any(other.role not in shapes for other in calls):
+        return 1.0
+    shape = shapes[call.role]
+    attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+    return shape.layers * shape.hidden_size * (attention + 3 * shape.intermediate_size)

@@ -1,6 +1,7 @@
 """The instructions a program is made of. Each names every rank that takes part, so that it reads alone."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from realrl.plan.placement import Placement
 
@@ -12,13 +13,27 @@ class Feed:
     keys: tuple[str, ...]
 
 
+What = Literal["parameters", "optimizer"]
+"""What of a role may be kept in host memory: its parameters, or all else that its training needs."""
+
+
 @dataclass(frozen=True)
 class Reallocate:
-    """Turn a role's parameters from the layout of `source` into that of `target`, on the ranks of both."""
+    """Turn a role's parameters from the layout of `source` into that of `target`, on the ranks of both.
+
+    With a `mix`, those of the role `into`, which are in the layout of `target` already, become
+    (1 - mix) * theirs + mix * what comes.
+    """
 
     role: str
     source: Placement
     target: Placement
+    into: str | None = None
+    mix: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.into is None) != (self.mix is None):
+            raise ValueError("a reallocation has both a role to mix into and a factor, or neither")
 
 
 @dataclass(frozen=True)
@@ -27,6 +42,24 @@ class Release:
 
     role: str
     placement: Placement
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Move what a role has on these ranks into host memory."""
+
+    role: str
+    placement: Placement
+    what: What
+
+
+@dataclass(frozen=True)
+class Load:
+    """The reverse of `Offload`."""
+
+    role: str
+    placement: Placement
+    what: What
 
 
 @dataclass(frozen=True)
@@ -86,7 +119,7 @@ class Report:
     receiver: int
 
 
-Instruction = Feed | Reallocate | Release | Run | ShareLengths | Send | Receive | Report
+Instruction = Feed | Reallocate | Release | Offload | Load | Run | ShareLengths | Send | Receive | Report
 
 
 @dataclass(frozen=True)

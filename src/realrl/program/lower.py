@@ -1,14 +1,16 @@
 """Compile a dataflow graph and a plan into one program per rank."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 
-from realrl.dataflow.call import Call
+from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
 from realrl.program.instructions import (
     Feed,
     Instruction,
+    Load,
+    Offload,
     Program,
     Reallocate,
     Receive,
@@ -17,7 +19,9 @@ from realrl.program.instructions import (
     Run,
     Send,
     ShareLengths,
+    What,
 )
+from realrl.program.order import changes, keys_between, length_readers, producers, sharing, waves
 
 WRITER = 0
 """The rank that writes figures, samples and progress."""
@@ -31,90 +35,187 @@ def home_placements(graph: DataflowGraph, plan: Plan) -> dict[str, Placement]:
     }
 
 
-def lower(graph: DataflowGraph, plan: Plan, homes: Mapping[str, Placement]) -> list[Program]:
-    """One program per rank of the plan's cluster.
-
-    `homes` says where each role's parameters lie when the step starts (see `home_placements`). Every rank's
-    program is a part of one global order of instructions, and nothing waits for a later one, so programs
-    cannot deadlock; `validate` proves it again for any programs.
-    """
-    programs: list[list[Instruction]] = [[] for _ in range(plan.cluster.size)]
-
-    def emit(ranks: tuple[int, ...], *instructions: Instruction) -> None:
-        for rank in ranks:
-            programs[rank].extend(instructions)
-
-    emit(tuple(range(plan.cluster.size)), Feed(graph.sources))
-    numbers = _exchange_numbers(graph)
-    for call in graph.order:
-        placement, home = plan[call.name], homes[call.role]
-        for producer in _producers(graph, call):
-            keys = _keys_between(graph, producer, call)
-            number = numbers[producer.name, call.name]
-            receive = Receive(number, keys, producer.name, call.name, plan[producer.name].heads)
-            emit(placement.ranks, receive)
-        moved = placement.layout != home.layout
-        if moved:
-            emit(_union(home.ranks, placement.ranks), Reallocate(call.role, home, placement))
-        emit(placement.ranks, Run(call.name, call.role, placement))
-        if moved:
-            emit(placement.ranks, Release(call.role, placement))
-        _emit_outputs(graph, plan, call, numbers, emit)
-    return [Program(rank, tuple(instructions)) for rank, instructions in enumerate(programs)]
+def offloaded(plan: Plan) -> set[tuple[str, What]]:
+    """What of which roles is in host memory between steps."""
+    parameters: set[tuple[str, What]] = {(role, "parameters") for role in plan.offload}
+    return parameters | {(role, "optimizer") for role in plan.offload_optimizer}
 
 
-def _emit_outputs(
+def kept_copies(
+    graph: DataflowGraph, plan: Plan, homes: Mapping[str, Placement]
+) -> dict[str, tuple[Placement, ...]]:
+    """Per role that the plan keeps copies of, the placements they are for: one for each layout of its calls
+    outside its home. `graph` is that of the training step."""
+    kept: dict[str, tuple[Placement, ...]] = {}
+    for role in plan.keep:
+        placements = [plan[call.name] for call in graph.role_calls(role)]
+        others = {p.layout: p for p in reversed(placements) if p.layout != homes[role].layout}
+        kept[role] = tuple(sorted(others.values()))
+    return kept
+
+
+def lower(
     graph: DataflowGraph,
     plan: Plan,
-    call: Call,
-    numbers: Mapping[tuple[str, str], int],
-    emit: Callable[..., None],
-) -> None:
-    """What follows a call: lengths, then the rows its consumers need, then its figures."""
-    heads = plan[call.name].heads
-    for key in call.outputs:
-        if graph.keys[key].length == "own":
-            readers = _length_readers(graph, plan, key)
-            emit(_union(heads, readers), ShareLengths(key, call.name, heads, readers))
-    for consumer in graph.order:
-        if call in _producers(graph, consumer):
-            keys = _keys_between(graph, call, consumer)
-            ranks = plan[consumer.name].ranks
-            emit(heads, Send(numbers[call.name, consumer.name], keys, call.name, consumer.name, ranks))
-    if call.kind != "generate" and heads[0] != WRITER:
-        emit(_union(heads[:1], (WRITER,)), Report(call.name, heads[0], WRITER))
+    homes: Mapping[str, Placement],
+    kept: Mapping[str, Sequence[Placement]] | None = None,
+) -> list[Program]:
+    """One program per rank of the plan's cluster.
+
+    `homes` and `kept` say where each role's parameters lie when the step starts (see `home_placements` and
+    `kept_copies`). A copy in another layout is made before the first call that needs it and released after the
+    last one; one that is kept is refreshed when the role has changed. Every rank's program is a part of one
+    global order of instructions, and nothing waits for a later one, so programs cannot deadlock; `validate`
+    proves it again for any programs.
+    """
+    step = _Lowering(graph, plan, homes, kept or {})
+    step.emit(tuple(range(plan.cluster.size)), Feed(graph.sources))
+    # What ranks do together comes before what each of them does alone for long: calls of a wave run side by side.
+    for wave in step.waves:
+        step.bring_parameters(wave)
+        for call in wave:
+            step.run(call)
+        for call in wave:
+            step.share_outputs(call)
+        step.put_parameters_back(wave)
+    step.report()
+    return step.programs()
+
+
+def lower_start(
+    plan: Plan, homes: Mapping[str, Placement], kept: Mapping[str, Sequence[Placement]]
+) -> list[Program]:
+    """One program per rank that makes the copies that are kept, before the first step."""
+    start = _Lowering(DataflowGraph((), ()), plan, homes, kept)
+    for role in kept:
+        if kept[role]:
+            start.load(role)
+            start.refresh(role)
+            start.unload(role)
+    return start.programs()
+
+
+class _Lowering:
+    """Programs of all ranks, while they are written."""
+
+    def __init__(
+        self,
+        graph: DataflowGraph,
+        plan: Plan,
+        homes: Mapping[str, Placement],
+        kept: Mapping[str, Sequence[Placement]],
+    ) -> None:
+        self.graph, self.plan, self.homes, self.kept = graph, plan, homes, kept
+        self.waves = waves(graph, plan)
+        pairs = [(p.name, c.name) for c in graph.order for p in producers(graph, c)]
+        self.numbers = {pair: number for number, pair in enumerate(pairs)}
+        self._loaded: set[str] = set()
+        """Roles of `plan.offload` whose parameters are in device memory now."""
+        self._programs: list[list[Instruction]] = [[] for _ in range(plan.cluster.size)]
+
+    def programs(self) -> list[Program]:
+        """What has been written."""
+        return [Program(rank, tuple(instructions)) for rank, instructions in enumerate(self._programs)]
+
+    def emit(self, ranks: tuple[int, ...], instruction: Instruction) -> None:
+        """Append an instruction to the programs of `ranks`."""
+        for rank in ranks:
+            self._programs[rank].append(instruction)
+
+    def load(self, role: str) -> None:
+        """See that the role's parameters are in device memory at home."""
+        if role in self.plan.offload and role not in self._loaded:
+            self.emit(self.homes[role].ranks, Load(role, self.homes[role], "parameters"))
+            self._loaded.add(role)
+
+    def unload(self, role: str) -> None:
+        """See that they are where the plan wants them between uses."""
+        if role in self._loaded:
+            self.emit(self.homes[role].ranks, Offload(role, self.homes[role], "parameters"))
+            self._loaded.remove(role)
+
+    def refresh(self, role: str) -> None:
+        """Bring the role's parameters, loaded at home, into the copies that are kept."""
+        for placement in self.kept.get(role, ()):
+            self._reallocate(role, placement)
+
+    def bring_parameters(self, wave: Sequence[Call]) -> None:
+        """Before the calls of a wave: their parameters, and in device memory nothing else."""
+        at_home = {call.role for call in wave if not self._is_copy(call)}
+        for call in wave:
+            if call.role in at_home:
+                self.load(call.role)
+            if self._borrowed(call) and sharing(self.graph, self.plan, self.waves, call)[0] == call:
+                self.load(call.role)
+                self._reallocate(call.role, self.plan[call.name])
+        for role in {call.role: None for call in wave}:
+            if role not in at_home:
+                self.unload(role)
+
+    def run(self, call: Call) -> None:
+        """The call itself, with its inputs."""
+        placement, role = self.plan[call.name], call.role
+        for producer in producers(self.graph, call):
+            keys = keys_between(self.graph, producer, call)
+            number = self.numbers[producer.name, call.name]
+            receive = Receive(number, keys, producer.name, call.name, self.plan[producer.name].heads)
+            self.emit(placement.ranks, receive)
+        state = call.kind is Kind.TRAIN and role in self.plan.offload_optimizer
+        if state:
+            self.emit(placement.ranks, Load(role, placement, "optimizer"))
+        self.emit(placement.ranks, Run(call.name, role, placement))
+        if state:
+            self.emit(placement.ranks, Offload(role, placement, "optimizer"))
+
+    def share_outputs(self, call: Call) -> None:
+        """What follows a call: lengths, then the rows its consumers need."""
+        heads = self.plan[call.name].heads
+        for key in call.outputs:
+            if self.graph.keys[key].length == "own":
+                readers = length_readers(self.graph, self.plan, key)
+                self.emit(_union(heads, readers), ShareLengths(key, call.name, heads, readers))
+        for consumer in self.graph.order:
+            if call in producers(self.graph, consumer):
+                keys = keys_between(self.graph, call, consumer)
+                number, ranks = self.numbers[call.name, consumer.name], self.plan[consumer.name].ranks
+                self.emit(heads, Send(number, keys, call.name, consumer.name, ranks))
+
+    def put_parameters_back(self, wave: Sequence[Call]) -> None:
+        """After the calls of a wave: what has changed goes where it is kept, what is not needed goes away."""
+        for call in wave:
+            for average in self.graph.averages if changes(self.graph, call) else ():
+                if average.source == call.role:
+                    self.load(average.role)
+                    source, into = self.homes[call.role], self.homes[average.role]
+                    mixing = Reallocate(call.role, source, into, average.role, average.factor)
+                    self.emit(_union(source.ranks, into.ranks), mixing)
+            for role in changes(self.graph, call):
+                self.refresh(role)
+                self.unload(role)
+            if self._borrowed(call) and sharing(self.graph, self.plan, self.waves, call)[-1] == call:
+                self.emit(self.plan[call.name].ranks, Release(call.role, self.plan[call.name]))
+        for call in wave:
+            self.unload(call.role)
+
+    def report(self) -> None:
+        """Bring the figures of all calls to the rank that writes, when it has nothing else to do."""
+        for call in (call for wave in self.waves for call in wave):
+            sender = self.plan[call.name].heads[0]
+            if call.kind is not Kind.GENERATE and sender != WRITER:
+                self.emit(_union((sender,), (WRITER,)), Report(call.name, sender, WRITER))
+
+    def _is_copy(self, call: Call) -> bool:
+        return self.plan[call.name].layout != self.homes[call.role].layout
+
+    def _borrowed(self, call: Call) -> bool:
+        """Whether the call uses a copy that is made for this step."""
+        layout = self.plan[call.name].layout
+        return self._is_copy(call) and layout not in [p.layout for p in self.kept.get(call.role, ())]
+
+    def _reallocate(self, role: str, target: Placement) -> None:
+        home = self.homes[role]
+        self.emit(_union(home.ranks, target.ranks), Reallocate(role, home, target))
 
 
 def _union(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted({*a, *b}))
-
-
-def _producers(graph: DataflowGraph, consumer: Call) -> tuple[Call, ...]:
-    """Calls whose outputs `consumer` reads, in the order of its inputs."""
-    found = (graph.producer(key) for key in consumer.inputs)
-    return tuple(dict.fromkeys(call for call in found if call is not None))
-
-
-def _keys_between(graph: DataflowGraph, producer: Call, consumer: Call) -> tuple[str, ...]:
-    return tuple(key for key in consumer.inputs if graph.producer(key) == producer)
-
-
-def _exchange_numbers(graph: DataflowGraph) -> dict[tuple[str, str], int]:
-    pairs = [(p.name, c.name) for c in graph.order for p in _producers(graph, c)]
-    return {pair: number for number, pair in enumerate(pairs)}
-
-
-def _length_readers(graph: DataflowGraph, plan: Plan, key: str) -> tuple[int, ...]:
-    """Ranks that must know the lengths of `key`: those that hold or exchange rows of that length, and those
-    that send to a call whose items are divided by it."""
-    readers: set[int] = set()
-    for call in graph.calls:
-        touches = any(graph.length_key(k) == key for k in (*call.inputs, *call.outputs))
-        feeds = any(
-            key in map(graph.length_key, consumer.work)
-            for consumer in graph.calls
-            if call in _producers(graph, consumer)
-        )
-        if touches or feeds:
-            readers.update(plan[call.name].ranks)
-    return tuple(sorted(readers))

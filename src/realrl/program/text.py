@@ -1,12 +1,15 @@
 """The text form of programs: one instruction a line, and back again."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import cast
 
 from realrl.plan.placement import Mesh, Placement
 from realrl.program.instructions import (
     Feed,
     Instruction,
+    Load,
+    Offload,
     Program,
     Reallocate,
     Receive,
@@ -15,10 +18,11 @@ from realrl.program.instructions import (
     Run,
     Send,
     ShareLengths,
+    What,
 )
 
 
-def _ranks(ranks: tuple[int, ...]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Ascending ranks as runs, for example `0-3,8`."""
     runs: list[list[int]] = []
     for rank in ranks:
@@ -42,32 +46,42 @@ def format_instruction(instruction: Instruction) -> str:
     match instruction:
         case Feed(keys):
             verb, rest = "feed", ", ".join(keys)
-        case Reallocate(role, source, target):
-            verb, rest = "reallocate", f"{role}: {source} -> {target}"
+        case Reallocate(role, source, target, into, mix):
+            mixed = "" if mix is None else f" mixed into {into} by {mix!r}"
+            verb, rest = "reallocate", f"{role}: {source} -> {target}{mixed}"
         case Release(role, placement):
             verb, rest = "release", f"{role}: {placement}"
+        case Offload(role, placement, what):
+            verb, rest = "offload", f"{role} {what}: {placement}"
+        case Load(role, placement, what):
+            verb, rest = "load", f"{role} {what}: {placement}"
         case Run(call, role, placement):
             verb, rest = "run", f"{call} [{role}] on {placement}"
         case ShareLengths(key, call, heads, readers):
-            verb, rest = "lengths", f"{key} of {call}: {_ranks(heads)} -> {_ranks(readers)}"
+            verb, rest = "lengths", f"{key} of {call}: {format_ranks(heads)} -> {format_ranks(readers)}"
         case Send(number, keys, producer, consumer, receivers):
-            rest = f"#{number} {', '.join(keys)}: {producer} -> {consumer} on {_ranks(receivers)}"
+            rest = f"#{number} {', '.join(keys)}: {producer} -> {consumer} on {format_ranks(receivers)}"
             verb = "send"
         case Receive(number, keys, producer, consumer, senders):
-            rest = f"#{number} {', '.join(keys)}: {consumer} <- {producer} on {_ranks(senders)}"
+            rest = f"#{number} {', '.join(keys)}: {consumer} <- {producer} on {format_ranks(senders)}"
             verb = "receive"
         case Report(call, sender, receiver):
             verb, rest = "report", f"{call}: {sender} -> {receiver}"
     return f"{verb:<10} {rest}"
 
 
+_PART = r"(\S+) (parameters|optimizer): (.+)"
 _FORMS: dict[str, tuple[str, Callable[..., Instruction]]] = {
     "feed": (r"(.+)", lambda keys: Feed(_keys(keys))),
     "reallocate": (
-        r"(\S+): (.+) -> (.+)",
-        lambda role, a, b: Reallocate(role, Placement.parse(a), Placement.parse(b)),
+        r"(\S+): (.+) -> (.+?)(?: mixed into (\S+) by (\S+))?",
+        lambda role, a, b, into, mix: Reallocate(
+            role, Placement.parse(a), Placement.parse(b), into, None if mix is None else float(mix)
+        ),
     ),
     "release": (r"(\S+): (.+)", lambda role, p: Release(role, Placement.parse(p))),
+    "offload": (_PART, lambda role, what, p: Offload(role, Placement.parse(p), cast(What, what))),
+    "load": (_PART, lambda role, what, p: Load(role, Placement.parse(p), cast(What, what))),
     "run": (r"(\S+) \[(\S+)\] on (.+)", lambda call, role, p: Run(call, role, Placement.parse(p))),
     "lengths": (
         r"(\S+) of (\S+): (\S+) -> (\S+)",

@@ -1,13 +1,16 @@
 """Prove, before any process starts, that programs bring data and parameters where they are needed and end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.placement import Placement
 from realrl.program.instructions import (
     Feed,
     Instruction,
+    Load,
+    Offload,
     Program,
     Reallocate,
     Receive,
@@ -16,6 +19,7 @@ from realrl.program.instructions import (
     Run,
     Send,
     ShareLengths,
+    What,
 )
 from realrl.program.text import format_instruction
 
@@ -24,8 +28,13 @@ class ProgramError(Exception):
     """Programs that would hang, or run a call without its data or parameters: a fault of ours."""
 
 
+_WHAT: tuple[What, ...] = get_args(What)
+
 Message = tuple[object, ...]
 """What tells the messages of a program apart."""
+
+Kept = Mapping[str, Sequence[Placement]]
+"""Role -> where copies of it stay."""
 
 
 @dataclass
@@ -42,6 +51,8 @@ class _Rank:
     """keys this rank holds as a head of their producer"""
     parameters: dict[tuple[str, str], int] = field(default_factory=dict)
     """(role, layout) -> version"""
+    offloaded: set[tuple[str, str, What]] = field(default_factory=set)
+    """(role, layout, what) that waits in host memory"""
 
     @property
     def current(self) -> Instruction | None:
@@ -54,8 +65,16 @@ class _DryRun:
     except sends and reports, whose senders go on at once."""
 
     def __init__(
-        self, programs: Sequence[Program], graph: DataflowGraph, homes: Mapping[str, Placement]
+        self,
+        programs: Sequence[Program],
+        graph: DataflowGraph,
+        homes: Mapping[str, Placement],
+        offloaded: Collection[tuple[str, What]],
+        kept: Kept,
+        *,
+        copies_there: bool,
     ) -> None:
+        """`copies_there`: whether the copies that are kept are there already."""
         self.graph = graph
         self.ranks = [_Rank(program) for program in programs]
         self.versions = dict.fromkeys(homes, 0)
@@ -68,6 +87,15 @@ class _DryRun:
         for role, home in homes.items():
             for rank in home.ranks:
                 self.ranks[rank].parameters[role, home.layout] = 0
+                for what in _WHAT:
+                    if (role, what) in offloaded:
+                        self.ranks[rank].offloaded.add((role, home.layout, what))
+        self.at_rest = [({*rank.parameters}, {*rank.offloaded}) for rank in self.ranks]
+        for role, placement in ((role, p) for role, placements in kept.items() for p in placements):
+            for rank in placement.ranks:
+                self.at_rest[rank][0].add((role, placement.layout))
+                if copies_there:
+                    self.ranks[rank].parameters[role, placement.layout] = 0
 
     def run(self) -> None:
         while any(rank.current is not None for rank in self.ranks):
@@ -78,6 +106,11 @@ class _DryRun:
         missing = [call.name for call in self.graph.calls if call.name not in self.ran]
         if missing:
             raise self._error(f"calls never run: {', '.join(missing)}", [])
+        for rank, at_rest in zip(self.ranks, self.at_rest, strict=True):
+            rests = ({*rank.parameters}, rank.offloaded) == at_rest
+            self._need(rank, rests, "ends with other things in memory than there are between steps")
+            for (role, layout), version in rank.parameters.items():
+                self._need(rank, version == self.versions[role], f"ends with an outdated {role} [{layout}]")
         for message, receivers in self.promised.items():
             if receivers != self.received.get(message, set()):
                 raise self._error(f"not received by those it was sent to: {message}", [])
@@ -102,6 +135,8 @@ class _DryRun:
                     rank, (role, placement.layout) in rank.parameters, "releases what it does not hold"
                 )
                 del rank.parameters[role, placement.layout]
+            case Offload() | Load():
+                self._offload(rank, instruction)
             case Run() | Reallocate() | ShareLengths():
                 return rank.program.rank == _members(instruction)[0] and self._together(instruction)
         rank.position += 1
@@ -115,13 +150,8 @@ class _DryRun:
         match instruction:
             case Run():
                 self._run_call(instruction, members)
-            case Reallocate(role, source, target):
-                version = self.versions[role]
-                for r in source.ranks:
-                    held = self.ranks[r].parameters.get((role, source.layout))
-                    self._need(self.ranks[r], held == version, f"has no current parameters of {role}")
-                for r in target.ranks:
-                    self.ranks[r].parameters[role, target.layout] = version
+            case Reallocate():
+                self._reallocate(instruction)
             case ShareLengths(key, _, heads, readers):
                 for r in heads:
                     self._need(self.ranks[r], key in self.ranks[r].produced, f"did not produce {key}")
@@ -131,6 +161,35 @@ class _DryRun:
             member.position += 1
         return True
 
+    def _reallocate(self, instruction: Reallocate) -> None:
+        role, target, into = instruction.role, instruction.target, instruction.into
+        for r in instruction.source.ranks:
+            self._need_parameters(self.ranks[r], role, instruction.source)
+        if into is not None:
+            for r in target.ranks:
+                self._need_parameters(self.ranks[r], into, target)
+            self.versions[into] += 1
+        for r in target.ranks:
+            self.ranks[r].parameters[into or role, target.layout] = self.versions[into or role]
+
+    def _need_parameters(self, rank: _Rank, role: str, placement: Placement) -> None:
+        held = rank.parameters.get((role, placement.layout))
+        self._need(rank, held is not None, f"has no parameters of {role} in this layout")
+        self._need(rank, held == self.versions[role], f"has outdated parameters of {role}")
+        offloaded = (role, placement.layout, "parameters") in rank.offloaded
+        self._need(rank, not offloaded, f"has the parameters of {role} in host memory")
+
+    def _offload(self, rank: _Rank, instruction: Offload | Load) -> None:
+        role, placement, what = instruction.role, instruction.placement, instruction.what
+        key = (role, placement.layout, what)
+        self._need(rank, key[:2] in rank.parameters, f"has no parameters of {role} in this layout")
+        loads = isinstance(instruction, Load)
+        place = "device" if loads else "host"
+        self._need(
+            rank, (key in rank.offloaded) == loads, f"has the {what} of {role} in {place} memory already"
+        )
+        rank.offloaded ^= {key}
+
     def _run_call(self, run: Run, members: list[_Rank]) -> None:
         call = self.graph.call(run.call)
         for rank in members:
@@ -139,9 +198,13 @@ class _DryRun:
                 self._need(rank, key in known, f"has no {key} for {call.name}")
                 length = self.graph.length_key(key)
                 self._need(rank, length is None or length in rank.lengths, f"does not know how long {key} is")
-            held = rank.parameters.get((call.role, run.placement.layout))
-            self._need(rank, held is not None, f"has no parameters of {call.role} in this layout")
-            self._need(rank, held == self.versions[call.role], f"has outdated parameters of {call.role}")
+            self._need_parameters(rank, call.role, run.placement)
+            offloaded = (call.role, run.placement.layout, "optimizer") in rank.offloaded
+            self._need(
+                rank,
+                call.kind != "train" or not offloaded,
+                f"has the optimizer of {call.role} in host memory",
+            )
         if call.kind == "train":
             self.versions[call.role] += 1
             for rank in members:
@@ -199,12 +262,32 @@ def _members(instruction: Run | Reallocate | ShareLengths) -> tuple[int, ...]:
     match instruction:
         case Run(_, _, placement):
             return placement.ranks
-        case Reallocate(_, source, target):
+        case Reallocate(_, source, target, _, _):
             return tuple(sorted({*source.ranks, *target.ranks}))
         case ShareLengths(_, _, heads, readers):
             return tuple(sorted({*heads, *readers}))
 
 
-def validate(programs: Sequence[Program], graph: DataflowGraph, homes: Mapping[str, Placement]) -> None:
-    """Dry-run `programs` of a step; ProgramError, with where every rank stands, when they cannot be run."""
-    _DryRun(programs, graph, homes).run()
+def validate(
+    programs: Sequence[Program],
+    graph: DataflowGraph,
+    homes: Mapping[str, Placement],
+    offloaded: Collection[tuple[str, What]] = (),
+    kept: Kept | None = None,
+) -> None:
+    """Dry-run `programs` of a step; ProgramError, with where every rank stands, when they cannot be run.
+
+    Between steps the parameters of each role are where `homes` says and in the copies that are `kept`;
+    `offloaded` says what of which role is in host memory then.
+    """
+    _DryRun(programs, graph, homes, offloaded, kept or {}, copies_there=True).run()
+
+
+def validate_start(
+    programs: Sequence[Program],
+    homes: Mapping[str, Placement],
+    offloaded: Collection[tuple[str, What]],
+    kept: Kept,
+) -> None:
+    """Dry-run programs that make the copies that are kept; ProgramError when they do not."""
+    _DryRun(programs, DataflowGraph((), ()), homes, offloaded, kept, copies_there=False).run()

@@ -4,16 +4,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from realrl.algorithms.graphs import build_eval_graph, build_graph
+from realrl.checkpoint.directory import known_shape
 from realrl.config.errors import UserError
 from realrl.config.experiment import Experiment
+from realrl.config.model import HEADS, ModelConfig
+from realrl.config.units import parse_bytes
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
 from realrl.plan.presets import make_plan
 from realrl.program.instructions import Program
-from realrl.program.lower import home_placements, lower
-from realrl.program.validate import validate
+from realrl.program.lower import home_placements, kept_copies, lower, lower_start, offloaded
+from realrl.program.memory import Memory, Stored
+from realrl.program.validate import validate, validate_start
 
 
 @dataclass(frozen=True)
@@ -27,29 +31,78 @@ class Phase:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A recipe on a cluster: training steps, evaluation steps, and where parameters live in between."""
+    """A recipe on a cluster: training steps, evaluation steps, and where parameters live in between.
+
+    `start` are the programs that make the copies which are `kept`, before the first step.
+    """
 
     train: Phase
     evaluation: Phase | None
     homes: Mapping[str, Placement]
+    kept: Mapping[str, tuple[Placement, ...]]
+    start: list[Program]
+    memory: Memory
+
+    @property
+    def phases(self) -> dict[str, Phase]:
+        """The kinds of steps there are, by name."""
+        return {"train": self.train} | ({"eval": self.evaluation} if self.evaluation else {})
+
+    @property
+    def programs(self) -> dict[str, list[Program]]:
+        """The programs of all ranks by what they do: `start`, if anything, and the kinds of steps."""
+        starts = any(program.instructions for program in self.start)
+        return ({"start": self.start} if starts else {}) | {n: p.programs for n, p in self.phases.items()}
+
+    def check_memory(self, device_memory: int) -> None:
+        """UserError if a device of so many bytes cannot hold what the plan puts there."""
+        for phase in self.phases.values():
+            self.memory.check(phase.programs, phase.graph, device_memory)
+
+
+def models(experiment: Experiment) -> dict[str, ModelConfig]:
+    """The model settings of every role."""
+    return {role: getattr(experiment.models, role) for role in type(experiment.models).model_fields}
 
 
 def compile_recipe(experiment: Experiment, cluster: Cluster) -> Compiled:
-    """Graph, plan and validated programs. UserError for a plan that does not fit."""
+    """Graph, plan and validated programs. UserError for a plan that does not fit.
+
+    What depends on the sizes of models is checked for those whose sizes are known without the network.
+    """
     graph = build_graph(experiment)
-    plan = make_plan(experiment.plan, graph, cluster, experiment.micro_batch_tokens)
+    stored = {
+        role: Stored(shape, HEADS[role], {"float32": 4, "bfloat16": 2}[config.dtype], graph.trained(role))
+        for role, config in models(experiment).items()
+        if (shape := known_shape(config)) is not None
+    }
+    shapes = {role: of.shape for role, of in stored.items()}
+    plan = make_plan(experiment.plan, graph, cluster, experiment.micro_batch_tokens, shapes)
     homes = home_placements(graph, plan)
+    kept = kept_copies(graph, plan, homes)
     _check_batch(experiment, graph, plan)
-    train = _phase(graph, plan, homes)
-    eval_graph = build_eval_graph(experiment)
-    if eval_graph is None:
-        return Compiled(train, None, homes)
-    return Compiled(train, _phase(eval_graph, plan.evaluation(eval_graph, graph), homes), homes)
+    start = lower_start(plan, homes, kept)
+    validate_start(start, homes, offloaded(plan), kept)
+    train, evaluation, eval_graph = _phase(graph, plan, homes, kept), None, build_eval_graph(experiment)
+    if eval_graph is not None:
+        evaluation = _phase(eval_graph, plan.evaluation(eval_graph, graph), homes, kept)
+    memory = Memory(stored, homes, offloaded(plan), kept)
+    compiled = Compiled(train, evaluation, homes, kept, start, memory)
+    if experiment.device_memory is not None:
+        compiled.check_memory(parse_bytes(experiment.device_memory))
+    return compiled
 
 
-def _phase(graph: DataflowGraph, plan: Plan, homes: Mapping[str, Placement]) -> Phase:
-    programs = lower(graph, plan, homes)
-    validate(programs, graph, {role: homes[role] for role in graph.roles})
+def _phase(
+    graph: DataflowGraph,
+    plan: Plan,
+    homes: Mapping[str, Placement],
+    kept: Mapping[str, tuple[Placement, ...]],
+) -> Phase:
+    homes = {role: homes[role] for role in graph.roles}
+    kept = {role: kept[role] for role in graph.roles if role in kept}
+    programs = lower(graph, plan, homes, kept)
+    validate(programs, graph, homes, offloaded(plan), kept)
     return Phase(graph, plan, programs)
 
 

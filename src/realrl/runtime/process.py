@@ -29,6 +29,14 @@ class Process:
     device: torch.device
     control: dist.ProcessGroup | None = None
 
+    @property
+    def memory(self) -> int | None:
+        """Bytes that a GPU has; None on a CPU, whose memory is shared and not known to be ours."""
+        if self.device.type != "cuda":
+            return None
+        size: int = torch.cuda.get_device_properties(self.device).total_memory
+        return size
+
     def groups(self, rank_sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Group]:
         """The groups this rank is in, out of `rank_sets`, which must be the same sets in the same order on
         every rank."""
@@ -122,6 +130,9 @@ def connect(device: Device) -> Process:
         world_size=world,
         timeout=timedelta(minutes=30),
     )
+    if cuda:
+        # NCCL wants every rank at a group's first operation; later ones may be between some of them.
+        dist.all_reduce(torch.zeros((), device=place))
     return Process(rank, world, place, dist.new_group(backend="gloo"))
 
 

@@ -1,22 +1,34 @@
 """The models a rank holds: each role in its home layout, and copies in others while calls need them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from realrl.checkpoint import huggingface
+from realrl.config.errors import UserError
 from realrl.config.model import HEADS, ModelConfig, TrainedModelConfig
 from realrl.config.shape import ModelShape
+from realrl.dataflow.call import Average
+from realrl.engine.flat import FlatBuffer
 from realrl.engine.model import Model
+from realrl.engine.offload import Offloadable
 from realrl.engine.parallel import parallel
 from realrl.engine.train import Trainer
-from realrl.layout.layout import layout
+from realrl.layout.chunks import tensor_groups
+from realrl.layout.layout import Layout, layout
+from realrl.layout.routes import reallocate
+from realrl.layout.tensors import TensorSpec, model_tensors
 from realrl.model.group import Group
 from realrl.model.init import initialise
-from realrl.plan.placement import Placement
-from realrl.program.instructions import Reallocate, Release
+from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.plan.plan import Plan
+from realrl.program.instructions import Load, Offload, Reallocate, Release
 from realrl.runtime.process import Process
+from realrl.runtime.reallocation import Reallocator, Staging
+
+MIX_BYTES = 64 << 20
+"""Most bytes of parameters that a rank receives before it mixes them into its own, unless a tensor has more."""
 
 
 def role_shape(config: ModelConfig) -> ModelShape:
@@ -36,22 +48,41 @@ class Roles:
         homes: Mapping[str, Placement],
         process: Process,
         groups: Mapping[tuple[int, ...], Group],
+        plan: Plan,
+        averages: Sequence[Average] = (),
         *,
         temperature: float,
         seed: int,
+        verify: bool = False,
     ) -> None:
-        """Load or initialise every role whose home includes this rank. UserError when a model cannot be
-        loaded."""
+        """Load or initialise every role whose home includes this rank, and offload what `plan` says.
+
+        `verify` is for reallocations. UserError when a model cannot be loaded, or when a role that follows
+        another has other tensors.
+        """
         self._configs, self._homes, self._groups = configs, homes, groups
-        self._process, self._temperature = process, temperature
+        self._process, self._temperature, self._verify = process, temperature, verify
+        self._cluster = plan.cluster
         self.shapes = {role: role_shape(config) for role, config in configs.items()}
+        for average in averages:
+            if self._specs(average.role) != self._specs(average.source):
+                raise UserError(
+                    f"models.{average.role} cannot follow models.{average.source}: their sizes differ"
+                )
+        self._following = {average.role for average in averages}
         self._models: dict[tuple[str, str], Model] = {}
+        self._staging = Staging(process.device)
+        self._reallocators: dict[tuple[str, ...], Reallocator] = {}
         self.trainers: dict[str, Trainer] = {}
         self.fresh: dict[str, list[str]] = {}
         """role -> tensors that its checkpoint did not have and that were initialised instead"""
         for role, home in homes.items():
             if process.rank in home.ranks:
                 self._build_home(role, home, seed)
+                if role in plan.offload:
+                    self._models[role, home.layout].memory.offload()
+                if role in plan.offload_optimizer:
+                    self.trainers[role].memory.offload()
 
     def _build_home(self, role: str, home: Placement, seed: int) -> None:
         config, model = self._configs[role], self._build(role, home)
@@ -69,53 +100,128 @@ class Roles:
     def _build(self, role: str, placement: Placement) -> Model:
         rank = self._process.rank
         model = Model(
-            layout(self.shapes[role], HEADS[role], placement),
+            self._layout(role, placement),
             rank,
             parallel(placement, rank, self._groups),
-            dtype=getattr(torch, self._configs[role].dtype),
+            dtype=self._dtype(role),
             device=self._process.device,
             temperature=self._temperature,
         )
         self._models[role, placement.layout] = model
         return model
 
+    def _layout(self, role: str, placement: Placement) -> Layout:
+        return layout(self.shapes[role], HEADS[role], placement)
+
+    def _dtype(self, role: str) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self._configs[role].dtype)
+        return dtype
+
+    def _specs(self, role: str) -> tuple[TensorSpec, ...]:
+        return model_tensors(self.shapes[role], HEADS[role])
+
     def model(self, role: str, placement: Placement) -> Model:
         """The role's model in the layout of a placement that includes this rank."""
-        return self._models[role, placement.layout]
-
-    def home(self, role: str) -> Model | None:
-        """The role's model where it lives, or None when that is not on this rank."""
-        return self._models.get((role, self._homes[role].layout))
+        model = self._models[role, placement.layout]
+        assert model.resident, f"{role} has no parameters in device memory"
+        return model
 
     def reallocate(self, instruction: Reallocate) -> None:
-        """Bring the role's parameters from the source ranks to the target ranks.
-
-        With data parallelism alone every rank of a layout holds all parameters: target rank i gets them from
-        source rank i modulo their number, so that senders share the load.
-        """
+        """Bring the role's parameters from the source ranks to the target ranks, or mix them into those of
+        another role."""
         role, source, target = instruction.role, instruction.source, instruction.target
-        rank = self._process.rank
-        pairs = [(source.ranks[i % len(source.ranks)], to) for i, to in enumerate(target.ranks)]
-        sends = []
-        if rank in source.ranks:
-            data = self._flat(self.model(role, source))
-            sends = [dist.isend(data, to) for at, to in pairs if at == rank and to != rank]
-        if rank in target.ranks:
-            incoming = self._flat(self._build(role, target))
-            sender = next(at for at, to in pairs if to == rank)
-            if sender == rank:
-                incoming.copy_(self._flat(self.model(role, source)))
-            else:
-                dist.recv(incoming, sender)
-        for send in sends:
-            assert send is not None, "source ranks are part of the world"
-            send.wait()
+        into, rank = instruction.into or role, self._process.rank
+        key = (role, source.layout, into, target.layout)
+        if key not in self._reallocators:
+            self._reallocators[key] = self._reallocator(instruction)
+        outgoing = self.model(role, source).parameters if rank in source.ranks else None
+        if instruction.mix is not None:
+            own = self.model(into, target).parameters if rank in target.ranks else None
+            self._reallocators[key].mix(outgoing, own, instruction.mix)
+        else:
+            incoming = self._copy(role, target).parameters if rank in target.ranks else None
+            self._reallocators[key].run(outgoing, incoming)
+
+    def _reallocator(self, instruction: Reallocate) -> Reallocator:
+        role, into = instruction.role, instruction.into or instruction.role
+        source, target = self._layout(role, instruction.source), self._layout(into, instruction.target)
+        dtypes = self._dtype(role), self._dtype(into)
+        groups = None
+        if instruction.mix is not None:
+            groups = tensor_groups(target, dtypes[1].itemsize, MIX_BYTES)
+        name = role if into == role else f"{role} into {into}"
+        return self._compile(name, source, target, dtypes, groups)
+
+    def _compile(
+        self,
+        name: str,
+        source: Layout,
+        target: Layout,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        groups: Sequence[Sequence[str]] | None,
+    ) -> Reallocator:
+        return Reallocator(
+            reallocate(source, target, self._cluster),
+            self._process,
+            label=f"{name}: {source.placement.layout} -> {target.placement.layout}",
+            dtypes=dtypes,
+            groups=groups,
+            staging=self._staging,
+            verify=self._verify,
+        )
+
+    def _copy(self, role: str, placement: Placement) -> Model:
+        """A model outside its home, with memory for its parameters."""
+        model = self._models.get((role, placement.layout))
+        if model is None:
+            return self._build(role, placement)
+        model.allocate()
+        return model
 
     def release(self, instruction: Release) -> None:
-        """Forget a reallocated copy."""
-        del self._models[instruction.role, instruction.placement.layout]
+        """Give back the memory of a reallocated copy."""
+        self.model(instruction.role, instruction.placement).free()
 
-    @staticmethod
-    def _flat(model: Model) -> torch.Tensor:
-        """The parameters without the padding, which depends on the layout."""
-        return model.parameters.data[: sum(t.numel for t in model.parameters.tensors)]
+    def offload(self, instruction: Offload) -> None:
+        """Move what a role has here to host memory."""
+        frozen = instruction.role not in self.trainers and instruction.role not in self._following
+        self._memory(instruction).offload(changed=not frozen)
+
+    def load(self, instruction: Load) -> None:
+        """Move it back."""
+        self._memory(instruction).load()
+
+    def _memory(self, instruction: Offload | Load) -> Offloadable:
+        if instruction.what == "optimizer":
+            return self.trainers[instruction.role].memory
+        return self._models[instruction.role, instruction.placement.layout].memory
+
+    def save(self, role: str, directory: Path, tokenizer: huggingface.Tokenizer) -> None:
+        """Write the role as a Hugging Face directory; all ranks of its home call this, the first one writes.
+
+        The parameters of one file at a time are brought into its host memory.
+        """
+        home, dtype = self._homes[role], self._dtype(role)
+        first, model = home.ranks[0], self._models[role, home.layout]
+        whole = self._layout(role, Placement(Mesh(first, 1), Strategy(1)))
+        files = huggingface.shards(whole.specs, dtype)
+        key = (role, home.layout)
+        if key not in self._reallocators:
+            names = [[spec.name for spec in file] for file in files]
+            self._reallocators[key] = self._compile(role, model.layout, whole, (dtype, dtype), names)
+        gather, resident = self._reallocators[key], model.memory.resident
+        if not resident:
+            model.memory.load()
+
+        def fetch(file: int) -> FlatBuffer:
+            buffer = FlatBuffer(files[file], dtype, torch.device("cpu"))
+            gather.run(model.parameters, buffer, file)
+            return buffer
+
+        if self._process.rank == first:
+            huggingface.save(directory, model.shape, model.head, fetch, tokenizer, dtype)
+        else:
+            for file in range(len(files)):
+                gather.run(model.parameters, None, file)
+        if not resident:
+            model.memory.offload(changed=False)

@@ -4,16 +4,10 @@ from typing import Any
 
 from realrl.config.errors import UserError
 from realrl.config.experiment import Experiment
-from realrl.config.model import ModelConfig
 from realrl.data.dataset import Dataset
 from realrl.data.tokenizer import load_tokenizer
-from realrl.runtime.compile import Compiled
+from realrl.runtime.compile import Compiled, models
 from realrl.runtime.roles import role_shape
-
-
-def models(experiment: Experiment) -> dict[str, ModelConfig]:
-    """The model settings of every role."""
-    return {role: getattr(experiment.models, role) for role in type(experiment.models).model_fields}
 
 
 def load_shared_tokenizer(experiment: Experiment) -> Any:

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from typing import Protocol
 
 from realrl.algorithms.registry import build_algorithm
-from realrl.checkpoint import huggingface
 from realrl.config.experiment import Experiment
 from realrl.config.model import TrainedModelConfig
 from realrl.data.dataset import Order
@@ -15,12 +14,12 @@ from realrl.engine.generate import Noise
 from realrl.engine.parallel import all_rank_sets
 from realrl.engine.schedule import learning_rate
 from realrl.program.lower import WRITER
-from realrl.runtime.compile import Compiled, Phase, compile_recipe
+from realrl.runtime.compile import Compiled, compile_recipe, models
 from realrl.runtime.evaluate import Evaluation, flatten, load_judge
 from realrl.runtime.process import Process, connect, resolve_cluster
 from realrl.runtime.roles import Roles
 from realrl.runtime.rundir import RunDirectory
-from realrl.runtime.setup import load_data, load_shared_tokenizer, models
+from realrl.runtime.setup import load_data, load_shared_tokenizer
 from realrl.runtime.store import Store
 from realrl.runtime.trace import Trace, write_trace
 from realrl.runtime.worker import StepInput, Worker
@@ -62,6 +61,9 @@ def train(experiment: Experiment, observer: Observer) -> None:
     cluster = resolve_cluster(experiment.cluster, experiment.device)
     compiled = compile_recipe(experiment, cluster)
     with connect(experiment.device) as process:
+        with process.together():
+            if process.memory is not None and experiment.device_memory is None:
+                compiled.check_memory(process.memory)
         # Every rank has read everything before the directory of an earlier run may be deleted.
         with process.together():
             run = Run(experiment, compiled, process, observer if process.rank == WRITER else None)
@@ -78,7 +80,7 @@ class Run:
     ) -> None:
         self.experiment, self.compiled, self.process, self.observer = experiment, compiled, process, observer
         # All ranks make groups together, so before anything that one of them may fail at.
-        placements = [p for phase in self._phases() for p in phase.plan.placements.values()]
+        placements = [p for phase in compiled.phases.values() for p in phase.plan.placements.values()]
         groups = process.groups(all_rank_sets(placements))
         self.tokenizer = load_shared_tokenizer(experiment)
         self.records, self.eval_records = load_data(experiment, compiled, self.tokenizer)
@@ -92,8 +94,11 @@ class Run:
             compiled.homes,
             process,
             groups,
+            compiled.train.plan,
+            compiled.train.graph.averages,
             temperature=algorithm.temperature,
             seed=experiment.seed,
+            verify=experiment.debug.verify_reallocation,
         )
         self.trace = Trace(process.rank)
         self.worker = Worker(process, self.roles, algorithm, self.tokenizer.eos_token_id, self.trace)
@@ -111,17 +116,13 @@ class Run:
             )
         self.directory = RunDirectory(experiment.run_dir)
 
-    def _phases(self) -> list[Phase]:
-        return [phase for phase in (self.compiled.train, self.compiled.evaluation) if phase is not None]
-
     def open(self) -> None:
         """On the rank that writes, start the run's directory and tell the observer; UserError when the
         directory cannot be used."""
         observer = self.observer
         if observer is None:
             return
-        programs = {n: p.programs for n, p in zip(("train", "eval"), self._phases(), strict=False)}
-        self.directory.start(self.experiment, self.compiled.train.plan, programs)
+        self.directory.start(self.experiment, self.compiled.train.plan, self.compiled.programs)
         if find_spec("tensorboard") is not None:
             self.directory.open_tensorboard()
         for name, records in (("train", self.records), ("eval", self.eval_records)):
@@ -135,6 +136,7 @@ class Run:
     def execute(self, started: float) -> None:
         """Train from the first step to the last; `started` is when the run began, by the monotonic clock."""
         every = self.experiment.training
+        self.worker.start(self.compiled.start[self.process.rank])
         self._evaluate(0)
         for step in range(self.steps):
             self._train_step(step)
@@ -184,18 +186,11 @@ class Run:
         ]
         for role in trained:
             home = self.compiled.homes[role]
-            model = self.roles.home(role)
-            if model is None or self.process.rank != home.ranks[0]:
+            if self.process.rank not in home.ranks:
                 continue
             top = self.directory.checkpoint(done)
-            huggingface.save(
-                top if role == trained[0] else top.with_name(f"{top.name}-{role}"),
-                model.shape,
-                model.head,
-                model.parameters,
-                self.tokenizer,
-                model.parameters.data.dtype,
-            )
+            path = top if role == trained[0] else top.with_name(f"{top.name}-{role}")
+            self.roles.save(role, path, self.tokenizer)
 
     def _finish(self, started: float) -> None:
         events = self.process.gather(list(self.trace.events))

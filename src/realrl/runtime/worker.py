@@ -11,6 +11,8 @@ from realrl.engine.generate import Noise, generate
 from realrl.program.instructions import (
     Feed,
     Instruction,
+    Load,
+    Offload,
     Program,
     Reallocate,
     Receive,
@@ -44,6 +46,18 @@ class Worker:
         self._process, self._roles, self._algorithm = process, roles, algorithm
         self._eos, self._trace = eos, trace
         self._exchange = Exchange(process)
+        self._movers: dict[type[Instruction], Callable[..., None]] = {
+            Reallocate: roles.reallocate,
+            Release: roles.release,
+            Offload: roles.offload,
+            Load: roles.load,
+        }
+
+    def start(self, program: Program) -> None:
+        """Execute a program that only moves parameters, before the first step."""
+        for instruction in program.instructions:
+            with self._trace.slice(format_instruction(instruction), step=0):
+                self._movers[type(instruction)](instruction)
 
     def run(self, program: Program, store: Store, step: StepInput) -> dict[str, Metrics]:
         """Execute one step into an empty `store`.
@@ -58,8 +72,7 @@ class Worker:
             Receive: lambda i: self._exchange.receive(i, store),
             ShareLengths: lambda i: self._exchange.share_lengths(i, store),
             Report: lambda i: figures.update({i.call: self._exchange.report(i, figures.get(i.call))}),
-            Reallocate: self._roles.reallocate,
-            Release: self._roles.release,
+            **self._movers,
         }
         for instruction in program.instructions:
             text = format_instruction(instruction)

@@ -4,7 +4,7 @@ Keys that are `like sequences` have a number per token, at the token's own place
 log-probability of token t given those before it, `values[t]` the critic's value of the state after token t.
 """
 
-from realrl.dataflow.call import Call, Key, Kind
+from realrl.dataflow.call import Average, Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 
 KEYS = (
@@ -33,8 +33,9 @@ def _on_sequences(name: str, output: str, extra: tuple[str, ...] = ()) -> Call:
     return Call(name, role, Kind(kind), ("sequences", *extra), (output,), work=("sequences",))
 
 
-def train_graph(*, minibatches: int) -> DataflowGraph:
-    """One step: sample, score, train. `minibatches` are optimizer steps per pass over the samples."""
+def train_graph(*, minibatches: int, ref_ema: float | None = None) -> DataflowGraph:
+    """One step: sample, score, train. `minibatches` are optimizer steps per pass over the samples; with
+    `ref_ema` the reference follows the actor at this rate."""
     calls = [
         GENERATE,
         _on_sequences("reward.inference", "score"),
@@ -44,7 +45,8 @@ def train_graph(*, minibatches: int) -> DataflowGraph:
     for role in ("actor", "critic"):
         name = f"{role}.train"
         calls.append(Call(name, role, Kind.TRAIN, EXPERIENCE, work=("sequences",), minibatches=minibatches))
-    return DataflowGraph(calls, KEYS)
+    averages = [] if ref_ema is None else [Average("ref", "actor", ref_ema)]
+    return DataflowGraph(calls, KEYS, averages)
 
 
 def eval_graph() -> DataflowGraph:

@@ -1,0 +1,394 @@
+"""Time of a reallocation between local processes, beside other ways to the same parameters.
+
+For pairs of layouts and sizes of models, medians over rounds in which all ways take turns:
+
+- ours: `Reallocator.run` between float32 buffers that exist, compiled before;
+- p2p: the bytes that each rank sends each other one in ours, as one plain message out of one tensor into
+  another, all at once; what stays on a rank is not even copied;
+- gather: tensor by tensor, all-gather over the tensor ranks, broadcast to the ranks that do not have the tensor
+  then, and cut out what a rank needs, as frameworks do that hand whole tensors to the other side;
+- dtensor: `redistribute` of every tensor, where the target is whole tensors on the same ranks.
+
+    python bench/reallocation.py [--processes 2 4 8] [--rounds N] [--json FILE]
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from realrl.config.shape import ModelShape
+from realrl.engine.flat import FlatBuffer
+from realrl.layout.layout import Layout, layout
+from realrl.layout.routes import Reallocation, reallocate
+from realrl.plan.cluster import Cluster
+from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.runtime.process import Process
+from realrl.runtime.reallocation import Reallocator
+
+LARGE = 16 << 20
+"""Bytes that a rank receives, on average, from which on a pair counts in the summary."""
+CPU = torch.device("cpu")
+
+
+def model(hidden: int, layers: int, vocabulary: int) -> ModelShape:
+    """A model whose tensors 8 ranks can share equally."""
+    return ModelShape(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=3 * hidden, layers=layers, heads=16,
+        kv_heads=8, head_dim=hidden // 16,
+    )  # fmt: skip
+
+
+SIZES = {"small": model(256, 8, 2048), "medium": model(768, 4, 4096), "large": model(1024, 4, 8192)}
+Triple = tuple[int, int, int]
+SAME: dict[int, list[tuple[Triple, Triple]]] = {
+    2: [((1, 2, 1), (2, 1, 1)), ((1, 1, 2), (1, 2, 1))],
+    4: [((1, 4, 1), (4, 1, 1)), ((2, 2, 1), (4, 1, 1)), ((1, 2, 2), (2, 2, 1)), ((1, 1, 4), (1, 4, 1))],
+    8: [((1, 8, 1), (2, 4, 1)), ((1, 2, 4), (2, 4, 1)), ((2, 2, 2), (8, 1, 1))],
+}
+"""(dp, tp, pp) of source and target, on all processes."""
+APART: dict[int, list[tuple[Triple, Triple]]] = {
+    2: [((1, 1, 1), (1, 1, 1))],
+    4: [((1, 2, 1), (2, 1, 1)), ((2, 1, 1), (1, 2, 1))],
+    8: [((1, 1, 4), (1, 4, 1)), ((1, 4, 1), (2, 2, 1))],
+}
+"""The same, from the first half of the processes to the second."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A reallocation to be measured."""
+
+    processes: int
+    size: str
+    source: Placement
+    target: Placement
+
+    @property
+    def reallocation(self) -> Reallocation:
+        """Its schedule."""
+        ends = (layout(SIZES[self.size], "lm", placement) for placement in (self.source, self.target))
+        return reallocate(*ends, Cluster(1, self.processes))
+
+
+@dataclass(frozen=True)
+class Row:
+    """Median seconds of every way, and medians of their ratios to ours within a round."""
+
+    processes: int
+    size: str
+    pair: str
+    sent_megabytes: float
+    copied_megabytes: float
+    ours: float
+    p2p: float
+    gather: float
+    dtensor: float | None
+    over_p2p: float
+    speedup_over_gather: float
+    speedup_over_dtensor: float | None
+    counts: bool
+
+
+def cases(processes: list[int]) -> list[Case]:
+    """Everything that is measured."""
+    found = []
+    for count in processes:
+        for size in SIZES:
+            for a, b in SAME[count]:
+                ends = (Placement(Mesh(0, count), Strategy(*s)) for s in (a, b))
+                found.append(Case(count, size, *ends))
+            for a, b in APART[count]:
+                half = count // 2
+                ends = (Placement(Mesh(i * half, half), Strategy(*s)) for i, s in enumerate((a, b)))
+                found.append(Case(count, size, *ends))
+    return found
+
+
+def whole(held: Layout) -> dict[str, Tensor]:
+    """All tensors, with values that tell them apart."""
+    return {s.name: torch.full(s.shape, float(i)) for i, s in enumerate(held.specs)}
+
+
+def buffer(held: Layout, rank: int, values: dict[str, Tensor] | None = None) -> FlatBuffer | None:
+    """The memory of a rank under a layout, filled if there are values."""
+    if rank not in held.placement.ranks:
+        return None
+    flat = FlatBuffer([t.stored for t in held.tensors(rank)], torch.float32, CPU)
+    flat.data.zero_()
+    for local in held.tensors(rank) if values else ():
+        flat[local.region.tensor][: local.region.size[0]] = values[local.region.tensor][local.region.slices]
+    return flat
+
+
+Way = Callable[[], None]
+
+
+def point_to_point(plan: Reallocation, rank: int) -> Way:
+    """Plain messages of as many bytes between the same ranks."""
+    amounts: defaultdict[tuple[int, int], int] = defaultdict(int)
+    for transfer in plan.transfers:
+        if rank in (transfer.sender, transfer.receiver):
+            amounts[transfer.sender, transfer.receiver] += transfer.region.numel
+    tensors = {pair: torch.ones(amount) for pair, amount in sorted(amounts.items())}
+
+    def run() -> None:
+        works = [
+            dist.isend(tensor, to) if at == rank else dist.irecv(tensor, at)
+            for (at, to), tensor in tensors.items()
+        ]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    return run
+
+
+Groups = dict[tuple[int, ...], dist.ProcessGroup]
+
+
+class Gather:
+    """Whole tensors for everyone, out of which each rank takes its part."""
+
+    def __init__(self, plan: Reallocation, rank: int, source: FlatBuffer | None, groups: Groups) -> None:
+        self.plan, self.rank, self.source, self.groups = plan, rank, source, groups
+
+    @staticmethod
+    def rank_sets(plan: Reallocation) -> set[tuple[int, ...]]:
+        """All groups that are needed."""
+        p, s = plan.source.placement, plan.source.placement.strategy
+        sets = {
+            tuple(p.rank(dp=d, tp=t, pp=i) for t in range(s.tp)) for d in range(s.dp) for i in range(s.pp)
+        }
+        if set(plan.target.placement.ranks) <= set(p.ranks):
+            pipelines = ((d, t) for d in range(s.dp) for t in range(s.tp))
+            sets |= {tuple(p.rank(dp=d, tp=t, pp=i) for i in range(s.pp)) for d, t in pipelines}
+        else:
+            sets |= {(p.rank(dp=0, pp=i), *plan.target.placement.ranks) for i in range(s.pp)}
+        return {ranks for ranks in sets if len(ranks) > 1}
+
+    def run(self, target: FlatBuffer | None) -> None:
+        """One pass over all tensors."""
+        wanted = {local.region.tensor: local.region for local in self.plan.target.tensors(self.rank)}
+        for spec, stages in zip(self.plan.source.specs, self.plan.source.stages, strict=True):
+            full = self.whole(spec.name, spec.shape, stages[0])
+            if target is not None and spec.name in wanted:
+                assert full is not None, "all targets were told"
+                target[spec.name].copy_(full[wanted[spec.name].slices])
+
+    def whole(self, name: str, shape: tuple[int, ...], stage: int) -> Tensor | None:
+        """A tensor on every rank of the target."""
+        placement, full = self.plan.source.placement, None
+        tp = placement.strategy.tp
+        inside = self.rank in placement.ranks
+        if inside and placement.pp_index(self.rank) == stage:
+            assert self.source is not None
+            local, dp = self.source[name], placement.dp_index(self.rank)
+            full = local
+            if tuple(local.shape) != shape:
+                ranks = tuple(placement.rank(dp=dp, tp=t, pp=stage) for t in range(tp))
+                parts = [torch.empty_like(local) for _ in ranks]
+                dist.all_gather(parts, local, group=self.groups[ranks])
+                full = torch.cat(parts, dim=0 if local.shape[0] != shape[0] else 1)
+        if set(self.plan.target.placement.ranks) <= set(placement.ranks):
+            if placement.strategy.pp > 1:
+                dp, t = placement.dp_index(self.rank), placement.tp_index(self.rank)
+                ranks = tuple(placement.rank(dp=dp, tp=t, pp=i) for i in range(placement.strategy.pp))
+                full = self.tell(full, shape, ranks[stage], ranks)
+        else:
+            first = placement.rank(dp=0, pp=stage)
+            ranks = (first, *self.plan.target.placement.ranks)
+            if self.rank in ranks:
+                full = self.tell(full, shape, first, ranks)
+        return full
+
+    def tell(
+        self, full: Tensor | None, shape: tuple[int, ...], sender: int, ranks: tuple[int, ...]
+    ) -> Tensor:
+        """Broadcast."""
+        full = torch.empty(shape) if full is None else full
+        dist.broadcast(full, sender, group=self.groups[ranks])
+        return full
+
+
+def device_mesh(case: Case) -> DeviceMesh | None:
+    """For DTensor's way to whole tensors on the same ranks; None where it does not apply. All processes make
+    it together."""
+    before, after = case.source, case.target
+    if before.mesh != after.mesh or before.strategy.pp > 1 or after.strategy.dp != after.mesh.size:
+        return None
+    return DeviceMesh("cpu", torch.arange(after.mesh.size).view(before.strategy.dp, before.strategy.tp))
+
+
+def redistributions(plan: Reallocation, rank: int, source: FlatBuffer | None, mesh: DeviceMesh) -> Way:
+    """DTensor's way."""
+    assert source is not None, "the target's ranks are the source's"
+    tensors = []
+    for spec, local in zip(plan.source.specs, plan.source.tensors(rank), strict=True):
+        cut = [dim for dim, size in enumerate(local.shape) if size != spec.shape[dim]]
+        way = [Replicate(), Shard(cut[0]) if cut else Replicate()]
+        tensors.append(DTensor.from_local(source[spec.name], mesh, way, run_check=False))
+
+    def run() -> None:
+        for tensor in tensors:
+            tensor.redistribute(mesh, [Replicate(), Replicate()])
+
+    return run
+
+
+def measure(case: Case, process: Process, groups: Groups, mesh: DeviceMesh | None, rounds: int) -> Row | None:
+    """One case; a row on rank 0."""
+    rank, plan = process.rank, case.reallocation
+    source, target = buffer(plan.source, rank, whole(plan.source)), buffer(plan.target, rank)
+    types = (torch.float32, torch.float32)
+    ours = Reallocator(plan, process, label="bench", dtypes=types)
+    gather = Gather(plan, rank, source, groups)
+    ways: dict[str, Way | None] = {
+        "ours": lambda: ours.run(source, target),
+        "p2p": point_to_point(plan, rank),
+        "gather": partial(gather.run, target),
+        "dtensor": None if mesh is None else redistributions(plan, rank, source, mesh),
+    }
+    expected = buffer(plan.target, rank, whole(plan.source))
+    for name in ("ours", "gather"):
+        if target is not None and expected is not None:
+            target.data.fill_(-1)
+        run = ways[name]
+        assert run is not None
+        run()
+        right = target is None or expected is None or torch.equal(target.data, expected.data)
+        assert right, f"{name}: wrong parameters in {case}"
+    seconds: dict[str, list[float]] = {name: [] for name, way in ways.items() if way}
+    active = dist.group.WORLD if process.world == case.processes else groups[tuple(range(case.processes))]
+    for number in range(rounds + 1):
+        for name in seconds:
+            way = ways[name]
+            assert way is not None
+            dist.barrier(group=active)
+            start = time.perf_counter()
+            way()
+            dist.barrier(group=active)
+            if number:  # the first round connects processes and touches memory
+                seconds[name].append(time.perf_counter() - start)
+    return row(case, plan, seconds) if rank == 0 else None
+
+
+def row(case: Case, plan: Reallocation, seconds: dict[str, list[float]]) -> Row:
+    """Medians."""
+
+    def ratio(a: str, b: str) -> float:
+        return round(statistics.median(x / y for x, y in zip(seconds[a], seconds[b], strict=True)), 3)
+
+    def median(way: str) -> float:
+        return round(statistics.median(seconds[way]), 4)
+
+    moved = plan.bytes_by_rank(4).values()
+    sent, copied = sum(m.sent for m in moved), sum(m.copied for m in moved)
+    other = "dtensor" in seconds
+    return Row(
+        case.processes,
+        case.size,
+        f"{case.source.layout} -> {case.target.layout}",
+        round(sent / 1e6, 1),
+        round(copied / 1e6, 1),
+        median("ours"),
+        median("p2p"),
+        median("gather"),
+        median("dtensor") if other else None,
+        ratio("ours", "p2p"),
+        ratio("gather", "ours"),
+        ratio("dtensor", "ours") if other else None,
+        counts=sent >= LARGE * case.target.mesh.size,
+    )
+
+
+def run_rank(rank: int, arguments: argparse.Namespace, directory: str) -> None:
+    """Everything that one process does."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    world = max(arguments.processes)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
+    process = Process(rank, world, CPU, dist.new_group(backend="gloo"))
+    todo = cases(arguments.processes)
+    sets = {ranks for case in todo for ranks in Gather.rank_sets(case.reallocation)}
+    sets |= {tuple(range(count)) for count in arguments.processes}
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in sorted(sets)}
+    rows = []
+    for case in todo:
+        mesh = device_mesh(case)
+        if rank < case.processes:
+            result = measure(case, process, groups, mesh, arguments.rounds)
+            if result is not None:
+                rows.append(asdict(result))
+                print(format_row(result), flush=True)
+        dist.barrier()
+    if rank == 0:
+        Path(directory, "rows").write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+HEADER = (
+    f"{'processes':>9} {'size':8} {'from -> to':30} {'MB sent':>8} {'ours, s':>8} {'p2p, s':>8} {'gather':>8} "
+    f"{'dtensor':>8} {'ours/p2p':>9} {'gather/ours':>12} {'dtensor/ours':>12}"
+)
+
+
+def format_row(r: Row) -> str:
+    """A line of the table."""
+    other = ("-", "-") if r.dtensor is None else (f"{r.dtensor:.4f}", f"{r.speedup_over_dtensor:.2f}")
+    return (
+        f"{r.processes:9} {r.size:8} {r.pair:30} {r.sent_megabytes:8.1f} {r.ours:8.4f} {r.p2p:8.4f} "
+        f"{r.gather:8.4f} {other[0]:>8} {r.over_p2p:9.2f} {r.speedup_over_gather:12.2f} {other[1]:>12}"
+        f"{'' if r.counts else '  (small)'}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--processes", type=int, nargs="+", choices=(2, 4, 8), default=[2, 4, 8])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    print(HEADER)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory:
+        mp.spawn(run_rank, args=(arguments, directory), nprocs=max(arguments.processes))
+        rows = [Row(**r) for r in json.loads(Path(directory, "rows").read_text())]
+    large = [r for r in rows if r.counts]
+    if not large:
+        sys.exit("no pair is large enough for the summary")
+    others = [r.speedup_over_dtensor for r in large if r.speedup_over_dtensor is not None]
+    summary = {
+        "over_p2p": round(statistics.median(r.over_p2p for r in large), 3),
+        "speedup_over_gather": round(statistics.median(r.speedup_over_gather for r in large), 3),
+        "speedup_over_dtensor": round(statistics.median(others), 3) if others else None,
+    }
+    seconds = time.perf_counter() - start
+    print(f"medians over {len(large)} pairs of {LARGE >> 20} MiB and more per receiver: {summary}")
+    print(f"{seconds:.0f} s")
+    if arguments.json is not None:
+        machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+        head = {"date": date.today().isoformat(), "machine": machine, "rounds": arguments.rounds}
+        result = {**head, **summary, "seconds": round(seconds, 1), "rows": [asdict(r) for r in rows]}
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

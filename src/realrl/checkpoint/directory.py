@@ -1,0 +1,66 @@
+"""Model directories, and what can be known of a model without its weights. No torch."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from realrl.config.errors import UserError
+from realrl.config.model import ModelConfig
+from realrl.config.shape import ModelShape
+from realrl.model.llama import shape_from_hf
+
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+_HUB_NAME = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
+
+
+def local_directory(path: str | Path) -> Path:
+    """The directory itself, or the hub's model of that name, downloaded; UserError if there is neither."""
+    directory = Path(path)
+    if directory.is_dir():
+        return directory
+    if not re.fullmatch(_HUB_NAME, str(path)):
+        raise UserError(f"{path}: no such model directory")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=HUB_FILES))
+    except Exception as error:  # the hub's client raises a dozen unrelated types
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise UserError(
+            f"{path}: no such model directory, and the Hugging Face hub gave none: {reason}"
+        ) from error
+
+
+def read_shape(path: str | Path) -> ModelShape:
+    """The shape of the model in a directory or on the hub; UserError if it is absent or not supported."""
+    directory = local_directory(path)
+    return shape_from_hf(read_json(directory / "config.json"), where=str(directory / "config.json"))
+
+
+def known_shape(config: ModelConfig) -> ModelShape | None:
+    """The sizes of a role's model as far as this machine knows them, without asking the network: from the recipe,
+    the model's directory, or the cache of hub models. UserError where a directory's `config.json` is wrong."""
+    if config.path is None or config.shape is not None:
+        return config.shape
+    if Path(config.path).is_dir():
+        return read_shape(config.path) if (Path(config.path) / "config.json").is_file() else None
+    if not re.fullmatch(_HUB_NAME, config.path):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    file = try_to_load_from_cache(config.path, "config.json")
+    return shape_from_hf(read_json(Path(file)), where=file) if isinstance(file, str) else None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; UserError if there is none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{file}: no such file") from error
+    except ValueError as error:
+        raise UserError(f"{file}: not valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: a JSON object is expected")
+    return content

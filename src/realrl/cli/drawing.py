@@ -1,0 +1,172 @@
+"""Plans as text: who runs what where, what moves, and what each device holds."""
+
+import inspect
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from realrl.config.units import format_bytes
+from realrl.dataflow.graph import DataflowGraph
+from realrl.layout.layout import layout
+from realrl.layout.routes import reallocate
+from realrl.plan.cluster import Cluster
+from realrl.plan.plan import Plan
+from realrl.plan.presets import PRESETS
+from realrl.program.instructions import Program, Reallocate, Run
+from realrl.program.memory import Memory, Peak
+from realrl.program.order import waves
+from realrl.program.text import format_ranks
+from realrl.runtime.compile import Compiled, Phase
+
+_WIDTH = 110
+"""Columns of the picture are set below each other rather than make a line longer than this."""
+_SHORT = {"generate": "gen", "inference": "inf"}
+
+Value = TypeVar("Value", bound=Hashable)
+
+
+def explain_plan(name: str) -> str:
+    """What a preset does, and whose strategy it is; for a plan file, its name."""
+    if name not in PRESETS:
+        return f"plan file {name}\n"
+    return f"{name}: {inspect.getdoc(PRESETS[name])}\n"
+
+
+def format_plan(plan: Plan, graph: DataflowGraph) -> str:
+    """A table with a line per call, in the order they run."""
+    rows = [["call", "mesh", "dp", "tp", "pp", "micro-batch tokens"]]
+    for call in graph.order:
+        placement, s = plan[call.name], plan[call.name].strategy
+        row = [call.name, str(placement.mesh), *map(str, (s.dp, s.tp, s.pp, s.micro_batch_tokens))]
+        rows.append([*row, *(["sequence parallel"] if s.sequence_parallel else [])])
+    extra = [
+        f"{key.replace('_', ' ')}: {', '.join(getattr(plan, key))}" for key in _EXTRAS if getattr(plan, key)
+    ]
+    return "\n".join([*_align(rows), *extra]) + "\n"
+
+
+_EXTRAS = ("offload", "offload_optimizer", "keep")
+
+
+def draw_phase(phase: Phase, compiled: Compiled) -> str:
+    """Devices by rows and time by columns: what a device does while others do what stands in the same column."""
+    columns = waves(phase.graph, phase.plan)
+    rows: list[tuple[str, ...]] = []
+    for rank in range(phase.plan.cluster.size):
+        rests = ", ".join(_resting(compiled, rank))
+        idle = f"- ({rests})" if rests else "-"
+        cells = []
+        for calls in columns:
+            here = [call for call in calls if rank in phase.plan[call.name].ranks]
+            cells.append(_cell(phase.plan, here[0].name) if here else idle)
+        rows.append(tuple(cells))
+    lines = []
+    for first, last in _fold(rows):
+        table = [["devices", *(str(number + 1) for number in range(first, last))]]
+        table += [[devices, *cells[first:last]] for devices, cells in alike(rows)]
+        lines += [*_align(table), ""]
+    return "\n".join([*lines, "- is idle; in brackets, roles whose parameters stay there meanwhile"]) + "\n"
+
+
+def _cell(plan: Plan, name: str) -> str:
+    role, _, kind = name.partition(".")
+    return f"{role}.{_SHORT.get(kind, kind)} {plan[name].layout.partition(' @')[0]}"
+
+
+def _resting(compiled: Compiled, rank: int) -> list[str]:
+    """Roles whose parameters a rank holds between steps."""
+    offload = compiled.train.plan.offload
+    return [
+        role
+        for role, home in compiled.homes.items()
+        if (rank in home.ranks and role not in offload)
+        or any(rank in copy.ranks for copy in compiled.kept.get(role, ()))
+    ]
+
+
+def _fold(rows: Sequence[Sequence[str]]) -> Iterator[tuple[int, int]]:
+    """Ranges of columns that fit on a line."""
+    widths = [2 + max(map(len, column)) for column in zip(*rows, strict=True)]
+    first, used = 0, 0
+    for number, width in enumerate(widths):
+        if used + width > _WIDTH - 12 and number > first:
+            yield first, number
+            first, used = number, 0
+        used += width
+    yield first, len(widths)
+
+
+def format_reallocations(programs: Sequence[Program], memory: Memory, cluster: Cluster) -> str:
+    """A line per reallocation: its layouts, and the bytes sent from device to device."""
+    rows = [["reallocation", "when", "bytes in all", "busiest device", "between nodes"]]
+    found = dict.fromkeys(i for p in programs for i in p.instructions if isinstance(i, Reallocate))
+    for move in found:
+        into = move.into or move.role
+        name = move.role if into == move.role else f"{move.role} mixed into {into}"
+        row = [f"{name}: {move.source.layout} -> {move.target.layout}", _when(programs, move)]
+        if move.role in memory.stored and into in memory.stored:
+            old, new = memory.stored[move.role], memory.stored[into]
+            width = min(old.element_bytes, new.element_bytes)
+            layouts = (layout(old.shape, old.head, move.source), layout(new.shape, new.head, move.target))
+            routes = reallocate(*layouts, cluster)
+            links = routes.bytes_by_link(width)
+            busiest = max(max(b.sent, b.received) for b in routes.bytes_by_rank(width).values())
+            row += map(format_bytes, (links.node + links.network, busiest, links.network))
+        rows.append(row)
+    return "\n".join(_align(rows) if found else ["nothing is reallocated"]) + "\n"
+
+
+def _when(programs: Sequence[Program], move: Reallocate) -> str:
+    """Beside which call a reallocation stands in the program of a rank that takes part."""
+    there = programs[move.target.ranks[0]].instructions
+    later = [i for i in there[there.index(move) :] if isinstance(i, Run)]
+    users = [run.call for run in later if (run.role, run.placement.layout) == (move.role, move.target.layout)]
+    if users and move.into is None:
+        return f"before {users[0]}"
+    here = programs[move.source.ranks[0]].instructions
+    earlier = [i.call for i in here[: here.index(move)] if isinstance(i, Run) and i.role == move.role]
+    return f"after {earlier[-1]}" if earlier else "once, at the start"
+
+
+def format_memory(memory: Memory, programs: Sequence[Program]) -> str:
+    """What devices hold between steps, and when they hold most."""
+    rows = []
+    for program in programs:
+        rest, peak = memory.at_rest(program.rank), memory.peak(program)
+        sums = [
+            sum(size for item, size in rest.items() if item.what == w) for w in ("parameters", "optimizer")
+        ]
+        rows.append((*map(format_bytes, sums), _most(peak)))
+    head = ["devices", "parameters", "gradients and optimizer", "most in a step"]
+    table = [head, *([devices, *cells] for devices, cells in alike(rows))]
+    return "\n".join([*_align(table), "activations and key/value caches come on top"]) + "\n"
+
+
+def _most(peak: Peak) -> str:
+    return format_bytes(peak.bytes) + (f" ({peak.run.call})" if peak.run else "")
+
+
+def alike(rows: Sequence[Value]) -> Iterator[tuple[str, Value]]:
+    """Ranks that have the same row, as text, with that row; rows are given by rank."""
+    ranks: dict[Value, list[int]] = {}
+    for rank, row in enumerate(rows):
+        ranks.setdefault(row, []).append(rank)
+    for row, found in ranks.items():
+        text = format_ranks(found)
+        runs = text.split(",")
+        yield (text if len(runs) < 5 else f"{','.join(runs[:3])},… ({len(found)} devices)"), row
+
+
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with columns of equal width; rows may end early."""
+    columns = max(map(len, rows))
+    widths = [max(len(row[i]) for row in rows if len(row) > i) for i in range(columns)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) for row in rows)
+    return [line.rstrip() for line in lines]
+
+
+def unknown_sizes(memory: Memory, homes: Mapping[str, object]) -> str:
+    """A remark on roles whose sizes are not known here; empty when there are none."""
+    unknown = [role for role in homes if role not in memory.stored]
+    if not unknown:
+        return ""
+    return f"the model of {', '.join(unknown)} is not on this machine, so its bytes are not counted\n"

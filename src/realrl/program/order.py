@@ -1,0 +1,79 @@
+"""What follows from a graph and a plan alone: which calls run side by side, and which share a copy."""
+
+from realrl.dataflow.call import Call, Kind
+from realrl.dataflow.graph import DataflowGraph
+from realrl.plan.plan import Plan
+
+Waves = tuple[tuple[Call, ...], ...]
+
+
+def waves(graph: DataflowGraph, plan: Plan) -> Waves:
+    """Calls in the order they run; those of one wave share no device and do not wait for each other."""
+    number: dict[Call, int] = {}
+    for call in graph.order:
+        before = [number[other] for other in number if _ordered(graph, plan, other, call)]
+        number[call] = 1 + max(before, default=-1)
+    found: list[list[Call]] = [[] for _ in range(1 + max(number.values(), default=-1))]
+    for call, wave in number.items():
+        found[wave].append(call)
+    return tuple(map(tuple, found))
+
+
+def changes(graph: DataflowGraph, call: Call) -> tuple[str, ...]:
+    """Roles that have other parameters after the call."""
+    if call.kind is not Kind.TRAIN:
+        return ()
+    return (call.role, *(average.role for average in graph.averages if average.source == call.role))
+
+
+def sharing(graph: DataflowGraph, plan: Plan, order: Waves, call: Call) -> tuple[Call, ...]:
+    """Calls, in the order they run, that can use the same copy of the same parameters as `call`, itself among
+    them: those of its role in its layout between two changes of the role."""
+
+    def version(wave: int) -> int:
+        return sum(call.role in changes(graph, other) for calls in order[:wave] for other in calls)
+
+    own = next(version(i) for i, calls in enumerate(order) if call in calls)
+    return tuple(
+        other
+        for i, calls in enumerate(order)
+        for other in calls
+        if other.role == call.role and plan[other.name].layout == plan[call.name].layout and version(i) == own
+    )
+
+
+def producers(graph: DataflowGraph, consumer: Call) -> tuple[Call, ...]:
+    """Calls whose outputs `consumer` reads, in the order of its inputs."""
+    found = (graph.producer(key) for key in consumer.inputs)
+    return tuple(dict.fromkeys(call for call in found if call is not None))
+
+
+def keys_between(graph: DataflowGraph, producer: Call, consumer: Call) -> tuple[str, ...]:
+    """Keys that `consumer` reads and `producer` produces."""
+    return tuple(key for key in consumer.inputs if graph.producer(key) == producer)
+
+
+def length_readers(graph: DataflowGraph, plan: Plan, key: str) -> tuple[int, ...]:
+    """Ranks that must know the lengths of `key`: those that hold or exchange rows of that length, and those
+    that send to a call whose items are divided by it."""
+    readers: set[int] = set()
+    for call in graph.calls:
+        touches = any(graph.length_key(k) == key for k in (*call.inputs, *call.outputs))
+        feeds = any(
+            key in map(graph.length_key, consumer.work)
+            for consumer in graph.calls
+            if call in producers(graph, consumer)
+        )
+        if touches or feeds:
+            readers.update(plan[call.name].ranks)
+    return tuple(sorted(readers))
+
+
+def _ordered(graph: DataflowGraph, plan: Plan, first: Call, second: Call) -> bool:
+    """Whether `second`, which comes later in the graph's order, must wait for `first`."""
+    return (
+        first in graph.dependencies(second)
+        or plan[first.name].mesh.overlaps(plan[second.name].mesh)
+        or second.role in changes(graph, first)
+        or first.role in changes(graph, second)
+    )

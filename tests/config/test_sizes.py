@@ -1,0 +1,54 @@
+"""Sizes of models by name, and of memory with a unit."""
+
+import pytest
+
+from realrl.config.errors import UserError
+from realrl.config.experiment import SFTExperiment
+from realrl.config.load import dump_experiment, parse_experiment
+from realrl.config.shapes import SHAPES
+from realrl.config.units import format_bytes, parse_bytes
+from realrl.config.yaml_file import parse_yaml
+
+SETTINGS = {"algorithm": "sft", "run_dir": "x", "data": {"train": "a"}}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_may_be_the_name_of_a_published_model(name: str) -> None:
+    experiment = parse_experiment({**SETTINGS, "models": {"actor": {"shape": name}}})
+    assert isinstance(experiment, SFTExperiment) and experiment.models.actor.shape == SHAPES[name]
+    assert parse_experiment(parse_yaml(dump_experiment(experiment), "dump")) == experiment
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("llama-2-7", "did you mean llama-2-7b?"), ("gpt", "known models are llama-2-7b, llama-2-13b")],
+)
+def test_an_unknown_model_is_a_sentence(name: str, words: str) -> None:
+    with pytest.raises(
+        UserError, match=r"models\.actor\.shape: .* is no model whose sizes are known"
+    ) as caught:
+        parse_experiment({**SETTINGS, "models": {"actor": {"shape": name}}})
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("80GiB", 80 * 2**30), ("512 MB", 512 * 10**6), ("1.5KiB", 1536), ("7B", 7), ("2TiB", 2**41)],
+)
+def test_bytes_are_read_with_a_unit(text: str, number: int) -> None:
+    assert parse_bytes(text) == number
+
+
+@pytest.mark.parametrize("text", ["80", "GiB", "80 gigs", "-1GiB", "0GiB", "1iB", ""])
+def test_text_that_is_no_size_is_refused(text: str) -> None:
+    settings = {**SETTINGS, "models": {"actor": {"path": "a"}}, "device_memory": text}
+    with pytest.raises(UserError, match=r"device_memory: .* is no size; write a number and a unit"):
+        parse_experiment(settings)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0 B"), (999, "999 B"), (1024, "1.00 KiB"), (13.37 * 2**30, "13.4 GiB"), (2**53, "8192 TiB")],
+)
+def test_bytes_are_written_with_three_digits(number: float, text: str) -> None:
+    assert format_bytes(number) == text

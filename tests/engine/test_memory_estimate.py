@@ -1,0 +1,41 @@
+"""The bytes that programs are costed with are those that the engine allocates."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from realrl.config.model import OptimizerConfig
+from realrl.config.shape import Head, ModelShape
+from realrl.engine.model import Model
+from realrl.engine.parallel import Parallel
+from realrl.engine.train import Trainer
+from realrl.layout.layout import layout
+from realrl.model.group import Group, alone
+from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.program.memory import Item, Memory, Stored
+
+SHAPE = ModelShape(
+    vocab_size=67, hidden_size=12, intermediate_size=20, layers=3, heads=3, kv_heads=1, head_dim=4
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+@pytest.mark.parametrize("strategy", [(1, 1, 1), (5, 1, 1), (2, 2, 1), (1, 1, 2), (4, 3, 2)])
+def test_a_rank_allocates_what_was_estimated(
+    dtype: torch.dtype, head: Head, strategy: tuple[int, int, int]
+) -> None:
+    dp, tp, pp = strategy
+    placement = Placement(Mesh(0, dp * tp * pp), Strategy(dp, tp, pp))
+    memory = Memory({"actor": Stored(SHAPE, head, dtype.itemsize, True)}, {"actor": placement}, (), {})
+    for rank in {0, placement.mesh.size - 1}:
+        # Groups that are never used for communication, so that one process can stand for any rank.
+        group = replace(alone(), ranks=tuple(range(dp)), index=placement.dp_index(rank))
+        parallel = Parallel(group, alone(), alone(), Group((rank,), 0), None)
+        model = Model(layout(SHAPE, head, placement), rank, parallel, dtype=dtype, device=torch.device("cpu"))
+        trainer = Trainer(model, OptimizerConfig())
+        state = [*trainer.optimizer.kept, *trainer.optimizer.scratch, trainer.gradients.data]
+        held = memory.at_rest(rank)
+        assert held[Item("actor", placement.layout, "parameters")] == model.parameters.data.nbytes
+        assert held[Item("actor", placement.layout, "optimizer")] == sum(tensor.nbytes for tensor in state)

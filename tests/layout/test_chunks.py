@@ -1,0 +1,77 @@
+"""Messages of a reallocation: few, bounded, and the same on both sides."""
+
+from math import prod
+
+import pytest
+
+from realrl.config.shape import ModelShape
+from realrl.layout import chunks
+from realrl.layout.chunks import RankSchedule, rank_schedule, tensor_groups
+from realrl.layout.layout import layout
+from realrl.layout.routes import reallocate
+from realrl.plan.cluster import Cluster
+from realrl.plan.placement import Mesh, Placement, Strategy
+
+SHAPE = ModelShape(
+    vocab_size=67, hidden_size=24, intermediate_size=50, layers=4, heads=6, kv_heads=3, head_dim=4
+)
+WIDTH = 4
+
+
+def place(first: int, dp: int, tp: int, pp: int) -> Placement:
+    return Placement(Mesh(first, dp * tp * pp), Strategy(dp, tp, pp))
+
+
+def schedules(a: Placement, b: Placement) -> list[RankSchedule]:
+    moved = reallocate(layout(SHAPE, "lm", a), layout(SHAPE, "lm", b), Cluster(2, 4))
+    return [rank_schedule(moved, rank, WIDTH) for rank in range(8)]
+
+
+def test_what_stays_in_place_is_one_copy() -> None:
+    schedule = schedules(place(0, 2, 1, 1), place(0, 2, 1, 1))[1]
+    assert not schedule.messages and len(schedule.copies) == 1
+
+
+def test_whole_layers_are_one_stretch_of_one_message() -> None:
+    for schedule in schedules(place(0, 1, 1, 2), place(4, 1, 1, 1)):
+        assert all(len(message.spans) == 1 for message in schedule.messages)
+    assert len(schedules(place(0, 1, 1, 2), place(4, 1, 1, 1))[4].messages) == 2
+
+
+PAIRS = [
+    (place(0, 1, 4, 2), place(0, 2, 2, 2)),
+    (place(0, 2, 1, 2), place(2, 1, 6, 1)),
+    (place(0, 1, 3, 1), place(4, 4, 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("a", "b"), PAIRS)
+def test_messages_are_bounded_and_both_ends_agree_on_them(
+    a: Placement, b: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 500)
+    monkeypatch.setattr(chunks, "ALONE_BYTES", 200)
+    everyone = schedules(a, b)
+    digests: dict[str, set[str]] = {}
+    for schedule in everyone:
+        for pair, digest in schedule.digests.items():
+            digests.setdefault(pair, set()).add(digest)
+        for message in schedule.messages:
+            rows = {prod(region.size[1:]) for region in message.regions}
+            assert message.numel == sum(region.numel for region in message.regions)
+            assert message.numel * WIDTH <= 500 or (len(message.regions), message.numel) == (1, *rows)
+    assert digests and all(len(found) == 1 for found in digests.values())
+    for rank, schedule in enumerate(everyone):
+        for peer, other in enumerate(everyone):
+            sent = [m.regions for m in schedule.messages if m.sends and m.peer == peer]
+            assert sent == [m.regions for m in other.messages if not m.sends and m.peer == rank]
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+def test_groups_hold_every_tensor_once_and_no_more_than_allowed(tp: int) -> None:
+    held = layout(SHAPE, "lm", place(0, 1, tp, 1))
+    groups = tensor_groups(held, WIDTH, 12000)
+    assert [name for group in groups for name in group] == [spec.name for spec in held.specs]
+    for rank in range(tp):
+        sizes = {tensor.region.tensor: tensor.stored.numel * WIDTH for tensor in held.tensors(rank)}
+        assert all(len(g) == 1 or sum(sizes[name] for name in g) <= 12000 for g in groups)

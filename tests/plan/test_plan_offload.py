@@ -1,0 +1,44 @@
+"""What a plan file says about host memory."""
+
+from pathlib import Path
+
+import pytest
+
+from realrl.algorithms.ppo.graph import eval_graph, train_graph
+from realrl.config.errors import UserError
+from realrl.plan.cluster import Cluster
+from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.plan.plan import Plan
+
+GRAPH = train_graph(minibatches=1)
+
+
+def plan(offload: tuple[str, ...] = (), offload_optimizer: tuple[str, ...] = ()) -> Plan:
+    place = Placement(Mesh(0, 1), Strategy(1))
+    return Plan(Cluster(1, 1), {call.name: place for call in GRAPH.calls}, offload, offload_optimizer)
+
+
+@pytest.mark.parametrize(
+    "chosen", [plan(), plan(("ref", "reward")), plan((), ("actor",)), plan(("actor",), ("actor", "critic"))]
+)
+def test_plan_file_round_trip(tmp_path: Path, chosen: Plan) -> None:
+    chosen.save(tmp_path / "plan.yaml")
+    assert Plan.load(tmp_path / "plan.yaml") == chosen
+
+
+def test_evaluation_offloads_what_it_has() -> None:
+    evaluation = plan(("critic", "ref"), ("actor", "critic")).evaluation(eval_graph(), GRAPH)
+    assert (evaluation.offload, evaluation.offload_optimizer) == (("ref",), ("actor",))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "sentence"),
+    [
+        (plan(("judge",)), "plan: offload: judge is none of actor, reward, ref, critic"),
+        (plan((), ("ref",)), "plan: offload_optimizer: ref is none of actor, critic"),
+    ],
+)
+def test_only_what_roles_have_is_offloaded(chosen: Plan, sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        chosen.check(GRAPH)
+    assert str(caught.value) == sentence

@@ -1,0 +1,148 @@
+"""Each preset does on any cluster what the publication that it is named after describes."""
+
+import pytest
+
+from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.sft.graph import train_graph as sft_graph
+from realrl.config.errors import UserError
+from realrl.config.shapes import SHAPES
+from realrl.dataflow.call import Kind
+from realrl.plan.cluster import Cluster
+from realrl.plan.partition import equal_parts, mesh_sizes, parts
+from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.plan.plan import Plan
+from realrl.plan.presets import PRESETS, make_plan
+from realrl.program.order import waves
+
+CLUSTERS = ("1x1", "1x2", "1x3", "1x6", "1x8", "2x8", "3x2", "5x3", "16x8")
+PPO = train_graph(minibatches=1)
+SMALL, LARGE = SHAPES["llama-3.2-1b"], SHAPES["llama-2-7b"]
+INFERENCE = ("reward.inference", "ref.inference", "critic.inference")
+
+
+def preset(name: str, cluster: str) -> Plan:
+    """The plan of PPO, checked by `make_plan`."""
+    return make_plan(name, PPO, Cluster.parse(cluster), 99)
+
+
+def everything(cluster: str) -> Mesh:
+    return Mesh(0, Cluster.parse(cluster).size)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_fits_every_cluster_or_says_how_many_devices_it_needs(name: str, cluster: str) -> None:
+    size = Cluster.parse(cluster).size
+    least = {"disjoint": 4, "separate": 2}.get(name, 1)
+    if size < least:
+        with pytest.raises(UserError, match=f"plan {name} needs at least {least} devices"):
+            preset(name, cluster)
+        return
+    plan = preset(name, cluster)
+    assert all(p.strategy.micro_batch_tokens == 99 for p in plan.placements.values())
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_serves_algorithms_with_one_call(name: str, cluster: str) -> None:
+    if (name, cluster) != ("separate", "1x1"):
+        assert make_plan(name, sft_graph(), Cluster.parse(cluster), 99).keep == ()
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_symmetric_is_one_data_parallel_placement(cluster: str) -> None:
+    mesh = everything(cluster)
+    assert set(preset("symmetric", cluster).placements.values()) == {
+        Placement(mesh, Strategy(mesh.size, micro_batch_tokens=99))
+    }
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_heuristic_cuts_tensors_inside_nodes_and_layers_between_them(cluster: str) -> None:
+    c = Cluster.parse(cluster)
+    (placement,) = set(preset("heuristic", cluster).placements.values())
+    s = placement.strategy
+    assert (s.dp, s.tp, s.pp, placement.mesh) == (1, c.devices_per_node, c.nodes, everything(cluster))
+    nodes = {c.node(placement.rank(dp=0, tp=t, pp=0)) for t in range(s.tp)}
+    assert nodes == {0}
+
+
+def test_heuristic_for_a_model_that_is_too_small_is_a_sentence() -> None:
+    shapes = dict.fromkeys(PPO.roles, SMALL)
+    with pytest.raises(UserError, match=r"actor\.generate: pp=17 is more pipeline stages than the model has"):
+        make_plan("heuristic", PPO, Cluster(17, 1), 99, shapes)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "meshes"),
+    [
+        ("1x6", ["0", "1", "2", "3"]),
+        ("1x8", ["0-1", "2-3", "4-5", "6-7"]),
+        ("2x8", ["0-3", "4-7", "8-11", "12-15"]),
+        ("4x2", ["0-1", "2-3", "4-5", "6-7"]),
+        ("16x8", ["0-31", "32-63", "64-95", "96-127"]),
+    ],
+)
+def test_disjoint_gives_each_role_an_equal_mesh_of_its_own(cluster: str, meshes: list[str]) -> None:
+    plan = preset("disjoint", cluster)
+    owned = {role: {str(plan[call.name].mesh) for call in PPO.role_calls(role)} for role in PPO.roles}
+    assert owned == {role: {mesh} for role, mesh in zip(PPO.roles, meshes, strict=True)}
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_interleave_trains_everywhere_and_infers_side_by_side(cluster: str) -> None:
+    plan = preset("interleave", cluster)
+    for call in PPO.calls:
+        if call.kind is not Kind.INFERENCE:
+            assert plan[call.name].mesh == everything(cluster)
+    meshes = {plan[name].mesh for name in INFERENCE}
+    assert len(meshes) == min(3, everything(cluster).size)
+    assert sum(mesh.size for mesh in meshes) == len({rank for mesh in meshes for rank in mesh.ranks})
+    if len(meshes) == 3:
+        assert len(waves(PPO, plan)[1]) == 3
+
+
+def test_interleave_gives_a_larger_model_the_larger_part() -> None:
+    shapes = {"reward": SMALL, "critic": SMALL, "ref": LARGE}
+    plan = make_plan("interleave", PPO, Cluster(1, 8), 99, shapes)
+    assert [plan[name].mesh.size for name in INFERENCE] == [2, 4, 2]
+    plan = make_plan("interleave", PPO, Cluster(1, 2), 99, shapes)
+    assert plan["reward.inference"].mesh == plan["critic.inference"].mesh != plan["ref.inference"].mesh
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS[1:])
+def test_separate_has_two_sides_and_shadows_of_what_is_trained(cluster: str) -> None:
+    plan = preset("separate", cluster)
+    sides = {
+        kind: {plan[c.name].mesh for c in PPO.calls if (c.kind is Kind.TRAIN) == kind} for kind in (0, 1)
+    }
+    (inference,), (training,) = sides[0], sides[1]
+    assert not inference.overlaps(training) and training.size >= inference.size
+    assert plan.keep == ("actor", "critic")
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("weights", [[1], [1, 1], [1, 2, 1], [3, 1, 1, 1], [1, 2, 3, 4, 5]])
+def test_parts_are_valid_meshes_that_share_nothing(cluster: str, weights: list[float]) -> None:
+    c = Cluster.parse(cluster)
+    if len(weights) > c.size:
+        return
+    meshes = parts(c, weights)
+    for mesh in meshes:
+        mesh.check(c)
+    assert len({rank for mesh in meshes for rank in mesh.ranks}) == sum(mesh.size for mesh in meshes)
+    smallest = equal_parts(c, len(weights))[0].size
+    assert min(mesh.size for mesh in meshes) == smallest
+    assert max(mesh.size for mesh in meshes) == meshes[weights.index(max(weights))].size
+
+
+def test_mesh_sizes_are_those_of_valid_meshes() -> None:
+    c = Cluster(3, 4)
+    valid = []
+    for size in range(1, c.size + 1):
+        try:
+            Mesh(0, size).check(c)
+        except UserError:
+            continue
+        valid.append(size)
+    assert list(mesh_sizes(c)) == valid

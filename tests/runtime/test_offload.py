@@ -1,0 +1,142 @@
+"""What waits in host memory, what follows the actor, and what is saved, under plans of many layouts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from realrl.checkpoint import huggingface
+from realrl.cli.app import run_app
+from realrl.config.errors import UserError
+from realrl.config.load import load_experiment
+from realrl.engine.flat import FlatBuffer
+from realrl.engine.model import Model
+from realrl.engine.offload import Offloadable
+from realrl.plan.cluster import Cluster
+from realrl.runtime.compile import compile_recipe
+from realrl.runtime.process import Process
+from realrl.runtime.train import Run
+from tests.conftest import World, figures
+
+ALONE = """
+cluster: 1x1
+calls: {actor.generate: {mesh: 0, dp: 1}, reward.inference: {mesh: 0, dp: 1}, ref.inference: {mesh: 0, dp: 1},
+  critic.inference: {mesh: 0, dp: 1}, actor.train: {mesh: 0, dp: 1}, critic.train: {mesh: 0, dp: 1}}
+offload: [actor, critic, ref, reward]
+offload_optimizer: [actor, critic]
+"""
+MIXED = """
+cluster: 1x4
+calls:
+  actor.generate: {mesh: 0-1, dp: 1, tp: 2}
+  reward.inference: {mesh: 2-3, dp: 2}
+  ref.inference: {mesh: 0-1, dp: 1, pp: 2}
+  critic.inference: {mesh: 1, dp: 1}
+  actor.train: {mesh: 0-3, dp: 1, tp: 2, pp: 2, sequence_parallel: true}
+  critic.train: {mesh: 0-3, dp: 2, tp: 2}
+offload: [ref, reward, actor]
+offload_optimizer: [actor]
+"""
+CHANGES = {"ppo__ref_ema": 0.25, "training__steps": 3, "debug__verify_reallocation": True}
+
+
+def recipe(world: World, directory: Path, plan: str | None, **changes: object) -> Path:
+    directory.mkdir(exist_ok=True)
+    if plan is not None:
+        (directory / "plan.yaml").write_text(plan)
+        changes |= {"plan": str(directory / "plan.yaml"), "cluster": plan.split()[1]}
+    return world.recipe("ppo", directory, **{**CHANGES, **changes})
+
+
+def prepared(file: Path) -> Run:
+    """A run in this process, before its first step."""
+    experiment = load_experiment(str(file), [])
+    compiled = compile_recipe(experiment, Cluster(1, 1))
+    return Run(experiment, compiled, Process(0, 1, torch.device("cpu")), None)
+
+
+def home(run: Run, role: str) -> Model:
+    return run.roles._models[role, run.compiled.homes[role].layout]
+
+
+def copy_of(run: Run, role: str) -> torch.Tensor:
+    model = home(run, role)
+    if model.memory.resident:
+        return model.parameters.data.clone()
+    model.memory.load()
+    data = model.parameters.data.clone()
+    model.memory.offload(changed=False)
+    return data
+
+
+def test_tensors_come_back_bit_for_bit_and_leave_no_memory_behind() -> None:
+    first, second, scratch = torch.randn(1000), torch.randn(10).bfloat16(), torch.zeros(50)
+    expected, view = (first.clone(), second.clone()), first[10:20].view(2, 5)
+    memory = Offloadable([first, second], [scratch])
+    for change in (0.0, 1.0):
+        first += change
+        scratch += change
+        memory.offload(changed=bool(change))
+        assert [t.untyped_storage().nbytes() for t in (first, second, scratch, view)] == [0, 0, 0, 0]
+        memory.load()
+        assert torch.equal(first, expected[0] + change) and torch.equal(second, expected[1])
+        assert torch.equal(view.flatten(), first[10:20]) and not scratch.any()
+
+
+def test_a_step_with_everything_offloaded_learns_the_same(world: World, tmp_path: Path) -> None:
+    usual = prepared(recipe(world, tmp_path / "usual", None))
+    offloaded = prepared(recipe(world, tmp_path / "offloaded", ALONE))
+    for step in range(2):
+        for run in (usual, offloaded):
+            run._train_step(step)
+    for role in ("actor", "critic", "ref", "reward"):
+        assert torch.equal(copy_of(usual, role), copy_of(offloaded, role)), role
+        assert home(offloaded, role).parameters.data.untyped_storage().nbytes() == 0
+    trainer = offloaded.roles.trainers["actor"]
+    for tensor in (trainer.gradients.data, *trainer.optimizer.kept, *trainer.optimizer.scratch):
+        assert tensor.untyped_storage().nbytes() == 0
+
+
+def test_the_reference_follows_the_actor(world: World, tmp_path: Path) -> None:
+    run = prepared(recipe(world, tmp_path, None))
+    before = copy_of(run, "ref")
+    run._train_step(0)
+    assert not torch.equal(copy_of(run, "actor"), before)
+    torch.testing.assert_close(copy_of(run, "ref"), 0.25 * copy_of(run, "actor") + 0.75 * before)
+
+
+def test_a_reference_of_another_size_cannot_follow(world: World, tmp_path: Path) -> None:
+    shape = home(prepared(recipe(world, tmp_path / "same", None)), "actor").shape.model_dump()
+    other = {"shape": {**shape, "layers": 1}, "tokenizer": world.tokenizer}
+    with pytest.raises(UserError, match=r"models\.ref cannot follow models\.actor: their sizes differ"):
+        prepared(recipe(world, tmp_path / "other", None, models__ref=other))
+
+
+@pytest.fixture(scope="module")
+def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The same run in one process and in four, where every call has a layout of its own."""
+    root = tmp_path_factory.mktemp("runs")
+    for name, plan in (("alone", None), ("mixed", MIXED)):
+        assert run_app(["train", str(recipe(world, root / name, plan))]) == 0
+    return root / "alone" / "run", root / "mixed" / "run"
+
+
+def test_layouts_offloading_and_averages_do_not_change_learning(runs: tuple[Path, Path]) -> None:
+    alone, mixed = map(figures, runs)
+    for expected, ours in zip(alone, mixed, strict=True):
+        for name in expected:
+            if name.endswith(("loss", "score", "kl", "response_tokens", "grad_norm")):
+                assert ours[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("name", ["final", "final-critic"])
+def test_a_sharded_model_is_saved_whole(runs: tuple[Path, Path], name: str) -> None:
+    def saved(run: Path) -> FlatBuffer:
+        head = "lm" if name == "final" else "scalar"
+        tensors = huggingface.model_tensors(huggingface.read_shape(run / name), head)
+        buffer = FlatBuffer(tensors, torch.float32, "cpu")
+        assert huggingface.load(run / name, tensors, buffer) == []
+        return buffer
+
+    alone, mixed = map(saved, runs)
+    torch.testing.assert_close(mixed.data, alone.data, rtol=1e-3, atol=1e-4)

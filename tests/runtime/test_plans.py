@@ -1,0 +1,217 @@
+"""PPO samples the same tokens and learns the same under every plan, on 1 to 8 processes."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import NOUNS, World, build_world, figures, write_jsonl
+from tests.runtime.ranks import Tokens, run_on_ranks, sampled
+
+STEPS = 3
+TOLERANCE = 1e-4
+OPTIMIZER = {"lr": 1e-3, "eps": 1e-5}
+"""With the usual `eps`, Adam makes full steps of what is only rounding error in elements without gradient."""
+SHAPE = {
+    "vocab_size": 320,  # neither 3 nor 6 divides it
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "layers": 4,
+    "heads": 12,
+    "kv_heads": 4,
+    "head_dim": 8,
+    "tied_embeddings": True,
+}
+NEAR_ZERO = {"kl": 1e-5, "policy_loss": 1e-6}
+"""Figures that are sums of terms around 1 which cancel, with what rounding may make of that."""
+CALLS = (
+    "actor.generate",
+    "reward.inference",
+    "ref.inference",
+    "critic.inference",
+    "actor.train",
+    "critic.train",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cluster, and either a preset or the text of each call's placement, in the order of CALLS."""
+
+    cluster: str
+    plan: str | tuple[str, ...]
+    extras: Mapping[str, list[str]] | None = None
+
+    @property
+    def size(self) -> int:
+        return math.prod(map(int, self.cluster.split("x")))
+
+
+def everywhere(placement: str) -> tuple[str, ...]:
+    return (placement,) * 6
+
+
+ALL_OFFLOADED = {
+    "offload": ["actor", "reward", "ref", "critic"],
+    "offload_optimizer": ["actor", "critic"],
+}
+CASES = {
+    "2 symmetric": Case("1x2", "symmetric"),
+    "2 interleave": Case("1x2", "interleave"),
+    "2 separate": Case("1x2", "separate"),
+    "2 heuristic": Case("1x2", "heuristic"),
+    "2 two stages, everything offloaded": Case("1x2", everywhere("d1 t1 p2 @0-1"), ALL_OFFLOADED),
+    "4 disjoint": Case("1x4", "disjoint"),
+    "4 heuristic": Case("1x4", "heuristic"),
+    "4 four stages": Case("1x4", everywhere("d1 t1 p4 @0-3")),
+    "4 separate, sides of different strategies": Case(
+        "1x4",
+        ("d1 t2 p1 @2-3", *["d2 t1 p1 @2-3"] * 3, "d1 t1 p2 @0-1", "d1 t2 p1 @0-1"),
+        {"keep": ["actor", "critic"], "offload": ["actor"], "offload_optimizer": ["critic"]},
+    ),
+    "4 six strategies on overlapping meshes, everything offloaded": Case(
+        "1x4",
+        (
+            "d1 t4 p1 @0-3",
+            "d1 t1 p2 @0-1",
+            "d2 t1 p1 @2-3",
+            "d1 t2 p1 @0-1",
+            "d2 t1 p2 @0-3",
+            "d2 t2 p1 @0-3",
+        ),
+        ALL_OFFLOADED,
+    ),
+    "6 interleave": Case("1x6", "interleave"),
+    "6 separate": Case("1x6", "separate"),
+    "6 three and three": Case(
+        "1x6",
+        (
+            "d1 t3 p1 @3-5",
+            "d3 t1 p1 @0-2",
+            "d1 t1 p3 @3-5",
+            "d1 t3 p1 @0-2",
+            "d1 t1 p3 @0-2",
+            "d3 t1 p1 @3-5",
+        ),
+    ),
+    "6 six strategies": Case(
+        "3x2",
+        (
+            "d3 t2 p1 @0-5",
+            "d1 t2 p2 @2-5",
+            "d2 t1 p1 @0-1",
+            "d1 t1 p4 @2-5",
+            "d2 t3 p1 @0-5",
+            "d1 t2 p3 @0-5",
+        ),
+        {"keep": ["critic"], "offload_optimizer": ["actor"]},
+    ),
+    "8 symmetric": Case("2x4", "symmetric"),
+    "8 disjoint": Case("1x8", "disjoint"),
+    "8 interleave": Case("2x4", "interleave"),
+    "8 separate": Case("2x4", "separate"),
+    "8 heuristic": Case("2x4", "heuristic"),
+    "8 six strategies on overlapping meshes": Case(
+        "2x4",
+        (
+            "d2 t4 p1 @0-7",
+            "d1 t1 p4 @0-3",
+            "d1 t2 p2 @4-7",
+            "d2 t1 p2 @4-7",
+            "d2 t2 p2 @0-7",
+            "d4 t1 p2 @0-7",
+        ),
+        {"offload": ["ref", "reward"], "offload_optimizer": ["actor", "critic"]},
+    ),
+}
+
+
+def recipe(world: World, directory: Path, name: str, case: Case) -> Path:
+    """The recipe of a case, which runs into a directory of its own."""
+    stem = "".join(letter if letter.isalnum() else "-" for letter in name)
+    plan = case.plan
+    if not isinstance(plan, str):
+        document: dict[str, object] = {"cluster": case.cluster, "calls": {}, **(case.extras or {})}
+        calls = {}
+        for call, text in zip(CALLS, case.plan, strict=True):
+            dp, tp, pp, mesh = text.split()
+            calls[call] = {"mesh": mesh[1:], "dp": int(dp[1:]), "tp": int(tp[1:]), "pp": int(pp[1:])}
+        document["calls"] = calls
+        plan = str(directory / f"{stem}.plan.yaml")
+        Path(plan).write_text(yaml.safe_dump(document))
+    file = world.recipe(
+        "ppo",
+        directory,
+        run_dir=str(directory / stem),
+        cluster=case.cluster,
+        plan=plan,
+        data__eval=str(directory / "eval.jsonl"),
+        data__eval_batch=12,
+        training__steps=STEPS,
+        models__actor__optimizer=OPTIMIZER,
+        models__critic__optimizer=OPTIMIZER,
+        debug__verify_reallocation=True,
+    )
+    return file.rename(directory / f"{stem}.yaml")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run sampled, and its figures at every step."""
+
+    tokens: Tokens
+    steps: list[dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """A world whose models can be cut in three and in four, both ways."""
+    return build_world(tmp_path_factory.mktemp("wide"), SHAPE)
+
+
+def outcomes(
+    world: World, tmp_path_factory: pytest.TempPathFactory, cases: Mapping[str, Case]
+) -> dict[str, Outcome]:
+    """Run cases of one size, all in the same processes."""
+    directory = tmp_path_factory.mktemp("plans")
+    write_jsonl(directory / "eval.jsonl", [{"prompt": f"the {noun}"} for noun in (*NOUNS, "end", "start")])
+    files = {name: recipe(world, directory, name, case) for name, case in cases.items()}
+    (size,) = {case.size for case in cases.values()}
+    run_on_ranks(size, list(files.values()))
+    return {
+        name: Outcome(sampled(file), figures(file.with_suffix("")) + figures(file.with_suffix(""), "eval"))
+        for name, file in files.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(wide: World, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return outcomes(wide, tmp_path_factory, {"alone": Case("1x1", "symmetric")})["alone"]
+
+
+def test_one_process_samples_and_learns_something(alone: Outcome) -> None:
+    sequences = [tuple(tokens) for found in alone.tokens.values() for tokens in found]
+    assert len(sequences) == STEPS * 16 + 2 * 12
+    assert len(set(sequences)) > len(sequences) / 2
+    assert all(step["actor.train/grad_norm"] > 0 for step in alone.steps[:STEPS])
+
+
+@pytest.mark.parametrize(
+    "size", [2, 4, pytest.param(6, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
+def test_every_plan_samples_and_learns_what_one_process_does(
+    wide: World, alone: Outcome, tmp_path_factory: pytest.TempPathFactory, size: int
+) -> None:
+    cases = {name: case for name, case in CASES.items() if case.size == size}
+    for name, outcome in outcomes(wide, tmp_path_factory, cases).items():
+        assert outcome.tokens == alone.tokens, name
+        for step, (ours, reference) in enumerate(zip(outcome.steps, alone.steps, strict=True)):
+            assert ours.keys() == reference.keys(), name
+            for figure, value in reference.items():
+                kind = figure.rpartition("/")[2]
+                if kind in NEAR_ZERO or kind.endswith(("loss", "score", "tokens", "grad_norm")):
+                    expected = pytest.approx(value, rel=TOLERANCE, abs=NEAR_ZERO.get(kind))
+                    assert ours[figure] == expected, (name, step, figure)
