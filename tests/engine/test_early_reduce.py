@@ -7,9 +7,9 @@ from realrl.algorithms.sft.method import SFTTrain
 from realrl.config.model import OptimizerConfig
 from realrl.config.shape import ModelShape
 from realrl.data.batch import Batch, Ragged
-from realrl.engine import flat
 from realrl.engine.model import whole_model
 from realrl.engine.train import Trainer
+from realrl.layout import tensors as layout_tensors
 from realrl.model.init import initialise
 
 SHAPE = ModelShape(
@@ -43,7 +43,7 @@ def learn(started: list[int]) -> torch.Tensor:
 
 
 def test_every_bucket_starts_before_the_update_and_last_ones_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat, "BUCKET_ELEMENTS", 1500)
+    monkeypatch.setattr(layout_tensors, "BUCKET_ELEMENTS", 1500)
     started: list[int] = []
     learn(started)
     count = started.index(-1)
@@ -53,5 +53,5 @@ def test_every_bucket_starts_before_the_update_and_last_ones_first(monkeypatch: 
 
 def test_buckets_change_no_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = learn([])
-    monkeypatch.setattr(flat, "BUCKET_ELEMENTS", 1500)
+    monkeypatch.setattr(layout_tensors, "BUCKET_ELEMENTS", 1500)
     torch.testing.assert_close(learn([]), whole, rtol=1e-6, atol=1e-7)

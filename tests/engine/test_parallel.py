@@ -17,11 +17,11 @@ from realrl.config.model import OptimizerConfig
 from realrl.config.shape import Head, ModelShape
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import assign
-from realrl.engine import flat
 from realrl.engine.generate import Noise, generate
 from realrl.engine.model import Model, whole_model
 from realrl.engine.parallel import all_rank_sets, parallel
 from realrl.engine.train import Trainer
+from realrl.layout import tensors as layout_tensors
 from realrl.layout.layout import layout
 from realrl.model.init import initialise
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -156,7 +156,7 @@ def build(shape: ModelShape, head: Head, process: Process, placement: Placement,
 def run_rank(rank: int, world: int, store: str, out: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    flat.BUCKET_ELEMENTS = 3000  # several buckets even in models as small as these
+    layout_tensors.BUCKET_ELEMENTS = 3000  # several buckets even in models as small as these
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     process = Process(rank, world, CPU, dist.new_group(backend="gloo"))
     groups = process.groups(all_rank_sets(placements(world)))

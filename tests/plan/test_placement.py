@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from realrl.config.errors import UserError
@@ -72,4 +74,6 @@ def test_a_strategy_must_fill_its_mesh() -> None:
 
 def test_layout_text_round_trip() -> None:
     placement = Placement(Mesh(4, 4), Strategy(2, 2, 1, micro_batch_tokens=77, sequence_parallel=True))
-    assert Placement.parse(str(placement)) == placement
+    for dtype in (None, "bfloat16", "float32"):
+        typed = replace(placement, strategy=replace(placement.strategy, dtype=dtype))
+        assert Placement.parse(str(typed)) == typed

@@ -9,6 +9,7 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.layout import layout
 from realrl.layout.routes import reallocate
 from realrl.plan.cluster import Cluster
+from realrl.plan.placement import ELEMENT_BYTES
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS
 from realrl.program.instructions import Program, Reallocate, Run
@@ -37,7 +38,8 @@ def format_plan(plan: Plan, graph: DataflowGraph) -> str:
     for call in graph.order:
         placement, s = plan[call.name], plan[call.name].strategy
         row = [call.name, str(placement.mesh), *map(str, (s.dp, s.tp, s.pp, s.micro_batch_tokens))]
-        rows.append([*row, *(["sequence parallel"] if s.sequence_parallel else [])])
+        flags = [s.dtype or "", "sequence parallel" if s.sequence_parallel else ""]
+        rows.append([*row, " ".join(filter(None, flags))])
     extra = [
         f"{key.replace('_', ' ')}: {', '.join(getattr(plan, key))}" for key in _EXTRAS if getattr(plan, key)
     ]
@@ -105,7 +107,10 @@ def format_reallocations(programs: Sequence[Program], memory: Memory, cluster: C
         row = [f"{name}: {move.source.layout} -> {move.target.layout}", _when(programs, move)]
         if move.role in memory.stored and into in memory.stored:
             old, new = memory.stored[move.role], memory.stored[into]
-            width = min(old.element_bytes, new.element_bytes)
+            width = min(
+                of.element_bytes if (own := place.strategy.dtype) is None else ELEMENT_BYTES[own]
+                for of, place in ((old, move.source), (new, move.target))
+            )
             layouts = (layout(old.shape, old.head, move.source), layout(new.shape, new.head, move.target))
             routes = reallocate(*layouts, cluster)
             links = routes.bytes_by_link(width)

@@ -7,15 +7,6 @@ from torch import Tensor
 
 from realrl.layout.tensors import TensorSpec
 
-BUCKET_ELEMENTS = 2**24
-"""Elements that travel in one collective: 64 MiB of float32, enough for full bandwidth, and few enough that
-several buckets can overlap with computation."""
-
-
-def bucket_count(tensors: Sequence[TensorSpec]) -> int:
-    """Buckets that a buffer of these tensors is cut into, of equal size."""
-    return max(1, round(sum(tensor.numel for tensor in tensors) / BUCKET_ELEMENTS))
-
 
 class FlatBuffer:
     """Tensors stored back to back in `data` [N]; N is rounded up to `multiple_of`, the rest stays zero."""

@@ -44,7 +44,8 @@ def generate(
     """
     costs = [length + sampling.max_new_tokens for length in batch[prompts].lengths]
     continuations = []
-    chunks = model.split(costs, budget)
+    # Every stage works on one chunk at a time, and a decoding step costs nearly the same however few rows it has.
+    chunks = model.split(costs, budget, per_stage=1)
     for positions in chunks:
         part = batch.select(positions)
         ids = torch.tensor(part.ids, dtype=torch.int64, device=model.device)

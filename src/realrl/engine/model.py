@@ -9,12 +9,13 @@ from realrl.algorithms.method import InferenceMethod, Metrics, ModelOutput
 from realrl.config.shape import Head, ModelShape
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import micro_batches
-from realrl.engine.flat import FlatBuffer, bucket_count
+from realrl.engine.flat import FlatBuffer
 from realrl.engine.offload import Offloadable, allocate, free
 from realrl.engine.parallel import Parallel
 from realrl.engine.pipeline import Pipeline
 from realrl.layout.layout import Layout, layout
 from realrl.layout.shard import Shard
+from realrl.layout.tensors import bucket_count
 from realrl.model.group import Group, alone
 from realrl.model.packing import Packing
 from realrl.model.transformer import Transformer
@@ -95,11 +96,12 @@ class Model:
         """The hidden states of the stage before; None on the first stage."""
         return None if self.pipeline.first else self.pipeline.receive(self.hidden_rows(tokens))
 
-    def split(self, costs: Sequence[int], budget: int) -> list[list[int]]:
-        """Micro-batches of at most `budget` tokens, and enough of them to keep a pipeline busy."""
+    def split(self, costs: Sequence[int], budget: int, *, per_stage: int = 2) -> list[list[int]]:
+        """Micro-batches of at most `budget` tokens, and enough of them to keep a pipeline busy: about
+        `per_stage` for each of its stages."""
         stages = self.parallel.pipeline.size
         if stages > 1:
-            budget = min(budget, max(max(costs), -(-sum(costs) // (2 * stages))))
+            budget = min(budget, max(max(costs), -(-sum(costs) // (per_stage * stages))))
         return micro_batches(costs, budget)
 
     @torch.no_grad()

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realrl.config.model import OptimizerConfig
-from realrl.engine.flat import FlatBuffer, bucket_count
+from realrl.engine.flat import FlatBuffer
+from realrl.layout.tensors import bucket_count
 from realrl.model.group import Group, all_gather, reduce_scatter
 
 

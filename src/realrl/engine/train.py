@@ -10,12 +10,13 @@ from realrl.algorithms.method import Metrics, TrainMethod
 from realrl.config.model import OptimizerConfig
 from realrl.data.batch import Batch
 from realrl.engine.early_reduce import EarlyReduce
-from realrl.engine.flat import FlatBuffer, bucket_count
+from realrl.engine.flat import FlatBuffer
 from realrl.engine.gradients import complete_gradients, needs_completion, owned
 from realrl.engine.model import Model, item_tokens, reduce_metrics
 from realrl.engine.offload import Offloadable
 from realrl.engine.optimizer import ShardedAdamW
 from realrl.engine.pipeline_schedule import one_forward_one_backward
+from realrl.layout.tensors import bucket_count
 from realrl.model.packing import Packing
 
 

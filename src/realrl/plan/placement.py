@@ -2,9 +2,17 @@
 
 import re
 from dataclasses import dataclass, field
+from typing import Literal
 
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
+
+Dtype = Literal["float32", "bfloat16"]
+
+DTYPES: dict[str, Dtype] = {"float32": "float32", "bfloat16": "bfloat16"}
+"""Types of parameters by name."""
+
+ELEMENT_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, order=True)
@@ -57,6 +65,8 @@ class Strategy:
     micro_batch_tokens: int = field(default=8192, kw_only=True)
     sequence_parallel: bool = field(default=False, kw_only=True)
     """Whether tensor ranks also divide tokens between them where every one would do the same work."""
+    dtype: Dtype | None = field(default=None, kw_only=True)
+    """Type of the parameters; None for the role's own. Another one makes it another layout, with a copy."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "micro_batch_tokens"):
@@ -116,7 +126,7 @@ class Placement:
     def layout(self) -> str:
         """Equal for two placements exactly when parameters lie alike; for example `d2 t1 p1 @0-1`."""
         s = self.strategy
-        return f"d{s.dp} t{s.tp} p{s.pp} @{self.mesh}"
+        return f"d{s.dp} t{s.tp} p{s.pp} @{self.mesh}{f' {s.dtype}' if s.dtype else ''}"
 
     def __str__(self) -> str:
         """All of it in one line, for example `d2 t1 p1 @0-1 mb=8192`; sequence parallelism adds ` sp`."""
@@ -126,9 +136,16 @@ class Placement:
     @classmethod
     def parse(cls, text: str) -> "Placement":
         """Read the text form; UserError for anything else."""
-        match = re.fullmatch(r"d(\d+) t(\d+) p(\d+) @(\S+) mb=(\d+)( sp)?", text.strip())
+        match = re.fullmatch(r"d(\d+) t(\d+) p(\d+) @(\S+)( float32| bfloat16)? mb=(\d+)( sp)?", text.strip())
         if match is None:
             raise UserError(f"placement {text!r} is not understood; write for example d2 t1 p1 @0-1 mb=8192")
-        dp, tp, pp, tokens = (int(match[i]) for i in (1, 2, 3, 5))
-        strategy = Strategy(dp, tp, pp, micro_batch_tokens=tokens, sequence_parallel=bool(match[6]))
+        dp, tp, pp, tokens = (int(match[i]) for i in (1, 2, 3, 6))
+        strategy = Strategy(
+            dp,
+            tp,
+            pp,
+            micro_batch_tokens=tokens,
+            sequence_parallel=bool(match[7]),
+            dtype=DTYPES[match[5].strip()] if match[5] else None,
+        )
         return cls(Mesh.parse(match[4]), strategy)

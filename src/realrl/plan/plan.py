@@ -17,7 +17,7 @@ from realrl.config.yaml_file import read_yaml
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
-from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.plan.placement import Dtype, Mesh, Placement, Strategy
 
 
 class _Entry(Settings):
@@ -35,6 +35,8 @@ class _Entry(Settings):
     """Most tokens in one forward pass; the recipe's number when not given."""
     sequence_parallel: bool = False
     """Whether tensor ranks also divide tokens between them where every one would do the same work."""
+    dtype: Dtype | None = None
+    """Type of the parameters in a call that does not train; the role's own when not given."""
 
 
 class _File(Settings):
@@ -125,6 +127,11 @@ class Plan:
                     f"plan: {other.name} and {call.name} share the parameters of {call.role}, so"
                     " sequence_parallel must be the same for both"
                 )
+        for call in calls:
+            if call.kind is Kind.TRAIN and self[call.name].strategy.dtype is not None:
+                raise UserError(
+                    f"plan: {call.name}: dtype is for calls that do not train; set models.{call.role}.dtype"
+                )
         training = [call.name for call in calls if call.kind is Kind.TRAIN]
         if len({self[name].layout for name in training}) > 1:
             raise UserError(f"plan: {' and '.join(training)} train one role, so they must have one layout")
@@ -158,6 +165,7 @@ class Plan:
                 "pp": placement.strategy.pp,
                 "micro_batch_tokens": placement.strategy.micro_batch_tokens,
                 **({"sequence_parallel": True} if placement.strategy.sequence_parallel else {}),
+                **({"dtype": placement.strategy.dtype} if placement.strategy.dtype else {}),
             }
             for name, placement in self.placements.items()
         }
@@ -204,5 +212,6 @@ def _placement(entry: _Entry, micro_batch_tokens: int) -> Placement:
         entry.pp,
         micro_batch_tokens=tokens,
         sequence_parallel=entry.sequence_parallel,
+        dtype=entry.dtype,
     )
     return Placement(Mesh.parse(str(entry.mesh)), strategy)

@@ -13,7 +13,8 @@ from realrl.config.units import format_bytes
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.layout import Layout, layout
-from realrl.plan.placement import Placement
+from realrl.layout.tensors import bucket_count
+from realrl.plan.placement import ELEMENT_BYTES, Placement
 from realrl.program.instructions import Instruction, Load, Offload, Program, Reallocate, Release, Run, What
 
 _FLOAT32 = 4
@@ -148,7 +149,8 @@ class Memory:
         if stored is None or rank not in placement.ranks or (what == "optimizer" and not stored.trained):
             return {}
         dp, number = placement.strategy.dp, self._parameters(role, placement, rank)
-        size = number * stored.element_bytes
+        own_type = placement.strategy.dtype
+        size = number * (stored.element_bytes if own_type is None else ELEMENT_BYTES[own_type])
         if what == "optimizer":
             # Gradients whole; of its shard gradient, two moments, and the master copy of a lower precision.
             parts = 3 + (stored.element_bytes < _FLOAT32)
@@ -162,9 +164,9 @@ class Memory:
             if (role, placement.layout) not in self._layouts:
                 stored = self.stored[role]
                 self._layouts[role, placement.layout] = layout(stored.shape, stored.head, placement)
-            tensors = self._layouts[role, placement.layout].tensors(rank)
-            dp = placement.strategy.dp
-            self._numbers[key] = -(-sum(tensor.stored.numel for tensor in tensors) // dp) * dp
+            stored_here = [t.stored for t in self._layouts[role, placement.layout].tensors(rank)]
+            multiple = placement.strategy.dp * bucket_count(stored_here)
+            self._numbers[key] = -(-sum(tensor.numel for tensor in stored_here) // multiple) * multiple
         return self._numbers[key]
 
 

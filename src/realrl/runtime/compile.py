@@ -11,7 +11,7 @@ from realrl.config.model import HEADS, ModelConfig
 from realrl.config.units import parse_bytes
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
-from realrl.plan.placement import Placement
+from realrl.plan.placement import ELEMENT_BYTES, Placement
 from realrl.plan.plan import Plan
 from realrl.plan.presets import make_plan
 from realrl.program.instructions import Program
@@ -72,7 +72,7 @@ def compile_recipe(experiment: Experiment, cluster: Cluster) -> Compiled:
     """
     graph = build_graph(experiment)
     stored = {
-        role: Stored(shape, HEADS[role], {"float32": 4, "bfloat16": 2}[config.dtype], graph.trained(role))
+        role: Stored(shape, HEADS[role], ELEMENT_BYTES[config.dtype], graph.trained(role))
         for role, config in models(experiment).items()
         if (shape := known_shape(config)) is not None
     }

@@ -103,7 +103,7 @@ class Roles:
             self._layout(role, placement),
             rank,
             parallel(placement, rank, self._groups),
-            dtype=self._dtype(role),
+            dtype=self._dtype(role, placement),
             device=self._process.device,
             temperature=self._temperature,
         )
@@ -113,8 +113,8 @@ class Roles:
     def _layout(self, role: str, placement: Placement) -> Layout:
         return layout(self.shapes[role], HEADS[role], placement)
 
-    def _dtype(self, role: str) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self._configs[role].dtype)
+    def _dtype(self, role: str, placement: Placement) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, placement.strategy.dtype or self._configs[role].dtype)
         return dtype
 
     def _specs(self, role: str) -> tuple[TensorSpec, ...]:
@@ -145,7 +145,7 @@ class Roles:
     def _reallocator(self, instruction: Reallocate) -> Reallocator:
         role, into = instruction.role, instruction.into or instruction.role
         source, target = self._layout(role, instruction.source), self._layout(into, instruction.target)
-        dtypes = self._dtype(role), self._dtype(into)
+        dtypes = self._dtype(role, instruction.source), self._dtype(into, instruction.target)
         groups = None
         if instruction.mix is not None:
             groups = tensor_groups(target, dtypes[1].itemsize, MIX_BYTES)
@@ -201,7 +201,8 @@ class Roles:
 
         The parameters of one file at a time are brought into its host memory.
         """
-        home, dtype = self._homes[role], self._dtype(role)
+        home = self._homes[role]
+        dtype = self._dtype(role, home)
         first, model = home.ranks[0], self._models[role, home.layout]
         whole = self._layout(role, Placement(Mesh(first, 1), Strategy(1)))
         files = huggingface.shards(whole.specs, dtype)
