@@ -93,7 +93,12 @@ def loaded_by(modules: list[str]) -> set[str]:
 
 
 def test_rooms_that_promise_it_load_nothing_heavy() -> None:
-    assert loaded_by(["realrl.__main__", *filter(is_torch_free, MODULES)]) == set()
+    light = [module for module in MODULES if is_torch_free(module) and room(module) != "planner"]
+    assert loaded_by(["realrl.__main__", *light]) == set()
+
+
+def test_the_planner_loads_nothing_heavier_than_numpy() -> None:
+    assert loaded_by([module for module in MODULES if room(module) == "planner"]) <= {"numpy"}
 
 
 @pytest.mark.parametrize("module", ["realrl.algorithms.graphs", "realrl.plan.presets", "realrl.cli.app"])

@@ -5,6 +5,33 @@ from types import MappingProxyType
 
 from realrl.config.shape import ModelShape, RopeScaling
 
+
+def _qwen(
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    *,
+    vocabulary: int,
+    head_dim: int = 128,
+    tied: bool = False,
+) -> ModelShape:
+    return ModelShape(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_positions=32768,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        tied_embeddings=tied,
+    )
+
+
 SHAPES: Mapping[str, ModelShape] = MappingProxyType(
     {
         # arXiv 2307.09288 and config.json of meta-llama/Llama-2-7b-hf, -13b-hf, -70b-hf.
@@ -91,6 +118,15 @@ SHAPES: Mapping[str, ModelShape] = MappingProxyType(
             ),
             tied_embeddings=True,
         ),
+        # arXiv 2412.15115 and config.json of Qwen/Qwen2.5-0.5B to -72B. Theirs have biases on queries, keys and
+        # values besides, less than a ten-thousandth of the parameters, which a model made from these sizes has not.
+        "qwen2.5-0.5b": _qwen(896, 4864, 24, 14, 2, vocabulary=151936, head_dim=64, tied=True),
+        "qwen2.5-1.5b": _qwen(1536, 8960, 28, 12, 2, vocabulary=151936, tied=True),
+        "qwen2.5-3b": _qwen(2048, 11008, 36, 16, 2, vocabulary=151936, tied=True),
+        "qwen2.5-7b": _qwen(3584, 18944, 28, 28, 4, vocabulary=152064),
+        "qwen2.5-14b": _qwen(5120, 13824, 48, 40, 8, vocabulary=152064),
+        "qwen2.5-32b": _qwen(5120, 27648, 64, 40, 8, vocabulary=152064),
+        "qwen2.5-72b": _qwen(8192, 29568, 80, 64, 8, vocabulary=152064),
     }
 )
 """Name -> shape."""
