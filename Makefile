@@ -30,8 +30,12 @@ gpu-check: $(STAMP)  ## the tests and measurements that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python bench/gpu/model.py
 
-bench: $(STAMP)  ## packed against padded training
+bench: $(STAMP)  ## the measurements that need no CUDA device
+	$(BIN)/python demo/prepare.py
 	$(BIN)/python bench/sft_throughput.py
+	$(BIN)/python bench/reallocation.py
+	$(BIN)/python bench/route_bounds.py
+	$(BIN)/python bench/reallocation_bytes.py
 
 venv: $(STAMP)
 

@@ -1,7 +1,8 @@
 """Fetch the demo's data and write it as records: python demo/prepare.py [--out data/demo]
 
 The data are 10,605 sentences of movie reviews (Pang and Lee 2004), each rated by about 20 people from -4 to 4
-(Hutto and Gilbert 2014). They come inside the source distribution of vaderSentiment (MIT licence).
+(Hutto and Gilbert 2014); two occur twice and are used once. They come
+inside the source distribution of vaderSentiment (MIT licence).
 """
 
 import argparse

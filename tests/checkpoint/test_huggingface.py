@@ -18,7 +18,9 @@ from transformers import (
 )
 
 from realrl.checkpoint import huggingface
+from realrl.checkpoint.directory import known_shape
 from realrl.config.errors import UserError
+from realrl.config.model import ModelConfig
 from realrl.config.shape import Head, ModelShape
 from realrl.engine.flat import FlatBuffer
 from realrl.layout.tensors import model_tensors
@@ -220,6 +222,20 @@ def test_a_lost_shard_is_named(tmp_path: Path) -> None:
 def test_a_directory_that_is_not_there_is_named(name: str) -> None:
     with pytest.raises(UserError, match="no such model directory"):
         huggingface.read_shape(name)
+
+
+def test_a_path_may_start_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    saved(tmp_path / "m")
+    assert huggingface.read_shape("~/m") == known_shape(ModelConfig(path="~/m")) == shape_of()
+    assert known_shape(ModelConfig(path="~/nowhere")) is None
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_classifier_is_no_language_model(tied: bool, tmp_path: Path) -> None:
+    path = saved(tmp_path / "m", "scalar", tied=tied)
+    with pytest.raises(UserError, match="m is a sequence classifier, not a language model"):
+        loaded(path, "lm")
 
 
 def test_a_hub_name_that_cannot_be_fetched_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

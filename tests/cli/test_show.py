@@ -22,6 +22,7 @@ LARGE = (
     "models.reward.dtype=bfloat16",
     "data.batch=1024",
     "data.eval=null",
+    "training.judge=null",
 )
 PLAN = """
 cluster: 16x8

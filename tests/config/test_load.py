@@ -92,6 +92,22 @@ def test_critic_and_reference_default_to_reward_and_actor(recipe: str) -> None:
         ("models.actor.optimizer.schedule=cosin", "did you mean cosine?"),
         ("ppo.minibatches=3", "data.batch=64 is not divisible by ppo.minibatches=3"),
         ("generation.min_new_tokens=300", "generation: min_new_tokens=300 is above max_new_tokens=128"),
+        (
+            "ppo.ref_ema=0.1; models.ref.dtype=bfloat16",
+            "ppo.ref_ema needs models.ref.dtype=float32; in bfloat16",
+        ),
+        (
+            "data.max_tokens=600",
+            "data.max_prompt_tokens=512 and generation.max_new_tokens=128 together are above data.max_tokens=600",
+        ),
+        (
+            "training.judge=a.py:f",
+            "training.judge scores what evaluations generate; give data.eval or set training.judge=null",
+        ),
+        ("training.epochs=0", "training.epochs: 0 must be above 0"),
+        ("models.actor.optimizer.betas=[0.9, 1.5]", "models.actor.optimizer.betas.1: 1.5 must be below 1"),
+        ("models.actor.optimizer.betas=['0.9', 0.5]", "betas.0: '0.9' is not a number"),
+        ("seed=9223372036854775808", "seed: 9223372036854775808 must be at most"),
         ("models.reward.path=null", "models: reward needs a path (weights to load) or a shape"),
         ("algorithm=pppo", "algorithm: 'pppo' is not one of sft, reward, ppo; did you mean ppo?"),
         ("algorithm=null", "algorithm: missing; give one of sft, reward, ppo"),
@@ -105,7 +121,7 @@ def test_a_mistake_gets_one_sentence_with_the_path_of_the_field(
     recipe: str, override: str, sentence: str
 ) -> None:
     with pytest.raises(UserError) as caught:
-        load_experiment(recipe, [override])
+        load_experiment(recipe, override.split("; "))
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -162,3 +178,19 @@ def test_description_is_yaml_with_every_default_and_a_comment_for_every_field(al
     for above, line in pairwise(lines):
         is_field = line.strip() and not line.strip().startswith("#")
         assert not is_field or above.strip().startswith("#"), f"{line!r} is not explained"
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "reward"])
+def test_what_generates_no_text_takes_no_judge(algorithm: str) -> None:
+    role = {"sft": "actor", "reward": "reward"}[algorithm]
+    settings = {
+        "algorithm": algorithm,
+        "run_dir": "x",
+        "data": {"train": "a", "eval": "b"},
+        "models": {role: {"path": "a"}},
+        "training": {"judge": "a.py:f"},
+    }
+    with pytest.raises(
+        UserError, match=f"training.judge scores generated text, and {algorithm} generates none"
+    ):
+        parse_experiment(settings)

@@ -67,6 +67,12 @@ def test_a_vocabulary_too_small_for_bytes_is_the_users_mistake(write, tmp_path):
         train_tokenizer(write([{"prompt": "a"}]), str(tmp_path / "out"), 200)
 
 
+def test_a_path_may_start_at_home(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    train_tokenizer(write([{"prompt": "a"}]), str(tmp_path / "out"), 300)
+    assert load_tokenizer("~/out").eos_token == "</s>"
+
+
 @pytest.mark.parametrize("path", ["./missing", "/missing", "runs/missing", "runs/sft/final"])
 def test_a_missing_directory_is_the_users_mistake(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)

@@ -65,7 +65,7 @@ def _rank(rank: int, size: int, recipes: Sequence[str]) -> None:
 
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
-    os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    os.environ["WORLD_SIZE"] = str(size)
     os.environ[LAUNCHER_VARIABLE] = str(os.getppid())
     for recipe in map(Path, recipes):
         os.environ[STORE_VARIABLE] = str(recipe.with_suffix(".store"))
@@ -81,6 +81,7 @@ def _run(rank: int, recipe: Path) -> None:
     """One run, whose generation is watched."""
     from realrl.config.load import load_experiment
     from realrl.engine.generate import generate
+    from realrl.plan.cluster import Cluster
     from realrl.runtime import train, worker
 
     tokens: Tokens = {}
@@ -93,5 +94,7 @@ def _run(rank: int, recipe: Path) -> None:
         return batch
 
     worker.generate = watched  # type: ignore[attr-defined]
-    train.train(load_experiment(str(recipe)), Silent())
+    experiment = load_experiment(str(recipe))
+    os.environ["LOCAL_WORLD_SIZE"] = str(Cluster.parse(experiment.cluster).devices_per_node)
+    train.train(experiment, Silent())
     (recipe.parent / f"{recipe.stem}-tokens-{rank}.json").write_text(json.dumps(tokens))

@@ -46,7 +46,27 @@ CASES: dict[str, Case] = {
     "no model": (
         "ppo",
         lambda w, d: {"models__reward__path": "/nowhere/model"},
-        "/nowhere/model",
+        "models.reward.path=/nowhere/model: no such directory",
+    ),
+    "no tokenizer": (
+        "sft",
+        lambda w, d: {"models__actor__tokenizer": "./nowhere"},
+        "models.actor.tokenizer=./nowhere: no such directory",
+    ),
+    "sequences too long": (
+        "sft",
+        lambda w, d: {"data__max_tokens": 2049},
+        "data.max_tokens=2049 is more than the 2048 positions that the model of models.actor is declared for",
+    ),
+    "answers too long": (
+        "ppo",
+        lambda w, d: {"data__max_tokens": 4096, "generation__max_new_tokens": 2000},
+        "data.max_prompt_tokens + generation.max_new_tokens=2512 is more than the 2048 positions",
+    ),
+    "a classifier that is to write": (
+        "ppo",
+        lambda w, d: {"models__actor": {"path": w.reward}},
+        "is a sequence classifier, not a language model",
     ),
     "truncated safetensors": (
         "ppo",

@@ -71,10 +71,18 @@ def test_torchrun_learns_what_our_launcher_does(world: World, tmp_path: Path, fi
             assert ours == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize(("rank", "printed"), [("0", "realrl: mend this\n"), ("1", "")])
-def test_under_torchrun_one_rank_speaks_for_all(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, printed: str
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "printed"),
+    [("0", "0", "realrl: mend this\n"), ("1", "1", ""), ("8", "0", "realrl: rank 8: mend this\n")],
+)
+def test_under_torchrun_one_rank_of_each_node_speaks(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rank: str,
+    local_rank: str,
+    printed: str,
 ) -> None:
     monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
     report_user_error(UserError("mend\nthis"))
     assert capsys.readouterr().err == printed

@@ -224,11 +224,19 @@ OCCUPIED: dict[str, tuple[Callable[[Path], None], dict[str, object], str]] = {
     "a run": (earlier_run, {}, "holds an earlier run; choose another one or set overwrite=true"),
     "not a run": (somebody_elses, {"overwrite": True}, "holds something other than a run"),
     "a file": (a_file, {"overwrite": True}, "is a file"),
-    "its own model": (
-        earlier_run,
-        {"overwrite": True, "models__actor": {"path": "RUN/final"}},
-        "which overwrite=true would delete",
-    ),
+    **{
+        f"its own {field}": (
+            earlier_run,
+            {"overwrite": True, **fields},
+            f"{field}=RUN/{file} lies in run_dir=RUN, which overwrite=true would delete; choose another run_dir",
+        )
+        for field, file, fields in (
+            ("models.actor.path", "final", {"models__actor": {"path": "RUN/final"}}),
+            ("models.actor.tokenizer", "final", {"models__actor__tokenizer": "RUN/final"}),
+            ("data.train", "*.yaml", {"data__train": "RUN/*.yaml"}),
+            ("data.eval", "config.yaml", {"data__eval": "RUN/config.yaml"}),
+        )
+    },
 }
 
 
@@ -238,14 +246,25 @@ def test_a_directory_in_use_is_left_alone(
 ) -> None:
     occupy, fields, sentence = OCCUPIED[case]
     occupy(tmp_path / "run")
-    if "models__actor" in fields:
-        fields = {**fields, "models__actor": {"path": str(tmp_path / "run" / "final")}}
     recipe = world.recipe("sft", tmp_path, **fields)
+    recipe.write_text(recipe.read_text().replace("RUN", str(tmp_path / "run")))
+    sentence = sentence.replace("RUN", str(tmp_path / "run"))
     before = contents(tmp_path / "run")
     assert run_app(["train", str(recipe)]) == 2
     error = capsys.readouterr().err
     assert sentence in error and str(tmp_path / "run") in error and error.count("\n") == 1
     assert contents(tmp_path / "run") == before
+
+
+def test_a_judge_and_a_plan_of_the_directory_are_safe_too(world: World, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    earlier_run(run_dir)
+    (run_dir / "judge.py").write_text("precious")
+    judge = {"data__eval": "e.jsonl", "training__judge": f"{run_dir}/judge.py:f"}
+    for field, fields in {"training.judge": judge, "plan": {"plan": f"{run_dir}/plan.yaml"}}.items():
+        experiment = load_experiment(str(world.recipe("ppo", tmp_path, overwrite=True, **fields)))
+        with pytest.raises(UserError, match=rf"{field}={run_dir}/\w+\.(py|yaml) lies in run_dir"):
+            RunDirectory(str(run_dir)).check(experiment)
 
 
 def test_overwriting_replaces_everything(world: World, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -60,6 +60,21 @@ class Metrics:
             self.mean(name, total, weight)
         for name, value in other.maxima.items():
             self.max(name, value)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Numbers only, as JSON can hold them; see `from_plain`."""
+        means = {name: (float(total), float(weight)) for name, (total, weight) in self.means.items()}
+        return {"means": means, "maxima": {name: float(value) for name, value in self.maxima.items()}}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> "Metrics":
+        """The collection that `to_plain` described."""
+        figures = cls()
+        for name, (total, weight) in plain["means"].items():
+            figures.mean(name, torch.tensor(total, dtype=torch.float64), weight)
+        for name, value in plain["maxima"].items():
+            figures.max(name, torch.tensor(value, dtype=torch.float64))
+        return figures
 
     def result(self) -> dict[str, float]:
         """Plain numbers; a mean of weight 0 is NaN."""

@@ -1,25 +1,24 @@
 """Model directories, and what can be known of a model without its weights. No torch."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from realrl.config.errors import UserError
 from realrl.config.model import ModelConfig
+from realrl.config.paths import is_local
 from realrl.config.shape import ModelShape
 from realrl.model.llama import shape_from_hf
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-_HUB_NAME = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
 
 
 def local_directory(path: str | Path) -> Path:
     """The directory itself, or the hub's model of that name, downloaded; UserError if there is neither."""
-    directory = Path(path)
+    directory = Path(path).expanduser()
     if directory.is_dir():
         return directory
-    if not re.fullmatch(_HUB_NAME, str(path)):
+    if is_local(str(path)):
         raise UserError(f"{path}: no such model directory")
     from huggingface_hub import snapshot_download
 
@@ -43,14 +42,13 @@ def known_shape(config: ModelConfig) -> ModelShape | None:
     the model's directory, or the cache of hub models. UserError where a directory's `config.json` is wrong."""
     if config.path is None or config.shape is not None:
         return config.shape
-    if Path(config.path).is_dir():
-        return read_shape(config.path) if (Path(config.path) / "config.json").is_file() else None
-    if not re.fullmatch(_HUB_NAME, config.path):
-        return None
+    if is_local(config.path):
+        file = Path(config.path).expanduser() / "config.json"
+        return read_shape(config.path) if file.is_file() else None
     from huggingface_hub import try_to_load_from_cache
 
-    file = try_to_load_from_cache(config.path, "config.json")
-    return shape_from_hf(read_json(Path(file)), where=file) if isinstance(file, str) else None
+    cached = try_to_load_from_cache(config.path, "config.json")
+    return shape_from_hf(read_json(Path(cached)), where=cached) if isinstance(cached, str) else None
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -37,6 +37,13 @@ class Tokenizer(Protocol):
         """Write the tokenizer's files into a directory."""
 
 
+def read_dtype(path: str | Path) -> torch.dtype:
+    """The type in which a model directory is meant to be used, as far as we compute in it: bfloat16 or float32."""
+    config = read_json(local_directory(path) / "config.json")
+    name = config.get("dtype", config.get("torch_dtype"))
+    return torch.bfloat16 if name in ("bfloat16", "float16") else torch.float32
+
+
 def load(
     path: str | Path,
     tensors: Sequence[TensorSpec],
@@ -54,6 +61,8 @@ def load(
     directory = local_directory(path)
     wanted = {tensor.name: tensor for tensor in tensors}
     files = _tensor_files(directory)
+    if SCORE in files and SCORE not in wanted:
+        raise UserError(f"{directory} is a sequence classifier, not a language model: it has a {SCORE}")
     untied = LM_HEAD in wanted and LM_HEAD not in files and read_shape(directory).tied_embeddings
     for name, spec in wanted.items():
         if (regions is not None and name not in regions) or (name == SCORE and name not in files):

@@ -16,6 +16,7 @@ def generate(
         typer.Option(metavar="FILE", help="A .txt with a prompt per line, or records with a prompt."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 128,
+    min_new_tokens: Annotated[int, typer.Option(help="Do not end before this many tokens.")] = 0,
     temperature: Annotated[float, typer.Option(help="Logits are divided by this.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0 for all.")] = 0,
     top_p: Annotated[
@@ -35,7 +36,12 @@ def generate(
 
     try:
         sampling = GenerationConfig(
-            max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, greedy=greedy
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            greedy=greedy,
         )
     except ValidationError as error:
         raise UserError(explain(error, GenerationConfig)) from None

@@ -12,12 +12,13 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
 
     experiment = load_experiment(recipe, overrides or [])
     if not under_launcher():
-        from realrl.runtime.compile import compile_recipe
+        from realrl.runtime.compile import check_directories, compile_recipe
         from realrl.runtime.rundir import RunDirectory
 
         cluster = cluster_of(experiment)
         # Mistakes that show without reading data and models show before any process starts.
         compile_recipe(experiment, cluster)
+        check_directories(experiment)
         RunDirectory(experiment.run_dir).check(experiment)
         if cluster.size > 1:
             from realrl.runtime.launch import launch

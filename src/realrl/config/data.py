@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 
 from realrl.config.base import Settings
 
@@ -33,7 +33,7 @@ class DataConfig(Settings):
 class TrainingConfig(Settings):
     """How long to train and what to write on the way."""
 
-    epochs: NonNegativeFloat = 1.0
+    epochs: PositiveFloat = 1.0
     """Passes over the training data."""
     steps: PositiveInt | None = None
     """Number of training steps; takes precedence over `epochs`."""
@@ -42,7 +42,7 @@ class TrainingConfig(Settings):
     save_every: PositiveInt | None = None
     """Save the trained models after every so many steps, besides at the end; null for only at the end."""
     samples: PositiveInt = 16
-    """Samples written per evaluation when the algorithm generates text."""
+    """Samples written per evaluation; applies to algorithms that generate text."""
     judge: str | None = None
     """`FILE.py:FUNCTION`, a function from a list of completions to a list of numbers that scores samples
-    independently of training."""
+    independently of training; for algorithms that generate text, with `data.eval`."""

@@ -71,7 +71,8 @@ def _field_type(field: FieldInfo) -> str:
 def _type(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _type(arguments[0]) + _bounds(arguments[1:])
+        constraints = (c for a in arguments[1:] for c in getattr(a, "metadata", [a]))
+        return _type(arguments[0]) + _bounds(constraints)
     if origin is Literal:
         return "one of " * (len(arguments) > 1) + ", ".join(str(value) for value in arguments)
     if origin in (Union, UnionType):

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, field_validator, model_validator
+from pydantic import Field, PositiveInt, TypeAdapter, field_validator, model_validator
 
 from realrl.config.algorithms import GenerationConfig, PPOConfig
 from realrl.config.base import Settings
@@ -25,7 +25,7 @@ class _Run(Settings):
     """What the run does, and so which other keys there are."""
     run_dir: str
     """Directory for everything the run writes."""
-    seed: NonNegativeInt = 1
+    seed: int = Field(default=1, ge=0, le=2**63 - 1)
     """Decides data order, initialisation and sampling."""
     cluster: str = "auto"
     """Devices, as `nodes x devices per node`, for example `1x2`; `auto` takes the GPUs of this machine, or
@@ -52,6 +52,20 @@ class _Run(Settings):
         if value is not None:
             parse_bytes(value)
         return value
+
+    @model_validator(mode="after")
+    def _judged(self) -> Self:
+        if self.training.judge is None:
+            return self
+        if "generation" not in type(self).model_fields:
+            raise ValueError(
+                f"training.judge scores generated text, and {self.algorithm} generates none; leave it out"
+            )
+        if self.data.eval is None:
+            raise ValueError(
+                "training.judge scores what evaluations generate; give data.eval or set training.judge=null"
+            )
+        return self
 
 
 class _Models(Settings):
@@ -132,6 +146,28 @@ class PPOExperiment(_Run):
         if self.data.batch % self.ppo.minibatches:
             raise ValueError(
                 f"data.batch={self.data.batch} is not divisible by ppo.minibatches={self.ppo.minibatches}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _lengths(self) -> Self:
+        prompt, answer, most = (
+            self.data.max_prompt_tokens,
+            self.generation.max_new_tokens,
+            self.data.max_tokens,
+        )
+        if prompt + answer > most:
+            raise ValueError(
+                f"data.max_prompt_tokens={prompt} and generation.max_new_tokens={answer} together are above"
+                f" data.max_tokens={most}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reference_type(self) -> Self:
+        if self.ppo.ref_ema is not None and self.models.ref.dtype != "float32":
+            raise ValueError(
+                "ppo.ref_ema needs models.ref.dtype=float32; in bfloat16 small steps are rounded away"
             )
         return self
 

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 import yaml
@@ -80,8 +79,3 @@ def apply_override(settings: dict[str, Any], override: str) -> dict[str, Any]:
 def dump_experiment(experiment: Experiment) -> str:
     """YAML with every field of an experiment, defaults included; loads back to an equal object."""
     return yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def save_experiment(experiment: Experiment, path: Path) -> None:
-    """Write `dump_experiment` to a file."""
-    path.write_text(dump_experiment(experiment), encoding="utf-8")

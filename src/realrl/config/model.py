@@ -1,6 +1,6 @@
 """What a user says about each model of a run."""
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, field_validator, model_validator
 
@@ -9,13 +9,16 @@ from realrl.config.explain import nearest
 from realrl.config.shape import Head, ModelShape
 from realrl.config.shapes import SHAPES
 
+Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
+"""How much of a moving average stays per step."""
+
 
 class OptimizerConfig(Settings):
     """AdamW and its learning-rate schedule."""
 
     lr: PositiveFloat = 1e-5
     """Peak learning rate."""
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)  # YAML has lists, not tuples
+    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), strict=False)  # YAML has lists, not tuples
     """Decay of the first and second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the denominator of the update."""

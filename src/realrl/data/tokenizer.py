@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from realrl.config.errors import UserError
+from realrl.config.paths import is_local
 from realrl.data.records import read_records
 from realrl.data.rejects import Rejects
 
@@ -20,7 +21,7 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerFast":
     from transformers import AutoTokenizer
 
     local = Path(path).expanduser()
-    if _is_local(path):
+    if is_local(path):
         if not local.is_dir():
             raise UserError(f"tokenizer directory {path} does not exist")
         if not any((local / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
@@ -105,15 +106,3 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for inner in value:
             yield from _texts(inner)
-
-
-def _is_local(path: str) -> bool:
-    """Whether this can only be a directory here. The hub is not asked for those: offline, that takes most of
-    a minute before it fails."""
-    parts = Path(path).parts
-    return (
-        Path(path).expanduser().exists()
-        or path.startswith((".", "/", "~"))
-        or len(parts) > 2
-        or (len(parts) == 2 and Path(parts[0]).is_dir())
-    )

@@ -48,7 +48,11 @@ class Model:
         self.memory = Offloadable([self.parameters.data])
         self.transformer = Transformer(self.shard, self.parameters.fused, parallel.tensor)
         self.pipeline = Pipeline(
-            parallel.pipeline, hidden_size=self.shape.hidden_size, dtype=dtype, device=device
+            parallel.pipeline,
+            parallel.backward,
+            hidden_size=self.shape.hidden_size,
+            dtype=dtype,
+            device=device,
         )
 
     @property
@@ -140,7 +144,8 @@ def whole_model(
 ) -> Model:
     """A model that lies whole on one rank, outside any run."""
     placement = Placement(Mesh(0, 1), Strategy(1))
-    parallel = Parallel(alone(), alone(), alone(), alone(), None)
+    one = alone()
+    parallel = Parallel(one, one, one, one, one, None)
     whole = layout(shape, head, placement)
     return Model(whole, 0, parallel, dtype=dtype, device=device, temperature=temperature)
 

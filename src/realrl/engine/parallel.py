@@ -11,12 +11,17 @@ RankSet = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Parallel:
-    """Groups of one rank under a placement. `ends`: the first and the last stage of its pipeline, where it is
-    one of them; `everyone`: the whole mesh."""
+    """Groups of one rank under a placement.
+
+    `backward` are the ranks of `pipeline` once more, last stage first: a connection of their own for what flows
+    against the stages. `ends`: the first and the last stage of its pipeline, where it is one of them;
+    `everyone`: the whole mesh.
+    """
 
     data: Group
     tensor: Group
     pipeline: Group
+    backward: Group
     everyone: Group
     ends: Group | None
 
@@ -30,9 +35,16 @@ def rank_sets(placement: Placement) -> Iterator[RankSet]:
 def parallel(placement: Placement, rank: int, groups: Mapping[RankSet, Group]) -> Parallel:
     """The groups of a rank of the placement."""
     own = {name: groups.get(ranks) for name, ranks in _sets_of(placement, rank).items()}
-    data, tensor, pipeline, everyone = (own[name] for name in ("data", "tensor", "pipeline", "everyone"))
-    assert data and tensor and pipeline and everyone, "groups are made for every placement of a plan"
-    return Parallel(data=data, tensor=tensor, pipeline=pipeline, everyone=everyone, ends=own["ends"])
+    found = {name: group for name, group in own.items() if group is not None}
+    assert len(found) >= len(own) - 1, "groups are made for every placement of a plan"
+    return Parallel(
+        data=found["data"],
+        tensor=found["tensor"],
+        pipeline=found["pipeline"],
+        backward=found["backward"],
+        everyone=found["everyone"],
+        ends=found.get("ends"),
+    )
 
 
 def _sets_of(placement: Placement, rank: int) -> dict[str, RankSet]:
@@ -43,6 +55,7 @@ def _sets_of(placement: Placement, rank: int) -> dict[str, RankSet]:
         "data": tuple(placement.rank(dp=i, tp=t, pp=p) for i in range(s.dp)),
         "tensor": tuple(placement.rank(dp=d, tp=i, pp=p) for i in range(s.tp)),
         "pipeline": pipeline,
+        "backward": pipeline[::-1],
         "everyone": placement.ranks,
         "ends": tuple(sorted({pipeline[0], pipeline[-1]})),
     }

@@ -1,12 +1,12 @@
 """What the stages of a pipeline send each other."""
 
 from collections import deque
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from realrl.algorithms.method import Metrics
 from realrl.model.group import Group
 
 _FORWARD, _BACKWARD, _TOKENS = 1, 2, 3  # tags, where the backend knows them
@@ -19,13 +19,14 @@ class Pipeline:
     pair of ranks exchanges in the order in which it was posted, and the two directions have different orders.
     """
 
-    def __init__(self, group: Group, *, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`group`: the ranks of the stages, first to last."""
+    def __init__(
+        self, group: Group, backward: Group, *, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`group`: the ranks of the stages, first to last; `backward`: the same ranks over a connection of its
+        own."""
         self.group = group
         self._width, self._dtype, self._device = hidden_size, dtype, device
-        self._back = group.handle
-        if group.size > 1 and device.type == "cuda":
-            self._back = dist.new_group(list(group.ranks), use_local_synchronization=True)
+        self._back = backward.handle
         self._pending: deque[tuple[dist.Work, Tensor]] = deque()
 
     @property
@@ -65,13 +66,15 @@ class Pipeline:
         dist.recv(tokens, self.group.ranks[-1], group=self._back, tag=_TOKENS)
         return tokens
 
-    def object_from_last(self, value: Any) -> Any:
-        """A small object of the last stage, on every stage."""
+    def figures_from_last(self, figures: Metrics) -> Metrics:
+        """The last stage's figures, on every stage."""
         if self.group.size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, self.group.ranks[-1], group=self.group.handle, device=self._device)
-        return box[0]
+            return figures
+        box = [figures.to_plain() if self.last else None]
+        cpu = torch.device("cpu")
+        dist.broadcast_object_list(box, self.group.ranks[-1], group=self.group.handle, device=cpu)
+        assert box[0] is not None, "the last stage has sent its figures"
+        return Metrics.from_plain(box[0])
 
     def finish(self) -> None:
         """Wait until everything sent has left."""

@@ -54,13 +54,9 @@ def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
     return schedule
 
 
-def forward_only(stages: int, micro_batches: int) -> Schedule:
-    """Inference: every stage takes the micro-batches in order."""
-    return [[Action(stage, "F", i) for i in range(micro_batches)] for stage in range(stages)]
-
-
 def dry_run(schedule: Schedule) -> int:
-    """Execute a schedule in unit time steps without any process; the number of steps it takes.
+    """Execute a schedule in unit time steps without any process; the number of steps it takes. Tests prove with it
+    that schedules end.
 
     ValueError, with the grid of what each stage has done and where it stands, when an action runs twice or
     waits for one that never comes.

@@ -96,7 +96,7 @@ class Trainer:
                 self._backward(passes.pop(action.micro_batch))
         model.pipeline.finish()
         reduce_metrics(figures, model.parallel.data, model.device)
-        return model.pipeline.object_from_last(figures)
+        return model.pipeline.figures_from_last(figures)
 
     def _forward(self, part: Batch, method: TrainMethod, weight: Tensor, figures: Metrics) -> "_Pass":
         model = self.model

@@ -11,10 +11,6 @@ from torch.nn.attention.varlen import varlen_attn
 
 from realrl.model.packing import Packing, PaddedHeads
 
-DENSE_LENGTH = 128
-"""Up to this length float32 scores are computed whole: for short sequences twice as fast on a CPU as the
-flash kernel, whose blocks they do not fill."""
-
 # torch 2.11 takes grouped heads without being told; from 2.12 on it wants to be.
 GROUPED: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -57,7 +53,7 @@ def _padded_attention(qkv: Tensor, plan: PaddedHeads) -> Tensor:
         batch, length = len(bucket.sequences), bucket.length
         q, k, v = next(parts), next(parts), next(parts)
         dim = q.shape[-1]
-        if length <= DENSE_LENGTH and q.dtype == torch.float32:
+        if mask is not None and q.dtype == torch.float32:
             k, v = k.view(-1, length, dim), v.view(-1, length, dim)
             q = q.view(k.shape[0], -1, dim)
             scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=dim**-0.5)

@@ -15,6 +15,8 @@ on an AMD processor with AVX-512."""
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T without gradient. x: [N, K], weight: [M, K] with any strides -> [N, M]"""
+    if not x.shape[-1]:  # a tensor rank without a row of the vocabulary; oneDNN knows no empty sums
+        return x.new_zeros(len(x), len(weight))
     if ONEDNN and x.device.type == "cpu" and x.dtype == torch.float32:
         return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
     return F.linear(x, weight)

@@ -7,6 +7,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+DENSE_LENGTH = 128
+"""Up to this length float32 scores are computed whole: for short sequences twice as fast on a CPU as the
+flash kernel, whose blocks they do not fill."""
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -35,8 +39,9 @@ class PaddedHeads:
     spread: Tensor
     spread_padding: Tensor
     collect: Tensor
-    masks: tuple[Tensor, ...]
-    """Per bucket, 0 where a query sees a key and -inf where not. [heads / kv_heads * L, L], float32"""
+    masks: tuple[Tensor | None, ...]
+    """Per bucket whose scores may be computed whole, 0 where a query sees a key and -inf where not; None for the
+    longer ones. [heads / kv_heads * L, L], float32"""
 
     @property
     def output_rows(self) -> list[int]:
@@ -113,7 +118,8 @@ def _pad_heads(packing: Packing, heads: int, kv_heads: int) -> PaddedHeads:
     buckets = _buckets(packing.lengths)
     starts, lengths = packing.starts.cpu().long(), torch.tensor(packing.lengths)
     total = heads + 2 * kv_heads
-    gather, spread, real, real_output, masks = [], [], [], [], []
+    gather, spread, real, real_output = [], [], [], []
+    masks: list[Tensor | None] = []
     for bucket in buckets:
         chosen = torch.tensor(bucket.sequences)
         steps = torch.arange(bucket.length)
@@ -125,8 +131,10 @@ def _pad_heads(packing: Packing, heads: int, kv_heads: int) -> PaddedHeads:
             real.append(inside.expand(-1, count, -1).flatten())
         spread.append((token * heads + torch.arange(heads)[:, None]).flatten())
         real_output.append(real[-3])
-        hidden = torch.full((bucket.length, bucket.length), float("-inf")).triu(1)
-        masks.append(hidden.repeat(heads // kv_heads, 1).to(packing.positions.device))
+        masks.append(None)
+        if bucket.length <= DENSE_LENGTH:
+            hidden = torch.full((bucket.length, bucket.length), float("-inf")).triu(1)
+            masks[-1] = hidden.repeat(heads // kv_heads, 1).to(packing.positions.device)
 
     def inverse(index: Tensor, valid: Tensor, size: int) -> Tensor:
         where = valid.nonzero().squeeze(-1)

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from realrl.algorithms.graphs import build_eval_graph, build_graph
 from realrl.checkpoint.directory import known_shape
 from realrl.config.errors import UserError
 from realrl.config.experiment import Experiment
 from realrl.config.model import HEADS, ModelConfig
+from realrl.config.paths import is_local
 from realrl.config.units import parse_bytes
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
@@ -63,6 +65,17 @@ class Compiled:
 def models(experiment: Experiment) -> dict[str, ModelConfig]:
     """The model settings of every role."""
     return {role: getattr(experiment.models, role) for role in type(experiment.models).model_fields}
+
+
+def check_directories(experiment: Experiment) -> None:
+    """UserError if a model, or a tokenizer, is to come from a directory that is not there."""
+    fields = type(experiment.models).model_fields
+    # Roles that may have taken their path from another one come last, so that the one with the mistake is named.
+    for role in sorted(fields, key=lambda role: not fields[role].is_required()):
+        for field in ("path", "tokenizer"):
+            path = getattr(getattr(experiment.models, role), field)
+            if path is not None and is_local(path) and not Path(path).expanduser().is_dir():
+                raise UserError(f"models.{role}.{field}={path}: no such directory")
 
 
 def compile_recipe(experiment: Experiment, cluster: Cluster) -> Compiled:

@@ -1,7 +1,6 @@
 """Moving rows between the ranks of two calls, and lengths to everyone who needs them."""
 
 import json
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,7 +80,7 @@ class Exchange:
         """Bring a call's figures from the sender, which passes them, to the receiver, which gets them."""
         if self._process.rank == report.sender:
             assert figures is not None, f"{report.call} left no figures"
-            text = torch.frombuffer(bytearray(json.dumps(_plain(figures)).encode()), dtype=torch.uint8)
+            text = torch.frombuffer(bytearray(json.dumps(figures.to_plain()).encode()), dtype=torch.uint8)
             self._post(torch.tensor([len(text)]), report.receiver, _FIGURES_TAG)
             self._post(text, report.receiver, _FIGURES_TAG)
             return figures
@@ -89,7 +88,7 @@ class Exchange:
         self._take(size, report.sender, _FIGURES_TAG)
         text = torch.empty(int(size), dtype=torch.uint8)
         self._take(text, report.sender, _FIGURES_TAG)
-        return _metrics(json.loads(bytes(text.tolist())))
+        return Metrics.from_plain(json.loads(bytes(text.tolist())))
 
     def finish(self) -> None:
         """Wait until everything posted has left."""
@@ -113,17 +112,3 @@ class Exchange:
 
 def _width(store: Store, key: str) -> int:
     return DTYPES[store.graph.keys[key].dtype].itemsize
-
-
-def _plain(figures: Metrics) -> dict[str, Any]:
-    means = {name: (float(total), float(weight)) for name, (total, weight) in figures.means.items()}
-    return {"means": means, "maxima": {name: float(value) for name, value in figures.maxima.items()}}
-
-
-def _metrics(plain: dict[str, Any]) -> Metrics:
-    figures = Metrics()
-    for name, (total, weight) in plain["means"].items():
-        figures.mean(name, torch.tensor(total, dtype=torch.float64), weight)
-    for name, value in plain["maxima"].items():
-        figures.max(name, torch.tensor(value, dtype=torch.float64))
-    return figures

@@ -43,13 +43,16 @@ def launch(cluster: Cluster, arguments: Sequence[str]) -> int:
 
 
 def report_user_error(error: UserError) -> None:
-    """Leave a UserError for the local launcher if there is one, else print it, once for all ranks."""
+    """Leave a UserError for the local launcher if there is one, else print it, once per node."""
     sentence = " ".join(str(error).splitlines())
     directory = os.environ.get(ERRORS_VARIABLE)
     if directory is not None:
         (Path(directory) / f"error-{int(os.environ['RANK']):06}").write_text(sentence)
     elif is_writer():
         print(f"realrl: {sentence}", file=sys.stderr)
+    elif int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        # The first rank of another node, whose files may differ from the first node's.
+        print(f"realrl: rank {os.environ['RANK']}: {sentence}", file=sys.stderr)
 
 
 def _environment(rank: int, world: int, scratch: str) -> dict[str, str]:

@@ -42,7 +42,7 @@ class Process:
         every rank."""
         found: dict[tuple[int, ...], Group] = {}
         for ranks in dict.fromkeys(rank_sets):
-            handle = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            handle = dist.new_group(sorted(ranks)) if len(ranks) > 1 else None
             if self.rank in ranks:
                 found[ranks] = Group(ranks, ranks.index(self.rank), handle)
         return found
@@ -97,11 +97,15 @@ def resolve_cluster(text: str, device: Device) -> Cluster:
         return Cluster.parse(text)
     world = int(os.environ["WORLD_SIZE"])
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    started = Cluster(world // per_node, per_node)
     if text == "auto":
-        return Cluster(world // per_node, per_node)
+        return started
     cluster = Cluster.parse(text)
-    if cluster.size != world:
-        raise UserError(f"cluster={cluster} has {cluster.size} devices, but {world} processes were started")
+    if cluster != started:
+        raise UserError(
+            f"cluster={cluster}, but {started.devices_per_node} processes were started on each of"
+            f" {started.nodes} nodes; set cluster={started} or auto"
+        )
     return cluster
 
 

@@ -91,6 +91,10 @@ class Roles:
         missing = [tensor.name for tensor in tensors]
         if config.path is not None:
             missing = huggingface.load(config.path, tensors, model.parameters, regions)
+            if missing and not isinstance(config, TrainedModelConfig):
+                raise UserError(
+                    f"models.{role}.path={config.path} is no sequence classifier: it has no tensor {missing[0]}"
+                )
             self.fresh[role] = missing
         absent = [tensor for tensor in tensors if tensor.name in missing and tensor.name in regions]
         initialise(model.parameters, absent, model.shape, seed, regions)

@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from glob import glob
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ class RunDirectory:
 
     def check(self, experiment: Experiment) -> None:
         """UserError when the directory is in use and the recipe does not say `overwrite`, is not a run's, or
-        holds a model that the run starts from."""
+        holds a model, data or another file that the run reads."""
         if not self.path.exists():
             return
         if not self.path.is_dir():
@@ -41,12 +42,13 @@ class RunDirectory:
             raise UserError(
                 f"run_dir={self.path} holds an earlier run; choose another one or set overwrite=true"
             )
-        for role in type(experiment.models).model_fields:
-            source = getattr(experiment.models, role).path
-            if source is not None and Path(source).resolve().is_relative_to(self.path.resolve()):
+        inside = self.path.resolve()
+        for name, source in _sources(experiment):
+            files = [Path(file).expanduser() for file in (source, *glob(source, recursive=True))]
+            if any(file.exists() and file.resolve().is_relative_to(inside) for file in files):
                 raise UserError(
-                    f"models.{role}.path={source} lies in run_dir={self.path}, which overwrite=true would"
-                    " delete; choose another run_dir"
+                    f"{name}={source} lies in run_dir={self.path}, which overwrite=true would delete;"
+                    " choose another run_dir"
                 )
 
     def start(self, experiment: Experiment, plan: Plan, programs: Mapping[str, Sequence[Program]]) -> None:
@@ -96,9 +98,31 @@ class RunDirectory:
         if self._board is not None:
             self._board.close()
 
+    def write_state(self, step: int | None, state: Mapping[str, float]) -> None:
+        """Write an algorithm's own numbers beside the checkpoint of a step, or the final one."""
+        path = self.checkpoint(step)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_name(f"{path.name}-state.json").write_text(json.dumps(state, indent=2) + "\n")
+
     def checkpoint(self, step: int | None) -> Path:
         """The directory of a checkpoint; of the final one for None."""
         return self.path / "final" if step is None else self.path / "checkpoints" / f"step-{step:06}"
+
+
+def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
+    """What the run reads, by the name of its field. Not all are files: models may be on the hub."""
+    for role in type(experiment.models).model_fields:
+        config = getattr(experiment.models, role)
+        for field in ("path", "tokenizer"):
+            if getattr(config, field) is not None:
+                yield f"models.{role}.{field}", getattr(config, field)
+    data, judge = experiment.data, experiment.training.judge
+    yield "data.train", data.train
+    if data.eval is not None:
+        yield "data.eval", data.eval
+    if judge is not None:
+        yield "training.judge", judge.rpartition(":")[0]
+    yield "plan", experiment.plan
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,9 @@ def generate_text(
     check_tokenizer(tokenizer)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = huggingface.read_shape(model_dir)
-    model = whole_model(shape, "lm", dtype=torch.float32, device=device)
+    # A CPU is no faster at bfloat16, and float32 repeats what training computed.
+    dtype = huggingface.read_dtype(model_dir) if device.type == "cuda" else torch.float32
+    model = whole_model(shape, "lm", dtype=dtype, device=device)
     huggingface.load(model_dir, model.layout.specs, model.parameters)
     texts = [prompt for prompt in prompts for _ in range(n)]
     encoded = tokenize([Text(text, None) for text in texts], tokenizer)

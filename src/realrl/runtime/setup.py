@@ -3,7 +3,7 @@
 from typing import Any
 
 from realrl.config.errors import UserError
-from realrl.config.experiment import Experiment
+from realrl.config.experiment import Experiment, PPOExperiment
 from realrl.data.dataset import Dataset
 from realrl.data.tokenizer import load_tokenizer
 from realrl.runtime.compile import Compiled, models
@@ -41,7 +41,9 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
 
 
 def load_data(experiment: Experiment, compiled: Compiled, tokenizer: Any) -> tuple[Dataset, Dataset | None]:
-    """Training and evaluation records, tokenized. UserError names the record that is wrong."""
+    """Training and evaluation records, tokenized. UserError names the record that is wrong, or the
+    role whose model is declared for shorter sequences."""
+    _check_positions(experiment)
     data, seed = experiment.data, experiment.seed
     train = Dataset.load(data.train, compiled.train.graph.sources, tokenizer, data, seed)
     if compiled.evaluation is None or data.eval is None:
@@ -53,3 +55,18 @@ def load_data(experiment: Experiment, compiled: Compiled, tokenizer: Any) -> tup
             f"data.eval={data.eval} has {len(evaluation)} records, fewer than the {dp} data-parallel ranks"
         )
     return train, evaluation
+
+
+def _check_positions(experiment: Experiment) -> None:
+    """UserError if sequences may become longer than a role's model is declared for."""
+    data, longest, what = experiment.data, experiment.data.max_tokens, "data.max_tokens"
+    if isinstance(experiment, PPOExperiment):
+        longest = data.max_prompt_tokens + experiment.generation.max_new_tokens
+        what = "data.max_prompt_tokens + generation.max_new_tokens"
+    for role, config in models(experiment).items():
+        positions = role_shape(config).max_positions
+        if longest > positions:
+            raise UserError(
+                f"{what}={longest} is more than the {positions} positions that the model of models.{role} is"
+                " declared for"
+            )

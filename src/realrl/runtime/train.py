@@ -88,7 +88,7 @@ class Run:
         self.order = Order(len(self.records), data.batch, experiment.seed, data.shuffle)
         self.steps = experiment.training.steps or max(1, self.order.steps(experiment.training.epochs))
         judge = load_judge(experiment.training.judge) if experiment.training.judge else None
-        algorithm = build_algorithm(experiment)
+        self.algorithm = algorithm = build_algorithm(experiment)
         self.roles = Roles(
             models(experiment),
             compiled.homes,
@@ -119,6 +119,9 @@ class Run:
     def open(self) -> None:
         """On the rank that writes, start the run's directory and tell the observer; UserError when the
         directory cannot be used."""
+        fresh = {
+            role: names for part in self.process.gather(self.roles.fresh) for role, names in part.items()
+        }
         observer = self.observer
         if observer is None:
             return
@@ -128,7 +131,7 @@ class Run:
         for name, records in (("train", self.records), ("eval", self.eval_records)):
             if records is not None and records.skipped:
                 observer.note(f"data.{name}: skipped {records.skipped} records, first {records.reasons[0]}")
-        for role, tensors in self.roles.fresh.items():
+        for role, tensors in fresh.items():
             if tensors:
                 observer.note(f"models.{role}: initialised {', '.join(tensors)}, which the checkpoint lacks")
         observer.begin(self.experiment, self.steps)
@@ -179,8 +182,14 @@ class Run:
     def _save(self, done: int | None) -> None:
         """Write every trained role as a Hugging Face directory; the first rank of a role's home does it.
 
-        The graph's first trained role has the checkpoint's name, others have theirs appended to it.
+        The graph's first trained role has the checkpoint's name, others have theirs appended to it. What the
+        algorithm has learnt besides, such as the scale of a critic's values, goes into a file beside them.
         """
+        # A rank knows the state if it trains; where ranks differ, the one that has seen most steps counts.
+        states = self.process.gather(self.algorithm.state_dict())
+        state = max(states, key=lambda state: state.get("steps", 0))
+        if self.observer is not None and state:
+            self.directory.write_state(done, state)
         trained = [
             role for role in self.compiled.train.graph.roles if self.compiled.train.graph.trained(role)
         ]

@@ -1,0 +1,183 @@
+"""Time, gap and evaluation rate of the plan search, for PPO on 128 and 1,024 GPUs.
+
+Everything runs on one core. `evaluations per second` are those of random plans nobody has asked for before, 4,096
+at a time; a plan's evaluation is its time line and its memory, reallocations included. The load of the machine
+beside the numbers says how much else was running.
+
+    OMP_NUM_THREADS=1 python bench/search.py [--json FILE] [--seed N]
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import time
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+
+from realrl.algorithms.ppo.graph import train_graph
+from realrl.config.shapes import SHAPES
+from realrl.plan.presets import make_plan
+from realrl.planner.build import build_problem
+from realrl.planner.cluster import ClusterSpec
+from realrl.planner.cost import CostModel
+from realrl.planner.memory import MemoryModel
+from realrl.planner.problem import Problem
+from realrl.planner.search.search import search
+from realrl.planner.timeline import Timeline
+from realrl.planner.workload import Workload
+
+GRAPH = train_graph(minibatches=4)
+HEADS = {"actor": "lm", "ref": "lm", "critic": "scalar", "reward": "scalar"}
+BATCH, RANDOM_BATCHES = 4096, 30
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A step to plan."""
+
+    cluster: str
+    actor: str
+    """Of the reference, too."""
+    critic: str
+    """Of the reward model, too."""
+    tokens: int
+    """Of each prompt, and of each answer."""
+    sequences: int
+    seconds: float
+    """Time for the search, building the problem included."""
+
+
+SETTINGS = (
+    Setting("a100-80g:16x8", "llama-2-70b", "llama-2-7b", 128, 512, 10),
+    Setting("a100-80g:16x8", "llama-2-70b", "llama-2-7b", 1024, 512, 10),
+    Setting("a100-80g:16x8", "llama-2-70b", "llama-2-70b", 128, 512, 10),
+    Setting("a100-80g:16x8", "llama-2-7b", "llama-2-7b", 1024, 512, 10),
+    Setting("h100:16x8", "llama-3-70b", "llama-3-8b", 512, 1024, 10),
+    Setting("a100-80g:128x8", "llama-2-70b", "llama-2-7b", 1024, 4096, 60),
+    Setting("h100:128x8", "llama-3-70b", "llama-3-70b", 1024, 4096, 60),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One search."""
+
+    setting: Setting
+    options_per_call: int
+    """Mean."""
+    build_seconds: float
+    search_seconds: float
+    step_seconds: float
+    heuristic_seconds: float
+    """Of the preset; infinite if it does not fit."""
+    lower_bound_seconds: float
+    gap: float
+    evaluations: int
+    nodes: int
+    evaluations_per_second: float
+    peak_rss_bytes: int
+    """Of this process so far."""
+    load: float
+    """Of the machine, over the last minute."""
+
+
+def build(setting: Setting) -> Problem:
+    """The problem of a setting."""
+    spec = ClusterSpec.parse(setting.cluster)
+    names = {"actor": setting.actor, "ref": setting.actor, "critic": setting.critic, "reward": setting.critic}
+    shapes = {role: SHAPES[name] for role, name in names.items()}
+    length = (setting.tokens,)
+    workload = Workload(setting.sequences, length, length, setting.tokens)
+    preset = make_plan("heuristic", GRAPH, spec.cluster, 8192, shapes) if spec.cluster.nodes <= 80 else None
+    return build_problem(
+        GRAPH,
+        shapes,
+        HEADS,
+        spec,
+        workload,
+        CostModel(spec),
+        MemoryModel(spec),
+        include=[preset] if preset else [],
+    )
+
+
+def rate(problem: Problem, seed: int) -> float:
+    """Random plans evaluated per second."""
+    timeline = Timeline(problem)
+    rng = np.random.default_rng(seed)
+    sizes = timeline.tables.sizes[:, None]
+    batches = [rng.integers(0, sizes, (len(sizes), BATCH)) for _ in range(RANDOM_BATCHES)]
+    start = time.perf_counter()
+    for batch in batches:
+        timeline(batch)
+    return BATCH * RANDOM_BATCHES / (time.perf_counter() - start)
+
+
+def heuristic(problem: Problem) -> float:
+    """Seconds of the preset of that name."""
+    if problem.cluster.nodes > 80:  # it would have more stages than the models have layers
+        return float("inf")
+    choice = problem.choice(make_plan("heuristic", GRAPH, problem.cluster, 8192))
+    found = Timeline(problem).evaluate(choice) if choice else None
+    return found.seconds if found and found.fits else float("inf")
+
+
+def measure(setting: Setting, seed: int) -> Row:
+    """Build, search, and count."""
+    start = time.perf_counter()
+    problem = build(setting)
+    built = time.perf_counter() - start
+    result = search(problem, seconds=setting.seconds - built - 0.3, seed=seed)
+    return Row(
+        setting,
+        sum(map(len, problem.options.values())) // len(problem.options),
+        round(built, 2),
+        round(result.search_seconds, 2),
+        round(result.evaluation.seconds, 3),
+        round(heuristic(problem), 3),
+        round(result.lower_bound, 3),
+        round(result.gap, 4),
+        result.evaluations,
+        result.nodes,
+        round(rate(problem, seed)),
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        round(os.getloadavg()[0], 1),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    rows = []
+    header = "options  build  search    step  heuristic   gap  evaluations  nodes    evals/s   RSS  load"
+    print(f"{'setting':58} {header}")
+    for setting in SETTINGS:
+        row = measure(setting, arguments.seed)
+        rows.append(row)
+        models = f"{setting.actor} + {setting.critic}, {setting.sequences}x2x{setting.tokens}"
+        print(
+            f"{setting.cluster + ': ' + models:58} {row.options_per_call:7} {row.build_seconds:6.2f}"
+            f" {row.search_seconds:7.2f} {row.step_seconds:7.2f} {row.heuristic_seconds:10.2f} {row.gap:5.1%}"
+            f" {row.evaluations:12,} {row.nodes / 1e6:5.1f}M {row.evaluations_per_second:10,.0f}"
+            f" {row.peak_rss_bytes / 2**30:4.1f}G {row.load:5.1f}",
+            flush=True,
+        )
+    if arguments.json is not None:
+        result = {
+            "date": date.today().isoformat(),
+            "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+            "seed": arguments.seed,
+            "rows": [asdict(row) for row in rows],
+        }
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

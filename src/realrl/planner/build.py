@@ -1,0 +1,179 @@
+"""From models, a cluster and a workload to a problem: enumerate candidates and cost them."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from realrl.config.errors import UserError
+from realrl.config.shape import Head, ModelShape
+from realrl.dataflow.call import Call, Kind
+from realrl.dataflow.graph import DataflowGraph
+from realrl.layout.tensors import model_tensors
+from realrl.plan.placement import Mesh, Placement
+from realrl.plan.plan import Plan
+from realrl.planner.candidates import meshes, strategies
+from realrl.planner.cluster import ClusterSpec
+from realrl.planner.cost import CallOptions, CostModel
+from realrl.planner.memory import MemoryModel
+from realrl.planner.problem import Option, Problem
+from realrl.planner.transfers import LinkTransfers
+from realrl.planner.workload import Workload
+
+_WORTH_OFFLOADING = 0.05
+"""Part of a device's memory; what is less stays there."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a search may vary, besides meshes and degrees."""
+
+    micro_batch_tokens: tuple[int, ...] = (4096, 8192, 16384)
+    recompute: tuple[bool, ...] = (False, True)
+    offload: bool = True
+    per_size: int = 8
+    """Of each call and size of mesh, so many of the fastest strategies are candidates, and as many of those that
+    take less memory than all faster ones."""
+
+
+def build_problem(
+    graph: DataflowGraph,
+    shapes: Mapping[str, ModelShape],
+    heads: Mapping[str, Head],
+    spec: ClusterSpec,
+    workload: Workload,
+    cost: CostModel,
+    memory: MemoryModel,
+    *,
+    element_bytes: int = 2,
+    choices: Choices | None = None,
+    include: Iterable[Plan] = (),
+) -> Problem:
+    """The problem of planning a step. `shapes` and `heads` are by role.
+
+    What the plans of `include` choose is among the options, even if it does not fit.
+    """
+    builder = _Builder(
+        graph, shapes, heads, spec, workload, cost, memory, element_bytes, choices or Choices()
+    )
+    plans = tuple(include)
+    options = {call.name: builder.options(call, plans) for call in graph.calls}
+    role_bytes = {
+        role: element_bytes * sum(math.prod(t.shape) for t in model_tensors(shapes[role], heads[role]))
+        for role in graph.roles
+    }
+    first_ranks = [n * spec.cluster.devices_per_node for n in range(spec.cluster.nodes)]
+    return Problem(
+        graph,
+        spec.cluster,
+        options,
+        LinkTransfers(spec.cluster, role_bytes, cost.links),
+        tuple(float(memory.capacity(rank)) for rank in first_ranks),
+    )
+
+
+@dataclass(frozen=True)
+class _Builder:
+    graph: DataflowGraph
+    shapes: Mapping[str, ModelShape]
+    heads: Mapping[str, Head]
+    spec: ClusterSpec
+    workload: Workload
+    cost: CostModel
+    memory: MemoryModel
+    element_bytes: int
+    choices: Choices
+
+    def options(self, call: Call, plans: Iterable[Plan]) -> tuple[Option, ...]:
+        """Candidates of a call, and what plans choose for it.
+
+        What they cost depends on the size and the devices of a mesh, so it is asked for once per such kind.
+        """
+        kinds: dict[tuple[int, int], list[Mesh]] = defaultdict(list)
+        for mesh in meshes(self.spec):
+            kinds[mesh.size, self.spec.group_index(mesh.first)].append(mesh)
+        found = []
+        for alike in kinds.values():
+            for option in self._of_size(call, alike[0]):
+                strategy = option.placement.strategy
+                found += [replace(option, placement=Placement(mesh, strategy)) for mesh in alike]
+        for placement in (plan[call.name] for plan in plans):
+            for recompute in self._recompute(call):
+                option = self._option(call, placement, recompute=recompute)
+                found += self._variants(call, option, 0.0)
+        return tuple(dict.fromkeys(found))
+
+    def _recompute(self, call: Call) -> tuple[bool, ...]:
+        return self.choices.recompute if call.kind is Kind.TRAIN else (False,)
+
+    def _of_size(self, call: Call, mesh: Mesh) -> list[Option]:
+        per_node = self.spec.groups[self.spec.group_index(mesh.first)].devices_per_node
+        shape = self.shapes[call.role]
+        tokens = self.choices.micro_batch_tokens
+        limit = self.memory.capacity(mesh.first)
+        found = []
+        for strategy in strategies(mesh.size, per_node, shape.layers, shape.heads, tokens):
+            for recompute in self._recompute(call):
+                try:
+                    option = self._option(call, Placement(mesh, strategy), recompute=recompute)
+                except UserError:  # fewer sequences than data-parallel ranks
+                    continue
+                for variant in self._variants(call, option, limit):
+                    loaded = variant.weights_bytes * variant.offload
+                    if variant.resident_bytes + variant.working_bytes + loaded <= limit:
+                        found.append(variant)
+        return _worthwhile(found, self.choices.per_size)
+
+    def _option(self, call: Call, placement: Placement, *, recompute: bool) -> Option:
+        shape, head = self.shapes[call.role], self.heads[call.role]
+        how = CallOptions(self.element_bytes, recompute)
+        need = self.memory.call(call, shape, head, placement, self.workload, how)
+        return Option(
+            placement,
+            self.cost.call(call, shape, head, placement, self.workload, how).seconds,
+            weights_bytes=need.static["parameters"],
+            resident_bytes=need.static_bytes,
+            working_bytes=need.dynamic_bytes,
+            recompute=recompute,
+        )
+
+    def _variants(self, call: Call, option: Option, limit: float) -> list[Option]:
+        """The option, and what offloading makes of it."""
+        home = max(self.graph.role_calls(call.role), key=lambda c: c.kind is Kind.TRAIN)
+        found = [option]
+        if home != call or not self.choices.offload:
+            return found
+        rank = option.placement.mesh.first
+        state = option.resident_bytes - option.weights_bytes
+        if state > _WORTH_OFFLOADING * limit:
+            found.append(
+                replace(
+                    option,
+                    seconds=option.seconds + 2 * self.cost.offload(state, rank),
+                    resident_bytes=option.weights_bytes,
+                    working_bytes=option.working_bytes + state,
+                    offload_optimizer=True,
+                )
+            )
+        if option.weights_bytes > _WORTH_OFFLOADING * limit:
+            load = 2 * self.cost.offload(option.weights_bytes, rank)
+            found += [
+                replace(o, resident_bytes=o.resident_bytes - o.weights_bytes, offload=True, load_seconds=load)
+                for o in tuple(found)
+            ]
+        return found
+
+
+def _worthwhile(options: list[Option], most: int) -> list[Option]:
+    """The `most` fastest of them, and of the others as many that keep, or need, less memory than all faster ones:
+    the leanest, and those at equal distances in between."""
+    ordered = sorted(options, key=lambda o: o.seconds + o.load_seconds)
+    lean: list[Option] = []
+    least_kept = least_needed = math.inf
+    for i, option in enumerate(ordered):
+        needed = option.resident_bytes + option.working_bytes
+        if i >= most and (option.resident_bytes < least_kept or needed < least_needed):
+            lean.append(option)
+        least_kept, least_needed = min(least_kept, option.resident_bytes), min(least_needed, needed)
+    steps = min(most, len(lean))
+    return ordered[:most] + [lean[len(lean) - 1 - i * len(lean) // steps] for i in range(steps)]

@@ -1,0 +1,182 @@
+"""What a plan needs in device memory, by named parts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from realrl.config.shape import Head, ModelShape
+from realrl.dataflow.call import Call, Kind
+from realrl.layout.chunks import CHUNK_BYTES
+from realrl.layout.ranges import stage_layers
+from realrl.plan.placement import Placement
+from realrl.planner.activations import Activations
+from realrl.planner.batching import generation_chunks, pass_chunks
+from realrl.planner.cluster import ClusterSpec
+from realrl.planner.cost import CallOptions
+from realrl.planner.efficiency import Efficiency
+from realrl.planner.sizes import LocalSizes, buckets
+from realrl.planner.workload import CallWork, Workload
+
+_FLOAT32 = 4
+_GIB = 1 << 30
+DRIVER_BYTES = int(1.6 * _GIB)
+"""Not to be had on a GPU: about 0.6 GiB for the CUDA context and the libraries' kernels, and 1 GiB for the channels
+of a few NCCL communicators."""
+MESSAGE_BUFFERS = 12
+"""Chunks that a reallocation packs and receives messages in, and keeps (`runtime.reallocation.Staging`)."""
+FRAGMENTATION = 0.1
+"""Of what comes and goes: blocks that the caching allocator holds but cannot use. What stays is in few flat buffers
+and leaves no holes."""
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes on one device: `static` as long as a role is there, `dynamic` only while a call runs.
+
+    static: parameters, gradients, optimizer. dynamic: activations, logits, cache, fragmentation. The sum
+    of two needs is that of a device that holds both and runs one at a time: static parts add up, of the
+    dynamic ones the larger counts.
+    """
+
+    static: Mapping[str, int]
+    dynamic: Mapping[str, int]
+
+    @property
+    def static_bytes(self) -> int:
+        """What stays."""
+        return sum(self.static.values())
+
+    @property
+    def dynamic_bytes(self) -> int:
+        """What comes and goes."""
+        return sum(self.dynamic.values())
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return self.static_bytes + self.dynamic_bytes
+
+    def __add__(self, other: "MemoryNeed") -> "MemoryNeed":
+        names = {**self.static, **other.static}
+        static = {name: self.static.get(name, 0) + other.static.get(name, 0) for name in names}
+        return MemoryNeed(static, max((self, other), key=lambda need: need.dynamic_bytes).dynamic)
+
+
+NOTHING = MemoryNeed({}, {})
+"""Where a sum starts."""
+
+
+class MemoryModel:
+    """Bytes of calls on the devices of a cluster."""
+
+    def __init__(self, spec: ClusterSpec, efficiency: Efficiency | None = None) -> None:
+        self.spec = spec
+        self.efficiency = efficiency or Efficiency()
+        self._sizes: dict[tuple[ModelShape, Head, int], LocalSizes] = {}
+        self._needs: dict[object, tuple[MemoryNeed, ...]] = {}
+
+    def capacity(self, rank: int) -> int:
+        """Bytes of a rank's device that a plan may use: its memory without what the driver, the communication
+        libraries and the buffers of reallocations take."""
+        kind = self.spec.device(rank)
+        return kind.memory_bytes - MESSAGE_BUFFERS * CHUNK_BYTES - (0 if kind.cpu else DRIVER_BYTES)
+
+    def parameters(self, shape: ModelShape, head: Head, placement: Placement, element_bytes: int) -> int:
+        """Bytes of a copy of the parameters on the fullest device of a placement."""
+        return element_bytes * max(self._stored(shape, head, placement))
+
+    def state(self, shape: ModelShape, head: Head, placement: Placement, element_bytes: int) -> int:
+        """Bytes of gradients and optimizer on the fullest device of a placement; what offloading the optimizer
+        frees."""
+        return max(
+            sum(_state(elements, placement.strategy.dp, element_bytes).values())
+            for elements in self._stored(shape, head, placement)
+        )
+
+    def stages(
+        self,
+        call: Call,
+        shape: ModelShape,
+        head: Head,
+        placement: Placement,
+        workload: Workload,
+        options: CallOptions,
+    ) -> tuple[MemoryNeed, ...]:
+        """Need of a device of each pipeline stage while it holds the call's role and runs the call; static
+        includes gradients and optimizer for a train call only.
+
+        UserError where there are fewer sequences than data-parallel ranks.
+        """
+        cpu = self.spec.device(placement.mesh.first).cpu
+        key = (call, shape, head, placement.strategy, cpu, workload, options)
+        if key not in self._needs:
+            work = workload.work(call)
+            sizes = self._local(shape, head, placement)
+            activations = Activations(sizes, placement.strategy, options.element_bytes, cpu)
+            needs = []
+            for stage, elements in enumerate(self._stored(shape, head, placement)):
+                static = {"parameters": elements * options.element_bytes}
+                if call.kind is Kind.TRAIN:
+                    static |= _state(elements, placement.strategy.dp, options.element_bytes)
+                dynamic = self._dynamic(call.kind, activations, work, options, stage)
+                holes = int(FRAGMENTATION * (sum(dynamic.values()) - dynamic.get("cache", 0)))
+                needs.append(MemoryNeed(static, dynamic | {"fragmentation": holes}))
+            self._needs[key] = tuple(needs)
+        return self._needs[key]
+
+    def call(
+        self,
+        call: Call,
+        shape: ModelShape,
+        head: Head,
+        placement: Placement,
+        workload: Workload,
+        options: CallOptions,
+    ) -> MemoryNeed:
+        """The largest of `stages`."""
+        return max(self.stages(call, shape, head, placement, workload, options), key=lambda need: need.bytes)
+
+    def _dynamic(
+        self, kind: Kind, activations: Activations, work: CallWork, options: CallOptions, stage: int
+    ) -> dict[str, int]:
+        strategy = activations.strategy
+        layers = len(stage_layers(activations.sizes.shape.layers, strategy.pp)[stage])
+        last = stage == strategy.pp - 1
+        if kind is Kind.GENERATE:
+            chunks = generation_chunks(work, strategy, self.efficiency.generation_chunks_per_stage)
+            rows = -int(-chunks.sequences // 1)
+            active = min(strategy.pp, chunks.count)
+            room = max(work.lengths) + work.room
+            return {
+                "activations": activations.working(chunks.tokens),
+                "cache": active * activations.cache(rows, room, layers),
+                "logits": activations.sampled(rows) if last else 0,
+            }
+        chunks = pass_chunks(work, strategy, self.efficiency.pass_chunks_per_stage)
+        # A micro-batch may be as full as the budget allows, and no sequence is cut.
+        tokens = max(chunks.tokens, float(max(work.lengths)))
+        if kind is Kind.INFERENCE:
+            return {
+                "activations": activations.working(tokens),
+                "logits": activations.scored(tokens) if last else 0,
+            }
+        flying = min(chunks.count, strategy.pp - stage)
+        return {
+            "activations": activations.saved(tokens, layers, flying, recompute=options.recompute),
+            "logits": activations.learnt(tokens) if last else 0,
+        }
+
+    def _stored(self, shape: ModelShape, head: Head, placement: Placement) -> list[int]:
+        """Elements that each stage stores, padded so that data-parallel ranks can share out each bucket."""
+        stages = self._local(shape, head, placement).stage_elements(placement.strategy.pp)
+        multiples = [placement.strategy.dp * buckets(elements) for elements in stages]
+        return [-(-n // multiple) * multiple for n, multiple in zip(stages, multiples, strict=True)]
+
+    def _local(self, shape: ModelShape, head: Head, placement: Placement) -> LocalSizes:
+        key = (shape, head, placement.strategy.tp)
+        return self._sizes.setdefault(key, LocalSizes(*key))
+
+
+def _state(elements: int, dp: int, element_bytes: int) -> dict[str, int]:
+    """Gradients, whole; of its shard the gradient, two moments, and the master copy of a lower precision."""
+    parts = 3 + (element_bytes < _FLOAT32)
+    return {"gradients": _FLOAT32 * elements, "optimizer": _FLOAT32 * parts * elements // dp}

@@ -1,0 +1,56 @@
+"""Leave out options that no best plan needs."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from realrl.planner.problem import Option, Problem
+from realrl.planner.search.shortage import DoesNotFit, call_shortage
+from realrl.planner.transfers import Ints
+
+
+def prune(problem: Problem) -> tuple[Problem, dict[str, Ints]]:
+    """The problem with fewer options, and for each call the numbers that those that stay had before.
+
+    An option goes if it does not fit its devices even alone, or if another with the same layout, or just the
+    same mesh where its role is never reallocated, is at least as good in everything. The best plan stays as
+    good: in a schedule whose order depends on meshes alone nothing ends later when something takes less.
+    DoesNotFit if nothing stays.
+    """
+    kept: dict[str, Ints] = {}
+    for call in problem.graph.calls:
+        options = problem.options[call.name]
+        is_home = problem.home(call.role) == call
+        needs = np.array([option.bytes_alone(is_home=is_home) for option in options])
+        limits = np.array([problem.limit(option.placement) for option in options])
+        fits = np.flatnonzero(needs <= limits)
+        if not len(fits):
+            raise DoesNotFit(call_shortage(problem, call, int((needs / limits).argmin())))
+        follows = any(call.role in (a.role, a.source) for a in problem.graph.averages)
+        stays = len(problem.graph.role_calls(call.role)) == 1 and not follows
+        kept[call.name] = fits[_undominated([options[i] for i in fits], by_mesh=stays)]
+    options_kept = {name: tuple(problem.options[name][i] for i in kept[name]) for name in kept}
+    return replace(problem, options=options_kept), kept
+
+
+def _undominated(options: Sequence[Option], *, by_mesh: bool) -> Ints:
+    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for i, option in enumerate(options):
+        groups[option.layout[:2] if by_mesh else option.layout].append(i)
+    stay = []
+    for members in groups.values():
+        costs = np.array([_costs(options[i]) for i in members])
+        better = (costs[:, None] <= costs[None]).all(axis=2)
+        equal = better & better.T
+        # Of equal options the first stays.
+        beaten = (better & ~equal) | (equal & np.tri(len(members), k=-1, dtype=bool).T)
+        stay += [i for i, lost in zip(members, np.any(beaten, axis=0).tolist(), strict=True) if not lost]
+    return np.array(sorted(stay))
+
+
+def _costs(option: Option) -> tuple[float, ...]:
+    loaded = option.weights_bytes * option.offload
+    load = option.load_seconds * option.offload
+    return option.seconds, option.resident_bytes, option.working_bytes, option.weights_bytes, loaded, load

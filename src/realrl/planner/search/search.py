@@ -1,0 +1,123 @@
+"""Find a good plan and prove how good it is."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from realrl.planner.problem import Choice, Option, Problem
+from realrl.planner.search.branch_and_bound import prove
+from realrl.planner.search.local import descend
+from realrl.planner.search.mcmc import anneal
+from realrl.planner.search.prune import prune
+from realrl.planner.search.scorer import Improvement, Scorer
+from realrl.planner.search.shortage import DoesNotFit, plan_shortage
+from realrl.planner.timeline import Evaluation, Timeline
+from realrl.planner.transfers import Ints
+
+_STARTS, _POLISHED = 64, 3
+"""Random plans the chains begin with besides those given, and chains whose end is polished."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much a search does if it has the time. It ends sooner when the gap is proven."""
+
+    chains: int = 512
+    rounds: int = 300
+    nodes: int = 20_000_000
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The best plan that was found."""
+
+    choice: dict[str, int]
+    """Call -> number of its option in the problem."""
+    evaluation: Evaluation
+    lower_bound: float
+    """No plan of the problem takes fewer seconds."""
+    evaluations: int
+    """Plans that were costed."""
+    nodes: int
+    """Sets of plans that were bounded."""
+    search_seconds: float
+    history: tuple[Improvement, ...]
+
+    @property
+    def gap(self) -> float:
+        """By which part of its seconds the plan can be from the best, at most."""
+        return 1 - self.lower_bound / self.evaluation.seconds if self.evaluation.seconds else 0.0
+
+
+def search(
+    problem: Problem,
+    *,
+    seconds: float = 60.0,
+    seed: int = 0,
+    tolerance: float = 0.005,
+    starts: Sequence[Choice] = (),
+    effort: Effort | None = None,
+) -> SearchResult:
+    """The plan with the shortest step that is found in `seconds`, and a bound of all plans.
+
+    Chains start from `starts` (for example presets) and at random; their ends are polished, then branch and
+    bound looks for what they missed and stops when the plan is within `tolerance` (relative) of the bound.
+    The same seed gives the same result where `seconds` do not cut it short. Raises DoesNotFit if no plan is
+    found that fits the memory of the devices.
+    """
+    effort = effort or Effort()
+    smaller, kept = prune(problem)
+    scorer = Scorer(Timeline(smaller), seconds)
+    begin = _beginnings(scorer, [problem.chosen(start) for start in starts], seed)
+    scores = scorer(begin)
+    descend(scorer, begin[:, int(scores.argmin())], part=0.2)
+    if scorer.best is not None:
+        begin = np.concatenate([begin, scorer.best[:, None]], axis=1)
+    ends = anneal(scorer, begin, rounds=effort.rounds, chains=effort.chains, seed=seed, part=0.4)
+    for i in range(min(_POLISHED, ends.shape[1])):
+        descend(scorer, ends[:, i], part=0.5)
+    if scorer.best is not None:
+        descend(scorer, scorer.best, part=0.6)
+    proof = prove(scorer, tolerance=tolerance, most_nodes=effort.nodes, seed=seed)
+    names = [call.name for call in scorer.timeline.tables.calls]
+    best = scorer.best if scorer.best is not None else scorer.emptiest
+    assert best is not None, "plans have been costed"
+    choice = {name: int(kept[name][i]) for name, i in zip(names, best, strict=True)}
+    evaluation = Timeline(problem).evaluate(choice)
+    if scorer.best is None:
+        raise DoesNotFit(plan_shortage(problem, choice, evaluation))
+    return SearchResult(
+        choice,
+        evaluation,
+        proof.lower_bound,
+        scorer.evaluations,
+        proof.nodes,
+        scorer.elapsed,
+        tuple(scorer.history),
+    )
+
+
+def _beginnings(scorer: Scorer, starts: Sequence[Mapping[str, Option]], seed: int) -> Ints:
+    """Plans to begin with, [calls, plans]: those given, the fastest option of each call, and random ones."""
+    tables = scorer.timeline.tables
+    fastest = [int(np.argmin(tables.options(c).seconds)) for c in range(len(tables.calls))]
+    random = np.random.default_rng(seed).integers(0, tables.sizes[:, None], (len(tables.sizes), _STARTS))
+    found = [numbers for start in starts if (numbers := _still_there(scorer, start)) is not None]
+    return np.concatenate([np.array([*found, fastest]).T, random], axis=1)
+
+
+def _still_there(scorer: Scorer, given: Mapping[str, Option]) -> list[int] | None:
+    """Numbers of the options of a plan, or of what is left in their place; None where nothing is."""
+    numbers = []
+    for call in scorer.timeline.tables.calls:
+        option = given[call.name]
+        alike = [
+            (o != option, o.layout != option.layout, o.seconds, i)
+            for i, o in enumerate(scorer.timeline.problem.options[call.name])
+            if o.placement.mesh == option.placement.mesh
+        ]
+        if not alike:
+            return None
+        numbers.append(min(alike)[-1])
+    return numbers

@@ -1,0 +1,33 @@
+"""What the tests of the cost and memory models share."""
+
+from realrl.algorithms.ppo.graph import train_graph
+from realrl.config.shape import ModelShape
+from realrl.config.shapes import SHAPES
+from realrl.dataflow.call import Call
+from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.planner.cluster import ClusterSpec
+from realrl.planner.cost import CallOptions
+from realrl.planner.workload import Workload
+
+GRAPH = train_graph(minibatches=4)
+NODES = ClusterSpec.parse("a100-80g:4x8")
+SMALL = SHAPES["llama-2-7b"]
+LARGE = SHAPES["llama-2-70b"]
+GROUPED = ModelShape(
+    vocab_size=101, hidden_size=48, intermediate_size=100, layers=5, heads=6, kv_heads=2, head_dim=8
+)
+"""Nothing divides anything."""
+STEP = Workload(256, (128,), (384,), 384)
+OPTIONS = CallOptions()
+KINDS = ("actor.generate", "ref.inference", "actor.train")
+
+
+def call(name: str) -> Call:
+    """A call of PPO."""
+    return GRAPH.call(name)
+
+
+def place(dp: int, tp: int = 1, pp: int = 1, *, tokens: int = 8192, sp: bool = False) -> Placement:
+    """A placement from rank 0 on."""
+    strategy = Strategy(dp, tp, pp, micro_batch_tokens=tokens, sequence_parallel=sp)
+    return Placement(Mesh(0, dp * tp * pp), strategy)

@@ -1,0 +1,237 @@
+"""Slow and plain: what a plan costs, by walking through the very programs its ranks would run."""
+
+import math
+import random
+from collections import defaultdict
+
+from realrl.algorithms.ppo.graph import train_graph
+from realrl.dataflow.call import Average, Call, Key, Kind
+from realrl.dataflow.graph import DataflowGraph
+from realrl.layout.links import Links
+from realrl.plan.cluster import Cluster
+from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.planner.problem import Choice, Option, Problem
+from realrl.planner.transfers import Layouts, LinkTransfers
+from realrl.program.instructions import Load, Offload, Reallocate, Receive, Release, Run, Send, ShareLengths
+from realrl.program.lower import home_placements, lower, offloaded
+
+
+class Walk:
+    """Each rank has a clock and executes its program; instructions of several ranks start together."""
+
+    def __init__(self, problem: Problem, choice: Choice) -> None:
+        self.problem, self.graph = problem, problem.graph
+        self.options = problem.chosen(choice)
+        plan = problem.plan(choice)
+        homes = home_placements(self.graph, plan)
+        self.home = {role: self.options[problem.home(role).name] for role in self.graph.roles}
+        self.away = {role for role, what in offloaded(plan) if what == "parameters"}
+        self.programs = [list(p.instructions) for p in lower(self.graph, plan, homes)]
+        self.clock = [0.0] * len(self.programs)
+        self.sent: dict[int, dict[int, float]] = defaultdict(dict)
+        self.told: dict[str, dict[int, float]] = defaultdict(dict)
+        self.held = [
+            sum(o.resident_bytes for o in self.home.values() if rank in o.placement.ranks)
+            for rank in range(len(self.programs))
+        ]
+        self.fill = 0.0
+        for rank in range(len(self.programs)):
+            self.note(rank, 0.0)
+        while any(self.programs):
+            progress = [self.advance(rank) for rank in range(len(self.programs))]
+            assert any(progress), "deadlock"
+
+    @property
+    def seconds(self) -> float:
+        return max(self.clock)
+
+    def note(self, rank: int, more: float) -> None:
+        limit = self.problem.memory_bytes[self.problem.cluster.node(rank)]
+        self.fill = max(self.fill, (self.held[rank] + more) / limit)
+
+    def weights(self, role: str, placement: Placement) -> float:
+        calls = [self.options[c.name] for c in self.graph.role_calls(role)]
+        return next(o.weights_bytes for o in calls if o.placement.layout == placement.layout)
+
+    def advance(self, rank: int) -> bool:
+        if not self.programs[rank]:
+            return False
+        here = self.programs[rank][0]
+        match here:
+            case Run(_, _, placement):
+                return self.together(placement.ranks, here, self.options[here.call].seconds)
+            case Reallocate(role, source, target, into, _):
+                seconds = self.problem.transfers.seconds(role, Layouts.of([source]), Layouts.of([target]))
+                ranks = tuple(sorted({*source.ranks, *target.ranks}))
+                if ranks[0] != rank or not self.ready(ranks, here):
+                    return False
+                for r in target.ranks if into is None else ():
+                    self.held[r] += self.weights(role, target)
+                    self.note(r, 0.0)
+                return self.together(ranks, here, float(seconds[0]))
+            case Release(role, placement):
+                self.held[rank] -= self.weights(role, placement)
+            case Load(role, placement, "parameters"):
+                self.held[rank] += self.weights(role, placement)
+                self.note(rank, 0.0)
+                self.clock[rank] += self.home[role].load_seconds
+            case Offload(role, placement, "parameters"):
+                self.held[rank] -= self.weights(role, placement)
+            case Send(number):
+                self.sent[number][rank] = self.clock[rank]
+            case Receive(number, _, producer, consumer, senders):
+                if not set(senders) <= set(self.sent[number]):
+                    return False
+                there = max(self.sent[number][s] for s in senders)
+                there += self.problem.exchange.get((producer, consumer), 0.0)
+                self.clock[rank] = max(self.clock[rank], there)
+            case ShareLengths(key, _, heads, _):
+                if rank in heads:
+                    self.told[key].setdefault(rank, self.clock[rank])
+                if not set(heads) <= set(self.told[key]):
+                    return False
+                self.clock[rank] = max(self.clock[rank], *self.told[key].values())
+        self.programs[rank].pop(0)
+        return True
+
+    def ready(self, ranks: tuple[int, ...], here: object) -> bool:
+        return all(self.programs[r] and self.programs[r][0] == here for r in ranks)
+
+    def together(self, ranks: tuple[int, ...], here: object, seconds: float) -> bool:
+        if not self.ready(ranks, here):
+            return False
+        end = max(self.clock[r] for r in ranks) + seconds
+        for r in ranks:
+            if isinstance(here, Run):
+                self.note(r, self.options[here.call].working_bytes)
+            self.clock[r] = end
+            self.programs[r].pop(0)
+        return True
+
+
+def sampled_graph(rng: random.Random) -> DataflowGraph:
+    """A step of 2 to 6 calls."""
+    return rng.choice(
+        [_pair, _group, _two_models, _chain, lambda: train_graph(minibatches=1, ref_ema=0.1), _ppo]
+    )()
+
+
+def _ppo() -> DataflowGraph:
+    return train_graph(minibatches=4)
+
+
+def _call(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...] = ()) -> Call:
+    role, kind = name.split(".")[:2]
+    return Call(name, role, Kind(kind), inputs, outputs, work=inputs[:1])
+
+
+def _keys(*names: str) -> tuple[Key, ...]:
+    return tuple(Key(name, "float32", "own" if name in ("x", "s") else "s") for name in names)
+
+
+def _pair() -> DataflowGraph:
+    return DataflowGraph([_call("a.generate", ("x",), ("s",)), _call("a.train", ("s",))], _keys("x", "s"))
+
+
+def _group() -> DataflowGraph:
+    """As in GRPO with old log-probabilities: two calls may share a copy of the actor; nothing waits for reward."""
+    calls = [
+        _call("a.generate", ("x",), ("s",)),
+        _call("r.inference", ("s",), ("f",)),
+        _call("a.inference", ("s",), ("l",)),
+        _call("k.inference", ("s",), ("g",)),
+        _call("a.train", ("s", "l", "f", "g")),
+    ]
+    return DataflowGraph(calls, _keys("x", "s", "f", "l", "g"))
+
+
+def _two_models() -> DataflowGraph:
+    """Two chains that have nothing to do with each other but devices, and a role that follows another."""
+    calls = [
+        _call("a.inference", ("x",), ("f",)),
+        _call("b.train", ("x",)),
+        _call("k.inference", ("x",), ("g",)),
+        _call("a.train", ("x", "f")),
+    ]
+    return DataflowGraph(
+        calls, (*_keys("x"), Key("f", "float32", "x"), Key("g", "float32", "x")), [Average("k", "b", 0.1)]
+    )
+
+
+def _chain() -> DataflowGraph:
+    calls = [
+        _call("a.generate", ("x",), ("s",)),
+        _call("r.inference", ("s",), ("f",)),
+        _call("a.train", ("s", "f")),
+    ]
+    return DataflowGraph(calls, _keys("x", "s", "f"))
+
+
+def strategy_table(
+    call: Call, parameters: float, cluster: Cluster, *, home: bool, trained: bool
+) -> list[Option]:
+    """All ways to run a call, by a crude model that has what a real one has: tensor ranks talk, pipelines have
+    bubbles, decoding is bound by memory, small parts are inefficient, recomputation and offloading cost time."""
+    per, options = cluster.devices_per_node, []
+    sizes = [s for s in range(1, per) if per % s == 0] + [per * n for n in range(1, cluster.nodes + 1)]
+    for size in sizes:
+        step = min(size, per)
+        for first in range(0, cluster.size - size + 1, step):
+            for tp in (t for t in range(1, per + 1) if size % t == 0 and per % t == 0):
+                for pp in (p for p in range(1, size // tp + 1) if size // tp % p == 0):
+                    placement = Placement(Mesh(first, size), Strategy(size // tp // pp, tp, pp))
+                    for recompute in (False, True) if call.kind is Kind.TRAIN else (False,):
+                        for offload in (False, True) if home else (False,):
+                            options.append(_option(call, parameters, placement, recompute, offload, trained))
+    return options
+
+
+def _option(
+    call: Call, parameters: float, placement: Placement, recompute: bool, offload: bool, trained: bool
+) -> Option:
+    s = placement.strategy
+    part = parameters / (s.tp * s.pp)
+    effort = {Kind.GENERATE: 1.0, Kind.INFERENCE: 1.0, Kind.TRAIN: 4.0 if recompute else 3.0}[call.kind]
+    seconds = effort * parameters / s.size * (1 + 0.15 * math.log2(s.tp)) * (1 + (s.pp - 1) / 8)
+    if call.kind is Kind.GENERATE:
+        seconds += 0.4 * part * (1 + 0.3 * s.pp)
+    if call.kind is Kind.TRAIN:
+        seconds += 0.05 * part * (s.dp > 1)
+    weights = 2 * part
+    states = 4 * part + 12 * part / s.dp if trained else 0.0
+    working = (0.5 if recompute else 2.0) * parameters / (s.size * s.tp) + 0.3
+    return Option(
+        placement,
+        seconds,
+        weights,
+        states if offload else states + weights,
+        working,
+        offload=offload,
+        load_seconds=0.2 * weights,
+        recompute=recompute,
+    )
+
+
+def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bool = True) -> Problem:
+    """A step on 2 to 8 devices with about so many plans, tight in memory now and then."""
+    graph = sampled_graph(rng)
+    cluster = rng.choice(
+        [Cluster(1, 2), Cluster(1, 4), Cluster(2, 2), Cluster(1, 8), Cluster(2, 4), Cluster(4, 2)]
+    )
+    parameters = {role: rng.choice([1.0, 2.0, 7.0, 13.0]) for role in graph.roles}
+    most = max(2, int(combinations ** (1 / len(graph.calls))))
+    homes = {max(graph.role_calls(r), key=lambda c: c.kind is Kind.TRAIN) for r in graph.roles}
+    options = {}
+    for call in graph.calls:
+        table = strategy_table(
+            call, parameters[call.role], cluster, home=call in homes, trained=graph.trained(call.role)
+        )
+        table = [option for option in table if offload or not option.offload]
+        chosen = rng.sample(table, min(most, len(table)))
+        options[call.name] = tuple(chosen)
+    transfer_speed = rng.choice([2.0, 2.0, 20.0])
+    links = Links(3 * transfer_speed, transfer_speed, 1e-3)
+    transfers = LinkTransfers(cluster, {r: 2 * p for r, p in parameters.items()}, links)
+    memory = rng.choice([30.0, 60.0, 1000.0]) * sum(parameters.values()) / cluster.size
+    exchange = {(p.name, c.name): rng.choice([0.0, 0.05]) for c in graph.calls for p in graph.dependencies(c)}
+    return Problem(graph, cluster, options, transfers, (memory,) * cluster.nodes, exchange)

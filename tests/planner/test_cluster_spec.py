@@ -1,0 +1,106 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from realrl.config.errors import UserError
+from realrl.plan.cluster import Cluster
+from realrl.plan.placement import Mesh
+from realrl.planner.cluster import ClusterSpec
+from realrl.planner.devices import DEVICES
+
+MIXED = ClusterSpec.parse("h100:2x8+l40s:3x4")
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_built_in_device_can_be_named_and_has_figures_of_its_order(name: str) -> None:
+    (group,) = ClusterSpec.parse(f"{name}:2x8").groups
+    kind = group.device
+    assert (group.nodes, group.devices_per_node, kind.name) == (2, 8, name)
+    assert kind.bf16_flops > kind.fp32_flops > kind.memory_bytes_per_s > kind.host_bytes_per_s / 2
+    assert kind.flops(2) == kind.bf16_flops and kind.flops(4) == kind.fp32_flops
+
+
+def test_a_spec_of_one_group_is_a_cluster() -> None:
+    assert ClusterSpec.parse("a100-80g:16x8").cluster == Cluster(16, 8)
+
+
+def test_ranks_are_numbered_group_by_group_and_node_by_node() -> None:
+    assert MIXED.size == 28
+    assert [MIXED.node(rank) for rank in (0, 7, 8, 15, 16, 19, 20, 27)] == [0, 0, 1, 1, 2, 2, 3, 4]
+    assert MIXED.device(15).name == "h100" and MIXED.device(16).name == "l40s"
+
+
+def test_nodes_of_different_sizes_are_no_plain_cluster() -> None:
+    with pytest.raises(UserError, match="same number of devices"):
+        _ = MIXED.cluster
+
+
+def test_meshes_stay_inside_a_group() -> None:
+    assert all(MIXED.group(mesh) in MIXED.groups for mesh in MIXED.meshes())
+    with pytest.raises(UserError, match="inside one group"):
+        MIXED.group(Mesh(8, 12))
+
+
+@pytest.mark.parametrize("spec", ["a100-40g:3x8", "cpu:1x6"])
+def test_meshes_are_those_that_a_plan_accepts(spec: str) -> None:
+    parsed = ClusterSpec.parse(spec)
+    cluster, found = parsed.cluster, set(parsed.meshes())
+    for first in range(cluster.size):
+        for size in range(1, cluster.size - first + 1):
+            try:
+                Mesh(first, size).check(cluster)
+            except UserError:
+                assert Mesh(first, size) not in found
+            else:
+                assert Mesh(first, size) in found
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("a100:2x8", "a100-"), ("2x8", "kind:nodes"), ("h100:0x8", "at least 1"), ("nowhere.yaml", "not exist")],
+)
+def test_mistakes_are_explained(text: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        ClusterSpec.parse(text)
+
+
+def test_a_file_describes_devices_of_ones_own_and_prices(tmp_path: Path) -> None:
+    file = tmp_path / "ours.yaml"
+    file.write_text(
+        "groups:\n"
+        "- {device: {like: h100, name: h100-pcie, memory: 90GiB, link_gb_per_s: 32}, nodes: 2,"
+        " devices_per_node: 4, node_gbit_per_s: 100, price_per_device_hour: 2.5}\n"
+        "- {device: l40s, nodes: 1, devices_per_node: 8}\n"
+    )
+    spec = ClusterSpec.parse(str(file))
+    first, second = spec.groups
+    assert spec.name == "ours" and second.device == DEVICES["l40s"]
+    assert first.node_bytes_per_s == 12.5e9
+    assert first.device == replace(
+        DEVICES["h100"], name="h100-pcie", memory_bytes=90 << 30, link_bytes_per_s=32e9
+    )
+    assert spec.price_per_hour(Mesh(0, 8)) == 20
+    with pytest.raises(UserError, match="price_per_device_hour"):
+        spec.price_per_hour()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("groups: []", "groups"),
+        ("groups: [{device: h100, nodes: 1}]", "devices_per_node"),
+        ("groups: [{device: h101, nodes: 1, devices_per_node: 8}]", "h100"),
+        ("groups: [{device: h100, nodes: 1, devices_per_node: 8, gbit: 3}]", "gbit"),
+    ],
+)
+def test_mistakes_in_a_file_name_the_file(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "wrong.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=words) as caught:
+        ClusterSpec.parse(str(file))
+    assert str(file) in str(caught.value)
+
+
+def test_the_number_of_nodes_can_be_varied() -> None:
+    assert str(ClusterSpec.parse("h200:2x8").with_nodes(4).groups[0]) == "h200:4x8"

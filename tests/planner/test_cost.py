@@ -1,0 +1,186 @@
+from dataclasses import replace
+
+import pytest
+
+from realrl.config.errors import UserError
+from realrl.plan.placement import Mesh, Placement
+from realrl.planner.cluster import ClusterSpec
+from realrl.planner.cost import CallCost, CallOptions, CostModel
+from realrl.planner.efficiency import Efficiency
+from tests.planner.problems import GROUPED, KINDS, LARGE, NODES, OPTIONS, SMALL, STEP, call, place
+
+MODEL = CostModel(NODES)
+IDEAL = Efficiency(
+    product=1,
+    memory=1e9,
+    attention=1e9,
+    link=1e9,
+    decode_operations=0,
+    forward_operations=0,
+    collective_host_s=0,
+)
+"""Nothing costs time but products."""
+
+
+def cost(name: str, placement: Placement, *, shape=SMALL, step=STEP, model=MODEL, **options) -> CallCost:
+    return model.call(call(name), shape, "lm", placement, step, replace(OPTIONS, **options))
+
+
+STRATEGIES = [
+    place(8),
+    place(1, 8),
+    place(1, 1, 8),
+    place(2, 2, 2),
+    place(4, 8),
+    place(1, 8, 4),
+    place(2, 3, 1),
+]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("placement", STRATEGIES, ids=lambda p: p.layout)
+def test_terms_are_times(name: str, placement: Placement) -> None:
+    found = cost(name, placement)
+    assert all(seconds >= 0 for seconds in found.terms.values())
+    assert 0 < found.seconds < 3600 and found.seconds == sum(found.terms.values())
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("placement", STRATEGIES, ids=lambda p: p.layout)
+@pytest.mark.parametrize(
+    "change", [{"items": 512}, {"prompts": (256,)}, {"answers": (500,), "max_new_tokens": 500}]
+)
+def test_more_tokens_are_never_cheaper(name: str, placement: Placement, change: dict) -> None:
+    more = cost(name, placement, step=replace(STEP, **change)).seconds
+    assert more >= cost(name, placement).seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("name", "times"), [("ref.inference", 1), ("actor.train", 3)])
+def test_arithmetic_is_that_of_the_parameters(name: str, times: int) -> None:
+    """2 operations per token and parameter of a product, and twice as many backward."""
+    layer = SMALL.hidden_size * (4 * SMALL.heads * SMALL.head_dim + 3 * SMALL.intermediate_size)
+    table = SMALL.vocab_size * SMALL.hidden_size
+    head_times = {1: 1, 3: 4}[times]  # logits are computed again
+    found = cost(name, place(1), model=CostModel(NODES, efficiency=IDEAL)).terms["compute"]
+    operations = 2 * STEP.tokens * (times * SMALL.layers * layer + head_times * table)
+    assert found == pytest.approx(operations / 312e12, rel=1e-6)
+
+
+def test_recomputation_is_one_more_forward_pass() -> None:
+    model = CostModel(NODES, efficiency=IDEAL)
+    plain, again = (
+        cost("actor.train", place(1), model=model, recompute=r).terms["compute"] for r in (False, True)
+    )
+    forward = cost("ref.inference", place(1), model=model).terms["compute"]
+    head = 2 * STEP.tokens * SMALL.vocab_size * SMALL.hidden_size / 312e12
+    assert again - plain == pytest.approx(forward - head, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", KINDS[1:])
+def test_halving_the_matrices_halves_their_arithmetic(name: str) -> None:
+    model = CostModel(NODES, efficiency=IDEAL)
+    one, two = (cost(name, place(1, tp), model=model).terms["compute"] for tp in (1, 2))
+    assert two == pytest.approx(one / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", KINDS[1:])
+def test_data_parallel_ranks_share_the_arithmetic(name: str) -> None:
+    one, eight = (cost(name, place(dp, tokens=2048)).terms["compute"] for dp in (1, 8))
+    assert eight == pytest.approx(one / 8, rel=1e-6)
+
+
+def test_narrow_products_are_less_efficient() -> None:
+    one, eight = (cost("ref.inference", place(1, tp)).terms["compute"] for tp in (1, 8))
+    assert one / 8 < eight < one / 4
+
+
+def test_float32_takes_as_much_longer_as_its_peak_is_lower() -> None:
+    model = CostModel(NODES, efficiency=IDEAL)
+    half, full = (cost("ref.inference", place(1), model=model, element_bytes=b).seconds for b in (2, 4))
+    assert full / half == pytest.approx(312 / 19.5, rel=1e-6)
+
+
+def test_communication_crosses_nodes_slowly() -> None:
+    terms = [cost("actor.train", p).terms["tensor"] for p in (place(1), place(1, 8), place(1, 16))]
+    assert terms[0] == 0 and terms[2] > 3 * terms[1] > 0
+
+
+def test_gradients_are_hidden_behind_long_backward_passes() -> None:
+    long, short = (cost("actor.train", place(32, tokens=n)).terms["data"] for n in (1024, 512))
+    assert 0 < long < short
+    assert cost("actor.train", place(1, 8)).terms["data"] == 0
+
+
+def test_a_pipeline_of_four_waits_as_its_schedule_says() -> None:
+    """1F1B with m micro-batches takes as long as m + 3 of the slowest stage, if all are equal."""
+    found = cost("actor.train", place(1, 1, 4), shape=SMALL, recompute=True)
+    busy = found.terms["compute"]
+    assert found.terms["bubble"] / busy == pytest.approx(3 / 8, rel=0.1)
+
+
+def test_decoding_is_bound_by_memory_and_the_host() -> None:
+    """One token for each of few sequences reads all parameters once."""
+    step = replace(STEP, items=4, answers=(1000,), max_new_tokens=1000)
+    terms = cost("actor.generate", place(1), step=step).terms
+    assert terms["decode"] > 1000 * 2 * 6.5e9 / 2039e9
+    assert terms["decode"] == pytest.approx(1000 * 2 * 6.7e9 / (0.85 * 2039e9), rel=0.15)
+    fast = cost("actor.generate", place(1, 8), step=step).terms
+    assert fast["launch"] > fast["decode"]
+
+
+def test_generation_stops_when_all_sequences_have_ended() -> None:
+    short = replace(STEP, answers=tuple(range(1, 65)))
+    assert (
+        cost("actor.generate", place(8), step=short).seconds < 0.3 * cost("actor.generate", place(8)).seconds
+    )
+
+
+def test_more_room_in_the_cache_means_fewer_rounds() -> None:
+    small, large = (cost("actor.generate", place(8, tokens=tokens)).seconds for tokens in (2048, 16384))
+    assert small > 4 * large
+
+
+def test_costs_do_not_depend_on_where_a_mesh_lies() -> None:
+    moved = Placement(Mesh(8, 16), place(2, 8).strategy)
+    assert cost("actor.train", moved) == cost("actor.train", place(2, 8))
+
+
+def test_faster_devices_are_faster() -> None:
+    seconds = [
+        cost(name, place(8), model=CostModel(ClusterSpec.parse(f"{kind}:1x8"))).seconds
+        for name in KINDS
+        for kind in ("b200", "h200", "h100", "a100-80g", "l40s")
+    ]
+    assert all(seconds[i : i + 5] == sorted(seconds[i : i + 5]) for i in (0, 5, 10))
+
+
+def test_uneven_models_have_costs_too() -> None:
+    for placement in (place(1, 4, 3), place(2, 5), place(1, 1, 5)):
+        assert cost("actor.train", placement, shape=GROUPED).seconds > 0
+
+
+def test_fewer_sequences_than_ranks_are_the_users_mistake() -> None:
+    with pytest.raises(UserError, match="dp=32"):
+        cost("actor.train", place(32), step=replace(STEP, items=64))
+
+
+def test_large_models_cost_as_much_more_as_they_have_parameters() -> None:
+    ratio = cost("ref.inference", place(4, 8), shape=LARGE).terms["compute"]
+    ratio /= cost("ref.inference", place(4, 8)).terms["compute"]
+    assert ratio == pytest.approx(69 / 6.7, rel=0.15)
+
+
+def test_offloading_is_bound_by_the_host_link() -> None:
+    assert MODEL.offload(32e9) == pytest.approx(1 / 0.8)
+
+
+def test_exchanges_grow_with_what_is_exchanged() -> None:
+    near, far = place(8), Placement(Mesh(8, 8), place(8).strategy)
+    small, large = (MODEL.exchange(n, 512, near, far) for n in (64, 64000))
+    assert 0 < small < large
+    assert MODEL.exchange(64000, 512, near, near) < large
+
+
+def test_the_options_of_training_do_not_change_inference() -> None:
+    plain, again = (cost("ref.inference", place(8), **{"recompute": r}) for r in (False, True))
+    assert plain == again and CallOptions() == CallOptions(2, False)

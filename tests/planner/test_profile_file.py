@@ -1,0 +1,102 @@
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realrl.config.errors import UserError
+from realrl.planner.cluster import ClusterSpec
+from realrl.planner.cost import CostModel
+from realrl.planner.curves import Curve, Surface
+from realrl.planner.profile import CollectiveTime, LayerTimes, Measurement, Profile, ShapeKey
+from tests.planner.problems import OPTIONS, SMALL, STEP, call, place
+
+MEASURED = [(256, 512, 1e-3), (256, 4096, 6e-3), (1024, 512, 2e-3), (1024, 4096, 9e-3)]
+
+
+def profile(kinds: tuple[str, ...] = ("forward",)) -> Profile:
+    times = [
+        Measurement(kind=kind, tokens=size, sequences=size, context=context, seconds=seconds)
+        for kind in kinds
+        for context, size, seconds in MEASURED
+    ]
+    layers = LayerTimes(shape=ShapeKey.of(SMALL), dtype="bfloat16", measurements=tuple(times))
+    sent = CollectiveTime(kind="host", ranks=1, bytes=1 << 20, seconds=1e-3)
+    return Profile(device="a100-80g", software={"torch": "2.13"}, layers=(layers,), collectives=(sent,))
+
+
+@pytest.mark.parametrize(("context", "size", "seconds"), MEASURED)
+def test_measured_points_are_given_back_exactly(context: int, size: int, seconds: float) -> None:
+    assert profile().seconds("forward", SMALL, 2, 1, size, context) == seconds
+
+
+def test_between_points_times_are_between() -> None:
+    found = profile().seconds("forward", SMALL, 2, 1, 1024, 512)
+    assert found is not None and 1e-3 < found < 9e-3
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 10**6), st.floats(1e-6, 10)), min_size=1, max_size=8),
+    st.floats(0.5, 1e7),
+    st.floats(1, 10),
+)
+def test_curves_of_growing_times_grow(points: list[tuple[int, float]], size: float, factor: float) -> None:
+    sizes, seconds = sorted({s for s, _ in points}), sorted(t for _, t in points)
+    curve = Curve.of(list(zip(sizes, seconds, strict=False)))
+    assert curve(size * factor) >= curve(size) * (1 - 1e-9)
+
+
+def test_large_sizes_cost_in_proportion() -> None:
+    curve = Curve.of([(100, 1.0), (200, 2.0)])
+    assert curve(2000) == pytest.approx(20) and curve(10) == 1.0
+
+
+def test_contexts_beyond_the_measured_go_on_in_a_line() -> None:
+    surface = Surface.of([(100, 1, 1.0), (200, 1, 2.0)])
+    assert [surface(c, 1) for c in (100, 150, 200, 300)] == pytest.approx([1, 1.5, 2, 3])
+
+
+def test_what_was_not_measured_is_said_to_be_unknown() -> None:
+    found = profile()
+    assert found.seconds("forward", SMALL, 2, 2, 512, 256) is None
+    assert found.seconds("forward", SMALL, 4, 1, 512, 256) is None
+    assert found.seconds("decode", SMALL, 2, 1, 512, 256) is None
+    assert found.collective("all_reduce", 8, 1, 100) is None
+
+
+def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    profile().save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == profile()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{}", "version"), ('{"version": 2}', "version 2"), ("no", "read"), ('{"version": 1}', "device")],
+)
+def test_other_files_are_refused_with_their_names(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(UserError, match=words) as caught:
+        Profile.load(tmp_path / "p.json")
+    assert "p.json" in str(caught.value)
+
+
+def test_newer_times_of_a_shape_replace_older_ones() -> None:
+    slower = Measurement(kind="forward", tokens=512, context=256, seconds=5.0)
+    layers = LayerTimes(shape=ShapeKey.of(SMALL), dtype="bfloat16", measurements=(slower,))
+    merged = profile().merged([layers])
+    assert len(merged.layers) == 1 and merged.collectives == profile().collectives
+    assert merged.seconds("forward", SMALL, 2, 1, 512, 256) == 5.0
+
+
+def test_measurements_take_the_place_of_the_roofline_on_their_device() -> None:
+    arguments = (call("ref.inference"), SMALL, "lm", place(1, tokens=4096), STEP, OPTIONS)
+    with_times = CostModel(ClusterSpec.parse("a100-80g:1x8"), profile()).call(*arguments)
+    elsewhere = CostModel(ClusterSpec.parse("h100:1x8"), profile()).call(*arguments)
+    without = CostModel(ClusterSpec.parse("h100:1x8")).call(*arguments)
+    micro_batches = STEP.tokens / 4096
+    assert with_times.terms["compute"] > micro_batches * SMALL.layers * 6e-3
+    assert elsewhere == without
+
+
+def test_offloading_takes_as_long_as_was_measured() -> None:
+    assert CostModel(ClusterSpec.parse("a100-80g:1x8"), profile()).offload(1 << 20) == 1e-3

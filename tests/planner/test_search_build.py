@@ -1,0 +1,92 @@
+"""Problems built from models, a cluster and a workload."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from realrl.algorithms.ppo.graph import train_graph
+from realrl.config.shapes import SHAPES
+from realrl.plan.presets import make_plan
+from realrl.planner.build import Choices, build_problem
+from realrl.planner.candidates import meshes
+from realrl.planner.cluster import ClusterSpec
+from realrl.planner.cost import CostModel
+from realrl.planner.memory import MemoryModel
+from realrl.planner.problem import Problem
+from realrl.planner.search.search import Effort, search
+from realrl.planner.timeline import Timeline
+from realrl.planner.workload import Workload
+
+from .test_search import check_against_all_plans
+
+GRAPH = train_graph(minibatches=4)
+MODELS = dict.fromkeys(GRAPH.roles, SHAPES["llama-2-7b"])
+HEADS = {"actor": "lm", "ref": "lm", "critic": "scalar", "reward": "scalar"}
+PRESETS = ("heuristic", "symmetric")
+
+
+def problem(spec: ClusterSpec, **choices: object) -> Problem:
+    plans = [make_plan(name, GRAPH, spec.cluster, 8192, MODELS) for name in PRESETS]
+    return build_problem(
+        GRAPH,
+        MODELS,
+        HEADS,
+        spec,
+        Workload(256, (512,), (512,), 512),
+        CostModel(spec),
+        MemoryModel(spec),
+        choices=Choices(**choices),
+        include=plans,
+    )
+
+
+@pytest.fixture(scope="module")
+def built() -> Problem:
+    return problem(ClusterSpec.parse("a100-80g:2x4"))
+
+
+def test_a_searched_plan_is_a_valid_plan(built: Problem) -> None:
+    result = search(built, effort=Effort(chains=64, rounds=50, nodes=100_000))
+    built.plan(result.choice).check(GRAPH, MODELS)
+    assert result.evaluation.fits
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_among_the_choices_and_no_better_than_the_search(built: Problem, name: str) -> None:
+    result = search(built, effort=Effort(chains=64, rounds=50, nodes=100_000))
+    choice = built.choice(make_plan(name, GRAPH, built.cluster, 8192, MODELS))
+    assert choice is not None
+    preset = Timeline(built).evaluate(choice)
+    assert not preset.fits or preset.seconds >= result.evaluation.seconds >= result.lower_bound
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_search_finds_the_best_of_sampled_real_options(seed: int) -> None:
+    rng = random.Random(seed)
+    full = problem(ClusterSpec.parse(rng.choice(["h200:1x4", "a100-80g:2x2", "a100-80g:1x8", "b200:2x4"])))
+    options = {name: tuple(rng.sample(given, min(3, len(given)))) for name, given in full.options.items()}
+    check_against_all_plans(replace(full, options=options))
+
+
+def test_only_homes_decide_what_is_offloaded(built: Problem) -> None:
+    offloading = {name for name, options in built.options.items() if any(o.offload for o in options)}
+    assert offloading <= {built.home(role).name for role in GRAPH.roles}
+
+
+def test_without_offloading_no_option_offloads() -> None:
+    plain = problem(ClusterSpec.parse("a100-80g:1x4"), offload=False, recompute=(True,))
+    preset = {make_plan(name, GRAPH, plain.cluster, 8192, MODELS)["actor.train"] for name in PRESETS}
+    for options in plain.options.values():
+        assert not any(o.offload or o.offload_optimizer for o in options if o.placement not in preset)
+
+
+@pytest.mark.parametrize("text", ["a100-80g:3x8", "a100-80g:40x8", "a100-80g:2x8+h100:3x8"])
+def test_candidate_meshes_are_meshes_of_the_cluster_in_one_kind_of_nodes(text: str) -> None:
+    spec = ClusterSpec.parse(text)
+    found = meshes(spec)
+    for mesh in found:
+        mesh.check(spec.cluster)
+        spec.group(mesh)
+    assert len(found) == len(set(found))
+    assert max(mesh.size for mesh in found) == max(group.size for group in spec.groups)

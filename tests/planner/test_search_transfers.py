@@ -1,0 +1,84 @@
+"""The estimate of reallocations that a search uses, against the schedules that workers use."""
+
+import math
+import random
+import statistics
+
+import numpy as np
+import pytest
+
+from realrl.config.shape import ModelShape
+from realrl.layout.layout import layout
+from realrl.layout.links import Links
+from realrl.layout.routes import reallocate
+from realrl.layout.tensors import model_tensors
+from realrl.plan.cluster import Cluster
+from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.planner.transfers import Layouts, LinkTransfers, PairTransfers, TransferTable
+
+SHAPE = ModelShape(
+    vocab_size=512, hidden_size=256, intermediate_size=704, layers=16, heads=8, kv_heads=8, head_dim=32
+)
+BYTES = 2 * sum(math.prod(tensor.shape) for tensor in model_tensors(SHAPE, "lm"))
+LINKS = Links(170e6, 20e6, 0.0)
+
+
+def sampled_placement(rng: random.Random, cluster: Cluster) -> Placement:
+    per = cluster.devices_per_node
+    slices = [size for size in range(1, per) if per % size == 0]
+    size = rng.choice(slices + [per * nodes for nodes in range(1, cluster.nodes + 1)])
+    first = rng.randrange(0, cluster.size - size + 1, min(size, per))
+    tp = rng.choice([t for t in (1, 2, 4, 8) if size % t == 0 and t <= per])
+    pp = rng.choice([p for p in (1, 2, 4, 8) if (size // tp) % p == 0])
+    return Placement(Mesh(first, size), Strategy(size // tp // pp, tp, pp))
+
+
+@pytest.mark.parametrize("cluster", [Cluster(1, 8), Cluster(4, 4), Cluster(4, 8)], ids=str)
+def test_estimates_are_near_the_real_schedules(cluster: Cluster) -> None:
+    rng = random.Random(0)
+    transfers = LinkTransfers(cluster, {"actor": BYTES}, LINKS)
+    pairs = [(sampled_placement(rng, cluster), sampled_placement(rng, cluster)) for _ in range(40)]
+    pairs = [(a, b) for a, b in pairs if a.layout != b.layout]
+    columns = [Layouts.of(side) for side in zip(*pairs, strict=True)]
+    estimates = transfers.seconds("actor", *columns)
+    exact = [
+        reallocate(layout(SHAPE, "lm", a), layout(SHAPE, "lm", b), cluster, LINKS).seconds(LINKS, 2)
+        for a, b in pairs
+    ]
+    ratios = [e / x for e, x in zip(estimates, exact, strict=True) if x]
+    assert 0.95 < statistics.median(ratios) < 1.05
+    assert min(ratios) > 0.5 and max(ratios) < 2.1
+
+
+@pytest.mark.parametrize("cluster", [Cluster(1, 8), Cluster(4, 4), Cluster(3, 8)], ids=str)
+def test_the_least_that_kinds_of_layouts_take_holds_wherever_their_meshes_lie(cluster: Cluster) -> None:
+    rng = random.Random(1)
+    transfers = LinkTransfers(cluster, {"actor": BYTES}, LINKS)
+    places = Layouts.of(sampled_placement(rng, cluster) for _ in range(60))
+    i, j = np.divmod(np.arange(60 * 60), 60)
+    seconds = transfers.seconds("actor", places[i], places[j])
+    assert (transfers.at_least("actor", places[i], places[j]) <= seconds + 1e-12).all()
+
+
+def test_equal_layouts_need_no_time() -> None:
+    cluster = Cluster(2, 4)
+    places = Layouts.of(sampled_placement(random.Random(i), cluster) for i in range(20))
+    for transfers in (LinkTransfers(cluster, {"a": 1e9}, LINKS), PairTransfers(lambda role, a, b: 1.0)):
+        assert not transfers.seconds("a", places, places).any()
+
+
+def test_a_table_asks_for_each_pair_once() -> None:
+    asked = []
+
+    def seconds(role: str, source: Placement, target: Placement) -> float:
+        asked.append((source.layout, target.layout))
+        return float(len(asked))
+
+    rng = random.Random(2)
+    places = sorted({sampled_placement(rng, Cluster(2, 4)) for _ in range(8)})
+    table = TransferTable(PairTransfers(seconds), "a", Layouts.of(places), Layouts.of(places))
+    source, target = np.array([0, 1, 0, 0]), np.array([1, 0, 1, 0])
+    first = table(source, target)
+    assert (table(source, target) == first).all()
+    assert first[0] == first[2] and first[3] == 0
+    assert len(asked) == 2

@@ -1,0 +1,73 @@
+import pytest
+
+from realrl.algorithms.reward.graph import train_graph as reward_graph
+from realrl.config.load import load_experiment
+from realrl.plan.placement import Strategy
+from realrl.planner.batching import generation_chunks, pass_chunks
+from realrl.planner.workload import QUANTILES, CallWork, Workload, quantiles
+from tests.planner.problems import STEP, call
+
+
+def test_quantiles_keep_the_mean_and_the_spread() -> None:
+    lengths = [round(100 * 1.001**i) for i in range(4000)]
+    sample = quantiles(lengths)
+    assert len(sample) == QUANTILES and list(sample) == sorted(sample)
+    assert sum(sample) / QUANTILES == pytest.approx(sum(lengths) / 4000, rel=1e-3)
+    assert quantiles(lengths[::-1]) == sample
+
+
+def test_prompts_and_answers_are_paired_without_correlation_or_loss() -> None:
+    work = Workload(8, tuple(range(1, 65)), tuple(range(100, 164)), 200)
+    prompts, answers = zip(*work.pairs, strict=True)
+    assert sorted(answers) == list(work.answers) and prompts == work.prompts
+    covariance = sum((p - 32.5) * (a - 131.5) for p, a in work.pairs) / 64
+    assert abs(covariance) < 0.1 * (64**2 / 12)
+
+
+def test_calls_see_prompts_or_whole_sequences() -> None:
+    generate, infer, train = (STEP.work(call(n)) for n in ("actor.generate", "ref.inference", "actor.train"))
+    assert (generate.tokens, generate.answers, generate.room) == (256 * 128, (384,), 384)
+    assert (infer.tokens, infer.minibatches, train.minibatches) == (256 * 512, 1, 4)
+    assert STEP.tokens == 256 * 512
+
+
+def test_a_preference_pair_is_two_sequences() -> None:
+    (train,) = reward_graph().calls
+    assert Workload(32, (100,)).work(train).sequences == 64
+
+
+def test_a_recipe_gives_the_longest_lengths_until_they_are_measured() -> None:
+    experiment = load_experiment(
+        "recipes/reference/ppo.yaml", ["data.max_tokens=328", "generation.max_new_tokens=200", "ppo.epochs=2"]
+    )
+    assert Workload.of(experiment) == Workload(512, (128,), (200,), 200, 2)
+    measured = Workload.of(experiment, prompts=[5, 7], answers=[3])
+    assert (measured.prompts, measured.answers, measured.max_new_tokens) == ((5, 7), (3,), 200)
+
+
+def even(sequences: int, length: int, room: int = 0) -> CallWork:
+    return CallWork(sequences, (length,), (room,) if room else (), room, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "strategy", "count", "tokens"),
+    [
+        (64, Strategy(1, micro_batch_tokens=1024), 16, 1024),
+        (64, Strategy(4, micro_batch_tokens=1024), 4, 1024),
+        (64, Strategy(1, micro_batch_tokens=1000), 22, 64 * 256 / 22),
+        (64, Strategy(1, micro_batch_tokens=10), 64, 256),
+        (64, Strategy(1, 1, 4, micro_batch_tokens=1 << 20), 8, 2048),
+        (3, Strategy(1, 1, 4, micro_batch_tokens=1 << 20), 3, 256),
+    ],
+)
+def test_micro_batches_are_counted_as_the_engine_makes_them(
+    sequences: int, strategy: Strategy, count: int, tokens: float
+) -> None:
+    chunks = pass_chunks(even(sequences, 256), strategy, 2)
+    assert (chunks.count, chunks.tokens) == (count, tokens)
+    assert chunks.squares == pytest.approx(tokens * 256)
+
+
+def test_generation_takes_as_many_rows_as_the_cache_has_room_for() -> None:
+    chunks = generation_chunks(even(64, 128, 384), Strategy(2, micro_batch_tokens=8192), 2)
+    assert (chunks.count, chunks.sequences, chunks.tokens) == (2, 16, 16 * 128)

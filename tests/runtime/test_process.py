@@ -1,0 +1,27 @@
+"""The cluster a recipe means, beside the processes that were started."""
+
+import pytest
+
+from realrl.config.errors import UserError
+from realrl.plan.cluster import Cluster
+from realrl.runtime.process import resolve_cluster
+
+
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torchrun tells a process on two nodes of four devices."""
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("two_nodes")
+@pytest.mark.parametrize("text", ["auto", "2x4"])
+def test_the_cluster_is_what_was_started(text: str) -> None:
+    assert resolve_cluster(text, "cpu") == Cluster(2, 4)
+
+
+@pytest.mark.usefixtures("two_nodes")
+@pytest.mark.parametrize("text", ["1x8", "4x2", "2x2"])
+def test_nodes_and_devices_must_both_be_those_that_were_started(text: str) -> None:
+    with pytest.raises(UserError, match=f"cluster={text}, but 4 processes were started on each of 2 nodes"):
+        resolve_cluster(text, "cpu")
