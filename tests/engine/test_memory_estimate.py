@@ -32,7 +32,7 @@ def test_a_rank_allocates_what_was_estimated(
     for rank in {0, placement.mesh.size - 1}:
         # Groups that are never used for communication, so that one process can stand for any rank.
         group = replace(alone(), ranks=tuple(range(dp)), index=placement.dp_index(rank))
-        parallel = Parallel(group, alone(), alone(), Group((rank,), 0), None)
+        parallel = Parallel(group, alone(), alone(), alone(), Group((rank,), 0), None)
         model = Model(layout(SHAPE, head, placement), rank, parallel, dtype=dtype, device=torch.device("cpu"))
         trainer = Trainer(model, OptimizerConfig())
         state = [*trainer.optimizer.kept, *trainer.optimizer.scratch, trainer.gradients.data]
