@@ -50,7 +50,7 @@ PUBLISHED = ROOT / "bench" / "reference" / "realhf_v1.json"
 RECIPE = ROOT / "recipes" / "reference" / "ppo.yaml"
 NAMES = {7: "llama-2-7b", 13: "llama-2-13b", 34: "codellama-34b", 70: "llama-2-70b"}
 PER_NODE = 8
-ENGINE = Efficiency(decode_operations=80, collective_host_s=300e-6, generation_chunks_per_stage=1)
+ENGINE = Efficiency(decode_operations=80, collective_host_s=300e-6)
 """The paper's engine in 2024; see above."""
 OPTIONS = CallOptions(element_bytes=2, recompute=True)
 

@@ -41,4 +41,4 @@ def test_settings_that_differ_by_more_than_the_noise_are_in_the_published_order(
 def test_our_engine_has_other_constants_only_where_the_bench_says_so(table) -> None:
     default = Efficiency()
     differing = {name for name, value in vars(table.ENGINE).items() if value != getattr(default, name)}
-    assert differing == {"decode_operations", "collective_host_s", "generation_chunks_per_stage"}
+    assert differing == {"decode_operations", "collective_host_s"}

@@ -64,7 +64,7 @@ class Efficiency:
     """Time of the host per collective: enqueueing it from Python, and the skew of the hosts, each of which
     arrives at its own time."""
 
-    generation_chunks_per_stage: int = 2
+    generation_chunks_per_stage: int = 1
     """Continuations that generation is split into, at least, per pipeline stage (`engine.model.Model.split`).
     As many as there are stages are under way at once, so that more than one per stage run one after the
     other."""
