@@ -2,7 +2,8 @@
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -10,6 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from realrl.config.base import Settings
+from realrl.config.errors import UserError
 
 _WANTED = {
     "int": "a whole number",
@@ -126,3 +128,14 @@ def _paths(cls: type[Settings], prefix: str = "") -> Iterable[str]:
         inner = section_class(field)
         if inner is not None:
             yield from _paths(inner, f"{prefix}{name}.")
+
+
+@contextmanager
+def mistakes_in(where: str, cls: type[Settings]) -> Iterator[None]:
+    """A block whose mistakes become one UserError that begins with `where`; `cls`: what is validated in it."""
+    try:
+        yield
+    except ValidationError as error:
+        raise UserError(f"{where}: {explain(error, cls)}") from None
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None

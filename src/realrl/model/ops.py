@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 ONEDNN = torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
-"""Whether float32 products on a CPU go to oneDNN. Torch would give them to MKL, which takes 2.3 times as long
-on an AMD processor with AVX-512."""
+"""Whether float32 products on a CPU go to oneDNN. Torch would give them to MKL, which takes more
+than twice as long on an AMD processor with AVX-512 (bench/products.py)."""
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:

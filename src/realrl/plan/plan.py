@@ -1,17 +1,16 @@
 """A plan: a placement for every call of a dataflow graph, and its file."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field, PositiveInt, ValidationError
+from pydantic import Field, PositiveInt
 
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
-from realrl.config.explain import explain, nearest
+from realrl.config.explain import mistakes_in, nearest
 from realrl.config.shape import ModelShape
 from realrl.config.yaml_file import read_yaml
 from realrl.dataflow.call import Call, Kind
@@ -183,25 +182,14 @@ class Plan:
     def load(cls, path: str | Path, micro_batch_tokens: int = 8192) -> "Plan":
         """Read a plan file; `micro_batch_tokens` is for calls that give none. Errors name file and call."""
         content = read_yaml(str(path))
-        with _mistakes_in(f"plan file {path}", _File):
+        with mistakes_in(f"plan file {path}", _File):
             file = _File.model_validate(content)
             cluster = Cluster.parse(file.cluster)
         placements = {}
         for name, entry in file.calls.items():
-            with _mistakes_in(f"plan file {path}: {name}", _Entry):
+            with mistakes_in(f"plan file {path}: {name}", _Entry):
                 placements[name] = _placement(_Entry.model_validate(entry), micro_batch_tokens)
         return cls(cluster, placements, file.offload, file.offload_optimizer, file.keep)
-
-
-@contextmanager
-def _mistakes_in(where: str, cls: type[Settings]) -> Iterator[None]:
-    """Say where a mistake is, whoever finds it; cls: what is being validated."""
-    try:
-        yield
-    except ValidationError as error:
-        raise UserError(f"{where}: {explain(error, cls)}") from None
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
 
 
 def _placement(entry: _Entry, micro_batch_tokens: int) -> Placement:

@@ -3,18 +3,17 @@
 import re
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, field_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
 
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
-from realrl.config.explain import explain
+from realrl.config.explain import mistakes_in
 from realrl.config.units import parse_bytes
 from realrl.config.yaml_file import read_yaml
 from realrl.plan.cluster import Cluster
@@ -224,27 +223,16 @@ class _File(Settings):
 def load_cluster(path: str) -> ClusterSpec:
     """Read a cluster file. UserError with the file and the field that is wrong."""
     content = read_yaml(path)
-    with _mistakes_in(f"cluster file {path}", _File):
+    with mistakes_in(f"cluster file {path}", _File):
         file = _File.model_validate(content)
     groups = []
     for number, entry in enumerate(file.groups, 1):
         where = f"cluster file {path}: group {number}"
-        with _mistakes_in(where, _Group):
+        with mistakes_in(where, _Group):
             group = _Group.model_validate(entry)
-        with _mistakes_in(f"{where}: device", _Device):
+        with mistakes_in(f"{where}: device", _Device):
             groups.append(group.group())
     return ClusterSpec(file.name or Path(path).stem, tuple(groups))
-
-
-@contextmanager
-def _mistakes_in(where: str, cls: type[Settings]) -> Iterator[None]:
-    """Say where a mistake is, whoever finds it; cls: what is being validated."""
-    try:
-        yield
-    except ValidationError as error:
-        raise UserError(f"{where}: {explain(error, cls)}") from None
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
 
 
 def _times(value: float | None, factor: float) -> float | None:

@@ -59,8 +59,8 @@ def _environment(rank: int, world: int, scratch: str) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return {
         "OMP_NUM_THREADS": str(max(1, cores // world)),
-        # glibc gives large blocks back to the system at once, and a training step asks for them all again:
-        # 19,549 page faults a step instead of 2, and up to 13 % of its time (bench/sft_throughput.py's model).
+        # glibc gives large blocks back to the system at once, and a training step asks for them all again,
+        # thousands of page faults each time.
         "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
         "MALLOC_TRIM_THRESHOLD_": str(8 * 10**9),
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",

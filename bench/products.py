@@ -1,0 +1,33 @@
+"""float32 matrix products on a CPU: torch's own choice of library beside oneDNN, in one run, taking turns.
+
+python bench/products.py
+"""
+
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+
+from realrl.model.ops import ONEDNN, product
+
+SIZES = ((4096, 192, 576), (4096, 192, 1024), (4096, 512, 192), (2048, 192, 2048))
+"""Rows, inputs, outputs: the products of the demo's model."""
+
+
+def main() -> None:
+    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}, oneDNN used: {ONEDNN}")
+    for rows, inputs, outputs in SIZES:
+        x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
+        ratios = []
+        for _ in range(40):
+            start = time.perf_counter()
+            F.linear(x, weight)
+            middle = time.perf_counter()
+            product(x, weight)
+            ratios.append((middle - start) / (time.perf_counter() - middle))
+        print(f"[{rows}, {inputs}] x [{inputs}, {outputs}]: {statistics.median(ratios[5:]):.2f} x as fast")
+
+
+if __name__ == "__main__":
+    main()
