@@ -40,6 +40,7 @@ from realrl.layout.layout import Layout, layout
 from realrl.layout.routes import Reallocation, reallocate
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.runtime.environment import leave
 from realrl.runtime.process import Process
 from realrl.runtime.reallocation import Reallocator
 
@@ -342,6 +343,7 @@ def run_rank(rank: int, arguments: argparse.Namespace, directory: str) -> None:
     if rank == 0:
         Path(directory, "rows").write_text(json.dumps(rows))
     dist.destroy_process_group()
+    leave(0)
 
 
 HEADER = (

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from realrl.algorithms.ppo.graph import train_graph
+from realrl.config.model import HEADS
 from realrl.config.shapes import SHAPES
 from realrl.plan.presets import make_plan
 from realrl.planner.build import build_problem
@@ -27,12 +28,13 @@ from realrl.planner.cluster import ClusterSpec
 from realrl.planner.cost import CostModel
 from realrl.planner.memory import MemoryModel
 from realrl.planner.problem import Problem
+from realrl.planner.scenario import Scenario
 from realrl.planner.search.search import search
 from realrl.planner.timeline import Timeline
 from realrl.planner.workload import Workload
+from realrl.program.memory import Stored
 
 GRAPH = train_graph(minibatches=4)
-HEADS = {"actor": "lm", "ref": "lm", "critic": "scalar", "reward": "scalar"}
 BATCH, RANDOM_BATCHES = 4096, 30
 
 
@@ -94,16 +96,9 @@ def build(setting: Setting) -> Problem:
     length = (setting.tokens,)
     workload = Workload(setting.sequences, length, length, setting.tokens)
     preset = make_plan("heuristic", GRAPH, spec.cluster, 8192, shapes) if spec.cluster.nodes <= 80 else None
-    return build_problem(
-        GRAPH,
-        shapes,
-        HEADS,
-        spec,
-        workload,
-        CostModel(spec),
-        MemoryModel(spec),
-        include=[preset] if preset else [],
-    )
+    models = {role: Stored(shape, HEADS[role], 2, GRAPH.trained(role)) for role, shape in shapes.items()}
+    scenario = Scenario(GRAPH, models, spec, workload, CostModel(spec), MemoryModel(spec))
+    return build_problem(scenario, include=[preset] if preset else [])
 
 
 def rate(problem: Problem, seed: int) -> float:

@@ -14,6 +14,7 @@ from realrl.engine.flat import FlatBuffer
 from realrl.engine.optimizer import ShardedAdamW
 from realrl.layout.tensors import TensorSpec
 from realrl.model.group import Group, alone
+from realrl.runtime.environment import leave
 
 # 67 numbers: no shard of 3 ranks ends where a tensor does, and the buffer needs padding.
 TENSORS = tuple(
@@ -94,6 +95,7 @@ def run_rank(rank: int, directory: str) -> None:
             parameters, norms = sharded(case, dtype, group, [rank])
             torch.save((parameters.data, norms), f"{directory}/{case}-{dtype}-{rank}")
     dist.destroy_process_group()
+    leave(0)
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from realrl.layout import tensors as layout_tensors
 from realrl.layout.layout import layout
 from realrl.model.init import initialise
 from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.runtime.environment import leave
 from realrl.runtime.process import Process
 
 CPU = torch.device("cpu")
@@ -51,13 +52,13 @@ MODELS: list[tuple[str, Head]] = [
 SAMPLING = GenerationConfig(max_new_tokens=6, min_new_tokens=2)
 
 
-# (dp, tp, pp), with `s` for sequence parallelism. Every degree alone, and mixtures of them.
+# (dp, tp, pp), with `s` for sequence parallelism, `r` for recomputation. Every degree alone, and mixtures of them.
 STRATEGIES = {
-    2: ["2 1 1", "1 2 1", "1 2 1 s", "1 1 2"],
-    3: ["3 1 1", "1 3 1 s", "1 3 1", "1 1 3"],
-    4: ["4 1 1", "1 4 1", "1 4 1 s", "1 1 4", "2 2 1 s", "2 1 2", "1 2 2", "1 2 2 s"],
-    6: ["3 2 1", "2 3 1 s", "1 6 1", "1 3 2", "1 2 3 s", "3 1 2", "2 1 3"],
-    8: ["2 2 2", "2 2 2 s", "1 4 2 s", "1 2 4", "4 1 2", "8 1 1"],
+    2: ["2 1 1", "1 2 1", "1 2 1 s", "1 1 2", "2 1 1 r", "1 2 1 r", "1 2 1 sr", "1 1 2 r"],
+    3: ["3 1 1", "1 3 1 s", "1 3 1", "1 1 3", "1 3 1 sr", "1 1 3 r"],
+    4: ["4 1 1", "1 4 1", "1 4 1 s", "1 1 4", "2 2 1 s", "2 1 2", "1 2 2", "1 2 2 s", "2 1 2 r", "1 2 2 sr"],
+    6: ["3 2 1", "2 3 1 s", "1 6 1", "1 3 2", "1 2 3 s", "3 1 2", "2 1 3", "1 2 3 sr"],
+    8: ["2 2 2", "2 2 2 s", "1 4 2 s", "1 2 4", "4 1 2", "8 1 1", "2 2 2 sr", "1 2 4 r"],
 }
 
 
@@ -67,7 +68,12 @@ def placements(world: int) -> list[Placement]:
     for text in STRATEGIES[world]:
         dp, tp, pp, *flags = text.split()
         strategy = Strategy(
-            int(dp), int(tp), int(pp), micro_batch_tokens=40, sequence_parallel=flags == ["s"]
+            int(dp),
+            int(tp),
+            int(pp),
+            micro_batch_tokens=40,
+            sequence_parallel="s" in "".join(flags),
+            recompute="r" in "".join(flags),
         )
         found.append(Placement(Mesh(0, world), strategy))
     return found
@@ -103,7 +109,9 @@ def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:
     for step in range(STEPS):
         positions = [[items.index(i) for i in part] for part in mine]
         budget = strategy.micro_batch_tokens
-        figures = trainer.train(local, train, positions, lr=OPTIMIZER.lr, budget=budget).result()
+        figures = trainer.train(
+            local, train, positions, lr=OPTIMIZER.lr, budget=budget, recompute=strategy.recompute
+        ).result()
         for name, value in figures.items():
             results[f"{step}/{name}"] = torch.tensor(value)
     scored, _ = model.infer(local, infer, strategy.micro_batch_tokens)
@@ -168,6 +176,7 @@ def run_rank(rank: int, world: int, store: str, out: str) -> None:
     torch.save(results, f"{out}-{rank}")
     dist.barrier()
     dist.destroy_process_group()
+    leave(0)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -74,6 +75,6 @@ def test_a_strategy_must_fill_its_mesh() -> None:
 
 def test_layout_text_round_trip() -> None:
     placement = Placement(Mesh(4, 4), Strategy(2, 2, 1, micro_batch_tokens=77, sequence_parallel=True))
-    for dtype in (None, "bfloat16", "float32"):
-        typed = replace(placement, strategy=replace(placement.strategy, dtype=dtype))
+    for dtype, again in product((None, "bfloat16", "float32"), (False, True)):
+        typed = replace(placement, strategy=replace(placement.strategy, dtype=dtype, recompute=again))
         assert Placement.parse(str(typed)) == typed

@@ -39,7 +39,7 @@ def test_plan_file_round_trip(tmp_path: Path) -> None:
         Cluster(2, 2),
         {
             "actor.generate": Placement(Mesh(0, 4), Strategy(2, 2, 1, micro_batch_tokens=100)),
-            "actor.train": Placement(Mesh(3, 1), Strategy(1)),
+            "actor.train": Placement(Mesh(3, 1), Strategy(1, recompute=True)),
         },
         offload=("actor",),
         offload_optimizer=("actor",),
@@ -107,6 +107,10 @@ def test_a_missing_plan_file_is_named() -> None:
             plan_of(actor__generate=place("0-3", 2, 2, sp=True), actor__train=place("0-3", 2, 2)),
             "actor.generate and actor.train share the parameters of actor, so sequence_parallel must be the same",
         ),
+        (
+            plan_of(actor__generate=Placement(Mesh(0, 4), Strategy(4, recompute=True))),
+            "actor.generate: recompute is for calls that train",
+        ),
         (replace(plan_of(), offload=("ref",)), "offload: ref is none of actor, reward"),
         (replace(plan_of(), offload_optimizer=("reward",)), "offload_optimizer: reward is none of actor"),
         (replace(plan_of(), keep=("critic",)), "keep: critic is none of actor, reward"),
@@ -151,6 +155,16 @@ def test_a_plan_file_for_another_cluster_is_refused(tmp_path: Path) -> None:
         make_plan(str(tmp_path / "p.yaml"), GRAPH, Cluster(1, 2), 50)
 
 
+EVALUATION = DataflowGraph(
+    [
+        GENERATE,
+        Call("actor.inference", "actor", Kind.INFERENCE, ("sequences",), work=("sequences",)),
+        Call("reward.score", "reward", Kind.INFERENCE, ("sequences",), ("score",), work=("sequences",)),
+    ],
+    KEYS,
+)
+
+
 def test_evaluation_runs_where_the_same_call_or_else_the_same_role_runs() -> None:
     plan = Plan(
         Cluster(1, 4),
@@ -160,10 +174,14 @@ def test_evaluation_runs_where_the_same_call_or_else_the_same_role_runs() -> Non
             "reward.inference": place("2-3", 2),
         },
     )
-    nll = Call("actor.inference", "actor", Kind.INFERENCE, ("sequences",), work=("sequences",))
-    score = Call("reward.score", "reward", Kind.INFERENCE, ("sequences",), ("score",), work=("sequences",))
-    eval_graph = DataflowGraph([GENERATE, nll, score], KEYS)
-    evaluation = plan.evaluation(eval_graph, GRAPH)
-    evaluation.check(eval_graph)
+    evaluation = plan.evaluation(EVALUATION, GRAPH)
+    evaluation.check(EVALUATION)
     meshes = {name: str(placement.mesh) for name, placement in evaluation.placements.items()}
     assert meshes == {"actor.generate": "0-1", "actor.inference": "2-3", "reward.score": "2-3"}
+
+
+def test_recomputation_is_for_calls_that_train_whatever_evaluates_in_their_place() -> None:
+    plan = make_plan("symmetric", GRAPH, Cluster(1, 2), 10, recompute=True)
+    assert {name for name, p in plan.placements.items() if p.strategy.recompute} == {"actor.train"}
+    evaluation = plan.evaluation(EVALUATION, GRAPH)
+    assert not any(p.strategy.recompute for p in evaluation.placements.values())

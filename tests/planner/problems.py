@@ -1,13 +1,15 @@
 """What the tests of the cost and memory models share."""
 
+from dataclasses import replace
+
 from realrl.algorithms.ppo.graph import train_graph
-from realrl.config.shape import ModelShape
+from realrl.config.shape import Head, ModelShape
 from realrl.config.shapes import SHAPES
 from realrl.dataflow.call import Call
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster import ClusterSpec
-from realrl.planner.cost import CallOptions
 from realrl.planner.workload import Workload
+from realrl.program.memory import Stored
 
 GRAPH = train_graph(minibatches=4)
 NODES = ClusterSpec.parse("a100-80g:4x8")
@@ -18,13 +20,22 @@ GROUPED = ModelShape(
 )
 """Nothing divides anything."""
 STEP = Workload(256, (128,), (384,), 384)
-OPTIONS = CallOptions()
 KINDS = ("actor.generate", "ref.inference", "actor.train")
 
 
 def call(name: str) -> Call:
     """A call of PPO."""
     return GRAPH.call(name)
+
+
+def stored(shape: ModelShape, head: Head = "lm", element_bytes: int = 2) -> Stored:
+    """A role's model."""
+    return Stored(shape, head, element_bytes, trained=True)
+
+
+def recomputing(placement: Placement) -> Placement:
+    """The same with recomputation."""
+    return replace(placement, strategy=replace(placement.strategy, recompute=True))
 
 
 def place(dp: int, tp: int = 1, pp: int = 1, *, tokens: int = 8192, sp: bool = False) -> Placement:

@@ -179,19 +179,18 @@ def strategy_table(
         for first in range(0, cluster.size - size + 1, step):
             for tp in (t for t in range(1, per + 1) if size % t == 0 and per % t == 0):
                 for pp in (p for p in range(1, size // tp + 1) if size // tp % p == 0):
-                    placement = Placement(Mesh(first, size), Strategy(size // tp // pp, tp, pp))
                     for recompute in (False, True) if call.kind is Kind.TRAIN else (False,):
+                        strategy = Strategy(size // tp // pp, tp, pp, recompute=recompute)
+                        placement = Placement(Mesh(first, size), strategy)
                         for offload in (False, True) if home else (False,):
-                            options.append(_option(call, parameters, placement, recompute, offload, trained))
+                            options.append(_option(call, parameters, placement, offload, trained))
     return options
 
 
-def _option(
-    call: Call, parameters: float, placement: Placement, recompute: bool, offload: bool, trained: bool
-) -> Option:
+def _option(call: Call, parameters: float, placement: Placement, offload: bool, trained: bool) -> Option:
     s = placement.strategy
     part = parameters / (s.tp * s.pp)
-    effort = {Kind.GENERATE: 1.0, Kind.INFERENCE: 1.0, Kind.TRAIN: 4.0 if recompute else 3.0}[call.kind]
+    effort = {Kind.GENERATE: 1.0, Kind.INFERENCE: 1.0, Kind.TRAIN: 4.0 if s.recompute else 3.0}[call.kind]
     seconds = effort * parameters / s.size * (1 + 0.15 * math.log2(s.tp)) * (1 + (s.pp - 1) / 8)
     if call.kind is Kind.GENERATE:
         seconds += 0.4 * part * (1 + 0.3 * s.pp)
@@ -199,7 +198,7 @@ def _option(
         seconds += 0.05 * part * (s.dp > 1)
     weights = 2 * part
     states = 4 * part + 12 * part / s.dp if trained else 0.0
-    working = (0.5 if recompute else 2.0) * parameters / (s.size * s.tp) + 0.3
+    working = (0.5 if s.recompute else 2.0) * parameters / (s.size * s.tp) + 0.3
     return Option(
         placement,
         seconds,
@@ -208,7 +207,6 @@ def _option(
         working,
         offload=offload,
         load_seconds=0.2 * weights,
-        recompute=recompute,
     )
 
 

@@ -5,9 +5,9 @@ import pytest
 from realrl.config.errors import UserError
 from realrl.plan.placement import Mesh, Placement
 from realrl.planner.cluster import ClusterSpec
-from realrl.planner.cost import CallCost, CallOptions, CostModel
+from realrl.planner.cost import CallCost, CostModel
 from realrl.planner.efficiency import Efficiency
-from tests.planner.problems import GROUPED, KINDS, LARGE, NODES, OPTIONS, SMALL, STEP, call, place
+from tests.planner.problems import GROUPED, KINDS, LARGE, NODES, SMALL, STEP, call, place, recomputing, stored
 
 MODEL = CostModel(NODES)
 IDEAL = Efficiency(
@@ -22,8 +22,10 @@ IDEAL = Efficiency(
 """Nothing costs time but products."""
 
 
-def cost(name: str, placement: Placement, *, shape=SMALL, step=STEP, model=MODEL, **options) -> CallCost:
-    return model.call(call(name), shape, "lm", placement, step, replace(OPTIONS, **options))
+def cost(
+    name: str, placement: Placement, *, shape=SMALL, step=STEP, model=MODEL, element_bytes=2
+) -> CallCost:
+    return model.call(call(name), stored(shape, "lm", element_bytes), placement, step)
 
 
 STRATEGIES = [
@@ -69,7 +71,8 @@ def test_arithmetic_is_that_of_the_parameters(name: str, times: int) -> None:
 def test_recomputation_is_one_more_forward_pass() -> None:
     model = CostModel(NODES, efficiency=IDEAL)
     plain, again = (
-        cost("actor.train", place(1), model=model, recompute=r).terms["compute"] for r in (False, True)
+        cost("actor.train", placement, model=model).terms["compute"]
+        for placement in (place(1), recomputing(place(1)))
     )
     forward = cost("ref.inference", place(1), model=model).terms["compute"]
     head = 2 * STEP.tokens * SMALL.vocab_size * SMALL.hidden_size / 312e12
@@ -113,7 +116,7 @@ def test_gradients_are_hidden_behind_long_backward_passes() -> None:
 
 def test_a_pipeline_of_four_waits_as_its_schedule_says() -> None:
     """1F1B with m micro-batches takes as long as m + 3 of the slowest stage, if all are equal."""
-    found = cost("actor.train", place(1, 1, 4), shape=SMALL, recompute=True)
+    found = cost("actor.train", recomputing(place(1, 1, 4)), shape=SMALL)
     busy = found.terms["compute"]
     assert found.terms["bubble"] / busy == pytest.approx(3 / 8, rel=0.1)
 
@@ -179,8 +182,3 @@ def test_exchanges_grow_with_what_is_exchanged() -> None:
     small, large = (MODEL.exchange(n, 512, near, far) for n in (64, 64000))
     assert 0 < small < large
     assert MODEL.exchange(64000, 512, near, near) < large
-
-
-def test_the_options_of_training_do_not_change_inference() -> None:
-    plain, again = (cost("ref.inference", place(8), **{"recompute": r}) for r in (False, True))
-    assert plain == again and CallOptions() == CallOptions(2, False)

@@ -8,10 +8,9 @@ from realrl.config.shapes import SHAPES
 from realrl.layout.layout import layout
 from realrl.plan.placement import Placement
 from realrl.planner.cluster import ClusterSpec
-from realrl.planner.cost import CallOptions
 from realrl.planner.memory import NOTHING, MemoryModel, MemoryNeed
 from realrl.planner.sizes import LocalSizes
-from tests.planner.problems import GROUPED, KINDS, LARGE, NODES, OPTIONS, SMALL, STEP, call, place
+from tests.planner.problems import GROUPED, KINDS, LARGE, NODES, SMALL, STEP, call, place, recomputing, stored
 
 MODEL = MemoryModel(NODES)
 GIB = 1 << 30
@@ -50,7 +49,7 @@ def test_parameters_are_those_that_a_layout_stores(
     shape: ModelShape, head: Head, placement: Placement
 ) -> None:
     whole = layout(shape, head, placement)
-    stored = [
+    elements = [
         max(
             sum(tensor.stored.numel for tensor in whole.tensors(placement.rank(dp=0, tp=t, pp=stage)))
             for t in range(placement.strategy.tp)
@@ -58,15 +57,15 @@ def test_parameters_are_those_that_a_layout_stores(
         for stage in range(placement.strategy.pp)
     ]
     assert (
-        list(LocalSizes(shape, head, placement.strategy.tp).stage_elements(placement.strategy.pp)) == stored
+        list(LocalSizes(shape, head, placement.strategy.tp).stage_elements(placement.strategy.pp)) == elements
     )
-    needs = MODEL.stages(call("ref.inference"), shape, head, placement, STEP, OPTIONS)
+    needs = MODEL.stages(call("ref.inference"), stored(shape, head), placement, STEP)
     dp = placement.strategy.dp
-    assert [need.static["parameters"] for need in needs] == [2 * -(-n // dp) * dp for n in stored]
+    assert [need.static["parameters"] for need in needs] == [2 * -(-n // dp) * dp for n in elements]
 
 
-def need(name: str, placement: Placement, *, shape=SMALL, step=STEP, **options) -> MemoryNeed:
-    return MODEL.call(call(name), shape, "lm", placement, step, replace(OPTIONS, **options))
+def need(name: str, placement: Placement, *, shape=SMALL, step=STEP, element_bytes=2) -> MemoryNeed:
+    return MODEL.call(call(name), stored(shape, "lm", element_bytes), placement, step)
 
 
 @pytest.mark.parametrize(("element_bytes", "per_parameter"), [(2, 2 + 4 + 16), (4, 4 + 4 + 12)])
@@ -74,7 +73,8 @@ def test_one_rank_that_trains_holds_everything(element_bytes: int, per_parameter
     found = need("actor.train", place(1), element_bytes=element_bytes)
     assert found.static_bytes == pytest.approx(per_parameter * TOTALS["llama-2-7b"], rel=1e-5)
     assert (
-        MODEL.state(SMALL, "lm", place(1), element_bytes) == found.static_bytes - found.static["parameters"]
+        MODEL.state(stored(SMALL, "lm", element_bytes), place(1))
+        == found.static_bytes - found.static["parameters"]
     )
 
 
@@ -88,7 +88,9 @@ def test_data_parallel_ranks_share_the_optimizer_but_not_the_gradients() -> None
     "placement", [place(8), place(4, 2), place(2, 2, 2), place(1, 1, 8), place(1, 8, sp=True)]
 )
 def test_recomputation_saves_memory(placement: Placement) -> None:
-    plain, again = (need("actor.train", placement, recompute=r).dynamic["activations"] for r in (False, True))
+    plain, again = (
+        need("actor.train", p).dynamic["activations"] for p in (placement, recomputing(placement))
+    )
     assert again < 0.4 * plain
 
 
@@ -99,7 +101,7 @@ def test_activations_of_training_are_of_the_published_order() -> None:
 
 
 def test_the_first_stage_keeps_most_micro_batches() -> None:
-    stages = MODEL.stages(call("actor.train"), LARGE, "lm", place(1, 8, 4), STEP, OPTIONS)
+    stages = MODEL.stages(call("actor.train"), stored(LARGE), place(1, 8, 4), STEP)
     activations = [stage.dynamic["activations"] for stage in stages]
     assert activations == sorted(activations, reverse=True)
     assert activations[0] == pytest.approx(4 * activations[3], rel=0.15)
@@ -135,11 +137,8 @@ def test_a_device_that_holds_two_roles_runs_one_at_a_time() -> None:
 
 
 def test_a_7b_model_trains_on_eight_devices_and_not_on_one() -> None:
-    options = CallOptions(recompute=True)
-    arguments = ("lm", STEP, options)
     for placement, fits in ((place(8), True), (place(1), False)):
-        head, step, chosen = arguments
-        found = MODEL.call(call("actor.train"), SMALL, head, placement, step, chosen).bytes
+        found = need("actor.train", recomputing(placement)).bytes
         assert (found <= MODEL.capacity(0)) == fits
 
 

@@ -3,7 +3,7 @@ import pytest
 from realrl.config.shapes import SHAPES
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cost import CostModel
-from tests.planner.problems import LARGE, NODES, SMALL
+from tests.planner.problems import LARGE, NODES, SMALL, stored
 
 MODEL = CostModel(NODES)
 
@@ -28,25 +28,27 @@ PAIRS = [
 @pytest.mark.parametrize("shape", [SMALL, LARGE, SHAPES["llama-3.2-1b"]], ids=["7b", "70b", "tied"])
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda p: p.layout)
 def test_the_bound_is_near_what_the_routes_take(shape, source: Placement, target: Placement) -> None:
-    bound = MODEL.reallocation(shape, "lm", source, target, 2)
-    exact = MODEL.exact_reallocation(shape, "lm", source, target, 2)
+    bound = MODEL.reallocation(stored(shape), source, target)
+    exact = MODEL.exact_reallocation(stored(shape), source, target)
     assert bound == pytest.approx(exact, rel=0.08, abs=1e-3)
 
 
 def test_equal_layouts_cost_nothing() -> None:
     same = Placement(Mesh(0, 8), Strategy(4, 2, micro_batch_tokens=5))
-    assert MODEL.reallocation(SMALL, "lm", at(0, 4, 2, 1), same, 2) == 0
+    assert MODEL.reallocation(stored(SMALL), at(0, 4, 2, 1), same) == 0
 
 
 def test_what_everybody_holds_already_costs_nothing() -> None:
-    assert MODEL.reallocation(SMALL, "lm", at(0, 32, 1, 1), at(0, 1, 8, 4), 2) == 0
+    assert MODEL.reallocation(stored(SMALL), at(0, 32, 1, 1), at(0, 1, 8, 4)) == 0
 
 
 def test_moves_by_whole_nodes_cost_the_same() -> None:
-    first = MODEL.reallocation(LARGE, "lm", at(0, 2, 4, 1), at(8, 1, 8, 2), 2)
-    assert MODEL.reallocation(LARGE, "lm", at(8, 2, 4, 1), at(16, 1, 8, 2), 2) == first
+    first = MODEL.reallocation(stored(LARGE), at(0, 2, 4, 1), at(8, 1, 8, 2))
+    assert MODEL.reallocation(stored(LARGE), at(8, 2, 4, 1), at(16, 1, 8, 2)) == first
 
 
 def test_wider_elements_take_longer() -> None:
-    narrow, wide = (MODEL.reallocation(LARGE, "lm", at(0, 1, 8, 1), at(8, 1, 8, 1), b) for b in (2, 4))
+    narrow, wide = (
+        MODEL.reallocation(stored(LARGE, "lm", b), at(0, 1, 8, 1), at(8, 1, 8, 1)) for b in (2, 4)
+    )
     assert wide == pytest.approx(2 * narrow, rel=0.01)

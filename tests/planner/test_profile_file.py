@@ -9,7 +9,7 @@ from realrl.planner.cluster import ClusterSpec
 from realrl.planner.cost import CostModel
 from realrl.planner.curves import Curve, Surface
 from realrl.planner.profile import CollectiveTime, LayerTimes, Measurement, Profile, ShapeKey
-from tests.planner.problems import OPTIONS, SMALL, STEP, call, place
+from tests.planner.problems import SMALL, STEP, call, place, stored
 
 MEASURED = [(256, 512, 1e-3), (256, 4096, 6e-3), (1024, 512, 2e-3), (1024, 4096, 9e-3)]
 
@@ -89,7 +89,7 @@ def test_newer_times_of_a_shape_replace_older_ones() -> None:
 
 
 def test_measurements_take_the_place_of_the_roofline_on_their_device() -> None:
-    arguments = (call("ref.inference"), SMALL, "lm", place(1, tokens=4096), STEP, OPTIONS)
+    arguments = (call("ref.inference"), stored(SMALL), place(1, tokens=4096), STEP)
     with_times = CostModel(ClusterSpec.parse("a100-80g:1x8"), profile()).call(*arguments)
     elsewhere = CostModel(ClusterSpec.parse("h100:1x8"), profile()).call(*arguments)
     without = CostModel(ClusterSpec.parse("h100:1x8")).call(*arguments)

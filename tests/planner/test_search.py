@@ -133,7 +133,7 @@ def test_roles_that_do_not_fit_together_are_listed_with_what_they_keep(seed: int
 def test_part_of_a_cluster_is_planned_with_meshes_inside_it() -> None:
     rng = random.Random(2)
     problem = next(p for p in iter(lambda: sampled_problem(rng), None) if p.cluster.nodes == 4)
-    for size in by_nodes(problem, [1, 2, 4], node_price_per_hour=36.0, effort=LITTLE):
+    for size in by_nodes(problem, [1, 2, 4], price_per_hour=lambda nodes: 36.0 * nodes, effort=LITTLE):
         if size.problem is not None and size.result is not None:
             plan = size.problem.plan(size.result.choice)
             last = max(p.mesh.first + p.mesh.size for p in plan.placements.values())

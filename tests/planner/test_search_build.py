@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from realrl.algorithms.ppo.graph import train_graph
+from realrl.config.model import HEADS
 from realrl.config.shapes import SHAPES
 from realrl.plan.presets import make_plan
 from realrl.planner.build import Choices, build_problem
@@ -14,31 +15,26 @@ from realrl.planner.cluster import ClusterSpec
 from realrl.planner.cost import CostModel
 from realrl.planner.memory import MemoryModel
 from realrl.planner.problem import Problem
+from realrl.planner.scenario import Scenario
 from realrl.planner.search.search import Effort, search
 from realrl.planner.timeline import Timeline
 from realrl.planner.workload import Workload
+from realrl.program.memory import Stored
 
 from .test_search import check_against_all_plans
 
 GRAPH = train_graph(minibatches=4)
-MODELS = dict.fromkeys(GRAPH.roles, SHAPES["llama-2-7b"])
-HEADS = {"actor": "lm", "ref": "lm", "critic": "scalar", "reward": "scalar"}
+SHAPE = SHAPES["llama-2-7b"]
+MODELS = dict.fromkeys(GRAPH.roles, SHAPE)
 PRESETS = ("heuristic", "symmetric")
 
 
 def problem(spec: ClusterSpec, **choices: object) -> Problem:
     plans = [make_plan(name, GRAPH, spec.cluster, 8192, MODELS) for name in PRESETS]
-    return build_problem(
-        GRAPH,
-        MODELS,
-        HEADS,
-        spec,
-        Workload(256, (512,), (512,), 512),
-        CostModel(spec),
-        MemoryModel(spec),
-        choices=Choices(**choices),
-        include=plans,
-    )
+    models = {role: Stored(SHAPE, HEADS[role], 2, GRAPH.trained(role)) for role in GRAPH.roles}
+    workload = Workload(256, (512,), (512,), 512)
+    scenario = Scenario(GRAPH, models, spec, workload, CostModel(spec), MemoryModel(spec))
+    return build_problem(scenario, choices=Choices(**choices), include=plans)
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from realrl.layout.routes import reallocate
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.runtime.agreement import ReallocationError
+from realrl.runtime.environment import leave
 from realrl.runtime.process import Process
 from realrl.runtime.reallocation import Reallocator
 
@@ -271,6 +272,7 @@ def run_rank(rank: int, directory: str) -> None:
         dist.barrier()
     torch.save(failures, f"{directory}/{rank}")
     dist.destroy_process_group()
+    leave(0)
 
 
 @pytest.fixture(scope="module")

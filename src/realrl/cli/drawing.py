@@ -38,8 +38,8 @@ def format_plan(plan: Plan, graph: DataflowGraph) -> str:
     for call in graph.order:
         placement, s = plan[call.name], plan[call.name].strategy
         row = [call.name, str(placement.mesh), *map(str, (s.dp, s.tp, s.pp, s.micro_batch_tokens))]
-        flags = [s.dtype or "", "sequence parallel" if s.sequence_parallel else ""]
-        rows.append([*row, " ".join(filter(None, flags))])
+        flags = {s.dtype or "": s.dtype, "sequence parallel": s.sequence_parallel, "recompute": s.recompute}
+        rows.append([*row, " ".join(name for name, given in flags.items() if given)])
     extra = [
         f"{key.replace('_', ' ')}: {', '.join(getattr(plan, key))}" for key in _EXTRAS if getattr(plan, key)
     ]

@@ -42,6 +42,9 @@ class _Run(Settings):
     micro_batch_tokens: PositiveInt = 8192
     """Most tokens in one forward pass (for generation: in the key/value cache at one time), where the plan
     does not say otherwise. A longer single sequence is passed alone."""
+    recompute: bool = False
+    """Whether presets train with recomputed activations: less memory for about a third more arithmetic. A plan
+    file, or a search, says it for each call."""
     data: DataConfig
     training: TrainingConfig = TrainingConfig()
     debug: DebugConfig = DebugConfig()

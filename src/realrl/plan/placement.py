@@ -67,6 +67,8 @@ class Strategy:
     """Whether tensor ranks also divide tokens between them where every one would do the same work."""
     dtype: Dtype | None = field(default=None, kw_only=True)
     """Type of the parameters; None for the role's own. Another one makes it another layout, with a copy."""
+    recompute: bool = field(default=False, kw_only=True)
+    """Whether training keeps only the inputs of layers, and computes the rest again in the backward pass."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "micro_batch_tokens"):
@@ -129,14 +131,17 @@ class Placement:
         return f"d{s.dp} t{s.tp} p{s.pp} @{self.mesh}{f' {s.dtype}' if s.dtype else ''}"
 
     def __str__(self) -> str:
-        """All of it in one line, for example `d2 t1 p1 @0-1 mb=8192`; sequence parallelism adds ` sp`."""
-        flag = " sp" if self.strategy.sequence_parallel else ""
-        return f"{self.layout} mb={self.strategy.micro_batch_tokens}{flag}"
+        """All of it in one line, for example `d2 t1 p1 @0-1 mb=8192`; sequence parallelism adds ` sp`,
+        recomputation ` rc`."""
+        s = self.strategy
+        flags = f"{' sp' if s.sequence_parallel else ''}{' rc' if s.recompute else ''}"
+        return f"{self.layout} mb={s.micro_batch_tokens}{flags}"
 
     @classmethod
     def parse(cls, text: str) -> "Placement":
         """Read the text form; UserError for anything else."""
-        match = re.fullmatch(r"d(\d+) t(\d+) p(\d+) @(\S+)( float32| bfloat16)? mb=(\d+)( sp)?", text.strip())
+        form = r"d(\d+) t(\d+) p(\d+) @(\S+)( float32| bfloat16)? mb=(\d+)( sp)?( rc)?"
+        match = re.fullmatch(form, text.strip())
         if match is None:
             raise UserError(f"placement {text!r} is not understood; write for example d2 t1 p1 @0-1 mb=8192")
         dp, tp, pp, tokens = (int(match[i]) for i in (1, 2, 3, 6))
@@ -147,5 +152,6 @@ class Placement:
             micro_batch_tokens=tokens,
             sequence_parallel=bool(match[7]),
             dtype=DTYPES[match[5].strip()] if match[5] else None,
+            recompute=bool(match[8]),
         )
         return cls(Mesh.parse(match[4]), strategy)

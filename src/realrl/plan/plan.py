@@ -1,7 +1,7 @@
 """A plan: a placement for every call of a dataflow graph, and its file."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ class _Entry(Settings):
     """Whether tensor ranks also divide tokens between them where every one would do the same work."""
     dtype: Dtype | None = None
     """Type of the parameters in a call that does not train; the role's own when not given."""
+    recompute: bool = False
+    """Whether training keeps only the inputs of layers, and computes the rest again in the backward pass."""
 
 
 class _File(Settings):
@@ -127,13 +129,25 @@ class Plan:
                     " sequence_parallel must be the same for both"
                 )
         for call in calls:
-            if call.kind is Kind.TRAIN and self[call.name].strategy.dtype is not None:
+            strategy = self[call.name].strategy
+            if call.kind is Kind.TRAIN and strategy.dtype is not None:
                 raise UserError(
                     f"plan: {call.name}: dtype is for calls that do not train; set models.{call.role}.dtype"
                 )
+            if call.kind is not Kind.TRAIN and strategy.recompute:
+                raise UserError(f"plan: {call.name}: recompute is for calls that train")
         training = [call.name for call in calls if call.kind is Kind.TRAIN]
         if len({self[name].layout for name in training}) > 1:
             raise UserError(f"plan: {' and '.join(training)} train one role, so they must have one layout")
+
+    def recomputing(self, graph: DataflowGraph) -> "Plan":
+        """The same, with recomputation in every call that trains."""
+        placements = dict(self.placements)
+        for call in graph.calls:
+            if call.kind is Kind.TRAIN:
+                place = self[call.name]
+                placements[call.name] = replace(place, strategy=replace(place.strategy, recompute=True))
+        return replace(self, placements=placements)
 
     def evaluation(self, eval_graph: DataflowGraph, graph: DataflowGraph) -> "Plan":
         """The plan of an evaluation whose roles are those of `graph`, the graph this plan is for.
@@ -147,7 +161,8 @@ class Plan:
                 graph.role_calls(call.role),
                 key=lambda c: (c.name != call.name, c.kind is not call.kind, c.kind is Kind.GENERATE),
             )
-            placements[call.name] = self[like.name]
+            place = self[like.name]
+            placements[call.name] = replace(place, strategy=replace(place.strategy, recompute=False))
         offloads = (
             tuple(role for role in chosen if role in eval_graph.roles)
             for chosen in (self.offload, self.offload_optimizer, self.keep)
@@ -165,6 +180,7 @@ class Plan:
                 "micro_batch_tokens": placement.strategy.micro_batch_tokens,
                 **({"sequence_parallel": True} if placement.strategy.sequence_parallel else {}),
                 **({"dtype": placement.strategy.dtype} if placement.strategy.dtype else {}),
+                **({"recompute": True} if placement.strategy.recompute else {}),
             }
             for name, placement in self.placements.items()
         }
@@ -201,5 +217,6 @@ def _placement(entry: _Entry, micro_batch_tokens: int) -> Placement:
         micro_batch_tokens=tokens,
         sequence_parallel=entry.sequence_parallel,
         dtype=entry.dtype,
+        recompute=entry.recompute,
     )
     return Placement(Mesh.parse(str(entry.mesh)), strategy)

@@ -108,14 +108,18 @@ def make_plan(
     cluster: Cluster,
     micro_batch_tokens: int,
     shapes: Shapes | None = None,
+    *,
+    recompute: bool = False,
 ) -> Plan:
     """The plan that a preset's name or a plan file stands for, checked against the graph and the models.
 
+    `recompute` says whether training calls of a preset compute activations again; a plan file says it itself.
     Raises UserError if it is neither, if the file is for another cluster, or if the plan does not fit.
     """
     shapes = shapes or {}
     if name_or_file in PRESETS:
         plan = PRESETS[name_or_file](graph, cluster, micro_batch_tokens, shapes)
+        plan = plan.recomputing(graph) if recompute else plan
     elif Path(name_or_file).suffix in (".yaml", ".yml"):
         plan = Plan.load(name_or_file, micro_batch_tokens)
         if plan.cluster != cluster:

@@ -2,23 +2,18 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from realrl.config.errors import UserError
-from realrl.config.shape import Head, ModelShape
 from realrl.dataflow.call import Call, Kind
-from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.tensors import model_tensors
 from realrl.plan.placement import Mesh, Placement
 from realrl.plan.plan import Plan
 from realrl.planner.candidates import meshes, strategies
-from realrl.planner.cluster import ClusterSpec
-from realrl.planner.cost import CallOptions, CostModel
-from realrl.planner.memory import MemoryModel
 from realrl.planner.problem import Option, Problem
+from realrl.planner.scenario import Scenario
 from realrl.planner.transfers import LinkTransfers
-from realrl.planner.workload import Workload
 
 _WORTH_OFFLOADING = 0.05
 """Part of a device's memory; what is less stays there."""
@@ -37,29 +32,19 @@ class Choices:
 
 
 def build_problem(
-    graph: DataflowGraph,
-    shapes: Mapping[str, ModelShape],
-    heads: Mapping[str, Head],
-    spec: ClusterSpec,
-    workload: Workload,
-    cost: CostModel,
-    memory: MemoryModel,
-    *,
-    element_bytes: int = 2,
-    choices: Choices | None = None,
-    include: Iterable[Plan] = (),
+    scenario: Scenario, *, choices: Choices | None = None, include: Iterable[Plan] = ()
 ) -> Problem:
-    """The problem of planning a step. `shapes` and `heads` are by role.
+    """The problem of planning a step.
 
     What the plans of `include` choose is among the options, even if it does not fit.
     """
-    builder = _Builder(
-        graph, shapes, heads, spec, workload, cost, memory, element_bytes, choices or Choices()
-    )
+    graph, spec, models = scenario.graph, scenario.spec, scenario.models
+    builder = _Builder(scenario, choices or Choices())
     plans = tuple(include)
     options = {call.name: builder.options(call, plans) for call in graph.calls}
     role_bytes = {
-        role: element_bytes * sum(math.prod(t.shape) for t in model_tensors(shapes[role], heads[role]))
+        role: models[role].element_bytes
+        * sum(math.prod(t.shape) for t in model_tensors(models[role].shape, models[role].head))
         for role in graph.roles
     }
     first_ranks = [n * spec.cluster.devices_per_node for n in range(spec.cluster.nodes)]
@@ -67,21 +52,14 @@ def build_problem(
         graph,
         spec.cluster,
         options,
-        LinkTransfers(spec.cluster, role_bytes, cost.links),
-        tuple(float(memory.capacity(rank)) for rank in first_ranks),
+        LinkTransfers(spec.cluster, role_bytes, scenario.cost.links),
+        tuple(float(scenario.memory.capacity(rank)) for rank in first_ranks),
     )
 
 
 @dataclass(frozen=True)
 class _Builder:
-    graph: DataflowGraph
-    shapes: Mapping[str, ModelShape]
-    heads: Mapping[str, Head]
-    spec: ClusterSpec
-    workload: Workload
-    cost: CostModel
-    memory: MemoryModel
-    element_bytes: int
+    scenario: Scenario
     choices: Choices
 
     def options(self, call: Call, plans: Iterable[Plan]) -> tuple[Option, ...]:
@@ -90,56 +68,52 @@ class _Builder:
         What they cost depends on the size and the devices of a mesh, so it is asked for once per such kind.
         """
         kinds: dict[tuple[int, int], list[Mesh]] = defaultdict(list)
-        for mesh in meshes(self.spec):
-            kinds[mesh.size, self.spec.group_index(mesh.first)].append(mesh)
+        spec = self.scenario.spec
+        for mesh in meshes(spec):
+            kinds[mesh.size, spec.group_index(mesh.first)].append(mesh)
         found = []
         for alike in kinds.values():
             for option in self._of_size(call, alike[0]):
                 strategy = option.placement.strategy
                 found += [replace(option, placement=Placement(mesh, strategy)) for mesh in alike]
-        for placement in (plan[call.name] for plan in plans):
-            for recompute in self._recompute(call):
-                option = self._option(call, placement, recompute=recompute)
-                found += self._variants(call, option, 0.0)
+        for plan in plans:
+            found += self._variants(call, self._option(call, plan[call.name]), 0.0)
         return tuple(dict.fromkeys(found))
 
-    def _recompute(self, call: Call) -> tuple[bool, ...]:
-        return self.choices.recompute if call.kind is Kind.TRAIN else (False,)
-
     def _of_size(self, call: Call, mesh: Mesh) -> list[Option]:
-        per_node = self.spec.groups[self.spec.group_index(mesh.first)].devices_per_node
-        shape = self.shapes[call.role]
+        spec, shape = self.scenario.spec, self.scenario.models[call.role].shape
+        per_node = spec.groups[spec.group_index(mesh.first)].devices_per_node
+        limit = self.scenario.memory.capacity(mesh.first)
+        recompute = self.choices.recompute if call.kind is Kind.TRAIN else (False,)
         tokens = self.choices.micro_batch_tokens
-        limit = self.memory.capacity(mesh.first)
         found = []
-        for strategy in strategies(mesh.size, per_node, shape.layers, shape.heads, tokens):
-            for recompute in self._recompute(call):
-                try:
-                    option = self._option(call, Placement(mesh, strategy), recompute=recompute)
-                except UserError:  # fewer sequences than data-parallel ranks
-                    continue
-                for variant in self._variants(call, option, limit):
-                    loaded = variant.weights_bytes * variant.offload
-                    if variant.resident_bytes + variant.working_bytes + loaded <= limit:
-                        found.append(variant)
+        for strategy in strategies(mesh.size, per_node, shape.layers, shape.heads, tokens, recompute):
+            try:
+                option = self._option(call, Placement(mesh, strategy))
+            except UserError:  # fewer sequences than data-parallel ranks
+                continue
+            for variant in self._variants(call, option, limit):
+                loaded = variant.weights_bytes * variant.offload
+                if variant.resident_bytes + variant.working_bytes + loaded <= limit:
+                    found.append(variant)
         return _worthwhile(found, self.choices.per_size)
 
-    def _option(self, call: Call, placement: Placement, *, recompute: bool) -> Option:
-        shape, head = self.shapes[call.role], self.heads[call.role]
-        how = CallOptions(self.element_bytes, recompute)
-        need = self.memory.call(call, shape, head, placement, self.workload, how)
+    def _option(self, call: Call, placement: Placement) -> Option:
+        scenario = self.scenario
+        arguments = (call, scenario.models[call.role], placement, scenario.workload)
+        need = scenario.memory.call(*arguments)
         return Option(
             placement,
-            self.cost.call(call, shape, head, placement, self.workload, how).seconds,
+            scenario.cost.call(*arguments).seconds,
             weights_bytes=need.static["parameters"],
             resident_bytes=need.static_bytes,
             working_bytes=need.dynamic_bytes,
-            recompute=recompute,
         )
 
     def _variants(self, call: Call, option: Option, limit: float) -> list[Option]:
         """The option, and what offloading makes of it."""
-        home = max(self.graph.role_calls(call.role), key=lambda c: c.kind is Kind.TRAIN)
+        graph, cost = self.scenario.graph, self.scenario.cost
+        home = max(graph.role_calls(call.role), key=lambda c: c.kind is Kind.TRAIN)
         found = [option]
         if home != call or not self.choices.offload:
             return found
@@ -149,14 +123,14 @@ class _Builder:
             found.append(
                 replace(
                     option,
-                    seconds=option.seconds + 2 * self.cost.offload(state, rank),
+                    seconds=option.seconds + 2 * cost.offload(state, rank),
                     resident_bytes=option.weights_bytes,
                     working_bytes=option.working_bytes + state,
                     offload_optimizer=True,
                 )
             )
         if option.weights_bytes > _WORTH_OFFLOADING * limit:
-            load = 2 * self.cost.offload(option.weights_bytes, rank)
+            load = 2 * cost.offload(option.weights_bytes, rank)
             found += [
                 replace(o, resident_bytes=o.resident_bytes - o.weights_bytes, offload=True, load_seconds=load)
                 for o in tuple(found)

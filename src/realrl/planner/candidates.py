@@ -1,6 +1,7 @@
 """The meshes and strategies that are worth considering for a call."""
 
 from collections.abc import Iterator
+from itertools import product
 
 from realrl.plan.placement import Mesh, Strategy
 from realrl.planner.cluster import ClusterSpec
@@ -30,15 +31,27 @@ def meshes(spec: ClusterSpec) -> list[Mesh]:
 
 
 def strategies(
-    size: int, devices_per_node: int, layers: int, heads: int, micro_batch_tokens: tuple[int, ...]
+    size: int,
+    devices_per_node: int,
+    layers: int,
+    heads: int,
+    micro_batch_tokens: tuple[int, ...],
+    recompute: tuple[bool, ...] = (False,),
 ) -> Iterator[Strategy]:
     """Strategies that fill `size` devices: tensor parallelism inside a node, in parts that divide it."""
     for tp in (t for t in range(1, min(devices_per_node, size, heads) + 1) if devices_per_node % t == 0):
         if size % tp:
             continue
         for pp in (p for p in range(1, min(layers, size // tp) + 1) if size // tp % p == 0):
-            for tokens in micro_batch_tokens:
-                yield Strategy(size // tp // pp, tp, pp, micro_batch_tokens=tokens, sequence_parallel=tp > 1)
+            for tokens, again in product(micro_batch_tokens, recompute):
+                yield Strategy(
+                    size // tp // pp,
+                    tp,
+                    pp,
+                    micro_batch_tokens=tokens,
+                    sequence_parallel=tp > 1,
+                    recompute=again,
+                )
 
 
 def _group_start(spec: ClusterSpec, mesh: Mesh) -> int:

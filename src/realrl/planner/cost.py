@@ -20,16 +20,7 @@ from realrl.planner.profile import Profile
 from realrl.planner.sizes import LocalSizes
 from realrl.planner.timing import Timing
 from realrl.planner.workload import Workload
-
-
-@dataclass(frozen=True)
-class CallOptions:
-    """How a call is computed, besides its placement."""
-
-    element_bytes: int = 2
-    """Width of a parameter and of an activation: 2 for bfloat16, 4 for float32."""
-    recompute: bool = False
-    """Whether training keeps only the inputs of layers and computes the rest again in the backward pass."""
+from realrl.program.memory import Stored
 
 
 @dataclass(frozen=True)
@@ -66,45 +57,35 @@ class CostModel:
         self._sizes: dict[tuple[ModelShape, Head, int], LocalSizes] = {}
         self._moves: dict[tuple[ModelShape, Head], Moves] = {}
 
-    def call(
-        self,
-        call: Call,
-        shape: ModelShape,
-        head: Head,
-        placement: Placement,
-        workload: Workload,
-        options: CallOptions,
-    ) -> CallCost:
+    def call(self, call: Call, model: Stored, placement: Placement, workload: Workload) -> CallCost:
         """Time of one execution of a call in a step, all mini-batches and epochs included.
 
         UserError where there are fewer sequences than data-parallel ranks.
         """
         group = self.spec.group_index(placement.mesh.first)
-        key = (call, shape, head, placement.strategy, group, workload, options)
+        key = (call, model, placement.strategy, group, workload)
         if key not in self._calls:
-            setting = self._setting(call, shape, head, placement, workload, options)
+            setting = self._setting(call, model, placement, workload)
             method = {Kind.TRAIN: training, Kind.INFERENCE: inference, Kind.GENERATE: generation}[call.kind]
             self._calls[key] = CallCost(method(setting))
         return self._calls[key]
 
-    def reallocation(
-        self, shape: ModelShape, head: Head, source: Placement, target: Placement, element_bytes: int
-    ) -> float:
+    def reallocation(self, model: Stored, source: Placement, target: Placement) -> float:
         """Seconds of turning one layout into another: what the busiest port must at least carry.
 
         A tenth of a millisecond; over random pairs within 1 % of `exact_reallocation`, and within 3 % where the
-        whole takes only some tens of milliseconds.
+        whole takes only some tens of milliseconds. Values travel in the narrower of the two types.
         """
-        if (shape, head) not in self._moves:
-            self._moves[shape, head] = Moves(self.spec, self.links, shape, head)
-        return self._moves[shape, head].seconds(source, target, element_bytes)
+        key = (model.shape, model.head)
+        if key not in self._moves:
+            self._moves[key] = Moves(self.spec, self.links, *key)
+        return self._moves[key].seconds(source, target, _narrower(model, source, target))
 
-    def exact_reallocation(
-        self, shape: ModelShape, head: Head, source: Placement, target: Placement, element_bytes: int
-    ) -> float:
+    def exact_reallocation(self, model: Stored, source: Placement, target: Placement) -> float:
         """The same from the very routes that workers use; takes 1 to 100 milliseconds."""
-        before, after = layout(shape, head, source), layout(shape, head, target)
-        return reallocate(before, after, self.spec.cluster, self.links).seconds(self.links, element_bytes)
+        before, after = (layout(model.shape, model.head, place) for place in (source, target))
+        routes = reallocate(before, after, self.spec.cluster, self.links)
+        return routes.seconds(self.links, _narrower(model, source, target))
 
     def exchange(self, sequences: int, numbers: float, source: Placement, target: Placement) -> float:
         """Seconds of bringing `numbers` values of 8 bytes per sequence between the ranks of two calls.
@@ -133,24 +114,20 @@ class CostModel:
             min(group.node_bytes_per_s for group in self.spec.groups) * fraction,
         )
 
-    def _setting(
-        self,
-        call: Call,
-        shape: ModelShape,
-        head: Head,
-        placement: Placement,
-        workload: Workload,
-        options: CallOptions,
-    ) -> Setting:
+    def _setting(self, call: Call, model: Stored, placement: Placement, workload: Workload) -> Setting:
         group, strategy = self.spec.group(placement.mesh), placement.strategy
-        sizes = self._sizes.setdefault((shape, head, strategy.tp), LocalSizes(shape, head, strategy.tp))
+        key = (model.shape, model.head, strategy.tp)
+        sizes = self._sizes.setdefault(key, LocalSizes(*key))
         profile = self.profile if self.profile and self.profile.device == group.device.name else None
-        timing = Timing(
-            group.device, self.efficiency, sizes, options.element_bytes, strategy.sequence_parallel, profile
-        )
+        width = model.width(strategy)
+        timing = Timing(group.device, self.efficiency, sizes, width, strategy.sequence_parallel, profile)
         network = Network.of(group, placement, self.efficiency, profile)
-        return Setting(timing, network, strategy, workload.work(call), options.recompute)
+        return Setting(timing, network, strategy, workload.work(call))
 
     def _apart(self, source: Placement, target: Placement) -> bool:
         """Whether what two calls exchange passes between nodes."""
         return len({self.spec.node(rank) for rank in (*source.ranks, *target.ranks)}) > 1
+
+
+def _narrower(model: Stored, source: Placement, target: Placement) -> int:
+    return min(model.width(source.strategy), model.width(target.strategy))

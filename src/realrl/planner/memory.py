@@ -11,10 +11,10 @@ from realrl.plan.placement import Placement
 from realrl.planner.activations import Activations
 from realrl.planner.batching import generation_chunks, pass_chunks
 from realrl.planner.cluster import ClusterSpec
-from realrl.planner.cost import CallOptions
 from realrl.planner.efficiency import Efficiency
 from realrl.planner.sizes import LocalSizes, buckets
 from realrl.planner.workload import CallWork, Workload
+from realrl.program.memory import Stored
 
 _FLOAT32 = 4
 _GIB = 1 << 30
@@ -80,26 +80,20 @@ class MemoryModel:
         kind = self.spec.device(rank)
         return kind.memory_bytes - MESSAGE_BUFFERS * CHUNK_BYTES - (0 if kind.cpu else DRIVER_BYTES)
 
-    def parameters(self, shape: ModelShape, head: Head, placement: Placement, element_bytes: int) -> int:
+    def parameters(self, model: Stored, placement: Placement) -> int:
         """Bytes of a copy of the parameters on the fullest device of a placement."""
-        return element_bytes * max(self._stored(shape, head, placement))
+        return model.width(placement.strategy) * max(self._elements(model, placement))
 
-    def state(self, shape: ModelShape, head: Head, placement: Placement, element_bytes: int) -> int:
+    def state(self, model: Stored, placement: Placement) -> int:
         """Bytes of gradients and optimizer on the fullest device of a placement; what offloading the optimizer
         frees."""
         return max(
-            sum(_state(elements, placement.strategy.dp, element_bytes).values())
-            for elements in self._stored(shape, head, placement)
+            sum(_state(elements, placement.strategy.dp, model.element_bytes).values())
+            for elements in self._elements(model, placement)
         )
 
     def stages(
-        self,
-        call: Call,
-        shape: ModelShape,
-        head: Head,
-        placement: Placement,
-        workload: Workload,
-        options: CallOptions,
+        self, call: Call, model: Stored, placement: Placement, workload: Workload
     ) -> tuple[MemoryNeed, ...]:
         """Need of a device of each pipeline stage while it holds the call's role and runs the call; static
         includes gradients and optimizer for a train call only.
@@ -107,37 +101,26 @@ class MemoryModel:
         UserError where there are fewer sequences than data-parallel ranks.
         """
         cpu = self.spec.device(placement.mesh.first).cpu
-        key = (call, shape, head, placement.strategy, cpu, workload, options)
+        key = (call, model, placement.strategy, cpu, workload)
         if key not in self._needs:
-            work = workload.work(call)
-            sizes = self._local(shape, head, placement)
-            activations = Activations(sizes, placement.strategy, options.element_bytes, cpu)
+            strategy, width = placement.strategy, model.width(placement.strategy)
+            activations = Activations(self._local(model, placement), strategy, width, cpu)
             needs = []
-            for stage, elements in enumerate(self._stored(shape, head, placement)):
-                static = {"parameters": elements * options.element_bytes}
+            for stage, elements in enumerate(self._elements(model, placement)):
+                static = {"parameters": elements * width}
                 if call.kind is Kind.TRAIN:
-                    static |= _state(elements, placement.strategy.dp, options.element_bytes)
-                dynamic = self._dynamic(call.kind, activations, work, options, stage)
+                    static |= _state(elements, strategy.dp, width)
+                dynamic = self._dynamic(call.kind, activations, workload.work(call), stage)
                 holes = int(FRAGMENTATION * (sum(dynamic.values()) - dynamic.get("cache", 0)))
                 needs.append(MemoryNeed(static, dynamic | {"fragmentation": holes}))
             self._needs[key] = tuple(needs)
         return self._needs[key]
 
-    def call(
-        self,
-        call: Call,
-        shape: ModelShape,
-        head: Head,
-        placement: Placement,
-        workload: Workload,
-        options: CallOptions,
-    ) -> MemoryNeed:
+    def call(self, call: Call, model: Stored, placement: Placement, workload: Workload) -> MemoryNeed:
         """The largest of `stages`."""
-        return max(self.stages(call, shape, head, placement, workload, options), key=lambda need: need.bytes)
+        return max(self.stages(call, model, placement, workload), key=lambda need: need.bytes)
 
-    def _dynamic(
-        self, kind: Kind, activations: Activations, work: CallWork, options: CallOptions, stage: int
-    ) -> dict[str, int]:
+    def _dynamic(self, kind: Kind, activations: Activations, work: CallWork, stage: int) -> dict[str, int]:
         strategy = activations.strategy
         layers = len(stage_layers(activations.sizes.shape.layers, strategy.pp)[stage])
         last = stage == strategy.pp - 1
@@ -161,18 +144,18 @@ class MemoryModel:
             }
         flying = min(chunks.count, strategy.pp - stage)
         return {
-            "activations": activations.saved(tokens, layers, flying, recompute=options.recompute),
+            "activations": activations.saved(tokens, layers, flying, recompute=strategy.recompute),
             "logits": activations.learnt(tokens) if last else 0,
         }
 
-    def _stored(self, shape: ModelShape, head: Head, placement: Placement) -> list[int]:
+    def _elements(self, model: Stored, placement: Placement) -> list[int]:
         """Elements that each stage stores, padded so that data-parallel ranks can share out each bucket."""
-        stages = self._local(shape, head, placement).stage_elements(placement.strategy.pp)
+        stages = self._local(model, placement).stage_elements(placement.strategy.pp)
         multiples = [placement.strategy.dp * buckets(elements) for elements in stages]
         return [-(-n // multiple) * multiple for n, multiple in zip(stages, multiples, strict=True)]
 
-    def _local(self, shape: ModelShape, head: Head, placement: Placement) -> LocalSizes:
-        key = (shape, head, placement.strategy.tp)
+    def _local(self, model: Stored, placement: Placement) -> LocalSizes:
+        key = (model.shape, model.head, placement.strategy.tp)
         return self._sizes.setdefault(key, LocalSizes(*key))
 
 

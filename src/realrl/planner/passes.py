@@ -20,7 +20,6 @@ class Setting:
     network: Network
     strategy: Strategy
     work: CallWork
-    recompute: bool = False
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -54,7 +53,7 @@ def training(setting: Setting) -> Mapping[str, float]:
     forward = timing.forward(chunks.tokens, chunks.squares)
     backward = timing.backward(chunks.tokens, chunks.squares)
     exchanges = setting.exchanges(chunks.tokens)
-    rounds = 3 if setting.recompute else 2
+    rounds = 3 if setting.strategy.recompute else 2
     device = backward.device + forward.device * (rounds - 1)
     host = backward.host + forward.host * (rounds - 1)
     layer = Part(device, host + rounds * exchanges.host)

@@ -31,8 +31,6 @@ class Option:
     """The same for gradients and optimizer."""
     load_seconds: float = 0.0
     """Time to bring parameters that wait in host memory here and back again."""
-    recompute: bool = False
-    """Whether activations are computed again in the backward pass."""
 
     def bytes_alone(self, *, is_home: bool) -> float:
         """What a device needs at least while the call runs; `is_home`: whether its role lives here."""
@@ -100,20 +98,23 @@ class Problem:
         return {call.name: self.options[call.name][choice[call.name]] for call in self.graph.calls}
 
     def choice(self, plan: Plan) -> Choice | None:
-        """The choice that a plan stands for: of the options that are placed and offloaded as it says, the
-        fastest that fits by itself. None if a call has no such option."""
+        """The choice that a plan stands for; None if a call has no such option, or the plan keeps copies, which
+        options do not."""
+        if plan.keep:
+            return None
         found = {}
         for call in self.graph.calls:
             home = self.home(call.role) == call
             flags = (home and call.role in plan.offload, home and call.role in plan.offload_optimizer)
-            alike = [
-                (option.bytes_alone(is_home=home) > self.limit(option.placement), option.seconds, number)
+            alike = (
+                number
                 for number, option in enumerate(self.options[call.name])
                 if option.placement == plan[call.name] and (option.offload, option.offload_optimizer) == flags
-            ]
-            if not alike:
+            )
+            number = next(alike, None)
+            if number is None:
                 return None
-            found[call.name] = min(alike)[-1]
+            found[call.name] = number
         return found
 
     def restricted(self, nodes: int) -> "Problem | None":

@@ -14,7 +14,7 @@ from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.layout import Layout, layout
 from realrl.layout.tensors import bucket_count
-from realrl.plan.placement import ELEMENT_BYTES, Placement
+from realrl.plan.placement import ELEMENT_BYTES, Placement, Strategy
 from realrl.program.instructions import Instruction, Load, Offload, Program, Reallocate, Release, Run, What
 
 _FLOAT32 = 4
@@ -28,6 +28,10 @@ class Stored:
     head: Head
     element_bytes: int
     trained: bool
+
+    def width(self, strategy: Strategy) -> int:
+        """Bytes of a parameter, and of an activation, under a strategy."""
+        return self.element_bytes if strategy.dtype is None else ELEMENT_BYTES[strategy.dtype]
 
 
 @dataclass(frozen=True)
@@ -149,8 +153,7 @@ class Memory:
         if stored is None or rank not in placement.ranks or (what == "optimizer" and not stored.trained):
             return {}
         dp, number = placement.strategy.dp, self._parameters(role, placement, rank)
-        own_type = placement.strategy.dtype
-        size = number * (stored.element_bytes if own_type is None else ELEMENT_BYTES[own_type])
+        size = number * stored.width(placement.strategy)
         if what == "optimizer":
             # Gradients whole; of its shard gradient, two moments, and the master copy of a lower precision.
             parts = 3 + (stored.element_bytes < _FLOAT32)

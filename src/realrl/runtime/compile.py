@@ -90,7 +90,14 @@ def compile_recipe(experiment: Experiment, cluster: Cluster) -> Compiled:
         if (shape := known_shape(config)) is not None
     }
     shapes = {role: of.shape for role, of in stored.items()}
-    plan = make_plan(experiment.plan, graph, cluster, experiment.micro_batch_tokens, shapes)
+    plan = make_plan(
+        experiment.plan,
+        graph,
+        cluster,
+        experiment.micro_batch_tokens,
+        shapes,
+        recompute=experiment.recompute,
+    )
     homes = home_placements(graph, plan)
     kept = kept_copies(graph, plan, homes)
     _check_batch(experiment, graph, plan)

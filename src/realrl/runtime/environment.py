@@ -1,6 +1,8 @@
 """What a launcher tells its processes through environment variables."""
 
 import os
+import sys
+from typing import NoReturn
 
 STORE_VARIABLE = "REALRL_STORE"
 """The file through which processes of the local launcher find each other."""
