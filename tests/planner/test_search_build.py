@@ -8,9 +8,10 @@ import pytest
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.config.model import HEADS
 from realrl.config.shapes import SHAPES
+from realrl.dataflow.call import Kind
 from realrl.plan.presets import make_plan
 from realrl.planner.build import Choices, build_problem
-from realrl.planner.candidates import meshes
+from realrl.planner.candidates import meshes, micro_batches
 from realrl.planner.cluster import ClusterSpec
 from realrl.planner.cost import CostModel
 from realrl.planner.memory import MemoryModel
@@ -86,3 +87,16 @@ def test_candidate_meshes_are_meshes_of_the_cluster_in_one_kind_of_nodes(text: s
         spec.group(mesh)
     assert len(found) == len(set(found))
     assert max(mesh.size for mesh in found) == max(group.size for group in spec.groups)
+
+
+@pytest.mark.parametrize("items", [1, 64, 4096])
+@pytest.mark.parametrize("name", ["actor.generate", "ref.inference", "actor.train"])
+def test_micro_batches_reach_from_a_sequence_to_all_there_is(name: str, items: int) -> None:
+    call, step = GRAPH.call(name), Workload(4 * items, (100, 300), (50,), 80)
+    work = step.work(call)
+    sizes = micro_batches(call.kind, work)
+    whole = work.sequences // work.minibatches * (max(work.lengths) + work.room)
+    assert list(sizes) == sorted(set(sizes)) and max(work.lengths) <= sizes[0]
+    assert sizes[-1] <= whole and (
+        sizes[-1] == whole or (call.kind is not Kind.GENERATE and sizes[-1] >= 8192)
+    )

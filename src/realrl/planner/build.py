@@ -10,7 +10,7 @@ from realrl.dataflow.call import Call, Kind
 from realrl.layout.tensors import model_tensors
 from realrl.plan.placement import Mesh, Placement
 from realrl.plan.plan import Plan
-from realrl.planner.candidates import meshes, strategies
+from realrl.planner.candidates import meshes, micro_batches, strategies
 from realrl.planner.problem import Option, Problem
 from realrl.planner.scenario import Scenario
 from realrl.planner.transfers import LinkTransfers
@@ -23,7 +23,8 @@ _WORTH_OFFLOADING = 0.05
 class Choices:
     """What a search may vary, besides meshes and degrees."""
 
-    micro_batch_tokens: tuple[int, ...] = (4096, 8192, 16384)
+    micro_batch_tokens: tuple[int, ...] | None = None
+    """None for what `candidates.micro_batches` finds sensible for each call."""
     recompute: tuple[bool, ...] = (False, True)
     offload: bool = True
     per_size: int = 8
@@ -85,18 +86,19 @@ class _Builder:
         per_node = spec.groups[spec.group_index(mesh.first)].devices_per_node
         limit = self.scenario.memory.capacity(mesh.first)
         recompute = self.choices.recompute if call.kind is Kind.TRAIN else (False,)
-        tokens = self.choices.micro_batch_tokens
+        work = self.scenario.workload.work(call)
+        tokens = self.choices.micro_batch_tokens or micro_batches(call.kind, work)
         found = []
         for strategy in strategies(mesh.size, per_node, shape.layers, shape.heads, tokens, recompute):
             try:
                 option = self._option(call, Placement(mesh, strategy))
             except UserError:  # fewer sequences than data-parallel ranks
                 continue
-            for variant in self._variants(call, option, limit):
-                loaded = variant.weights_bytes * variant.offload
-                if variant.resident_bytes + variant.working_bytes + loaded <= limit:
-                    found.append(variant)
-        return _worthwhile(found, self.choices.per_size)
+            found += self._variants(call, option, limit)
+        fitting = [option for option in found if option.bytes_alone(is_home=True) <= limit]
+        # Where nothing fits, what comes nearest says by how much.
+        nearest = sorted(found, key=lambda option: option.bytes_alone(is_home=True))[:1]
+        return _worthwhile(fitting, self.choices.per_size) if fitting else nearest
 
     def _option(self, call: Call, placement: Placement) -> Option:
         scenario = self.scenario

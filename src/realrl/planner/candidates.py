@@ -3,11 +3,15 @@
 from collections.abc import Iterator
 from itertools import product
 
+from realrl.dataflow.call import Kind
 from realrl.plan.placement import Mesh, Strategy
 from realrl.planner.cluster import ClusterSpec
+from realrl.planner.workload import CallWork
 
 _FEW_NODES = 16
 """Up to so many, every run of nodes is a candidate."""
+_SMALLEST_BATCH, _LARGEST_PASS = 4096, 16384
+"""Tokens of the micro-batches that are tried where there are so many."""
 _SMALLEST = 128
 """Meshes with a smaller part of the cluster's devices than one in so many are left out."""
 
@@ -52,6 +56,22 @@ def strategies(
                     sequence_parallel=tp > 1,
                     recompute=again,
                 )
+
+
+def micro_batches(kind: Kind, work: CallWork) -> tuple[int, ...]:
+    """Most tokens of a micro-batch: sizes that keep a device busy, up to the whole of what is done at once.
+
+    Of generation, where they count what the key/value cache has room for, and each token of a larger one costs
+    less, up to all sequences.
+    """
+    sequences = -(-work.sequences // work.minibatches)
+    longest = max(work.lengths) + work.room
+    whole = sequences * longest
+    sizes = [max(longest, min(_SMALLEST_BATCH, whole // 4))]
+    most, step = (whole, 4) if kind is Kind.GENERATE else (min(whole, _LARGEST_PASS), 2)
+    while sizes[-1] < most:
+        sizes.append(min(most, sizes[-1] * step))
+    return tuple(sizes)
 
 
 def _group_start(spec: ClusterSpec, mesh: Mesh) -> int:
