@@ -4,7 +4,7 @@ PIP_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: demo test lint format venv gpu-check bench clean
+.PHONY: demo plan-demo test lint format venv gpu-check bench clean
 
 demo: $(STAMP)  ## RLHF on real human ratings, end to end
 	$(BIN)/python demo/prepare.py
@@ -13,6 +13,11 @@ demo: $(STAMP)  ## RLHF on real human ratings, end to end
 	$(BIN)/realrl train recipes/demo/reward.yaml
 	$(BIN)/realrl train recipes/demo/ppo.yaml
 	$(BIN)/realrl report runs/demo/sft runs/demo/reward runs/demo/ppo --out runs/demo
+
+plan-demo: $(STAMP)  ## plans PPO for 70B and 8B models on 128 H100: tables, plan file, page and timeline
+	mkdir -p runs/plan-demo
+	$(BIN)/realrl plan recipes/reference/ppo-70b.yaml --cluster h100:16x8 --out runs/plan-demo/plan.yaml \
+		--html runs/plan-demo/plan.html --trace runs/plan-demo/trace.json
 
 test: lint  ## what CI runs
 	$(BIN)/python -m pytest
@@ -47,4 +52,4 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) runs/demo data/demo
+	rm -rf $(VENV) runs/demo runs/plan-demo data/demo

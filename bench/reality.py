@@ -117,7 +117,9 @@ class World:
         texts = [" ".join(words[(i * 7 + k * k * 3) % len(words)] for k in range(60)) for i in range(400)]
         train_bpe(texts, VOCABULARY).save_pretrained(str(root / "tokenizer"))
         with (root / "prompts.jsonl").open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps({"prompt": text[:200]}) + "\n" for text in texts)
+            # Nearly every word is a token.
+            prompts = (" ".join(text.split()[: PROMPT - 8 + i % 8]) for i, text in enumerate(texts))
+            file.writelines(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
 
     def recipe(self, size: str) -> Path:
         """A PPO recipe for models of one size."""

@@ -20,11 +20,11 @@ from transformers import (
 from realrl.checkpoint import huggingface
 from realrl.checkpoint.directory import known_shape
 from realrl.config.errors import UserError
+from realrl.config.llama import shape_to_hf
 from realrl.config.model import ModelConfig
 from realrl.config.shape import Head, ModelShape
 from realrl.engine.flat import FlatBuffer
 from realrl.layout.tensors import model_tensors
-from realrl.model.llama import shape_to_hf
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 4}
 

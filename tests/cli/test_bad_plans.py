@@ -53,7 +53,12 @@ CASES: dict[str, tuple[Changes, str, str]] = {
         "keep: [critc]",
         "plan: keep: critc is none of actor, reward, ref, critic",
     ),
-    "does not fit in memory": ({}, "offload: [ref]", "plan: device 0 has to hold"),
+    "does not fit in memory": ({}, "offload: [ref]", "plan DIR/plan.yaml: device 0 needs"),
+    "no memory at all": (
+        {},
+        "offload: [ref]",
+        "device_memory: 100 KiB are less than what drivers and the buffers of messages take",
+    ),
     "another cluster": ({}, "cluster: 1x8", "plan file DIR/plan.yaml is for cluster 1x8; this run has 1x4"),
 }
 
@@ -77,7 +82,8 @@ def test_a_bad_plan_is_one_sentence_before_any_process_starts(
     lines = [f"  {name}: {{{entry}}}" for name, entry in calls.items()]
     cluster = [] if extra.startswith("cluster") else ["cluster: 1x4"]
     (tmp_path / "plan.yaml").write_text("\n".join([*cluster, "calls:", *lines, extra]))
-    memory = {"device_memory": "100KiB"} if "memory" in case else {}
+    sizes = {"does not fit in memory": "98MiB", "no memory at all": "100KiB"}
+    memory = {"device_memory": sizes[case]} if case in sizes else {}
     recipe = world.recipe("ppo", tmp_path, cluster="1x4", plan=str(tmp_path / "plan.yaml"), **memory)
     assert run_app([command, str(recipe)]) == 2
     captured = capsys.readouterr()

@@ -1,4 +1,7 @@
-"""Sizes of models by name, and of memory with a unit."""
+"""Sizes of models by name or from a `config.json`, and of memory with a unit."""
+
+import json
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +32,58 @@ def test_an_unknown_model_is_a_sentence(name: str, words: str) -> None:
     ) as caught:
         parse_experiment({**SETTINGS, "models": {"actor": {"shape": name}}})
     assert words in str(caught.value)
+
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500.0,
+}
+
+
+@pytest.mark.parametrize("name", ["config.json", ".", "other-name"])
+def test_a_shape_may_be_a_config_file_or_a_directory_with_one(name: str, tmp_path: Path) -> None:
+    (tmp_path / (name if name != "." else "config.json")).write_text(json.dumps(LLAMA))
+    experiment = parse_experiment({**SETTINGS, "models": {"actor": {"shape": str(tmp_path / name)}}})
+    assert isinstance(experiment, SFTExperiment)
+    shape = experiment.models.actor.shape
+    assert shape is not None and (shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (2, 4, 2, 8)
+    assert shape.rope_theta == 500.0
+    # What a run writes down does not depend on the file.
+    assert parse_experiment(parse_yaml(dump_experiment(experiment), "dump")) == experiment
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (
+            "config.json",
+            None,
+            "config.json: no such file; give a config.json, a directory that holds one, or",
+        ),
+        ("gone/", None, "gone/: no such file; give a config.json"),
+        (".", None, "config.json: no such file"),
+        ("config.json", "{", "config.json: not valid JSON"),
+        ("config.json", "[1]", "config.json: a JSON object is expected"),
+        ("config.json", '{"model_type": "bert"}', "model_type 'bert' is not supported; supported is: llama"),
+        (".", '{"model_type": "llama"}', "config.json: vocab_size is missing"),
+    ],
+)
+def test_a_config_file_that_is_of_no_use_is_a_sentence(
+    name: str, content: str | None, words: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    source = f"{tmp_path}/{name}"
+    with pytest.raises(UserError, match=r"^models\.actor\.shape: ") as caught:
+        parse_experiment({**SETTINGS, "models": {"actor": {"shape": source}}})
+    assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

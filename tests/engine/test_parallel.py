@@ -55,7 +55,7 @@ SAMPLING = GenerationConfig(max_new_tokens=6, min_new_tokens=2)
 # (dp, tp, pp), with `s` for sequence parallelism, `r` for recomputation. Every degree alone, and mixtures of them.
 STRATEGIES = {
     2: ["2 1 1", "1 2 1", "1 2 1 s", "1 1 2", "2 1 1 r", "1 2 1 r", "1 2 1 sr", "1 1 2 r"],
-    3: ["3 1 1", "1 3 1 s", "1 3 1", "1 1 3", "1 3 1 sr", "1 1 3 r"],
+    3: ["3 1 1", "1 3 1 s", "1 3 1", "1 1 3"],
     4: ["4 1 1", "1 4 1", "1 4 1 s", "1 1 4", "2 2 1 s", "2 1 2", "1 2 2", "1 2 2 s", "2 1 2 r", "1 2 2 sr"],
     6: ["3 2 1", "2 3 1 s", "1 6 1", "1 3 2", "1 2 3 s", "3 1 2", "2 1 3", "1 2 3 sr"],
     8: ["2 2 2", "2 2 2 s", "1 4 2 s", "1 2 4", "4 1 2", "8 1 1", "2 2 2 sr", "1 2 4 r"],

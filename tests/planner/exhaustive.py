@@ -2,11 +2,12 @@
 
 import itertools
 import math
+from collections.abc import Iterable
 
 from realrl.dataflow.call import Call, Kind
 from realrl.planner.problem import Option, Problem
 from realrl.planner.transfers import Layouts
-from realrl.program.order import changes, length_readers, sharing, waves
+from realrl.program.order import Waves, changes, length_readers, producers, sharing, waves
 
 
 def cheapest(problem: Problem) -> float:
@@ -39,14 +40,13 @@ class _Step:
             for rank in range(problem.cluster.size)
         ]
         self.copies: dict[tuple, Option] = {}
+        self.loaded: set[str] = set()
         self.fill = 0.0
 
     def run(self) -> tuple[float, float]:
         order = waves(self.graph, self.plan)
         for wave in order:
-            for call in wave:
-                group = sharing(self.graph, self.plan, order, call)
-                self.bring(call, first=group[0] == call)
+            self.bring(wave, order)
             for call in wave:
                 self.work(call)
             for call in wave:
@@ -56,37 +56,64 @@ class _Step:
                 group = sharing(self.graph, self.plan, order, call)
                 if group[-1] == call:
                     self.copies.pop((call.role, self.options[call.name].layout), None)
+            for role in {call.role: None for call in wave}:
+                self.unload(role)
         return max(self.free), self.fill
 
-    def bring(self, call: Call, *, first: bool) -> None:
-        option, home = self.options[call.name], self.homes[call.role]
-        borrowed = option.layout != home.layout
-        if borrowed and call.kind is Kind.TRAIN:
-            self.fill = math.inf
-        if borrowed and not first:
-            return
-        seconds = home.load_seconds if home.offload else 0.0
-        if borrowed:
-            seconds += self.transfer(call.role, home, option)
-            self.copies[call.role, option.layout] = option
-            if home.offload:
-                for rank in {*home.placement.ranks, *option.placement.ranks}:
-                    more = home.weights_bytes if rank in home.placement.ranks else 0.0
-                    more += option.weights_bytes if rank in option.placement.ranks else 0.0
-                    self.note(rank, self.kept[rank] + more)
-        if seconds > 0:
-            self.occupy({*home.placement.ranks, *option.placement.ranks}, seconds)
+    def bring(self, wave: tuple[Call, ...], order: Waves) -> None:
+        at_home = {c.role for c in wave if self.options[c.name].layout == self.homes[c.role].layout}
+        for call in wave:
+            option, home = self.options[call.name], self.homes[call.role]
+            if call.role in at_home:
+                self.load(call.role)
+            if option.layout == home.layout:
+                continue
+            if call.kind is Kind.TRAIN:
+                self.fill = math.inf
+            if sharing(self.graph, self.plan, order, call)[0] == call:
+                self.load(call.role)
+                ranks = {*home.placement.ranks, *option.placement.ranks}
+                self.occupy(ranks, self.transfer(call.role, home, option))
+                self.copies[call.role, option.layout] = option
+                self.hold(option.placement.ranks)
+        for role in {call.role: None for call in wave if call.role not in at_home}:
+            self.unload(role)
+
+    def load(self, role: str) -> None:
+        home = self.homes[role]
+        if home.offload and role not in self.loaded:
+            self.loaded.add(role)
+            self.each(home, home.load_seconds)
+            self.hold(home.placement.ranks)
+
+    def unload(self, role: str) -> None:
+        if role in self.loaded:
+            self.loaded.remove(role)
+            self.each(self.homes[role], self.homes[role].unload_seconds)
+
+    def each(self, option: Option, seconds: float) -> None:
+        for rank in option.placement.ranks:
+            self.free[rank] += seconds
+
+    def hold(self, ranks: Iterable[int], working: float = 0.0) -> None:
+        """See how full ranks are now."""
+        loaded = [self.homes[role] for role in self.loaded]
+        for rank in ranks:
+            there = sum(
+                o.weights_bytes for o in (*self.copies.values(), *loaded) if rank in o.placement.ranks
+            )
+            self.note(rank, self.kept[rank] + there + working)
 
     def work(self, call: Call) -> None:
-        option, home = self.options[call.name], self.homes[call.role]
-        ready = 0.0
-        for other in self.graph.dependencies(call):
-            ready = max(ready, self.end[other] + self.problem.exchange.get((other.name, call.name), 0.0))
+        option = self.options[call.name]
+        ready = max(self.free[rank] for rank in option.placement.ranks)
+        target = Layouts.of([option.placement])
+        for other in producers(self.graph, call):
+            source = Layouts.of([self.options[other.name].placement])
+            seconds = float(self.problem.exchange.seconds(other.name, call.name, source, target)[0])
+            ready = max(ready, self.end[other]) + seconds
         self.end[call] = self.occupy(set(option.placement.ranks), option.seconds, ready)
-        loaded = option.weights_bytes if home.offload and option.layout == home.layout else 0.0
-        for rank in option.placement.ranks:
-            copies = sum(o.weights_bytes for o in self.copies.values() if rank in o.placement.ranks)
-            self.note(rank, self.kept[rank] + copies + loaded + option.working_bytes)
+        self.hold(option.placement.ranks, option.working_bytes)
 
     def tell(self, call: Call) -> None:
         for key in call.outputs:
@@ -98,14 +125,13 @@ class _Step:
         for average in self.graph.averages if changes(self.graph, call) else ():
             if average.source != call.role:
                 continue
+            self.load(average.role)
             source, target = self.homes[average.source], self.homes[average.role]
-            seconds = self.transfer(average.source, source, target)
-            seconds += target.load_seconds if target.offload else 0.0
             ranks = {*source.placement.ranks, *target.placement.ranks}
-            self.occupy(ranks, seconds)
-            for rank in ranks:
-                loaded = [h for h in (source, target) if h.offload and rank in h.placement.ranks]
-                self.note(rank, self.kept[rank] + sum(h.weights_bytes for h in loaded))
+            self.occupy(ranks, self.transfer(average.source, source, target))
+            self.hold(ranks)
+        for role in changes(self.graph, call):
+            self.unload(role)
 
     def transfer(self, role: str, source: Option, target: Option) -> float:
         key = (role, source.layout, target.layout)

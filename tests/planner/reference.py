@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections import defaultdict
 
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.dataflow.call import Average, Call, Key, Kind
@@ -10,103 +9,76 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.links import Links
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.planner.exchange import Exchange
+from realrl.planner.link_transfers import LinkTransfers, Weights
 from realrl.planner.problem import Choice, Option, Problem
-from realrl.planner.transfers import Layouts, LinkTransfers
-from realrl.program.instructions import Load, Offload, Reallocate, Receive, Release, Run, Send, ShareLengths
-from realrl.program.lower import home_placements, lower, offloaded
+from realrl.planner.simulate import simulate
+from realrl.planner.transfers import Layouts
+from realrl.program.instructions import (
+    Instruction,
+    Load,
+    Offload,
+    Program,
+    Reallocate,
+    Receive,
+    Release,
+    Run,
+)
+from realrl.program.lower import home_placements, lower
+from realrl.program.order import producers
 
 
 class Walk:
-    """Each rank has a clock and executes its program; instructions of several ranks start together."""
+    """A plan's programs, simulated with what its options cost."""
 
     def __init__(self, problem: Problem, choice: Choice) -> None:
         self.problem, self.graph = problem, problem.graph
         self.options = problem.chosen(choice)
-        plan = problem.plan(choice)
-        homes = home_placements(self.graph, plan)
+        self.plan = problem.plan(choice)
+        self.homes = home_placements(self.graph, self.plan)
         self.home = {role: self.options[problem.home(role).name] for role in self.graph.roles}
-        self.away = {role for role, what in offloaded(plan) if what == "parameters"}
-        self.programs = [list(p.instructions) for p in lower(self.graph, plan, homes)]
-        self.clock = [0.0] * len(self.programs)
-        self.sent: dict[int, dict[int, float]] = defaultdict(dict)
-        self.told: dict[str, dict[int, float]] = defaultdict(dict)
-        self.held = [
-            sum(o.resident_bytes for o in self.home.values() if rank in o.placement.ranks)
-            for rank in range(len(self.programs))
-        ]
-        self.fill = 0.0
-        for rank in range(len(self.programs)):
-            self.note(rank, 0.0)
-        while any(self.programs):
-            progress = [self.advance(rank) for rank in range(len(self.programs))]
-            assert any(progress), "deadlock"
+        self.programs = lower(self.graph, self.plan, self.homes)
+        self.seconds = simulate(self.programs, self.duration, steps=3).step_seconds
+        self.fill = max(self.held(program) for program in self.programs)
 
-    @property
-    def seconds(self) -> float:
-        return max(self.clock)
+    def duration(self, instruction: Instruction) -> float:
+        match instruction:
+            case Run(call):
+                return self.options[call].seconds
+            case Reallocate(role, source, target):
+                pair = Layouts.of([source]), Layouts.of([target])
+                return float(self.problem.transfers.seconds(role, *pair)[0])
+            case Receive(_, _, producer, consumer):
+                pair = Layouts.of([self.plan[producer]]), Layouts.of([self.plan[consumer]])
+                return float(self.problem.exchange.seconds(producer, consumer, *pair)[0])
+            case Load(role, _, "parameters"):
+                return self.home[role].load_seconds
+            case Offload(role, _, "parameters"):
+                return self.home[role].unload_seconds
+            case _:
+                return 0.0
 
-    def note(self, rank: int, more: float) -> None:
-        limit = self.problem.memory_bytes[self.problem.cluster.node(rank)]
-        self.fill = max(self.fill, (self.held[rank] + more) / limit)
+    def held(self, program: Program) -> float:
+        """The largest part of its memory that a rank ever uses."""
+        held = sum(o.resident_bytes for o in self.home.values() if program.rank in o.placement.ranks)
+        most = held
+        for instruction in program.instructions:
+            match instruction:
+                case Reallocate(role, _, target, None) if program.rank in target.ranks:
+                    held += self.weights(role, target)
+                case Load(role, placement, "parameters"):
+                    held += self.weights(role, placement)
+                case Run(call):
+                    most = max(most, held + self.options[call].working_bytes)
+            most = max(most, held)
+            match instruction:
+                case Release(role, placement) | Offload(role, placement, "parameters"):
+                    held -= self.weights(role, placement)
+        return most / self.problem.memory_bytes[self.problem.cluster.node(program.rank)]
 
     def weights(self, role: str, placement: Placement) -> float:
         calls = [self.options[c.name] for c in self.graph.role_calls(role)]
         return next(o.weights_bytes for o in calls if o.placement.layout == placement.layout)
-
-    def advance(self, rank: int) -> bool:
-        if not self.programs[rank]:
-            return False
-        here = self.programs[rank][0]
-        match here:
-            case Run(_, _, placement):
-                return self.together(placement.ranks, here, self.options[here.call].seconds)
-            case Reallocate(role, source, target, into, _):
-                seconds = self.problem.transfers.seconds(role, Layouts.of([source]), Layouts.of([target]))
-                ranks = tuple(sorted({*source.ranks, *target.ranks}))
-                if ranks[0] != rank or not self.ready(ranks, here):
-                    return False
-                for r in target.ranks if into is None else ():
-                    self.held[r] += self.weights(role, target)
-                    self.note(r, 0.0)
-                return self.together(ranks, here, float(seconds[0]))
-            case Release(role, placement):
-                self.held[rank] -= self.weights(role, placement)
-            case Load(role, placement, "parameters"):
-                self.held[rank] += self.weights(role, placement)
-                self.note(rank, 0.0)
-                self.clock[rank] += self.home[role].load_seconds
-            case Offload(role, placement, "parameters"):
-                self.held[rank] -= self.weights(role, placement)
-            case Send(number):
-                self.sent[number][rank] = self.clock[rank]
-            case Receive(number, _, producer, consumer, senders):
-                if not set(senders) <= set(self.sent[number]):
-                    return False
-                there = max(self.sent[number][s] for s in senders)
-                there += self.problem.exchange.get((producer, consumer), 0.0)
-                self.clock[rank] = max(self.clock[rank], there)
-            case ShareLengths(key, _, heads, _):
-                if rank in heads:
-                    self.told[key].setdefault(rank, self.clock[rank])
-                if not set(heads) <= set(self.told[key]):
-                    return False
-                self.clock[rank] = max(self.clock[rank], *self.told[key].values())
-        self.programs[rank].pop(0)
-        return True
-
-    def ready(self, ranks: tuple[int, ...], here: object) -> bool:
-        return all(self.programs[r] and self.programs[r][0] == here for r in ranks)
-
-    def together(self, ranks: tuple[int, ...], here: object, seconds: float) -> bool:
-        if not self.ready(ranks, here):
-            return False
-        end = max(self.clock[r] for r in ranks) + seconds
-        for r in ranks:
-            if isinstance(here, Run):
-                self.note(r, self.options[here.call].working_bytes)
-            self.clock[r] = end
-            self.programs[r].pop(0)
-        return True
 
 
 def sampled_graph(rng: random.Random) -> DataflowGraph:
@@ -207,6 +179,7 @@ def _option(call: Call, parameters: float, placement: Placement, offload: bool, 
         working,
         offload=offload,
         load_seconds=0.2 * weights,
+        unload_seconds=0.2 * weights * trained,
     )
 
 
@@ -229,7 +202,12 @@ def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bo
         options[call.name] = tuple(chosen)
     transfer_speed = rng.choice([2.0, 2.0, 20.0])
     links = Links(3 * transfer_speed, transfer_speed, 1e-3)
-    transfers = LinkTransfers(cluster, {r: 2 * p for r, p in parameters.items()}, links)
+    weights = {
+        role: Weights(8, 0.25 * p, 0.3 * p, 0.1 * p, tied=rng.random() < 0.3)
+        for role, p in parameters.items()
+    }
+    transfers = LinkTransfers(cluster, weights, links)
     memory = rng.choice([30.0, 60.0, 1000.0]) * sum(parameters.values()) / cluster.size
-    exchange = {(p.name, c.name): rng.choice([0.0, 0.05]) for c in graph.calls for p in graph.dependencies(c)}
+    volumes = {(p.name, c.name): rng.choice([0.0, 0.3]) for c in graph.calls for p in producers(graph, c)}
+    exchange = Exchange(links, cluster.devices_per_node, volumes)
     return Problem(graph, cluster, options, transfers, (memory,) * cluster.nodes, exchange)

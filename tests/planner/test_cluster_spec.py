@@ -104,3 +104,19 @@ def test_mistakes_in_a_file_name_the_file(tmp_path: Path, text: str, words: str)
 
 def test_the_number_of_nodes_can_be_varied() -> None:
     assert str(ClusterSpec.parse("h200:2x8").with_nodes(4).groups[0]) == "h200:4x8"
+
+
+@pytest.mark.parametrize(("nodes", "name"), [(1, "h100:1x8"), (2, "h100:2x8"), (4, "h100:2x8+l40s:2x4")])
+def test_fewer_nodes_of_several_kinds_are_the_first_ones(nodes: int, name: str) -> None:
+    assert MIXED.with_nodes(nodes).name == name
+
+
+@pytest.mark.parametrize("nodes", [0, 6])
+def test_there_is_no_part_of_a_cluster_with_that_many_nodes(nodes: int) -> None:
+    with pytest.raises(UserError):
+        MIXED.with_nodes(nodes)
+
+
+def test_a_misspelt_device_is_recognised() -> None:
+    with pytest.raises(UserError, match=r"did you mean a100-80g\?"):
+        ClusterSpec.parse("a100-80gb:2x8")

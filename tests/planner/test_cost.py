@@ -7,7 +7,20 @@ from realrl.plan.placement import Mesh, Placement
 from realrl.planner.cluster import ClusterSpec
 from realrl.planner.cost import CallCost, CostModel
 from realrl.planner.efficiency import Efficiency
-from tests.planner.problems import GROUPED, KINDS, LARGE, NODES, SMALL, STEP, call, place, recomputing, stored
+from realrl.planner.transfers import Layouts
+from tests.planner.problems import (
+    GRAPH,
+    GROUPED,
+    KINDS,
+    LARGE,
+    NODES,
+    SMALL,
+    STEP,
+    call,
+    place,
+    recomputing,
+    stored,
+)
 
 MODEL = CostModel(NODES)
 IDEAL = Efficiency(
@@ -177,8 +190,18 @@ def test_offloading_is_bound_by_the_host_link() -> None:
     assert MODEL.offload(32e9) == pytest.approx(1 / 0.8)
 
 
-def test_exchanges_grow_with_what_is_exchanged() -> None:
-    near, far = place(8), Placement(Mesh(8, 8), place(8).strategy)
-    small, large = (MODEL.exchange(n, 512, near, far) for n in (64, 64000))
-    assert 0 < small < large
-    assert MODEL.exchange(64000, 512, near, near) < large
+def exchanged(target: Placement, items: int = 64000) -> float:
+    """Seconds that training waits for what has been generated on the first node."""
+    exchange = CostModel(ClusterSpec.parse("rtx-4090:2x8")).exchange(GRAPH, replace(STEP, items=items))
+    pair = (Layouts.of([placement]) for placement in (place(8), target))
+    return float(exchange.seconds("actor.generate", "actor.train", *pair)[0])
+
+
+def test_exchanges_grow_with_what_is_exchanged_and_how_far_it_goes() -> None:
+    elsewhere = Placement(Mesh(8, 8), place(8).strategy)
+    assert 0 < exchanged(elsewhere, 64) < exchanged(elsewhere)
+    assert exchanged(place(8)) < exchanged(elsewhere)
+
+
+def test_every_stage_and_tensor_rank_gets_rows_of_its_own() -> None:
+    assert exchanged(place(1, 8)) > 7 * exchanged(place(8))

@@ -3,7 +3,7 @@ import pytest
 from realrl.algorithms.reward.graph import train_graph as reward_graph
 from realrl.config.load import load_experiment
 from realrl.plan.placement import Strategy
-from realrl.planner.batching import generation_chunks, pass_chunks
+from realrl.planner.batching import split_work
 from realrl.planner.workload import QUANTILES, CallWork, Workload, quantiles
 from tests.planner.problems import STEP, call
 
@@ -63,11 +63,11 @@ def even(sequences: int, length: int, room: int = 0) -> CallWork:
 def test_micro_batches_are_counted_as_the_engine_makes_them(
     sequences: int, strategy: Strategy, count: int, tokens: float
 ) -> None:
-    chunks = pass_chunks(even(sequences, 256), strategy, 2)
+    chunks = split_work(even(sequences, 256), strategy, 2)
     assert (chunks.count, chunks.tokens) == (count, tokens)
     assert chunks.squares == pytest.approx(tokens * 256)
 
 
 def test_generation_takes_as_many_rows_as_the_cache_has_room_for() -> None:
-    chunks = generation_chunks(even(64, 128, 384), Strategy(2, micro_batch_tokens=8192), 2)
+    chunks = split_work(even(64, 128, 384), Strategy(2, micro_batch_tokens=8192), 2)
     assert (chunks.count, chunks.sequences, chunks.tokens) == (2, 16, 16 * 128)

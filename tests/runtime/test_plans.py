@@ -64,6 +64,7 @@ CASES = {
     "2 separate": Case("1x2", "separate"),
     "2 heuristic": Case("1x2", "heuristic"),
     "2 two stages, everything offloaded": Case("1x2", everywhere("d1 t1 p2 @0-1"), ALL_OFFLOADED),
+    "2 training recomputed": Case("1x2", (*["d1 t2 p1 @0-1"] * 4, "d1 t2 p1 @0-1 rc", "d1 t1 p2 @0-1 rc")),
     "4 disjoint": Case("1x4", "disjoint"),
     "4 heuristic": Case("1x4", "heuristic"),
     "4 four stages": Case("1x4", everywhere("d1 t1 p4 @0-3")),
@@ -137,8 +138,9 @@ def recipe(world: World, directory: Path, name: str, case: Case) -> Path:
         document: dict[str, object] = {"cluster": case.cluster, "calls": {}, **(case.extras or {})}
         calls = {}
         for call, text in zip(CALLS, case.plan, strict=True):
-            dp, tp, pp, mesh = text.split()
+            dp, tp, pp, mesh, *flags = text.split()
             calls[call] = {"mesh": mesh[1:], "dp": int(dp[1:]), "tp": int(tp[1:]), "pp": int(pp[1:])}
+            calls[call] |= {"recompute": True} if flags else {}
         document["calls"] = calls
         plan = str(directory / f"{stem}.plan.yaml")
         Path(plan).write_text(yaml.safe_dump(document))

@@ -122,7 +122,7 @@ def test_the_trace_has_a_row_per_rank_with_its_instructions_in_order(
 ) -> None:
     run_dir = finished["ppo"] if ranks == 1 else finished_on_two
     events = strict_json((run_dir / "trace.json").read_text())["traceEvents"]
-    rows = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert rows == {rank: f"rank {rank}" for rank in range(ranks)}
     for rank in range(ranks):
         slices = [e for e in events if e["ph"] == "X" and e["tid"] == rank]

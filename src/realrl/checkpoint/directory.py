@@ -1,14 +1,12 @@
 """Model directories, and what can be known of a model without its weights. No torch."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 from realrl.config.errors import UserError
+from realrl.config.llama import read_config
 from realrl.config.model import ModelConfig
 from realrl.config.paths import is_local
 from realrl.config.shape import ModelShape
-from realrl.model.llama import shape_from_hf
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
@@ -34,7 +32,7 @@ def local_directory(path: str | Path) -> Path:
 def read_shape(path: str | Path) -> ModelShape:
     """The shape of the model in a directory or on the hub; UserError if it is absent or not supported."""
     directory = local_directory(path)
-    return shape_from_hf(read_json(directory / "config.json"), where=str(directory / "config.json"))
+    return read_config(directory / "config.json")
 
 
 def known_shape(config: ModelConfig) -> ModelShape | None:
@@ -48,17 +46,4 @@ def known_shape(config: ModelConfig) -> ModelShape | None:
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(config.path, "config.json")
-    return shape_from_hf(read_json(Path(cached)), where=cached) if isinstance(cached, str) else None
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; UserError if there is none."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"{file}: no such file") from error
-    except ValueError as error:
-        raise UserError(f"{file}: not valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: a JSON object is expected")
-    return content
+    return read_config(Path(cached)) if isinstance(cached, str) else None

@@ -11,13 +11,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from realrl.checkpoint.directory import local_directory, read_json, read_shape
+from realrl.checkpoint.directory import local_directory, read_shape
 from realrl.config.errors import UserError
+from realrl.config.json_file import read_json
+from realrl.config.llama import shape_to_hf
 from realrl.config.shape import Head, ModelShape
 from realrl.engine.flat import FlatBuffer
 from realrl.layout.region import Region
 from realrl.layout.tensors import TensorSpec, model_tensors
-from realrl.model.llama import shape_to_hf
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, LM_HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"

@@ -8,6 +8,8 @@ import typer
 from realrl import __version__
 from realrl.cli.config import config
 from realrl.cli.generate import generate
+from realrl.cli.plan import plan
+from realrl.cli.profile import profile
 from realrl.cli.report import report
 from realrl.cli.show import show
 from realrl.cli.tokenizer import tokenizer
@@ -21,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train, show, config, generate, tokenizer, report):
+for command in (train, plan, profile, show, config, generate, tokenizer, report):
     app.command()(command)
 
 

@@ -1,7 +1,7 @@
 """Plans as text: who runs what where, what moves, and what each device holds."""
 
 import inspect
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TypeVar
 
 from realrl.config.units import format_bytes
@@ -11,9 +11,10 @@ from realrl.layout.routes import reallocate
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import ELEMENT_BYTES
 from realrl.plan.plan import Plan
-from realrl.plan.presets import PRESETS
+from realrl.plan.presets import PRESETS, SEARCH
+from realrl.planner.estimate import DeviceMemory, Footprint
 from realrl.program.instructions import Program, Reallocate, Run
-from realrl.program.memory import Memory, Peak
+from realrl.program.memory import Memory
 from realrl.program.order import waves
 from realrl.program.text import format_ranks
 from realrl.runtime.compile import Compiled, Phase
@@ -27,6 +28,8 @@ Value = TypeVar("Value", bound=Hashable)
 
 def explain_plan(name: str) -> str:
     """What a preset does, and whose strategy it is; for a plan file, its name."""
+    if name == SEARCH:
+        return f"{SEARCH}: what the planner found\n"
     if name not in PRESETS:
         return f"plan file {name}\n"
     return f"{name}: {inspect.getdoc(PRESETS[name])}\n"
@@ -132,22 +135,32 @@ def _when(programs: Sequence[Program], move: Reallocate) -> str:
     return f"after {earlier[-1]}" if earlier else "once, at the start"
 
 
-def format_memory(memory: Memory, programs: Sequence[Program]) -> str:
-    """What devices hold between steps, and when they hold most."""
+def format_memory(devices: Sequence[DeviceMemory], *, limited: bool) -> str:
+    """What devices hold between steps, and when they are expected to hold most, and what of. By rank.
+
+    limited: whether it is known what they have.
+    """
     rows = []
-    for program in programs:
-        rest, peak = memory.at_rest(program.rank), memory.peak(program)
-        sums = [
-            sum(size for item, size in rest.items() if item.what == w) for w in ("parameters", "optimizer")
-        ]
-        rows.append((*map(format_bytes, sums), _most(peak)))
-    head = ["devices", "parameters", "gradients and optimizer", "most in a step"]
-    table = [head, *([devices, *cells] for devices, cells in alike(rows))]
-    return "\n".join([*_align(table), "activations and key/value caches come on top"]) + "\n"
+    for device in devices:
+        rest = sum(device.resting.values())
+        state = sum(
+            size for name, size in device.resting.items() if name.endswith(" gradients and optimizer")
+        )
+        rows.append((*map(format_bytes, (rest - state, state)), *_most(device.peak)))
+    head = ["devices", "parameters", "gradients and optimizer", "most in a step", "of it"]
+    table = _align([head, *([ranks, *cells] for ranks, cells in alike(rows))])
+    capacity = [f"a plan may use {format_bytes(devices[0].capacity)} of a device"] if limited else []
+    return "\n".join([*table, *capacity]) + "\n"
 
 
-def _most(peak: Peak) -> str:
-    return format_bytes(peak.bytes) + (f" ({peak.run.call})" if peak.run else "")
+def _most(peak: Footprint) -> tuple[str, str]:
+    temporary = {name: size for name, size in peak.parts.items() if name in _TEMPORARY}
+    named = sorted(temporary, key=lambda name: -temporary[name])[:2]
+    parts = ", ".join(f"{name} {format_bytes(temporary[name])}" for name in named)
+    return f"{format_bytes(peak.bytes)} ({peak.during})", parts
+
+
+_TEMPORARY = ("activations", "logits", "cache")
 
 
 def alike(rows: Sequence[Value]) -> Iterator[tuple[str, Value]]:
@@ -169,9 +182,10 @@ def _align(rows: Sequence[Sequence[str]]) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def unknown_sizes(memory: Memory, homes: Mapping[str, object]) -> str:
+def unknown_sizes(compiled: Compiled) -> str:
     """A remark on roles whose sizes are not known here; empty when there are none."""
-    unknown = [role for role in homes if role not in memory.stored]
-    if not unknown:
+    if not compiled.unknown:
         return ""
-    return f"the model of {', '.join(unknown)} is not on this machine, so its bytes are not counted\n"
+    return (
+        f"the model of {', '.join(compiled.unknown)} is not on this machine, so its bytes are not counted\n"
+    )

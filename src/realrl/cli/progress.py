@@ -8,8 +8,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bars
 from rich.table import Column
 
+from realrl.cli.costs import costs_note, costs_table
+
 if TYPE_CHECKING:
     from realrl.config.experiment import Experiment
+    from realrl.planner.comparison import Comparison
     from realrl.runtime.train import Record
 
 _HEADLINES = {
@@ -77,6 +80,12 @@ class Progress:
         if not self._console.is_terminal and time.monotonic() - self._spoken > _QUIET_SECONDS:
             self._spoken = time.monotonic()
             self._print(f"step {record.step}/{self._steps} {record.seconds:.2f} s: {text}")
+
+    def costs(self, comparison: "Comparison") -> None:
+        """Print what steps took beside what they were predicted to take."""
+        self._stop()
+        self._console.print(costs_table(comparison))
+        self._print(costs_note(comparison))
 
     def end(self, run_dir: str, seconds: float) -> None:
         """Take the bar away and say where everything is."""

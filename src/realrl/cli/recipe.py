@@ -21,10 +21,11 @@ Overrides = Annotated[
 
 def cluster_of(experiment: "Experiment") -> "Cluster":
     """The cluster a recipe means; only `auto` needs torch, to count GPUs."""
-    from realrl.plan.cluster import Cluster
+    from realrl.runtime.scenario import written_cluster
 
-    if experiment.cluster != "auto":
-        return Cluster.parse(experiment.cluster)
+    cluster = written_cluster(experiment.cluster)
+    if cluster is not None:
+        return cluster
     from realrl.runtime.process import resolve_cluster
 
     return resolve_cluster(experiment.cluster, experiment.device)

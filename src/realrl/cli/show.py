@@ -1,5 +1,6 @@
 """`realrl show`."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -7,7 +8,8 @@ import typer
 from realrl.cli.recipe import Overrides, Recipe, cluster_of
 
 if TYPE_CHECKING:
-    from realrl.runtime.compile import Compiled, Phase
+    from realrl.config.experiment import Experiment
+    from realrl.runtime.compile import Compiled
 
 
 def show(
@@ -24,16 +26,26 @@ def show(
     moves and what every device holds.
     """
     from realrl.config.load import dump_experiment, load_experiment
+    from realrl.plan.presets import SEARCH
     from realrl.runtime.compile import compile_recipe
+    from realrl.runtime.fit_check import check_fit
+    from realrl.runtime.gpu import ask_machine
+    from realrl.runtime.scenario import search_spec
+    from realrl.runtime.searched_plan import cached_plan
 
     experiment = load_experiment(recipe, overrides or [])
     if plan is not None:
         experiment = experiment.model_copy(update={"plan": plan})
-    compiled = compile_recipe(experiment, cluster_of(experiment))
+    cluster, found = cluster_of(experiment), None
+    if experiment.plan == SEARCH:
+        spec = search_spec(experiment, cluster, ask_machine(experiment.device))
+        found = cached_plan(experiment, spec, partial(typer.echo, err=True))
+    compiled = compile_recipe(experiment, cluster, found)
+    if experiment.device_memory is not None:
+        check_fit(experiment, compiled)
     _section("Recipe", dump_experiment(experiment))
-    _show_phase("Training step", experiment.plan, compiled, compiled.train)
-    if compiled.evaluation is not None:
-        _show_phase("Evaluation", experiment.plan, compiled, compiled.evaluation)
+    for phase in compiled.phases:
+        _show_phase(experiment, compiled, phase)
     if programs:
         from realrl.program.text import format_program
 
@@ -41,19 +53,27 @@ def show(
             _section(f"Programs: {name}", "\n".join(map(format_program, ranks)))
 
 
-def _show_phase(title: str, plan: str, compiled: "Compiled", phase: "Phase") -> None:
+def _show_phase(experiment: "Experiment", compiled: "Compiled", name: str) -> None:
     from realrl.cli import drawing
     from realrl.dataflow.text import format_graph
+    from realrl.runtime.fit import device_memory
+    from realrl.runtime.scenario import memory_spec, spec_of
 
-    training, cluster = phase is compiled.train, phase.plan.cluster
+    phase, title = compiled.phases[name], _TITLES[name]
+    cluster = phase.plan.cluster
     _section(f"{title}: dataflow graph", format_graph(phase.graph))
-    texts = [drawing.explain_plan(plan)] if training else []
+    texts = [drawing.explain_plan(experiment.plan)] if name == "train" else []
     texts += [drawing.format_plan(phase.plan, phase.graph), drawing.draw_phase(phase, compiled)]
     texts.append(drawing.format_reallocations(phase.programs, compiled.memory, cluster))
-    if training:
-        texts.append(drawing.format_memory(compiled.memory, phase.programs))
-        texts.append(drawing.unknown_sizes(compiled.memory, compiled.homes))
+    devices = device_memory(experiment, compiled, memory_spec(experiment, cluster))[name]
+    limited = experiment.device_memory is not None or spec_of(experiment, cluster) is not None
+    texts.append(drawing.format_memory(devices, limited=limited))
+    if name == "train":
+        texts.append(drawing.unknown_sizes(compiled))
     _section(f"{title}: plan on cluster {cluster}", "\n".join(filter(None, texts)))
+
+
+_TITLES = {"train": "Training step", "eval": "Evaluation"}
 
 
 def _section(title: str, text: str) -> None:

@@ -28,17 +28,22 @@ class _Run(Settings):
     seed: int = Field(default=1, ge=0, le=2**63 - 1)
     """Decides data order, initialisation and sampling."""
     cluster: str = "auto"
-    """Devices, as `nodes x devices per node`, for example `1x2`; `auto` takes the GPUs of this machine, or
-    one CPU process, or what torchrun started."""
+    """Devices, as `nodes x devices per node`, for example `1x2`, with their kind before it, for example `h100:2x8`,
+    or as a cluster file (.yaml). `auto` takes the GPUs of this machine, or one CPU process, or what torchrun
+    started. Without a kind the GPU says it; only planning wants to know."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; `auto` takes GPUs where torch finds any."""
     device_memory: str | None = None
-    """Memory of one device, for example `80GiB`. A plan whose parameters, gradients and optimizer states need
-    more is refused; null asks the GPU, and checks nothing on a CPU."""
+    """Memory of one device, for example `80GiB`. A plan that is expected to need more is refused before anything
+    starts. null asks the GPU; on a CPU, processes share the memory of the machine evenly."""
     overwrite: bool = False
     """Delete what an earlier run left in `run_dir`; otherwise a directory in use is an error."""
     plan: str = "symmetric"
-    """Name of a plan preset, or a plan file."""
+    """Name of a plan preset; a plan file; or `search`: the planner finds one before the run starts, and keeps it in
+    `~/.cache/realrl/plans` (`$XDG_CACHE_HOME`) for the next run with the same models, devices and workload."""
+    profile: str | None = None
+    """A file that `realrl profile` has measured on such devices, for predictions; null predicts from data
+    sheets."""
     micro_batch_tokens: PositiveInt = 8192
     """Most tokens in one forward pass (for generation: in the key/value cache at one time), where the plan
     does not say otherwise. A longer single sequence is passed alone."""

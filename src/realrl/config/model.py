@@ -5,9 +5,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, field_validator, model_validator
 
 from realrl.config.base import Settings
-from realrl.config.explain import nearest
 from realrl.config.shape import Head, ModelShape
-from realrl.config.shapes import SHAPES
+from realrl.config.shape_source import find_shape
 
 Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
 """How much of a moving average stays per step."""
@@ -40,8 +39,8 @@ class ModelConfig(Settings):
     path: str | None = None
     """A Hugging Face directory or hub name to load weights, shape and tokenizer from."""
     shape: ModelShape | None = None
-    """Sizes of a model to initialise from scratch, when there is no `path`: each of them, or the name of a
-    published model, for example `llama-2-7b`."""
+    """Sizes of a model to initialise from scratch, when there is no `path`: each of them, the name of a published
+    model, for example `llama-2-7b`, or a Hugging Face `config.json` or a directory that holds one."""
     tokenizer: str | None = None
     """Tokenizer directory or hub name; taken from `path` when not given."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -55,13 +54,7 @@ class ModelConfig(Settings):
     @field_validator("shape", mode="before")
     @classmethod
     def _named(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        if value not in SHAPES:
-            hint = nearest(value, SHAPES)
-            suffix = f"; did you mean {hint}?" if hint else f"; known models are {', '.join(SHAPES)}"
-            raise ValueError(f"{value!r} is no model whose sizes are known{suffix}")
-        return SHAPES[value]
+        return find_shape(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

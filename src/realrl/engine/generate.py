@@ -1,7 +1,7 @@
 """Generation: prompts in, sequences with their log-probabilities out."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,12 +35,14 @@ def generate(
     eos: int,
     noise: Noise,
     budget: int,
+    turn: Callable[[], None] = lambda: None,
 ) -> Batch:
     """Continue the rows of field `prompts`, with at most `budget` tokens in the key/value cache at a time.
 
     Adds sequences (prompt and continuation, end-of-sequence included), logprobs (aligned with them, 0 on the
     prompt), prompt_length, and finished (1.0 where the sequence ends with `eos`). Items are told apart by
-    their ids: the same ids, noise and parameters give the same tokens whatever else is in the batch.
+    their ids: the same ids, noise and parameters give the same tokens whatever else is in the batch. `turn` is
+    called after each token.
     """
     costs = [length + sampling.max_new_tokens for length in batch[prompts].lengths]
     continuations = []
@@ -49,8 +51,8 @@ def generate(
     for positions in chunks:
         part = batch.select(positions)
         ids = torch.tensor(part.ids, dtype=torch.int64, device=model.device)
-        continuations.append(_Continuation(model, part[prompts], ids, sampling, eos, noise))
-    _run_in_turn([c.run() for c in continuations], at_once=model.parallel.pipeline.size)
+        continuations.append(Continuation(model, part[prompts], ids, sampling, eos, noise))
+    _run_in_turn([c.run() for c in continuations], turn, at_once=model.parallel.pipeline.size)
     model.pipeline.finish()
     if not model.shard.last:
         return batch
@@ -67,7 +69,7 @@ def generate(
     )
 
 
-def _run_in_turn(runs: Sequence[Iterator[None]], *, at_once: int) -> None:
+def _run_in_turn(runs: Sequence[Iterator[None]], turn: Callable[[], None], *, at_once: int) -> None:
     """Advance several continuations step by step, `at_once` under way at a time: while one is on another
     stage of the pipeline, this stage works on the next. Every stage goes through the same turns."""
     waiting, active = deque(runs), deque[Iterator[None]]()
@@ -77,12 +79,13 @@ def _run_in_turn(runs: Sequence[Iterator[None]], *, at_once: int) -> None:
         run = active.popleft()
         if next(run, _ENDED) is not _ENDED:
             active.append(run)
+        turn()
 
 
 _ENDED = object()
 
 
-class _Continuation:
+class Continuation:
     """Prompts that are continued together in one cache, as one stage of a pipeline sees them."""
 
     def __init__(
@@ -106,7 +109,7 @@ class _Continuation:
     def run(self) -> Iterator[None]:
         """Yields once per token, after this stage has passed its part on."""
         model, pipeline, device = self.model, self.model.pipeline, self.model.device
-        hidden, cache = self._prefill()
+        hidden, cache = self.prefill()
         slots = torch.arange(len(self.prompts), device=device)
         for position in range(self.sampling.max_new_tokens):
             if pipeline.last:
@@ -135,7 +138,7 @@ class _Continuation:
                 chosen if pipeline.first else pipeline.receive(len(slots)), cache
             )
 
-    def _prefill(self) -> tuple[Tensor, KVCache]:
+    def prefill(self) -> tuple[Tensor, KVCache]:
         """Hidden states of the prompts, on the last stage only at their ends, and their cache."""
         model, prompts = self.model, self.prompts
         packing = Packing.of(prompts.lengths, model.device)

@@ -72,10 +72,15 @@ class Model:
             if tensor.region.size != tensor.shape:
                 self.parameters[tensor.region.tensor][tensor.region.size[0] :].zero_()
 
-    def forward(self, rows: Ragged, packing: Packing, received: Tensor | None) -> Tensor:
-        """This stage's hidden states of packed token rows; `received` are those of the stage before, if any."""
+    def forward(
+        self, rows: Ragged, packing: Packing, received: Tensor | None, *, recompute: bool = False
+    ) -> Tensor:
+        """This stage's hidden states of packed token rows; `received` are those of the stage before, if any.
+
+        With `recompute` the backward pass computes layers again, of which only the inputs are kept.
+        """
         x = rows.values if received is None else received
-        return self.transformer(x, packing, sequence=self.sequence)
+        return self.transformer(x, packing, sequence=self.sequence, recompute=recompute)
 
     def output(self, hidden: Tensor, rows: Ragged, packing: Packing, *, entropy: bool = False) -> ModelOutput:
         """What the last stage's hidden states say of the rows."""
@@ -117,14 +122,7 @@ class Model:
         """
         collected: dict[str, list[Tensor | None]] = {}
         for positions in self.split(item_tokens(batch, method.sequences(batch)), budget):
-            part = batch.select(positions).to(self.device)
-            rows = method.sequences(part)
-            packing = Packing.of(rows.lengths, self.device)
-            hidden = self.forward(rows, packing, self.receive(len(rows.values)))
-            if not self.shard.last:
-                self.pipeline.send(hidden)
-                continue
-            outputs = method.outputs(part, self.output(hidden, rows, packing))
+            outputs = self._infer_part(batch.select(positions).to(self.device), method)
             for key, field in outputs.items():
                 slots = collected.setdefault(key, [None] * len(batch))
                 for position, row in zip(positions, field.to(torch.device("cpu")).rows(), strict=True):
@@ -137,6 +135,16 @@ class Model:
         metrics = method.metrics(batch)
         reduce_metrics(metrics, self.parallel.data, self.device)
         return batch, metrics
+
+    def _infer_part(self, part: Batch, method: InferenceMethod) -> dict[str, Ragged]:
+        """A micro-batch of an inference call; its outputs on the last stage, none on the others."""
+        rows = method.sequences(part)
+        packing = Packing.of(rows.lengths, self.device)
+        hidden = self.forward(rows, packing, self.receive(len(rows.values)))
+        if self.shard.last:
+            return method.outputs(part, self.output(hidden, rows, packing))
+        self.pipeline.send(hidden)
+        return {}
 
 
 def whole_model(

@@ -28,6 +28,11 @@ class Offloadable:
         self.resident = True
         """Whether the tensors are in device memory."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that the tensors take now."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in (*self._kept, *self._scratch))
+
     def offload(self, *, changed: bool = True) -> None:
         """Move to host memory. Unless something has `changed` since it was loaded, nothing is copied."""
         assert self.resident, "offloaded already"

@@ -43,10 +43,9 @@ def sample(logits: Tensor, sampling: GenerationConfig, noise: Tensor) -> tuple[T
     Returns tokens [B] and their log-probabilities [B] at the temperature, over the whole vocabulary: top-k
     and top-p choose among tokens, but the trainer knows nothing of them.
     """
-    scaled = logits / sampling.temperature
-    logprobs = scaled.log_softmax(-1)
+    logprobs = (logits / sampling.temperature).log_softmax(-1)
     if sampling.greedy:
-        tokens = scaled.argmax(-1)
+        tokens = logits.argmax(-1)
     else:
         probabilities = _restrict(logprobs.exp(), sampling)
         cumulative = probabilities.cumsum(-1, dtype=torch.float64)

@@ -53,10 +53,12 @@ class Trainer:
         *,
         lr: float,
         budget: int,
+        recompute: bool = False,
     ) -> Metrics:
         """Run a train call on this rank's items.
 
         `minibatches` are positions in `batch`, as many and in the same order on every rank of the group.
+        `budget` is the most tokens of a micro-batch; with `recompute` only inputs of layers are kept of it.
         Losses are sums divided by their global weight, so neither micro-batches nor any parallelism change
         them. Returns figures added up over data-parallel ranks.
         """
@@ -65,7 +67,7 @@ class Trainer:
         reduce_metrics(metrics, data, model.device)
         steps = [positions for _ in range(method.epochs) for positions in minibatches]
         for positions in steps:
-            figures = self._gradients(batch.select(positions), method, budget)
+            figures = self._gradients(batch.select(positions), method, budget, recompute)
             metrics.update(figures)
             if method.stop(figures.result()):
                 self.optimizer.discard()
@@ -76,7 +78,7 @@ class Trainer:
         metrics.update(method.finish())
         return metrics
 
-    def _gradients(self, batch: Batch, method: TrainMethod, budget: int) -> Metrics:
+    def _gradients(self, batch: Batch, method: TrainMethod, budget: int, recompute: bool) -> Metrics:
         """Accumulate the gradient of one mini-batch; its figures over data-parallel ranks, on every stage."""
         model = self.model
         weight = torch.tensor(float(method.weight(batch)), device=model.device)
@@ -91,21 +93,23 @@ class Trainer:
                 self._early.arm()
             if action.kind == "F":
                 part = batch.select(parts[action.micro_batch])
-                passes[action.micro_batch] = self._forward(part, method, weight, figures)
+                passes[action.micro_batch] = self._forward(part, method, weight, figures, recompute)
             else:
                 self._backward(passes.pop(action.micro_batch))
         model.pipeline.finish()
         reduce_metrics(figures, model.parallel.data, model.device)
         return model.pipeline.figures_from_last(figures)
 
-    def _forward(self, part: Batch, method: TrainMethod, weight: Tensor, figures: Metrics) -> "_Pass":
+    def _forward(
+        self, part: Batch, method: TrainMethod, weight: Tensor, figures: Metrics, recompute: bool
+    ) -> "_Pass":
         model = self.model
         rows = method.sequences(part)
         packing = Packing.of(rows.lengths, model.device)
         received = model.receive(len(rows.values))
         if received is not None:
             received.requires_grad_(True)
-        hidden = model.forward(rows, packing, received)
+        hidden = model.forward(rows, packing, received, recompute=recompute)
         if not model.shard.last:
             model.pipeline.send(hidden)
             return _Pass(received, hidden)

@@ -56,8 +56,8 @@ def _padded_attention(qkv: Tensor, plan: PaddedHeads) -> Tensor:
         if mask is not None and q.dtype == torch.float32:
             k, v = k.view(-1, length, dim), v.view(-1, length, dim)
             q = q.view(k.shape[0], -1, dim)
-            scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=dim**-0.5)
-            output = torch.bmm(scores.softmax(-1), v)
+            # Scores have no name, so that they are gone when their softmax is there.
+            output = torch.bmm(torch.baddbmm(mask, q, k.transpose(1, 2), alpha=dim**-0.5).softmax(-1), v)
         else:
             q, k, v = (x.view(batch, -1, length, dim) for x in (q, k, v))
             output = F.scaled_dot_product_attention(

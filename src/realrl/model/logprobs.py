@@ -34,13 +34,14 @@ class _TokenLogprobs(Function):
         chosen = hidden.new_empty(len(hidden), dtype=torch.float32)
         entropy = torch.empty_like(chosen) if with_entropy else None
         ctx.size, ctx.temperature, ctx.group = size, temperature, group
-        logp = None
+        logp: Tensor | None = None
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
+            logp = None  # so that there is one chunk at a time
             logp = _log_softmax(hidden[part], weight, temperature, group)
             chosen[part] = _at_targets(logp, targets[part])
             if entropy is not None:
-                entropy[part] = -(logp.exp() * logp).sum(1)
+                entropy[part] = -logp.exp().mul_(logp).sum(1)
         group.sum(chosen)
         if entropy is not None:
             group.sum(entropy)
@@ -58,17 +59,19 @@ class _TokenLogprobs(Function):
         grad_weight = torch.zeros(weight.shape[::-1], dtype=torch.float32, device=weight.device)
         for start in range(0, len(hidden), ctx.size):
             part = slice(start, start + ctx.size)
-            logp = kept
-            if logp is None:
-                logp = _log_softmax(hidden[part], weight, ctx.temperature, ctx.group)
             factor = scaled[part, None]
-            grad_logits = logp.exp().mul_(-factor)
+            if kept is None:
+                grad_logits = _log_softmax(hidden[part], weight, ctx.temperature, ctx.group).exp_()
+            else:
+                grad_logits = kept.exp()
+            grad_logits.mul_(-factor)
             here, index = _local(targets[part], len(weight))
             if len(weight):
                 grad_logits.scatter_add_(1, index, factor * here)
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[part] = product(grad_logits, weight.T)
             grad_weight += product(hidden[part].T, grad_logits.T)
+            del grad_logits  # before there is that of the next chunk
         return grad_hidden, grad_weight.T, None, None, None, None, None
 
 

@@ -52,28 +52,31 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 class _RMSNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        wide = x.float()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
+        return (wide * scale).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
+        grad = grad.float()
         unit = x * scale
         both = grad * unit
-        mean = torch.mv(both, weight).div_(x.shape[-1])
+        mean = torch.mv(both, weight.float()).div_(x.shape[-1])
         grad_x = torch.mul(grad, weight).addcmul_(unit, mean.unsqueeze(-1), value=-1).mul_(scale)
-        return grad_x, both.sum(0), None
+        return grad_x.to(x.dtype), both.sum(0), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dim (Zhang and Sennrich 2019).
 
-    x: [N, H], weight: [H] -> [N, H]
+    x: [N, H], weight: [H] -> [N, H]; computed in float32
     """
-    # On a CPU torch derives the gradient of its many parts one by one, which takes three times as long.
-    if x.device.type == "cpu" and x.dtype == torch.float32:
+    # On a CPU torch derives the gradient of its many parts one by one, which takes three times as long and keeps
+    # two float32 copies of bfloat16 numbers.
+    if x.device.type == "cpu":
         return _RMSNorm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 

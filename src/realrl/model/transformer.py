@@ -1,6 +1,7 @@
 """The decoder: one code path for training, inference and generation, whole or as one rank's shard."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from realrl.model.group import Group
 from realrl.model.logprobs import token_logprobs
 from realrl.model.ops import linear, product, rms_norm, rotate, swiglu
 from realrl.model.packing import Packing
+from realrl.model.recompute import recomputed
 from realrl.model.rotary import frequencies, rotary
 from realrl.model.tensor_parallel import TensorParallel
 
@@ -48,10 +50,13 @@ class Layer(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor], Tensor], tp: TensorParallel
     ) -> Tensor:
         """x: [T, H] -> [T, H], of which a rank may hold only a part; cos, sin: [T, rotated heads, D]"""
-        qkv = linear(tp.enter(rms_norm(x, self.attention_norm, self.eps)), self.qkv)
-        x = x + tp.leave(linear(attend(rotate(qkv, cos, sin)), self.out))
-        gate_up = linear(tp.enter(rms_norm(x, self.mlp_norm, self.eps)), self.gate_up)
-        return x + tp.leave(linear(swiglu(gate_up), self.down))
+
+        def entering(weight: nn.Parameter, norm: nn.Parameter) -> Tensor:
+            return linear(tp.enter(rms_norm(x, norm, self.eps)), weight)
+
+        # What is computed on the way has no name, which would keep it in memory until the end.
+        x = x + tp.leave(linear(attend(rotate(entering(self.qkv, self.attention_norm), cos, sin)), self.out))
+        return x + tp.leave(linear(swiglu(entering(self.gate_up, self.mlp_norm)), self.down))
 
 
 class Transformer(nn.Module):
@@ -103,11 +108,15 @@ class Transformer(nn.Module):
         """Key/value heads that a cache for this shard holds."""
         return len(self.shard.queries if self._reads is not None else self.shard.keys)
 
-    def forward(self, x: Tensor, packing: Packing, *, sequence: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, packing: Packing, *, sequence: bool = False, recompute: bool = False
+    ) -> Tensor:
         """One stage over packed sequences. x: [T] tokens on the first stage, else what the stage before it
         returned. Returns [T, H], after the final norm on the last stage.
 
         With `sequence` parallelism, [T, H] between stages and before the head is ceil(T / tp) rows a rank.
+        With `recompute` only the inputs of layers are kept for the backward pass, which computes each layer
+        once more, what tensor ranks tell each other included.
         """
         heads, keys = len(self.shard.queries), self.cache_heads
 
@@ -115,7 +124,7 @@ class Transformer(nn.Module):
             return attention(self._grouped(qkv), packing, heads, keys)
 
         tp = TensorParallel(self.tensor_group, len(packing.positions), sequence)
-        return self._run(x, packing.positions, attend, tp)
+        return self._run(x, packing.positions, attend, tp, recompute=recompute)
 
     def prefill(self, x: Tensor, packing: Packing, cache: KVCache) -> Tensor:
         """Like `forward`, and fills the empty cache, one row per sequence."""
@@ -149,13 +158,16 @@ class Transformer(nn.Module):
         heads = qkv.view(len(qkv), -1, self.shape.head_dim)
         return heads.index_select(1, self._reads).view(len(qkv), -1)
 
-    def _run(self, x: Tensor, positions: Tensor, attend: Attend, tp: TensorParallel) -> Tensor:
+    def _run(
+        self, x: Tensor, positions: Tensor, attend: Attend, tp: TensorParallel, *, recompute: bool = False
+    ) -> Tensor:
         if self.shard.first:
             x = tp.leave(self._embed(x))
         rotated = len(self.shard.queries) + len(self.shard.keys)
         cos, sin = rotary(positions, self.frequency, rotated, x.dtype)
         for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, lambda qkv, i=i: attend(i, qkv), tp)
+            run = partial(layer, cos=cos, sin=sin, attend=partial(attend, i), tp=tp)
+            x = recomputed(run, x) if recompute else run(x)
         return x if self.norm is None else rms_norm(x, self.norm, self.shape.norm_eps)
 
     def _embed(self, tokens: Tensor) -> Tensor:

@@ -13,6 +13,9 @@ from realrl.plan.partition import equal_parts, parts
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 
+SEARCH = "search"
+"""Instead of a preset or a file: the plan that the planner finds for the recipe."""
+
 Shapes = Mapping[str, ModelShape]
 """Sizes of the models of those roles for which they are known."""
 
@@ -125,10 +128,12 @@ def make_plan(
         if plan.cluster != cluster:
             raise UserError(f"plan file {name_or_file} is for cluster {plan.cluster}; this run has {cluster}")
     else:
-        hint = nearest(name_or_file, PRESETS)
+        hint = nearest(name_or_file, (*PRESETS, SEARCH))
         suffix = f"; did you mean {hint}?" if hint else ""
         accepted = ", ".join(PRESETS)
-        raise UserError(f"plan: {name_or_file!r} is neither a preset ({accepted}) nor a .yaml file{suffix}")
+        raise UserError(
+            f"plan: {name_or_file!r} is neither a preset ({accepted}), {SEARCH}, nor a .yaml file{suffix}"
+        )
     plan.check(graph, shapes)
     return plan
 

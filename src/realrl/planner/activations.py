@@ -1,78 +1,126 @@
-"""Bytes of what calls compute on the way, on one rank."""
+"""Bytes of what calls compute on the way, on one rank.
 
+Counted are the tensors that the engine allocates, at the moment when they take most: those of layers, of logits,
+of key/value caches, and what stages have sent to each other. Not counted are a few numbers per token (tokens,
+positions, log-probabilities and what a loss makes of them), and what libraries allocate outside torch.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from realrl.plan.placement import Strategy
+from realrl.planner.layer import Layer
+from realrl.planner.logits import Logits
 from realrl.planner.sizes import LocalSizes
 
-GPU_LOGITS, CPU_LOGITS = 1 << 26, 1 << 20
-"""Logits that are computed at a time (`model.logprobs`)."""
-SCORED_LOGIT_BYTES = 10
-"""Of one of them: the product in 2 bytes, float32, and its exponential for the sum."""
-LEARNT_LOGIT_BYTES = 14
-"""With its gradient: log-probability and gradient in float32, the exponential or what is multiplied, 2 bytes."""
-SAMPLED_LOGIT_BYTES = 28
-"""Of a token to be drawn: logits, scaled, log-probabilities and probabilities in float32, their sum in float64."""
+Parts = Mapping[str, int]
+"""activations, logits and cache: bytes, all at the same moment."""
+SENDS_PER_STAGE = 4
+"""Messages to other stages that are kept, times the number of stages (`engine.pipeline`)."""
 
 
 @dataclass(frozen=True)
 class Activations:
-    """A model's activations under a strategy. Tokens are those of a micro-batch."""
+    """A model's activations under a strategy.
+
+    `lengths` are a sample of the sequences' lengths. In methods, `tokens` are those of the fullest micro-batch and
+    `chunks` the number of micro-batches, or of continuations.
+    """
 
     sizes: LocalSizes
     strategy: Strategy
     element_bytes: int
-    cpu: bool = False
+    cpu: bool
+    lengths: tuple[int, ...]
 
-    def working(self, tokens: float) -> int:
-        """Of one layer at a time, without gradients, with the rotation's sines and cosines of all tokens."""
-        s, hidden = self.sizes, self.sizes.shape.hidden_size
-        widest = max(3 * (s.queries + s.keys), 3 * s.inner)
-        return self._bytes(tokens * (3 * hidden + widest + 2 * (s.queries + s.keys)))
-
-    def saved(self, tokens: float, layers: int, flying: int, *, recompute: bool) -> int:
-        """Kept for the backward pass, of `flying` micro-batches, and what the one under way needs besides.
-
-        Per layer two inputs of norms and their outputs; queries, keys, values and attention's output; gate, up
-        and their product. With recomputation only the input of each layer, and all of it for one layer.
-        """
-        s, hidden = self.sizes, self.sizes.shape.hidden_size
-        stream = hidden / (s.tp if self.strategy.sequence_parallel else 1)
-        layer = 2 * stream + 2 * hidden + 2 * s.queries + 2 * s.keys + 3 * s.inner
-        rotation = 2 * (s.queries + s.keys)
-        kept = (
-            flying * (layers * stream + rotation) + layer
-            if recompute
-            else flying * (layers * layer + rotation)
+    def inferring(self, tokens: float, *, stage: int, chunks: int) -> Parts:
+        """Of an inference call: in a layer, or at the logits."""
+        layer = {"activations": self._forward(tokens, stage, chunks)}
+        if stage < self._last:
+            return layer
+        states = self.layer.bytes(tokens, self.layer.stream + self.layer.hidden) + self.layer.index_bytes(
+            tokens
         )
-        # A gradient for each value of the layer that goes backward.
-        return self._bytes(tokens * kept) + self.working(tokens)
+        return _fullest(layer, {"activations": states, "logits": self.logits.scored(tokens)})
 
-    def cache(self, rows: int, room: int, layers: int) -> int:
+    def generating(
+        self, tokens: float, *, rows: float, room: int, layers: int, stage: int, chunks: int
+    ) -> Parts:
+        """Of a generate call: while prompts pass a layer, or when a token is drawn.
+
+        `tokens` and `rows` are those of the prompts in a continuation; `room` is the most tokens of a sequence.
+        """
+        active = min(self.strategy.pp, chunks)
+        cache = active * self.cache(rows, room, layers)
+        prompts = {"activations": self._forward(tokens, stage, active), "cache": cache}
+        if stage < self._last:
+            return prompts
+        return _fullest(prompts, {"cache": cache, "logits": self.logits.sampled(rows)})
+
+    def training(self, tokens: float, *, layers: int, stage: int, chunks: int) -> Parts:
+        """Of a train call: when the backward pass is at the logits, in a layer, or at the embedding."""
+        layer, shape = self.layer, self.sizes.shape
+        flying = min(chunks, self.strategy.pp - stage)
+        sent = self._sent(tokens, chunks * ((stage > 0) + (stage < self._last)))
+        each = self.kept(tokens, layers)
+        inside = layer.backward_bytes(tokens)
+        if self.strategy.recompute:
+            # The whole layer; its input was there already, but there is an output, which is of no use.
+            inside += layer.bytes(tokens, layer.kept)
+        waiting, moments = 0, []
+        if stage == self._last:
+            # The input of the final norm, its output where a token is predicted, and that one's gradient.
+            states = layer.bytes(tokens, layer.stream + 2 * layer.hidden)
+            kept = sent + flying * each + states
+            moments.append({"activations": kept, "logits": self.logits.learnt(tokens)})
+            if stage == 0 and shape.tied_embeddings and self.sizes.head == "lm":
+                # What the head adds to the gradient of the embedding table waits for what the embedding adds.
+                waiting = self.logits.table_bytes
+        moments.append({"activations": sent + flying * each + inside, "logits": waiting})
+        if stage == 0:
+            table = layer.matrix_bytes(self.sizes.vocabulary * shape.hidden_size)
+            moments.append({"activations": sent + (flying - 1) * each + table, "logits": waiting})
+        return _fullest(*moments)
+
+    def kept(self, tokens: float, layers: int) -> int:
+        """Of one micro-batch, until its backward pass: of each layer all that it needs, or its input alone."""
+        each = self.layer.stream if self.strategy.recompute else self.layer.kept
+        return self.layer.bytes(tokens, layers * each) + self._shared(tokens)
+
+    def cache(self, rows: float, room: int, layers: int) -> int:
         """Keys and values of one continuation, whose rows all have room for the longest."""
-        return self._bytes(2 * layers * rows * room * self.sizes.cached)
+        return self.layer.bytes(rows * room, 2 * layers * self.sizes.cached)
 
-    def sampled(self, rows: int) -> int:
-        """Logits of the next tokens, which every tensor rank has whole."""
-        return 0 if self._scalar else SAMPLED_LOGIT_BYTES * rows * self.sizes.shape.vocab_size
+    @cached_property
+    def layer(self) -> Layer:
+        """What a layer computes."""
+        return Layer(self.sizes, self.strategy, self.element_bytes, self.cpu, self.lengths)
 
-    def scored(self, tokens: float) -> int:
-        """Logits of one chunk in inference."""
-        return 0 if self._scalar else int(SCORED_LOGIT_BYTES * self._chunk(tokens))
+    @cached_property
+    def logits(self) -> Logits:
+        """What is computed after the layers."""
+        return Logits(self.sizes, self.element_bytes, self.cpu)
 
-    def learnt(self, tokens: float) -> int:
-        """Logits of one chunk in training, and the float32 gradient of the head."""
-        if self._scalar:
-            return 0
-        table = 4 * self.sizes.vocabulary * self.sizes.shape.hidden_size
-        return int(LEARNT_LOGIT_BYTES * self._chunk(tokens)) + table
+    def _forward(self, tokens: float, stage: int, chunks: int) -> int:
+        """In a stage's layers without gradients, when it has sent on all chunks but one."""
+        sent = self._sent(tokens, 0 if stage == self._last else chunks - 1)
+        received = self.layer.stream if stage else 0
+        return sent + self.layer.bytes(tokens, received + self.layer.computed) + self._shared(tokens)
+
+    def _shared(self, tokens: float) -> int:
+        """For all layers once."""
+        return self.layer.rotation_bytes(tokens) + self.layer.index_bytes(tokens)
+
+    def _sent(self, tokens: float, sends: int) -> int:
+        """Hidden states and gradients that a stage has sent and still keeps."""
+        sends = min(sends, SENDS_PER_STAGE * self.strategy.pp) if self.strategy.pp > 1 else 0
+        return self.layer.bytes(tokens, sends * self.layer.stream)
 
     @property
-    def _scalar(self) -> bool:
-        return self.sizes.head == "scalar"
+    def _last(self) -> int:
+        return self.strategy.pp - 1
 
-    def _chunk(self, tokens: float) -> float:
-        return min(tokens * self.sizes.vocabulary, CPU_LOGITS if self.cpu else GPU_LOGITS)
 
-    def _bytes(self, elements: float) -> int:
-        return int(elements * self.element_bytes)
+def _fullest(*moments: Parts) -> Parts:
+    return max(moments, key=lambda parts: sum(parts.values()))

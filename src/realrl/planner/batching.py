@@ -1,5 +1,6 @@
 """How a call's sequences are split over ranks and into micro-batches, without naming them."""
 
+import math
 from dataclasses import dataclass
 
 from realrl.config.errors import UserError
@@ -8,8 +9,23 @@ from realrl.planner.workload import CallWork
 
 
 @dataclass(frozen=True)
+class Fullest:
+    """The chunk that needs most memory: it has as many tokens as any, and the longest sequences."""
+
+    sequences: float
+    lengths: tuple[int, ...]
+    """A sample of what is passed through the model at once."""
+
+    @property
+    def tokens(self) -> float:
+        """Of the sequences as they are passed through the model at once."""
+        return self.sequences * sum(self.lengths) / len(self.lengths)
+
+
+@dataclass(frozen=True)
 class Chunks:
-    """What one data-parallel rank does at a time, several times in a row: all chunks are taken to be equal."""
+    """What one data-parallel rank does at a time, several times in a row: all chunks are taken to be equal, where
+    it is not their memory that counts."""
 
     count: int
     sequences: float
@@ -17,30 +33,38 @@ class Chunks:
     tokens: float
     squares: float
     """Sum of the squared lengths."""
+    fullest: Fullest
 
 
-def pass_chunks(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
-    """Micro-batches of one mini-batch.
+def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
+    """Micro-batches of one mini-batch, or continuations, as `engine.model.Model.split` makes them.
 
-    As `engine.model.Model.split`: at most `micro_batch_tokens` tokens, and in a pipeline `per_stage` per stage
-    where there are sequences enough. UserError where a rank would get no sequence.
+    At most `micro_batch_tokens` tokens, counting for generation those that the cache has room for, and in a
+    pipeline `per_stage` chunks per stage where there are sequences enough. `tokens` and `squares` are those of
+    what is passed through the model at once: of generation, the prompts. UserError where a rank would get no
+    sequence.
+
+    The longest sequences come first. Those of one length fill chunks evenly; short ones fill the gaps that long
+    ones leave, so that all chunks but the last are as full as can be, near enough.
     """
     sequences = _per_rank(work, strategy)
-    count = _count(work.lengths, sequences, strategy, per_stage)
+    costs = sorted((length + work.room for length in work.lengths), reverse=True)
+    mean, longest = sum(costs) / len(costs), costs[0]
+    total, budget = mean * sequences, strategy.micro_batch_tokens
+    if strategy.pp > 1:
+        budget = min(budget, max(longest, -(-int(total) // (per_stage * strategy.pp))))
+    if longest == costs[-1]:
+        most: float = min(sequences, max(1, budget // longest))
+        count = math.ceil(sequences / most)
+    else:
+        alone = sum(cost > budget for cost in costs) / len(costs) * sequences
+        rest = sum(cost for cost in costs if cost <= budget) / len(costs) * sequences
+        count = max(1, min(sequences, round(alone) - int(-rest // budget)))
+        first = costs[: math.ceil(len(costs) / count)]
+        most = max(longest, min(total, budget)) * len(first) / sum(first)
+    long = tuple(cost - work.room for cost in costs[: math.ceil(len(costs) / count)])
     part = sequences / count
-    return Chunks(count, part, part * work.mean, part * work.mean_square)
-
-
-def generation_chunks(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
-    """Continuations: at most `micro_batch_tokens` tokens of cache, whose rows have room for the longest answer.
-
-    `tokens` and `squares` are those of the prompts.
-    """
-    sequences = _per_rank(work, strategy)
-    costs = [length + work.room for length in work.lengths]
-    count = _count(costs, sequences, strategy, per_stage)
-    part = sequences / count
-    return Chunks(count, part, part * work.mean, part * work.mean_square)
+    return Chunks(count, part, part * work.mean, part * work.mean_square, Fullest(most, long))
 
 
 def _per_rank(work: CallWork, strategy: Strategy) -> int:
@@ -49,19 +73,3 @@ def _per_rank(work: CallWork, strategy: Strategy) -> int:
     if whole < strategy.dp:
         raise UserError(f"a mini-batch of {whole} sequences cannot be split over dp={strategy.dp}")
     return -(-whole // strategy.dp)
-
-
-def _count(costs: tuple[int, ...] | list[int], sequences: int, strategy: Strategy, per_stage: int) -> int:
-    """Groups that the longest-first packing of `data.partition.micro_batches` makes, near enough.
-
-    Sequences of one length fill groups evenly; short ones fill the gaps that long ones leave.
-    """
-    mean, longest = sum(costs) / len(costs), max(costs)
-    total, budget = mean * sequences, strategy.micro_batch_tokens
-    if strategy.pp > 1:
-        budget = min(budget, max(longest, -(-int(total) // (per_stage * strategy.pp))))
-    if longest == costs[0] == mean:
-        return -(-sequences // max(1, budget // longest))
-    alone = sum(cost > budget for cost in costs) / len(costs) * sequences
-    rest = sum(cost for cost in costs if cost <= budget) / len(costs) * sequences
-    return max(1, min(sequences, round(alone) - int(-rest // budget)))

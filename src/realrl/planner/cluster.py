@@ -62,13 +62,18 @@ class ClusterSpec:
         """Number of devices, which is the number of ranks."""
         return sum(group.size for group in self.groups)
 
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return sum(group.nodes for group in self.groups)
+
     @cached_property
     def cluster(self) -> Cluster:
         """Nodes and devices per node; UserError where nodes have different numbers of devices."""
         per_node = self.groups[0].devices_per_node
         if any(group.devices_per_node != per_node for group in self.groups):
             raise UserError(f"cluster {self.name}: all nodes must have the same number of devices")
-        return Cluster(sum(group.nodes for group in self.groups), per_node)
+        return Cluster(self.nodes, per_node)
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -120,11 +125,21 @@ class ClusterSpec:
         return total
 
     def with_nodes(self, nodes: int) -> "ClusterSpec":
-        """The same with another number of nodes; UserError for several groups."""
-        if len(self.groups) > 1:
-            raise UserError(f"cluster {self.name} has several groups, so its nodes cannot be varied")
-        group = replace(self.groups[0], nodes=nodes)
-        return ClusterSpec(str(group), (group,))
+        """The first `nodes` nodes; more of the same where there is one group. UserError for fewer than 1, and for
+        more than there are in several groups."""
+        if len(self.groups) > 1 and nodes > self.nodes:
+            raise UserError(
+                f"cluster {self.name} has {self.nodes} nodes of several kinds, so {nodes} of them cannot be planned"
+            )
+        if len(self.groups) == 1:
+            group = replace(self.groups[0], nodes=nodes)
+            return ClusterSpec(str(group), (group,))
+        groups: list[NodeGroup] = []
+        for group in self.groups:
+            left = nodes - sum(g.nodes for g in groups)
+            if left > 0 or not groups:
+                groups.append(replace(group, nodes=min(left, group.nodes)))
+        return ClusterSpec("+".join(map(str, groups)), tuple(groups))
 
     @classmethod
     def parse(cls, text: str) -> "ClusterSpec":

@@ -1,6 +1,5 @@
 """Interpolation of measured times."""
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,10 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Curve:
-    """Times by size, both above 0: exact at the points, between them linear in the logarithms.
+    """Times by size, both above 0: exact at the points, between them linear, as the sum of an overhead and of work
+    in proportion is.
 
     Below the first point the time is that of the first, since what is left there is overhead. Above the last one
-    it goes on as in the last stretch, but grows at least with the root of the size and at most in proportion.
+    it goes on as in the last stretch, but there each unit takes between half and all of the mean so far.
     """
 
     sizes: tuple[float, ...]
@@ -36,16 +36,12 @@ class Curve:
         if size <= sizes[0]:
             return seconds[0]
         i = bisect_right(sizes, size) - 1
-        if sizes[i] == size:
-            return seconds[i]
-        if i + 1 == len(sizes):
-            return seconds[i] * (size / sizes[i]) ** min(1.0, max(0.5, self._slope(i - 1) if i else 1.0))
-        return seconds[i] * (size / sizes[i]) ** self._slope(i)
-
-    def _slope(self, i: int) -> float:
-        """In logarithms, from point i to the next."""
-        rise = math.log(self.seconds[i + 1] / self.seconds[i])
-        return rise / math.log(self.sizes[i + 1] / self.sizes[i])
+        if i + 1 < len(sizes):
+            part = (size - sizes[i]) / (sizes[i + 1] - sizes[i])
+            return seconds[i] + (seconds[i + 1] - seconds[i]) * part if part else seconds[i]
+        mean = seconds[i] / sizes[i]
+        slope = (seconds[i] - seconds[i - 1]) / (sizes[i] - sizes[i - 1]) if i else mean
+        return seconds[i] + (size - sizes[i]) * min(mean, max(mean / 2, slope))
 
 
 @dataclass(frozen=True)

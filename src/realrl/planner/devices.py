@@ -1,10 +1,12 @@
 """Kinds of devices: what their data sheets say."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from realrl.config.errors import UserError
+from realrl.config.explain import nearest
 
 _GIB = 1 << 30
 
@@ -103,5 +105,22 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
 def device_kind(name: str) -> DeviceKind:
     """The built-in kind of that name; UserError, naming those there are, for any other."""
     if name not in DEVICES:
-        raise UserError(f"device {name!r} is not known; known are {', '.join(DEVICES)}")
+        hint = nearest(name, DEVICES)
+        suffix = f"; did you mean {hint}?" if hint else ""
+        raise UserError(f"device {name!r} is not known; known are {', '.join(DEVICES)}{suffix}")
     return DEVICES[name]
+
+
+def kind_of_gpu(name: str) -> DeviceKind | None:
+    """The built-in kind of a GPU that torch names, for example `NVIDIA A100-SXM4-80GB`; None for any other.
+
+    Cards without the links of a kind, and parts of a card, are others.
+    """
+    words = re.split(r"[^A-Z0-9]+", name.upper())
+    if {"PCIE", "NVL", "MIG"} & set(words):
+        return None
+    for kind in DEVICES.values():
+        parts = kind.name.upper().split("-")
+        if not kind.cpu and all(any(word.startswith(part) for word in words) for part in parts):
+            return kind
+    return None

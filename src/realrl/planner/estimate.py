@@ -1,6 +1,6 @@
 """What is to be expected of a plan: when what happens on which device, and what the device holds meanwhile."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,7 +8,7 @@ from functools import cached_property
 from realrl.dataflow.call import Call
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
-from realrl.program.instructions import Instruction, Reallocate, Run
+from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Receive, Run
 
 
 @dataclass(frozen=True)
@@ -155,17 +155,16 @@ class Estimate:
 
     @cached_property
     def terms(self) -> Mapping[str, float]:
-        """Where time goes: device-seconds by term, calls' own terms, `reallocation` and `idle`; they add up to
-        `step_seconds` times the number of devices."""
-        total: Counter[str] = Counter()
+        """Where time goes: device-seconds by term, calls' own terms, `reallocation`, `offload`, `exchange` and
+        `idle`; they add up to `step_seconds` times the number of devices."""
+        total: defaultdict[str, float] = defaultdict(float)
         for call in self.calls.values():
             for name, seconds in call.terms.items():
                 total[name] += seconds * call.placement.mesh.size
-        total["reallocation"] = sum(
-            s.seconds - s.waiting
-            for rank in self.slices
-            for s in rank
-            if isinstance(s.instruction, Reallocate)
-        )
+        moving = {Reallocate: "reallocation", Load: "offload", Offload: "offload", Receive: "exchange"}
+        total |= dict.fromkeys(moving.values(), 0.0)
+        for slice_ in (s for rank in self.slices for s in rank):
+            if type(slice_.instruction) in moving:
+                total[moving[type(slice_.instruction)]] += slice_.seconds - slice_.waiting
         total["idle"] = self.step_seconds * len(self.slices) - sum(total.values())
         return dict(total)

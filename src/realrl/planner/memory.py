@@ -1,19 +1,19 @@
 """What a plan needs in device memory, by named parts."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from realrl.config.shape import Head, ModelShape
 from realrl.dataflow.call import Call, Kind
 from realrl.layout.chunks import CHUNK_BYTES
 from realrl.layout.ranges import stage_layers
 from realrl.plan.placement import Placement
-from realrl.planner.activations import Activations
-from realrl.planner.batching import generation_chunks, pass_chunks
+from realrl.planner.activations import Activations, Parts
+from realrl.planner.batching import split_work
 from realrl.planner.cluster import ClusterSpec
 from realrl.planner.efficiency import Efficiency
 from realrl.planner.sizes import LocalSizes, buckets
-from realrl.planner.workload import CallWork, Workload
+from realrl.planner.workload import Workload
 from realrl.program.memory import Stored
 
 _FLOAT32 = 4
@@ -92,6 +92,12 @@ class MemoryModel:
             for elements in self._elements(model, placement)
         )
 
+    def kept_state(self, model: Stored, placement: Placement) -> int:
+        """What of that is copied when the optimizer is offloaded: two moments, and the master copy of a lower
+        precision; gradients are of no use between steps."""
+        parts = 2 + (model.element_bytes < _FLOAT32)
+        return _FLOAT32 * parts * max(self._elements(model, placement)) // placement.strategy.dp
+
     def stages(
         self, call: Call, model: Stored, placement: Placement, workload: Workload
     ) -> tuple[MemoryNeed, ...]:
@@ -104,15 +110,16 @@ class MemoryModel:
         key = (call, model, placement.strategy, cpu, workload)
         if key not in self._needs:
             strategy, width = placement.strategy, model.width(placement.strategy)
-            activations = Activations(self._local(model, placement), strategy, width, cpu)
+            stages = zip(
+                self._elements(model, placement), self._dynamic(call, model, placement, workload), strict=True
+            )
             needs = []
-            for stage, elements in enumerate(self._elements(model, placement)):
+            for elements, dynamic in stages:
                 static = {"parameters": elements * width}
                 if call.kind is Kind.TRAIN:
                     static |= _state(elements, strategy.dp, width)
-                dynamic = self._dynamic(call.kind, activations, workload.work(call), stage)
                 holes = int(FRAGMENTATION * (sum(dynamic.values()) - dynamic.get("cache", 0)))
-                needs.append(MemoryNeed(static, dynamic | {"fragmentation": holes}))
+                needs.append(MemoryNeed(static, {**dynamic, "fragmentation": holes}))
             self._needs[key] = tuple(needs)
         return self._needs[key]
 
@@ -120,33 +127,33 @@ class MemoryModel:
         """The largest of `stages`."""
         return max(self.stages(call, model, placement, workload), key=lambda need: need.bytes)
 
-    def _dynamic(self, kind: Kind, activations: Activations, work: CallWork, stage: int) -> dict[str, int]:
-        strategy = activations.strategy
-        layers = len(stage_layers(activations.sizes.shape.layers, strategy.pp)[stage])
-        last = stage == strategy.pp - 1
-        if kind is Kind.GENERATE:
-            chunks = generation_chunks(work, strategy, self.efficiency.generation_chunks_per_stage)
-            rows = -int(-chunks.sequences // 1)
-            active = min(strategy.pp, chunks.count)
-            room = max(work.lengths) + work.room
-            return {
-                "activations": activations.working(chunks.tokens),
-                "cache": active * activations.cache(rows, room, layers),
-                "logits": activations.sampled(rows) if last else 0,
-            }
-        chunks = pass_chunks(work, strategy, self.efficiency.pass_chunks_per_stage)
-        # A micro-batch may be as full as the budget allows, and no sequence is cut.
-        tokens = max(chunks.tokens, float(max(work.lengths)))
-        if kind is Kind.INFERENCE:
-            return {
-                "activations": activations.working(tokens),
-                "logits": activations.scored(tokens) if last else 0,
-            }
-        flying = min(chunks.count, strategy.pp - stage)
-        return {
-            "activations": activations.saved(tokens, layers, flying, recompute=strategy.recompute),
-            "logits": activations.learnt(tokens) if last else 0,
-        }
+    def _dynamic(
+        self, call: Call, model: Stored, placement: Placement, workload: Workload
+    ) -> Iterator[Parts]:
+        """What each stage needs when it needs most."""
+        strategy, work = placement.strategy, workload.work(call)
+        width, cpu = model.width(strategy), self.spec.device(placement.mesh.first).cpu
+        if call.kind is Kind.GENERATE:
+            chunks = split_work(work, strategy, self.efficiency.generation_chunks_per_stage)
+            strategy = replace(strategy, sequence_parallel=False)  # it is for long sequences
+        else:
+            chunks = split_work(work, strategy, self.efficiency.pass_chunks_per_stage)
+        tokens, lengths = chunks.fullest.tokens, chunks.fullest.lengths
+        activations = Activations(self._local(model, placement), strategy, width, cpu, lengths)
+        for stage, layers in enumerate(map(len, stage_layers(model.shape.layers, strategy.pp))):
+            if call.kind is Kind.TRAIN:
+                yield activations.training(tokens, layers=layers, stage=stage, chunks=chunks.count)
+            elif call.kind is Kind.INFERENCE:
+                yield activations.inferring(tokens, stage=stage, chunks=chunks.count)
+            else:
+                yield activations.generating(
+                    tokens,
+                    rows=chunks.fullest.sequences,
+                    room=max(lengths) + work.room,
+                    layers=layers,
+                    stage=stage,
+                    chunks=chunks.count,
+                )
 
     def _elements(self, model: Stored, placement: Placement) -> list[int]:
         """Elements that each stage stores, padded so that data-parallel ranks can share out each bucket."""

@@ -82,6 +82,21 @@ class Network:
             for t in range(s.tp)
         )
 
+    @cached_property
+    def everyone(self) -> Ring:
+        """All ranks of the placement."""
+        return self._ring([list(self.placement.ranks)])
+
+    @cached_property
+    def ends(self) -> Ring:
+        """First and last stages of its pipelines."""
+        s = self.placement.strategy
+        return self._ring(
+            [self.placement.rank(dp=d, tp=t, pp=p) for p in sorted({0, s.pp - 1})]
+            for d in range(s.dp)
+            for t in range(s.tp)
+        )
+
     def hop(self, number_bytes: float) -> float:
         """Seconds for every rank of a stage to send `number_bytes` to its peer on the next; the slowest."""
         s, device = self.placement.strategy, self.group.device

@@ -3,73 +3,74 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from realrl.layout.ranges import stage_layers
-from realrl.plan.placement import Strategy
-from realrl.planner.batching import Chunks, pass_chunks
-from realrl.planner.network import Network
+from realrl.planner.batching import Chunks, split_work
+from realrl.planner.setting import Setting
 from realrl.planner.sizes import buckets
-from realrl.planner.timing import Part, Timing
-from realrl.planner.workload import CallWork
+from realrl.planner.timing import Part
+
+_SMALL = 64
+"""Bytes of the sums of figures, of which ranks wait for a few in every optimizer step."""
 
 
 @dataclass(frozen=True)
-class Setting:
-    """All that the time of a call depends on."""
+class Ends:
+    """Seconds of one chunk outside the layers: on every stage, on the first and on the last one, and what
+    tensor ranks tell each other on the first and on the last one."""
 
-    timing: Timing
-    network: Network
-    strategy: Strategy
-    work: CallWork
+    every: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    told_first: float = 0.0
+    told_last: float = 0.0
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Layers of each stage."""
-        return tuple(len(part) for part in stage_layers(self.timing.sizes.shape.layers, self.strategy.pp))
+    def own(self, stages: int) -> list[float]:
+        """What each stage computes."""
+        return _by_stage(stages, self.every, self.first, self.last)
 
-    def exchanges(self, tokens: float) -> Part:
-        """What tensor ranks tell each other in a layer, in one direction: twice the sum of the hidden states.
+    def told(self, stages: int) -> list[float]:
+        """What its tensor ranks tell each other."""
+        return _by_stage(stages, 0.0, self.told_first, self.told_last)
 
-        With sequence parallelism, a gather and a scatter each, which take as long.
-        """
-        if self.strategy.tp == 1:
-            return Part(0.0)
-        number_bytes = tokens * self.timing.sizes.shape.hidden_size * self.timing.element_bytes
-        host = 2 * self.timing.efficiency.collective_host_s
-        return Part(2 * self.network.tensor.all_reduce(number_bytes), host)
 
-    def hop(self, tokens: float) -> float:
-        """Hidden states, or their gradient, from stage to stage; the receiving host cannot go on before."""
-        if self.strategy.pp == 1:
-            return 0.0
-        rows = tokens / (self.strategy.tp if self.strategy.sequence_parallel else 1)
-        number_bytes = rows * self.timing.sizes.shape.hidden_size * self.timing.element_bytes
-        return self.network.hop(number_bytes) + self.timing.efficiency.collective_host_s
+def _by_stage(stages: int, every: float, first: float, last: float) -> list[float]:
+    found = [every] * stages
+    found[0] += first
+    found[-1] += last
+    return found
 
 
 def training(setting: Setting) -> Mapping[str, float]:
     """Terms of all optimizer steps of a train call, under the 1F1B schedule."""
     timing, strategy, work = setting.timing, setting.strategy, setting.work
-    chunks = pass_chunks(work, strategy, timing.efficiency.pass_chunks_per_stage)
-    forward = timing.forward(chunks.tokens, chunks.squares)
-    backward = timing.backward(chunks.tokens, chunks.squares)
+    chunks = split_work(work, strategy, timing.efficiency.pass_chunks_per_stage)
+    size = (chunks.tokens, chunks.squares)
+    forward, backward = timing.forward(*size), timing.backward(*size)
     exchanges = setting.exchanges(chunks.tokens)
-    rounds = 3 if setting.strategy.recompute else 2
+    rounds = 3 if strategy.recompute else 2
     device = backward.device + forward.device * (rounds - 1)
     host = backward.host + forward.host * (rounds - 1)
     layer = Part(device, host + rounds * exchanges.host)
-    head = timing.head(chunks.tokens) + timing.head_backward(chunks.tokens)
-    terms = _pipelined(setting, chunks, layer, rounds * exchanges.device, head)
+    ends = Ends(
+        timing.enter(*size),
+        timing.enter_backward(*size),
+        timing.head(*size) + timing.head_backward(*size),
+        exchanges.device / 2,
+        setting.head_exchanges(chunks.tokens) + setting.head_exchanges_backward(chunks.tokens),
+    )
+    terms = _pipelined(setting, chunks, layer, rounds * exchanges.device, ends)
     if strategy.pp > 1:
         # Forward waits for backward of the next stage and the other way round, so that nothing hides transfers.
         terms["pipeline"] = 2 * (chunks.count + strategy.pp - 1) * setting.hop(chunks.tokens)
-    steps = work.minibatches * work.passes
+        terms["pipeline"] += 2 * setting.network.hop(_SMALL)
     elements = max(timing.sizes.stage_elements(strategy.pp))
-    terms["optimizer"] = timing.update(elements, strategy.dp)
+    update = timing.update(elements, strategy.dp)
+    terms["optimizer"] = update + setting.network.everyone.all_reduce(_SMALL)
     last_pass = setting.layers[-1] * backward.device
-    terms["data"] = _gradients(setting, elements, last_pass) + _parameters(
-        setting, elements, terms["optimizer"]
-    )
-    return {name: seconds * steps for name, seconds in terms.items()}
+    terms["data"] = _gradients(setting, elements, last_pass) + _parameters(setting, elements, update)
+    steps = work.minibatches * work.passes
+    total = {name: seconds * steps for name, seconds in terms.items()}
+    total["compute"] += timing.prepare(work.sequences / strategy.dp, work.episode)
+    return total
 
 
 def _gradients(setting: Setting, elements: int, last_pass: float) -> float:
@@ -77,41 +78,61 @@ def _gradients(setting: Setting, elements: int, last_pass: float) -> float:
 
     Parameters of which tensor ranks or stages each have a part of the gradient must be completed before.
     """
-    seconds = setting.network.data.reduce_scatter(4 * elements)
-    sizes, strategy = setting.timing.sizes, setting.strategy
-    tied = sizes.shape.tied_embeddings and sizes.head == "lm" and strategy.pp > 1
-    if tied or sizes.shares_keys or (strategy.tp > 1 and strategy.sequence_parallel):
-        return seconds
-    hidden = last_pass * setting.timing.efficiency.overlap
-    return max(seconds - hidden, seconds / buckets(elements))
+    network = setting.network
+    seconds = network.data.reduce_scatter(4 * elements)
+    small = 3 * network.data.all_reduce(_SMALL)
+    completion = _completion(setting)
+    if completion:
+        return small + completion + seconds
+    return small + max(seconds - last_pass * setting.overlap, seconds / buckets(elements))
+
+
+def _completion(setting: Setting) -> float:
+    """Adding up gradients of what several ranks hold but each computed only a part of."""
+    sizes, network, shape = setting.timing.sizes, setting.network, setting.timing.sizes.shape
+    seconds = 0.0
+    if setting.strategy.sequence_parallel:
+        seconds += 2 * max(setting.layers) * network.tensor.all_reduce(4 * shape.hidden_size)
+    if sizes.shares_keys:
+        keys = 4 * shape.kv_heads * shape.head_dim * shape.hidden_size
+        seconds += 2 * max(setting.layers) * network.tensor.all_reduce(keys)
+    if shape.tied_embeddings and sizes.head == "lm" and setting.strategy.pp > 1:
+        seconds += network.ends.all_reduce(4 * sizes.vocabulary * shape.hidden_size)
+    return seconds
 
 
 def _parameters(setting: Setting, elements: int, update: float) -> float:
     """Collecting parameters: while the next bucket is updated."""
     seconds = setting.network.data.all_gather(setting.timing.element_bytes * elements)
-    return max(seconds - update * setting.timing.efficiency.overlap, seconds / buckets(elements))
+    return max(seconds - update * setting.overlap, seconds / buckets(elements))
 
 
 def inference(setting: Setting) -> Mapping[str, float]:
     """Terms of an inference call."""
     timing, strategy = setting.timing, setting.strategy
-    chunks = pass_chunks(setting.work, strategy, timing.efficiency.pass_chunks_per_stage)
-    return forward_pass(setting, chunks, timing.head(chunks.tokens))
+    chunks = split_work(setting.work, strategy, timing.efficiency.pass_chunks_per_stage)
+    size = (chunks.tokens, chunks.squares)
+    ends = Ends(
+        timing.enter(*size),
+        last=timing.head(*size),
+        told_first=setting.exchanges(chunks.tokens).device / 2,
+        told_last=setting.head_exchanges(chunks.tokens),
+    )
+    return forward_pass(setting, chunks, timing.forward(*size), ends)
 
 
-def forward_pass(setting: Setting, chunks: Chunks, head: float) -> dict[str, float]:
-    """Terms of chunks that go through all stages once; head: seconds of a chunk after the last layer."""
-    forward = setting.timing.forward(chunks.tokens, chunks.squares)
+def forward_pass(setting: Setting, chunks: Chunks, layer: Part, ends: Ends) -> dict[str, float]:
+    """Terms of chunks that go through all stages once."""
     exchanges = setting.exchanges(chunks.tokens)
-    layer = Part(forward.device, forward.host + exchanges.host)
-    terms = _pipelined(setting, chunks, layer, exchanges.device, head)
+    layer = Part(layer.device, layer.host + exchanges.host)
+    terms = _pipelined(setting, chunks, layer, exchanges.device, ends)
     # Sends do not wait, and a stage works on the next chunk meanwhile.
     terms["pipeline"] = (setting.strategy.pp - 1) * setting.hop(chunks.tokens)
     return terms
 
 
 def _pipelined(
-    setting: Setting, chunks: Chunks, layer: Part, exchanges: float, head: float
+    setting: Setting, chunks: Chunks, layer: Part, exchanges: float, ends: Ends
 ) -> dict[str, float]:
     """Terms of the busiest stage, and how long it waits while others start or end alone.
 
@@ -119,13 +140,13 @@ def _pipelined(
     """
     wait = max(0.0, layer.host - layer.device - exchanges)
     each = layer.device + exchanges + wait
-    stages = [layers * each for layers in setting.layers]
-    stages[-1] += head
-    slowest = max(stages)
-    busy = setting.layers[stages.index(slowest)] * chunks.count
+    own, told = ends.own(setting.strategy.pp), ends.told(setting.strategy.pp)
+    stages = [n * each + a + b for n, a, b in zip(setting.layers, own, told, strict=True)]
+    slowest = stages.index(max(stages))
+    layers = setting.layers[slowest]
     return {
-        "compute": busy * layer.device + (head * chunks.count if slowest == stages[-1] else 0.0),
-        "tensor": busy * exchanges,
-        "launch": busy * wait,
-        "bubble": sum(stages) - slowest,
+        "compute": chunks.count * (layers * layer.device + own[slowest]),
+        "tensor": chunks.count * (layers * exchanges + told[slowest]),
+        "launch": chunks.count * layers * wait,
+        "bubble": sum(stages) - stages[slowest],
     }

@@ -1,7 +1,7 @@
 """What a search decides: for each call of a step, one of its options."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Call, Kind
@@ -9,6 +9,7 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
+from realrl.planner.exchange import Exchange
 from realrl.planner.transfers import Transfers
 
 
@@ -30,7 +31,9 @@ class Option:
     offload_optimizer: bool = False
     """The same for gradients and optimizer."""
     load_seconds: float = 0.0
-    """Time to bring parameters that wait in host memory here and back again."""
+    """Time to bring parameters that wait in host memory here."""
+    unload_seconds: float = 0.0
+    """Time to bring them back: none where they are never changed."""
 
     def bytes_alone(self, *, is_home: bool) -> float:
         """What a device needs at least while the call runs; `is_home`: whether its role lives here."""
@@ -64,8 +67,8 @@ class Problem:
     transfers: Transfers
     memory_bytes: tuple[float, ...]
     """Per node, what a plan may use of each of its devices. A mesh lies on nodes of which this is the same."""
-    exchange: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """(producer, consumer) -> seconds of bringing its inputs to a call; 0 where not given."""
+    exchange: Exchange
+    """What bringing its inputs to a call takes."""
 
     def __post_init__(self) -> None:
         if len(self.memory_bytes) != self.cluster.nodes:

@@ -1,11 +1,15 @@
 """Measured times, in a file that can be read, reused and compared.
 
-A profile is of one kind of device and one set of software versions. It holds times of single layers for any number
-of model shapes, as one tensor rank computes them without communication, and times of collectives.
+A profile is of one kind of device, one number of processes that share a node, and one set of software versions. It
+holds times of parts of calls for any number of model shapes, as one tensor rank computes them without
+communication, and times of what depends on bytes alone: collectives, messages and copies.
+
+What a process reaches on a CPU depends on how many others compute meanwhile, so all of them measure together.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, Self
@@ -16,27 +20,50 @@ from realrl.config.base import Settings
 from realrl.config.errors import UserError
 from realrl.config.explain import explain
 from realrl.config.shape import ModelShape
+from realrl.plan.placement import Dtype
+from realrl.planner.corrections import Correction
 from realrl.planner.curves import Curve, Surface
 
 VERSION: Literal[1] = 1
 """Of the file format; a file of another version is refused."""
 
 LayerKind = Literal[
+    "enter",
+    "enter_backward",
     "forward",
     "backward",
     "head",
     "head_backward",
     "scalar",
     "scalar_backward",
+    "prefill",
+    "start",
     "decode",
+    "turn",
     "sample",
+    "prepare",
     "optimizer",
 ]
-"""forward, backward: one layer. head, scalar: log-probabilities or values of a micro-batch. decode: one layer,
-one token for each of `sequences`. sample: logits and next tokens. optimizer: one update of `tokens` parameters."""
+"""What takes the time, of a micro-batch of `tokens` in sequences of `context` tokens where nothing else is said.
 
-CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "send", "host"]
-"""host: a copy between device and host memory."""
+enter: what comes before the first layer, packing and embedding. forward: one layer. head, scalar: what comes after
+the last one, log-probabilities or values, and what the method of the call makes of them. These are of inference
+calls; enter_backward, backward, head_backward and scalar_backward are what train calls add to them, so that the
+two together are forward, loss and backward. prefill: one layer, its keys and values stored. start: all else of a
+generate call until it has the first token of each sequence. decode: one layer, one token for each of `sequences`
+with `context` tokens in the cache. turn: what every pipeline stage does besides. sample: what the last one does, to
+draw the tokens. prepare: what a train call does with
+`sequences` before its first mini-batch, for answers of `context` tokens. optimizer: update of `tokens` parameters
+whose gradients have been added up and still are to be cleared."""
+
+WHOLE: tuple[LayerKind, ...] = ("prepare", "optimizer")
+"""Measured without tensor parallelism, which they do not depend on."""
+
+CollectiveKind = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "send", "host", "copy", "clear", "allocate"
+]
+"""send: from one rank to another. host: from device to host memory or back. copy, clear: inside device memory.
+allocate: memory that is taken from the system, and cleared."""
 
 
 class ShapeKey(Settings):
@@ -62,24 +89,32 @@ class Measurement(Settings):
     tp: PositiveInt = 1
     """Tensor-parallel degree; what one of so many ranks computes was measured."""
     tokens: NonNegativeInt = 0
-    """Tokens of a micro-batch; parameters of an update."""
+    """Of a micro-batch; parameters of an update."""
     sequences: NonNegativeInt = 0
-    """Sequences that get one more token."""
+    """That get one more token, or are prepared."""
     context: NonNegativeInt = 0
-    """Tokens of each sequence; in the cache, where one is decoded."""
+    """Tokens of each sequence."""
     seconds: PositiveFloat
 
     @property
     def size(self) -> int:
         """What the time grows with."""
-        return self.sequences if self.kind in ("decode", "sample") else self.tokens
+        return self.sequences if self.kind in _BY_SEQUENCES else self.tokens
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What was measured."""
+        return self.kind, self.tp, self.tokens, self.sequences, self.context
+
+
+_BY_SEQUENCES = ("decode", "turn", "sample", "prepare")
 
 
 class LayerTimes(Settings):
     """All times of one shape in one precision."""
 
     shape: ShapeKey
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Dtype
     measurements: tuple[Measurement, ...] = Field(strict=False)
 
     @cached_property
@@ -92,7 +127,7 @@ class LayerTimes(Settings):
 
 
 class CollectiveTime(Settings):
-    """One time of one collective."""
+    """One time of what depends on bytes alone: a collective, a message or a copy."""
 
     kind: CollectiveKind
     ranks: PositiveInt
@@ -103,6 +138,11 @@ class CollectiveTime(Settings):
     """Of the whole tensor."""
     seconds: PositiveFloat
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What was measured."""
+        return self.kind, self.ranks, self.nodes, self.bytes
+
 
 class Profile(Settings):
     """What was measured. Write it with `save`, read it with `load`."""
@@ -111,10 +151,14 @@ class Profile(Settings):
     version: Literal[1] = 1
     device: str
     """Name of the kind of device, as in a cluster description."""
+    processes: PositiveInt = 1
+    """That measured side by side on each node."""
     software: dict[str, str]
     """Package -> version; a profile of other versions is still used, but said to be old."""
     layers: tuple[LayerTimes, ...] = Field(default=(), strict=False)
     collectives: tuple[CollectiveTime, ...] = Field(default=(), strict=False)
+    corrections: tuple[Correction, ...] = Field(default=(), strict=False)
+    """What runs have measured, in relation to what the rest predicts for them (`calibrate`)."""
 
     def seconds(
         self,
@@ -127,7 +171,7 @@ class Profile(Settings):
     ) -> float | None:
         """Interpolated time; None where this kind was not measured for the shape, precision and degree.
 
-        Exact at measured points; between them linear in the logarithms of size and time, and linear in context.
+        Exact at measured points; between them linear in size and in context.
         """
         surface = self._surfaces.get((_key(shape), element_bytes, kind, tp))
         return None if surface is None else surface(context, size)
@@ -139,7 +183,10 @@ class Profile(Settings):
 
     def save(self, path: str | Path) -> None:
         """Write the file that `load` reads."""
-        text = json.dumps(self.model_dump(mode="json"), indent=1)
+        content = {"format": self.format, "version": self.version}
+        text = json.dumps(content | self.model_dump(mode="json", exclude_defaults=True), indent=1)
+        # A measurement on each line.
+        text = re.sub(r"\{[^{}]*\}", lambda found: re.sub(r"\s*\n\s*", " ", found[0]), text)
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
@@ -157,11 +204,17 @@ class Profile(Settings):
         except ValidationError as error:
             raise UserError(f"profile {path}: {explain(error, cls)}") from None
 
-    def merged(self, layers: Iterable[LayerTimes], collectives: Sequence[CollectiveTime] = ()) -> Self:
-        """With further measurements; those of the same shape and precision, or any collectives, replace older
-        ones."""
-        times = {(part.shape, part.dtype): part for part in (*self.layers, *layers)}
-        changes = {"layers": tuple(times.values()), "collectives": tuple(collectives) or self.collectives}
+    def merged(self, layers: Iterable[LayerTimes], collectives: Iterable[CollectiveTime] = ()) -> Self:
+        """With further measurements, which replace older ones of the same thing."""
+        times: dict[tuple[ShapeKey, Dtype], dict[object, Measurement]] = {}
+        for part in (*self.layers, *layers):
+            times.setdefault((part.shape, part.dtype), {}).update((m.key, m) for m in part.measurements)
+        parts = (
+            LayerTimes(shape=shape, dtype=dtype, measurements=tuple(found.values()))
+            for (shape, dtype), found in times.items()
+        )
+        everything = {c.key: c for c in (*self.collectives, *collectives)}
+        changes = {"layers": tuple(parts), "collectives": tuple(everything.values())}
         return type(self)(**{**{n: getattr(self, n) for n in type(self).model_fields}, **changes})
 
     @cached_property

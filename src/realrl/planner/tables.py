@@ -9,10 +9,9 @@ from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.planner.problem import Option, Problem
 from realrl.planner.transfers import Floats, Ints, Layouts, TransferTable
-from realrl.program.order import changes, producers
+from realrl.program.order import changes, length_calls, producers
 
 Bools = NDArray[np.bool_]
-NEVER = -np.inf
 
 
 @dataclass(frozen=True)
@@ -28,9 +27,12 @@ class Columns:
     """Number of the layout among those of the call."""
     seconds: Floats
     load: Floats
+    unload: Floats
     weights: Floats
     resident: Floats
     working: Floats
+    divided: Bools
+    """Whether tensor ranks divide tokens, which changes what the ranks of a layout hold."""
     away: Bools
     """Whether parameters wait in host memory."""
     limit: Floats
@@ -67,9 +69,13 @@ class Tables:
         joined = zip(*(c.__dict__.values() for c in columns), strict=True)
         self.columns = Columns(*(np.concatenate(parts) for parts in joined))
         self.bring = {c: self._table(h, c) for c, h in enumerate(self.home) if h != c}
-        self.sharers = [
-            [p for p in range(c) if _shares(graph, self.calls[p], call)] for c, call in enumerate(self.calls)
-        ]
+        n = range(len(self.calls))
+        self.sharers = [[p for p in range(c) if _shares(graph, self.calls[p], self.calls[c])] for c in n]
+        """Of each call, earlier ones that can use the same copy of their role's parameters."""
+        self.shared_by = [[q for q in n if c in self.sharers[q]] for c in n]
+        """The same, later ones."""
+        self.mates = [[p for p in n if p != c and self.home[p] == self.home[c]] for c in n]
+        """Of each call, the others of its role."""
         self.followers = [
             Following(c, self.home[r], self._table(self.home[c], self.home[r]))
             for c, call in enumerate(self.calls)
@@ -92,13 +98,15 @@ class Tables:
         return Columns(
             first,
             first + size,
-            ((first * 4096 + size) * 4096 + tp) * 4096 + pp,
+            Layouts(first, size, tp, pp).codes,
             np.array([number[option.layout] for option in options]),
             np.array([option.seconds for option in options], dtype=np.float64),
             np.array([option.load_seconds if option.offload else 0.0 for option in options]),
+            np.array([option.unload_seconds if option.offload else 0.0 for option in options]),
             np.array([option.weights_bytes for option in options], dtype=np.float64),
             np.array([option.resident_bytes for option in options], dtype=np.float64),
             np.array([option.working_bytes for option in options], dtype=np.float64),
+            np.array([option.placement.strategy.sequence_parallel for option in options]),
             np.array([option.offload for option in options]),
             np.array([self.problem.limit(option.placement) for option in options], dtype=np.float64),
         )
@@ -121,18 +129,33 @@ class Tables:
         n = len(self.calls)
         self.ordered = np.zeros((n, n), dtype=bool)
         """Whether a call comes after another in every plan."""
-        self.wait = np.full((n, n), NEVER)
-        """Seconds between the end of a call that another depends on and its start."""
+        self.feeds = [tuple(self.number[p.name] for p in producers(graph, call)) for call in self.calls]
+        """Of each call, those that it receives its inputs from, one after the other."""
+        self.told = [self._told(graph, call) for call in self.calls]
+        """Of each call, those whose ranks learn row lengths from it."""
         self.informed = np.zeros((n, n), dtype=bool)
-        """Whether ranks of a call, once they have learnt row lengths from another, go on."""
+        """Whether ranks of a call have learnt row lengths from another, on which it depends, before it begins."""
         for c, call in enumerate(self.calls):
             for p, earlier in enumerate(self.calls[:c]):
                 changing = call.role in changes(graph, earlier) or earlier.role in changes(graph, call)
                 depends = earlier in graph.dependencies(call)
                 self.ordered[c, p] = depends or changing
-                if depends:
-                    self.wait[c, p] = self.problem.exchange.get((earlier.name, call.name), 0.0)
-                self.informed[c, p] = depends and _learns(graph, call, earlier)
+                self.informed[c, p] = depends and c in self.told[p]
+
+    def _told(self, graph: DataflowGraph, call: Call) -> list[int]:
+        own = [key for key in call.outputs if graph.keys[key].length == "own"]
+        names = {name for key in own for name in length_calls(graph, key)}
+        return sorted({self.number[name] for name in names} | ({self.number[call.name]} if own else set()))
+
+    def exchanged(self, columns: Columns, c: int) -> list[Floats]:
+        """Seconds of receiving what each of a call's `feeds` puts out, per plan."""
+        target = self._layouts[c][columns.layout[c]]
+        return [
+            self.problem.exchange.seconds(
+                self.calls[p].name, self.calls[c].name, self._layouts[p][columns.layout[p]], target
+            )
+            for p in self.feeds[c]
+        ]
 
 
 def _shares(graph: DataflowGraph, first: Call, second: Call) -> bool:
@@ -140,16 +163,3 @@ def _shares(graph: DataflowGraph, first: Call, second: Call) -> bool:
     between = graph.order[graph.order.index(first) : graph.order.index(second)]
     same = first.role == second.role
     return same and not any(first.role in changes(graph, call) for call in between)
-
-
-def _learns(graph: DataflowGraph, call: Call, earlier: Call) -> bool:
-    """Whether ranks of a call must know the length of a key that another, on which it depends, puts out."""
-    own = {key for key in earlier.outputs if graph.keys[key].length == "own"}
-    touched = {graph.length_key(key) for key in (*call.inputs, *call.outputs)}
-    feeds = {
-        graph.length_key(key)
-        for consumer in graph.calls
-        if call in producers(graph, consumer)
-        for key in consumer.work
-    }
-    return bool(own & (touched | feeds))

@@ -1,17 +1,22 @@
 """When the calls of a step run under a plan: thousands of plans at once."""
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
+from realrl.dataflow.call import Kind
+from realrl.planner.activities import Activities, Facts, Phase, kinds, stores, takes_time
 from realrl.planner.problem import Choice, Problem
-from realrl.planner.residency import fill
-from realrl.planner.tables import NEVER, Bools, Columns, Tables
+from realrl.planner.tables import Columns, Tables
 from realrl.planner.transfers import Floats, Ints
 
-_NOWHERE = 1 << 40
-"""First and end of an interval of ranks that no other meets."""
-_BRING, _RUN, _FOLLOW = range(3)
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+_NEVER = -np.inf
+_AT_ONCE = 512
+"""Plans whose columns stay in the caches."""
 
 
 @dataclass(frozen=True)
@@ -39,154 +44,144 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class _Activities:
-    """What occupies devices, [activities, plans]: first each call, then each bringing, then each following."""
+class _Steps:
+    """Plans' steps; of calls, [calls, plans], of points, [points, plans]."""
 
-    wave: Ints
-    seconds: Floats
-    spans: tuple[tuple[Ints, Ints], tuple[Ints, Ints]]
-    """First and end of two intervals of ranks; the second may be nowhere."""
-
-    def sorted(self, order: Ints) -> "_Activities":
-        """In another order, per plan."""
-
-        def taken(rows: Ints) -> Ints:
-            return np.take_along_axis(rows, order, 0)
-
-        (a, b), (c, d) = self.spans
-        seconds = np.take_along_axis(self.seconds, order, 0)
-        return _Activities(taken(self.wave), seconds, ((taken(a), taken(b)), (taken(c), taken(d))))
-
-    def meets_earlier(self, k: int) -> Bools:
-        """Whether each activity before the k-th shares a device with it."""
-        (a, b), (c, d) = self.spans
-        return (
-            (a[:k] < b[k]) & (a[k] < b[:k])
-            | (c[:k] < b[k]) & (a[k] < d[:k])
-            | (a[:k] < d[k]) & (c[k] < b[:k])
-            | (c[:k] < d[k]) & (c[k] < d[:k])
-        )
+    activities: Activities
+    start: Floats
+    end: Floats
+    clock: Floats
+    """When points have ended the step."""
+    fill: Floats
+    """The largest part of its memory that a point ever uses."""
 
 
 class Timeline:
     """Costs plans by a list schedule of the step.
 
-    It follows what programs do (`program.lower`). Calls are put into waves; those of one share no device and do
-    not wait for each other. A device does what concerns it in the order of waves, and in a wave first brings
-    parameters, then runs calls, then changes roles that follow others. A call starts when those it depends on
-    have ended and its inputs have come; bringing parameters occupies the devices of both meshes, and waits
-    for row lengths that its ranks have to learn before. Steps do not overlap.
+    It follows what programs do (`program.lower`), and agrees with their simulation. Calls are put into waves;
+    those of one share no device and do not wait for each other. A device does what concerns it in the order of
+    waves, and in a wave first loads and brings parameters, then runs calls, learns row lengths, and changes
+    roles that follow others. A call starts when it has received its inputs, one producer's after the other's, for
+    which its devices must be free. Steps do not overlap.
+
+    A device always holds what the roles that live on it keep, and besides, at a time: the copies in use, what a
+    running call needs, and what is loaded from host memory. What cannot be done is infinitely full: training of a
+    role outside its home, and calls that share parameters of which only one divides tokens.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.tables = tables = Tables(problem)
-        calls = range(len(tables.calls))
-        loads = [bool(tables.options(c).load.any()) for c in calls]
-        self._moving = [c for c in calls if tables.home[c] != c or loads[c]]
-        phases = [_RUN] * len(calls) + [_BRING] * len(self._moving) + [_FOLLOW] * len(tables.followers)
-        owner = [*calls, *self._moving, *(f.after for f in tables.followers)]
-        self._rank = np.array([p * len(calls) + c for p, c in zip(phases, owner, strict=True)])[:, None]
-        self._owner = np.array(owner)
-        lengths = np.where(tables.informed, 0.0, NEVER)
-        itself = np.where(np.eye(len(calls), dtype=bool), 0.0, NEVER)
-        rows = {_RUN: tables.wait, _BRING: lengths, _FOLLOW: itself}
-        # Column a: when each call's end, moved by that many seconds, lets activity a start.
-        self._wait = np.array([rows[p][c] for p, c in zip(phases, owner, strict=True)]).T.copy()
+        self._kinds = kinds(tables)
+        self._owner = np.array([kind.call for kind in self._kinds])
+        self._timed = np.array([a for a, kind in enumerate(self._kinds) if takes_time(tables, kind)])
+        self._storing = np.array([a for a, kind in enumerate(self._kinds) if stores(kind)])
+        self._together = np.array([kind.rendezvous for kind in self._kinds])
+        places = sorted(range(len(self._kinds)), key=lambda a: self._kinds[a].place)
+        self._place = np.argsort(places)[:, None]
+        # Row lengths are told when the call has ended.
+        telling = [kind.phase is Phase.TELL for kind in self._kinds]
+        same = self._owner == np.arange(len(tables.calls))[:, None]
+        self._wait = np.where(same & telling, 0.0, _NEVER)
 
     def __call__(self, choice: Ints) -> tuple[Floats, Floats]:
         """Seconds of plans, and the largest part of a device's memory that they use: more than 1 does not fit.
 
         choice: [calls, plans], for each call in the order of the graph the number of its option.
         """
-        columns = self.tables.gather(choice)
-        _, end, _ = self._schedule(columns)
-        return end.max(axis=0), fill(self.tables, columns).max(axis=0)
+        parts = (choice[:, i : i + _AT_ONCE] for i in range(0, choice.shape[1], _AT_ONCE))
+        steps = [self._schedule(self.tables.gather(part)) for part in parts]
+        seconds = [step.clock.max(axis=0) for step in steps]
+        return np.concatenate(seconds), np.concatenate([step.fill.max(axis=0) for step in steps])
 
     def evaluate(self, choice: Choice) -> Evaluation:
         """One plan in detail."""
         names = [call.name for call in self.tables.calls]
         columns = self.tables.gather(np.array([[choice[name]] for name in names]))
-        start, end, brought = self._schedule(columns)
-        parts = fill(self.tables, columns)[:, 0]
+        steps = self._schedule(columns)
+        parts = steps.fill[:, 0]
         fullest = int(parts.argmax())
+        brought: dict[str, float] = {}
+        for a, kind in enumerate(self._kinds):
+            if kind.phase in (Phase.LOAD, Phase.BRING) and steps.activities.where[a].any():
+                name = names[kind.call]
+                brought[name] = brought.get(name, 0.0) + float(steps.activities.seconds[a, 0])
         return Evaluation(
-            float(end.max()),
+            float(steps.clock.max()),
             float(parts[fullest] * columns.limit[fullest, 0]),
             float(parts[fullest]),
             int(columns.first[fullest, 0]),
-            {name: float(start[c, 0]) for c, name in enumerate(names)},
-            {name: float(end[c, 0]) for c, name in enumerate(names)},
-            {names[c]: float(s[0]) for c, s in zip(self._moving, brought, strict=True) if s[0] > 0},
+            {name: float(steps.start[c, 0]) for c, name in enumerate(names)},
+            {name: float(steps.end[c, 0]) for c, name in enumerate(names)},
+            {name: seconds for name, seconds in brought.items() if seconds > 0},
         )
 
-    def _schedule(self, columns: Columns) -> tuple[Floats, Floats, list[Floats]]:
-        """Start and end of every activity, [activities, plans], and seconds of the bringings."""
-        brought = [self._bring_seconds(columns, c) for c in self._moving]
-        activities = self._activities(columns, brought)
-        key = activities.wave * (3 * len(self.tables.calls)) + self._rank
-        order = np.argsort(key.T, axis=1).T
-        step = activities.sorted(order)
-        starts, ends = np.zeros(key.shape), np.zeros(key.shape)
-        end = np.zeros(key.shape)
-        """Of the activities in the order they take place."""
-        n, plans = len(self.tables.calls), np.arange(key.shape[1])
-        for k in range(len(key)):
-            which = order[k]
-            start = np.maximum((ends[:n] + self._wait[:, which]).max(axis=0), 0.0)
-            if k:
-                busy = np.where(step.meets_earlier(k), end[:k], 0.0).max(axis=0)
-                start = np.maximum(start, busy)
-            end[k] = start + step.seconds[k]
-            ends[which, plans], starts[which, plans] = end[k], start
-        return starts, ends, brought
+    def _schedule(self, columns: Columns) -> "_Steps":
+        facts = Facts(self.tables, columns)
+        activities = facts.activities(self._kinds)
+        key = facts.wave[self._owner] * len(self._kinds) + self._place
+        end, clock = self._times(columns, activities, _ordered(key, self._timed))
+        fill = self._most(facts, activities, _ordered(key, self._storing)) / columns.limit
+        return _Steps(activities, end - columns.seconds, end, clock, fill)
 
-    def _activities(self, columns: Columns, brought: list[Floats]) -> _Activities:
-        """All of them; what does not take place is nowhere."""
-        tables, wave = self.tables, self._waves(columns)
-        seconds = [*columns.seconds, *brought]
-        first, end = [*columns.first], [*columns.end]
-        second = [(np.full_like(first[0], _NOWHERE),) * 2] * len(first)
-        for c, s in zip(self._moving, brought, strict=True):
-            home = tables.home[c]
-            first.append(np.where(s > 0, columns.first[c], _NOWHERE))
-            end.append(np.where(s > 0, columns.end[c], _NOWHERE))
-            nowhere = np.full_like(first[0], _NOWHERE)
-            second.append(
-                (np.where(s > 0, columns.first[home], nowhere), np.where(s > 0, columns.end[home], nowhere))
-            )
-        for f in tables.followers:
-            source = tables.home[f.after]
-            mixing = f.table(columns.layout[source], columns.layout[f.home])
-            seconds.append(mixing + columns.load[f.home])
-            first.append(columns.first[source])
-            end.append(columns.end[source])
-            second.append((columns.first[f.home], columns.end[f.home]))
-        spans = (
-            (np.array(first), np.array(end)),
-            (
-                np.array([a for a, _ in second]),
-                np.array([b for _, b in second]),
-            ),
-        )
-        return _Activities(wave[self._owner], np.array(seconds), spans)
+    def _times(self, columns: Columns, activities: Activities, order: Ints) -> tuple[Floats, Floats]:
+        """When calls have ended, [calls, plans], and points the step, [points, plans]. `order`: activities in the
+        order they take place, [numbers, plans]."""
+        delay, wait = self._receiving(columns)
+        n, plans = len(self.tables.calls), order.shape[1]
+        places = order * plans + np.arange(plans)
+        wait, everywhere = wait.reshape(n, -1), _along(activities.where, order)
+        delays, together, seconds = delay.take(places), self._together[order], activities.seconds.take(places)
+        clock, end = np.zeros((n, plans)), np.zeros((len(self._kinds), plans))
+        for k, place in enumerate(places):
+            where = everywhere[k]
+            come = (end[:n] + wait.take(place, axis=1)).max(axis=0)
+            ready = np.maximum((clock * where).max(axis=0) + delays[k], come) + seconds[k]
+            alone = np.maximum(clock, come) + seconds[k]
+            clock = np.where(where, np.where(together[k], ready, alone), clock)
+            end.put(place, ready)
+        return end[:n], clock
 
-    def _waves(self, columns: Columns) -> Ints:
-        """[calls, plans]"""
-        wave = np.zeros_like(columns.first)
-        for c in range(1, len(wave)):
-            meets = (columns.first[:c] < columns.end[c]) & (columns.first[c] < columns.end[:c])
-            after = meets | self.tables.ordered[c, :c, None]
-            wave[c] = np.where(after, wave[:c] + 1, 0).max(axis=0)
-        return wave
+    def _most(self, facts: Facts, activities: Activities, order: Ints) -> Floats:
+        """Bytes that each point ever holds at once, [points, plans]."""
+        columns, tables = facts.columns, self.tables
+        held = np.zeros(columns.first.shape)
+        for home in dict.fromkeys(tables.home):
+            held += facts.inside[home] * columns.resident[home]
+        most = held.copy()
+        change, needs = _along(activities.bytes, order), _along(activities.needs, order)
+        gains, losses = np.maximum(change, 0.0), np.minimum(change, 0.0)
+        for k, grows in enumerate(_along(activities.grows, order)):
+            held += grows * gains[k]
+            np.maximum(most, held + grows * needs[k], out=most)
+            held += grows * losses[k]
+        for c, home in enumerate(tables.home):
+            if home != c and tables.calls[c].kind is Kind.TRAIN:
+                most += np.where(facts.borrowed[c], np.inf, 0.0)
+            for p in (p for p in tables.mates[c] if p < c):
+                alike = columns.code[p] == columns.code[c]
+                most += np.where(alike & (columns.divided[p] != columns.divided[c]), np.inf, 0.0)
+        return most
 
-    def _bring_seconds(self, columns: Columns, c: int) -> Floats:
-        """Of reallocating, or loading from host memory, what call `c` needs; 0 where it finds a copy."""
-        home = self.tables.home[c]
-        seconds = columns.load[home]
-        if home != c:
-            seconds = seconds + self.tables.bring[c](columns.layout[home], columns.layout[c])
-        away = columns.code[c] != columns.code[home]
-        for p in self.tables.sharers[c]:
-            seconds = np.where(away & (columns.code[p] == columns.code[c]), 0.0, seconds)
-        return seconds
+    def _receiving(self, columns: Columns) -> tuple[Floats, Floats]:
+        """What receiving inputs adds: [activities, plans] seconds after the devices are free, and
+        [calls, activities, plans] seconds after a call has ended."""
+        shape = (len(self._kinds), columns.first.shape[1])
+        delay, wait = np.zeros(shape), np.repeat(self._wait[:, :, None], shape[1], axis=2)
+        for c, feeds in enumerate(self.tables.feeds):
+            parts = self.tables.exchanged(columns, c)
+            for p, seconds in zip(reversed(feeds), reversed(parts), strict=True):
+                delay[c] += seconds
+                wait[p, c] = delay[c]
+        return delay, wait
+
+
+def _ordered(key: Ints, rows: Ints) -> Ints:
+    """Numbers of rows, for each plan by their keys, [rows, plans]."""
+    return rows[np.argsort(key[rows].T, axis=1).T]
+
+
+def _along(values: NDArray[Scalar], order: Ints) -> NDArray[Scalar]:
+    """Rows of values, [rows, plans] or [rows, points, plans], in an order of each plan's own."""
+    return np.take_along_axis(values, order if values.ndim == order.ndim else order[:, None, :], 0)

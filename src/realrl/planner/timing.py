@@ -5,7 +5,7 @@ from functools import cached_property
 
 from realrl.planner.devices import DeviceKind
 from realrl.planner.efficiency import Efficiency
-from realrl.planner.profile import LayerKind, Profile
+from realrl.planner.profile import WHOLE, CollectiveKind, LayerKind, Profile
 from realrl.planner.roofline import Roofline
 from realrl.planner.sizes import LocalSizes
 
@@ -39,64 +39,107 @@ class Timing:
         """What is used where nothing was measured."""
         return Roofline(self.device, self.efficiency, self.sizes, self.element_bytes, self.sequence_parallel)
 
+    def enter(self, tokens: float, squares: float) -> float:
+        """What comes before the first layer; the roofline leaves it out. squares, here as below: sum of the squared
+        lengths."""
+        return self._measured("enter", tokens, squares / tokens) or 0.0
+
+    def enter_backward(self, tokens: float, squares: float) -> float:
+        """The gradient of the embedding table; the roofline leaves it out."""
+        return self._measured("enter_backward", tokens, squares / tokens) or 0.0
+
     def forward(self, tokens: float, squares: float) -> Part:
-        """A layer forward. squares: sum of the squared lengths."""
+        """A layer forward."""
         measured = self._measured("forward", tokens, squares / tokens)
         if measured is not None:
             return Part(measured)
-        return Part(self.roofline.layer(tokens, squares), self._host(self.efficiency.forward_operations))
+        return self._part(self.roofline.layer(tokens, squares), self.efficiency.forward_operations)
 
     def backward(self, tokens: float, squares: float) -> Part:
         """A layer backward without recomputation, its gradient added to that of earlier micro-batches."""
         measured = self._measured("backward", tokens, squares / tokens)
         if measured is not None:
             return Part(measured)
-        host = self._host(2 * self.efficiency.forward_operations)
         elements = sum(outputs * inputs for outputs, inputs in self.sizes.products)
         adding = self.roofline.traffic(self.efficiency.gradient_bytes * elements)
-        return Part(self.roofline.layer_backward(tokens, squares) + adding, host)
+        device = self.roofline.layer_backward(tokens, squares) + adding
+        return self._part(device, 2 * self.efficiency.forward_operations)
 
-    def head(self, tokens: float) -> float:
+    def head(self, tokens: float, squares: float) -> float:
         """The head forward."""
-        measured = self._measured("scalar" if self._scalar else "head", tokens)
+        measured = self._measured("scalar" if self._scalar else "head", tokens, squares / tokens)
         return self.roofline.head(tokens) if measured is None else measured
 
-    def head_backward(self, tokens: float) -> float:
+    def head_backward(self, tokens: float, squares: float) -> float:
         """The head backward."""
-        measured = self._measured("scalar_backward" if self._scalar else "head_backward", tokens)
+        kind: LayerKind = "scalar_backward" if self._scalar else "head_backward"
+        measured = self._measured(kind, tokens, squares / tokens)
         return self.roofline.head_backward(tokens) if measured is None else measured
+
+    def prefill(self, tokens: float, squares: float) -> Part:
+        """A layer forward that fills the cache; the roofline leaves the filling out."""
+        measured = self._measured("prefill", tokens, squares / tokens)
+        return self.forward(tokens, squares) if measured is None else Part(measured)
+
+    def start(self, tokens: float, squares: float, sequences: float) -> float:
+        """All of a generation but its layers, until the first token of each sequence."""
+        measured = self._measured("start", tokens, squares / tokens)
+        return self.sample(sequences).device if measured is None else measured
 
     def decode(self, rows: float, context: float) -> Part:
         """A layer for one more token of `rows` sequences."""
         measured = self._measured("decode", rows, context)
         if measured is not None:
             return Part(measured)
-        return Part(self.roofline.decode(rows, context), self._host(self.efficiency.decode_operations))
+        return self._part(self.roofline.decode(rows, context), self.efficiency.decode_operations)
+
+    def turn(self, rows: float) -> float:
+        """What every stage does besides its layers; the roofline leaves it out."""
+        return self._measured("turn", rows) or 0.0
 
     def sample(self, rows: float) -> Part:
         """Head and sampling of one step."""
         measured = self._measured("sample", rows)
         if measured is not None:
             return Part(measured)
-        return Part(self.roofline.sample(rows), self._host(self.efficiency.sampling_operations))
+        return self._part(self.roofline.sample(rows), self.efficiency.sampling_operations)
+
+    def prepare(self, sequences: float, answer: float) -> float:
+        """What a train call does before its first mini-batch; the roofline leaves it out."""
+        return self._measured("prepare", sequences, answer) or 0.0
 
     def update(self, elements: float, dp: int) -> float:
         """One optimizer step on a rank that stores `elements` parameters."""
         measured = self._measured("optimizer", elements / dp)
-        clear = self.roofline.traffic(self.efficiency.clear_bytes * elements)
-        if measured is not None:
-            return measured + clear
-        return clear + self.roofline.traffic(self.efficiency.update_bytes * elements / dp)
+        clear = self._moved("clear", 4 * elements, self.efficiency.clear_bytes * elements)
+        if measured is None:
+            return clear + self.roofline.traffic(self.efficiency.update_bytes * elements / dp)
+        # Where nobody else has gradients, they are copied instead of added up.
+        return measured + clear + (self._moved("copy", 4 * elements, 8 * elements) if dp == 1 else 0.0)
+
+    def copy(self, number_bytes: float) -> float:
+        """A copy inside device memory."""
+        return self._moved("copy", number_bytes, 2 * number_bytes)
+
+    def allocate(self, number_bytes: float) -> float:
+        """Memory that is taken from the system, and cleared."""
+        return self._moved("allocate", number_bytes, number_bytes)
 
     @property
     def _scalar(self) -> bool:
         return self.sizes.head == "scalar"
 
-    def _host(self, operations: int) -> float:
-        return operations * self.device.kernel_s
+    def _part(self, device: float, operations: int) -> Part:
+        """Seconds of a device, and of the host that hands it so many operations; on a CPU they are the same one."""
+        host = operations * self.device.kernel_s
+        return Part(device + host) if self.device.cpu else Part(device, host)
+
+    def _moved(self, kind: CollectiveKind, number_bytes: float, traffic: float) -> float:
+        measured = self.profile.collective(kind, 1, 1, number_bytes) if self.profile else None
+        return self.roofline.traffic(traffic) if measured is None else measured
 
     def _measured(self, kind: LayerKind, size: float, context: float = 0) -> float | None:
         if self.profile is None:
             return None
-        sizes = self.sizes
-        return self.profile.seconds(kind, sizes.shape, self.element_bytes, sizes.tp, size, context)
+        shape, tp = self.sizes.shape, 1 if kind in WHOLE else self.sizes.tp
+        return self.profile.seconds(kind, shape, self.element_bytes, tp, size, context)

@@ -1,14 +1,12 @@
 """Seconds of bringing a role's parameters from layout to layout, for many pairs of layouts at once."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from realrl.layout.links import Links
-from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 
 Floats = NDArray[np.float64]
@@ -33,6 +31,11 @@ class Layouts:
 
     def __getitem__(self, index: Ints) -> "Layouts":
         return Layouts(self.first[index], self.size[index], self.tp[index], self.pp[index])
+
+    @property
+    def codes(self) -> Ints:
+        """A number for each, equal exactly where layouts are."""
+        return ((self.first * 4096 + self.size) * 4096 + self.tp) * 4096 + self.pp
 
     def placements(self) -> list[Placement]:
         """As placements, whose micro-batches say nothing."""
@@ -66,80 +69,6 @@ class PairTransfers:
     def at_least(self, role: str, source: Layouts, target: Layouts) -> Floats:
         """See `Transfers`."""
         return np.zeros(len(source.first))
-
-
-@dataclass(frozen=True)
-class LinkTransfers:
-    """Transfers by the bytes that pass the busiest ports, as `layout.reallocate` schedules them.
-
-    A node takes in once what its devices need and none of them holds, a device its part. What is sent leaves
-    the nodes, or the devices, of the source in equal shares. Layers and tensors are taken as divisible without
-    limit, so what a node holds is a box of fractions of the model: some layers, some part of the tensor
-    dimension. Over random pairs the median ratio to what `layout.reallocate` needs is 1.0.
-    """
-
-    cluster: Cluster
-    role_bytes: Mapping[str, float]
-    """All parameters of a role, in the width in which they are sent."""
-    links: Links
-
-    def seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
-        """See `Transfers`."""
-        held, needed = self._boxes(source), self._boxes(target)
-        inside = _overlap(held[0], held[1], needed[0], needed[1])
-        inside *= _overlap(held[2], held[3], needed[2], needed[3])
-        missing = (needed[1] - needed[0]) * (needed[3] - needed[2]) - inside
-        sent = np.minimum(missing.sum(axis=0), 1.0) / (held[1] > held[0]).sum(axis=0)
-        busiest = np.maximum(missing.max(axis=0), sent)
-        return self._total(role, busiest, source, target, _same(source, target, where=True))
-
-    def at_least(self, role: str, source: Layouts, target: Layouts) -> Floats:
-        """See `Transfers`."""
-        widest = []
-        for layouts in (source, target):
-            low, high, left, right = self._boxes(layouts)
-            widest.append(((high - low).max(axis=0), (right - left).max(axis=0)))
-        (layers, part), (layers_needed, part_needed) = widest
-        missing = layers_needed * part_needed - np.minimum(layers, layers_needed) * np.minimum(
-            part, part_needed
-        )
-        return self._total(role, missing, source, target, _same(source, target, where=False))
-
-    def _total(
-        self, role: str, missing: Floats, source: Layouts, target: Layouts, same: NDArray[np.bool_]
-    ) -> Floats:
-        network = np.maximum(missing, 0.0) / self.links.node_bytes_per_s
-        parts = np.minimum(target.tp * target.pp, source.size)
-        device = 1 / (parts * self.links.device_bytes_per_s)
-        seconds = self.role_bytes[role] * np.maximum(network, device) + self.links.latency_s
-        return np.where(same, 0.0, seconds)
-
-    def _boxes(self, layouts: Layouts) -> tuple[Floats, Floats, Floats, Floats]:
-        """First and last layer, first and last part of the tensor dimension that each node [nodes, pairs]
-        holds, as fractions of the model; empty where it holds nothing."""
-        start = np.arange(self.cluster.nodes)[:, None] * self.cluster.devices_per_node
-        a = np.maximum(start - layouts.first, 0)
-        b = np.minimum(start + self.cluster.devices_per_node - layouts.first, layouts.size) - 1
-        present = a <= b
-        stage = layouts.size // layouts.pp
-        layers = (
-            np.where(present, a // stage, 0) / layouts.pp,
-            np.where(present, b // stage + 1, 0) / layouts.pp,
-        )
-        whole = (b - a + 1 >= layouts.tp) | (a % layouts.tp > b % layouts.tp)
-        left = np.where(whole, 0, a % layouts.tp) / layouts.tp
-        right = np.where(whole, layouts.tp, b % layouts.tp + 1) / layouts.tp
-        return *layers, np.where(present, left, 0), np.where(present, right, 0)
-
-
-def _overlap(a: Floats, b: Floats, c: Floats, d: Floats) -> Floats:
-    return np.maximum(np.minimum(b, d) - np.maximum(a, c), 0)
-
-
-def _same(source: Layouts, target: Layouts, *, where: bool) -> NDArray[np.bool_]:
-    """Whether pairs are equal; `where`: in position, too."""
-    equal = (source.size == target.size) & (source.tp == target.tp) & (source.pp == target.pp)
-    return equal & (source.first == target.first) if where else equal
 
 
 class TransferTable:

@@ -30,6 +30,8 @@ class CallWork:
     """Optimizer steps per pass."""
     passes: int
     """Times that the sequences are gone through."""
+    episode: int = 0
+    """Most tokens of an answer that a train call learns from, where it was generated."""
 
     @property
     def mean(self) -> float:
@@ -95,7 +97,8 @@ class Workload:
             return CallWork(sequences, prompts, answers, self.max_new_tokens, 1, 1)
         passes = self.epochs if call.kind is Kind.TRAIN else 1
         lengths = tuple(sorted(prompt + answer for prompt, answer in self.pairs))
-        return CallWork(sequences, lengths, (), 0, call.minibatches, passes)
+        episode = max(self.answers) if call.kind is Kind.TRAIN else 0
+        return CallWork(sequences, lengths, (), 0, call.minibatches, passes, episode)
 
     @property
     def tokens(self) -> float:

@@ -1,21 +1,17 @@
 """What programs hold in device memory: parameters, gradients and optimizer states.
 
-Activations, the key/value cache and the buffers of messages are not counted.
+What calls need besides while they run is said in `planner.memory`, the sum in `planner.footprints`.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from realrl.config.errors import UserError
 from realrl.config.shape import Head, ModelShape
-from realrl.config.units import format_bytes
-from realrl.dataflow.call import Kind
-from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.layout import Layout, layout
 from realrl.layout.tensors import bucket_count
 from realrl.plan.placement import ELEMENT_BYTES, Placement, Strategy
-from realrl.program.instructions import Instruction, Load, Offload, Program, Reallocate, Release, Run, What
+from realrl.program.instructions import Instruction, Load, Offload, Program, Reallocate, Release, What
 
 _FLOAT32 = 4
 
@@ -51,21 +47,6 @@ Holdings = Mapping[Item, int]
 """What a rank holds, in bytes."""
 
 
-@dataclass(frozen=True)
-class Peak:
-    """When a rank holds most."""
-
-    rank: int
-    run: Run | None
-    """What runs then, if anything does."""
-    holdings: Holdings
-
-    @property
-    def bytes(self) -> int:
-        """The sum."""
-        return sum(self.holdings.values())
-
-
 class Memory:
     """Costs programs in bytes of device memory. Roles that are not in `stored` count nothing."""
 
@@ -79,6 +60,15 @@ class Memory:
         self.stored, self._homes, self._offloaded, self._kept = stored, homes, offloaded, kept
         self._layouts: dict[tuple[str, str], Layout] = {}
         self._numbers: dict[tuple[str, str, int, int], int] = {}
+
+    def home(self, role: str) -> str:
+        """The layout in which a role lives."""
+        return self._homes[role].layout
+
+    @property
+    def resting(self) -> tuple[Placement, ...]:
+        """Placements in which something lies between steps."""
+        return (*self._homes.values(), *(copy for copies in self._kept.values() for copy in copies))
 
     def at_rest(self, rank: int) -> Holdings:
         """What a rank holds between steps."""
@@ -107,47 +97,6 @@ class Memory:
                 case Offload(role, placement, what):
                     held.pop(Item(role, placement.layout, what), None)
 
-    def peak(self, program: Program) -> Peak:
-        """When the rank of a program holds most; of equal moments, the first at which something runs."""
-        best = Peak(program.rank, None, self.at_rest(program.rank))
-        for instruction, held in self.timeline(program):
-            now = Peak(program.rank, instruction if isinstance(instruction, Run) else None, held)
-            if (now.bytes, now.run is not None) > (best.bytes, best.run is not None):
-                best = now
-        return best
-
-    def check(self, programs: Sequence[Program], graph: DataflowGraph, device_memory: int) -> None:
-        """UserError, naming the fullest device and what to change, if one has to hold more than it can."""
-        fullest = max(programs, key=lambda program: self.peak(program).bytes)
-        peak = self.peak(fullest)
-        if peak.bytes <= device_memory:
-            return
-        biggest = sorted(peak.holdings, key=lambda item: -peak.holdings[item])
-        items = ", ".join(f"{item} {format_bytes(peak.holdings[item])}" for item in biggest[:3])
-        rest = f" and {len(biggest) - 3} more" if len(biggest) > 3 else ""
-        raise UserError(
-            f"plan: device {peak.rank} has to hold {format_bytes(peak.bytes)}"
-            f"{f' during {peak.run.call}' if peak.run else ''}, more than its {format_bytes(device_memory)}, even"
-            f" without activations: {items}{rest}; {self._remedy(fullest, device_memory, graph)}"
-        )
-
-    def _remedy(self, program: Program, device_memory: int, graph: DataflowGraph) -> str:
-        """How to be rid of the biggest item that need not be there when most is held, if that can help."""
-        for instruction, held in self.timeline(program):
-            if isinstance(instruction, Run):
-                needed = sum(size for item, size in held.items() if _needed(item, instruction, graph))
-                if needed > device_memory:
-                    return f"spread {instruction.call} over more devices, with a larger tp or pp"
-        peak = self.peak(program)
-        items = sorted(peak.holdings, key=lambda item: -peak.holdings[item])
-        idle = next(item for item in items if peak.run is None or not _needed(item, peak.run, graph))
-        if idle.layout != self._homes[idle.role].layout:
-            change = f"remove {idle.role} from keep"
-        else:
-            key = "offload_optimizer" if idle.what == "optimizer" else "offload"
-            change = f"add {idle.role} to {key}"
-        return f"{change} in the plan, or spread {items[0].role} over more devices"
-
     def _item(self, role: str, placement: Placement, what: What, rank: int) -> dict[Item, int]:
         stored = self.stored.get(role)
         if stored is None or rank not in placement.ranks or (what == "optimizer" and not stored.trained):
@@ -171,11 +120,3 @@ class Memory:
             multiple = placement.strategy.dp * bucket_count(stored_here)
             self._numbers[key] = -(-sum(tensor.numel for tensor in stored_here) // multiple) * multiple
         return self._numbers[key]
-
-
-def _needed(item: Item, run: Run, graph: DataflowGraph) -> bool:
-    """Whether a call needs the item while it runs."""
-    trains = graph.call(run.call).kind is Kind.TRAIN
-    return (run.role, run.placement.layout) == (item.role, item.layout) and (
-        item.what == "parameters" or trains
-    )

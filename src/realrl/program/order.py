@@ -54,9 +54,14 @@ def keys_between(graph: DataflowGraph, producer: Call, consumer: Call) -> tuple[
 
 
 def length_readers(graph: DataflowGraph, plan: Plan, key: str) -> tuple[int, ...]:
-    """Ranks that must know the lengths of `key`: those that hold or exchange rows of that length, and those
+    """Ranks that must know the lengths of `key`: those of `length_calls`."""
+    return tuple(sorted({rank for name in length_calls(graph, key) for rank in plan[name].ranks}))
+
+
+def length_calls(graph: DataflowGraph, key: str) -> tuple[str, ...]:
+    """Calls whose ranks must know the lengths of `key`: those that hold or exchange rows of that length, and those
     that send to a call whose items are divided by it."""
-    readers: set[int] = set()
+    found = []
     for call in graph.calls:
         touches = any(graph.length_key(k) == key for k in (*call.inputs, *call.outputs))
         feeds = any(
@@ -65,8 +70,8 @@ def length_readers(graph: DataflowGraph, plan: Plan, key: str) -> tuple[int, ...
             if call in producers(graph, consumer)
         )
         if touches or feeds:
-            readers.update(plan[call.name].ranks)
-    return tuple(sorted(readers))
+            found.append(call.name)
+    return tuple(found)
 
 
 def _ordered(graph: DataflowGraph, plan: Plan, first: Call, second: Call) -> bool:

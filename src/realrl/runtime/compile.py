@@ -10,12 +10,11 @@ from realrl.config.errors import UserError
 from realrl.config.experiment import Experiment
 from realrl.config.model import HEADS, ModelConfig
 from realrl.config.paths import is_local
-from realrl.config.units import parse_bytes
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import ELEMENT_BYTES, Placement
 from realrl.plan.plan import Plan
-from realrl.plan.presets import make_plan
+from realrl.plan.presets import SEARCH, make_plan
 from realrl.program.instructions import Program
 from realrl.program.lower import home_placements, kept_copies, lower, lower_start, offloaded
 from realrl.program.memory import Memory, Stored
@@ -51,15 +50,15 @@ class Compiled:
         return {"train": self.train} | ({"eval": self.evaluation} if self.evaluation else {})
 
     @property
+    def unknown(self) -> tuple[str, ...]:
+        """Roles whose sizes are not known on this machine."""
+        return tuple(role for role in self.homes if role not in self.memory.stored)
+
+    @property
     def programs(self) -> dict[str, list[Program]]:
         """The programs of all ranks by what they do: `start`, if anything, and the kinds of steps."""
         starts = any(program.instructions for program in self.start)
         return ({"start": self.start} if starts else {}) | {n: p.programs for n, p in self.phases.items()}
-
-    def check_memory(self, device_memory: int) -> None:
-        """UserError if a device of so many bytes cannot hold what the plan puts there."""
-        for phase in self.phases.values():
-            self.memory.check(phase.programs, phase.graph, device_memory)
 
 
 def models(experiment: Experiment) -> dict[str, ModelConfig]:
@@ -78,10 +77,11 @@ def check_directories(experiment: Experiment) -> None:
                 raise UserError(f"models.{role}.{field}={path}: no such directory")
 
 
-def compile_recipe(experiment: Experiment, cluster: Cluster) -> Compiled:
-    """Graph, plan and validated programs. UserError for a plan that does not fit.
+def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None = None) -> Compiled:
+    """Graph, plan and validated programs. UserError for a plan that cannot be run on the cluster.
 
-    What depends on the sizes of models is checked for those whose sizes are known without the network.
+    `plan` takes the place of the recipe's, and must be given where that is `search`. What depends on the sizes of
+    models is checked for those whose sizes are known without the network; what they need of memory is not.
     """
     graph = build_graph(experiment)
     stored = {
@@ -90,14 +90,12 @@ def compile_recipe(experiment: Experiment, cluster: Cluster) -> Compiled:
         if (shape := known_shape(config)) is not None
     }
     shapes = {role: of.shape for role, of in stored.items()}
-    plan = make_plan(
-        experiment.plan,
-        graph,
-        cluster,
-        experiment.micro_batch_tokens,
-        shapes,
-        recompute=experiment.recompute,
-    )
+    if plan is None:
+        assert experiment.plan != SEARCH, "whoever compiles searches first"
+        tokens, recompute = experiment.micro_batch_tokens, experiment.recompute
+        plan = make_plan(experiment.plan, graph, cluster, tokens, shapes, recompute=recompute)
+    else:
+        plan.check(graph, shapes)
     homes = home_placements(graph, plan)
     kept = kept_copies(graph, plan, homes)
     _check_batch(experiment, graph, plan)
@@ -107,10 +105,7 @@ def compile_recipe(experiment: Experiment, cluster: Cluster) -> Compiled:
     if eval_graph is not None:
         evaluation = _phase(eval_graph, plan.evaluation(eval_graph, graph), homes, kept)
     memory = Memory(stored, homes, offloaded(plan), kept)
-    compiled = Compiled(train, evaluation, homes, kept, start, memory)
-    if experiment.device_memory is not None:
-        compiled.check_memory(parse_bytes(experiment.device_memory))
-    return compiled
+    return Compiled(train, evaluation, homes, kept, start, memory)
 
 
 def _phase(

@@ -11,26 +11,42 @@ from pathlib import Path
 
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
-from realrl.runtime.environment import ERRORS_VARIABLE, LAUNCHER_VARIABLE, STORE_VARIABLE, is_writer
+from realrl.plan.plan import Plan
+from realrl.runtime.environment import (
+    ERRORS_VARIABLE,
+    LAUNCHER_VARIABLE,
+    PLAN_VARIABLE,
+    STORE_VARIABLE,
+    is_writer,
+)
 
 
-def launch(cluster: Cluster, arguments: Sequence[str]) -> int:
-    """Run `realrl ARGUMENTS` in one local process per device of `cluster`; the exit status of the run.
-
-    When one process fails, the others are ended. Raises UserError with the sentence of the first process that
-    left one. As in a shell, the status is 128 + N where signal N ended the run.
-    """
+def check_local(cluster: Cluster) -> None:
+    """UserError if processes of this machine alone cannot be the cluster's devices."""
     if cluster.nodes > 1:
         raise UserError(
             f"cluster={cluster} has {cluster.nodes} nodes; start it on each of them with"
             f" torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.devices_per_node} -m realrl ..."
         )
+
+
+def launch(cluster: Cluster, arguments: Sequence[str], plan: Plan | None = None) -> int:
+    """Run `realrl ARGUMENTS` in one local process per device of `cluster`; the exit status of the run.
+
+    `plan` is what has been found for a recipe that says `plan: search`. When one process fails, the others are
+    ended. Raises UserError with the sentence of the first process that left one. As in a shell, the status is
+    128 + N where signal N ended the run.
+    """
     with tempfile.TemporaryDirectory(prefix="realrl-") as scratch:
         processes: list[subprocess.Popen[bytes]] = []
+        variables = {}
+        if plan is not None:
+            variables[PLAN_VARIABLE] = str(Path(scratch) / "plan.yaml")
+            plan.save(variables[PLAN_VARIABLE])
         try:
             for rank in range(cluster.size):
                 command = [sys.executable, "-m", "realrl", *arguments]
-                environment = _environment(rank, cluster.size, scratch)
+                environment = _environment(rank, cluster.size, scratch) | variables
                 processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
             failed = _wait(processes)
         except KeyboardInterrupt:

@@ -16,6 +16,8 @@ from realrl.config.errors import UserError
 from realrl.model.group import Group
 from realrl.plan.cluster import Cluster
 from realrl.runtime.environment import LAUNCHER_VARIABLE, STORE_VARIABLE, under_launcher
+from realrl.runtime.gpu import Gpu
+from realrl.runtime.scenario import written_cluster
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -30,12 +32,12 @@ class Process:
     control: dist.ProcessGroup | None = None
 
     @property
-    def memory(self) -> int | None:
-        """Bytes that a GPU has; None on a CPU, whose memory is shared and not known to be ours."""
+    def gpu(self) -> Gpu | None:
+        """This rank's GPU; None where it computes on a CPU."""
         if self.device.type != "cuda":
             return None
-        size: int = torch.cuda.get_device_properties(self.device).total_memory
-        return size
+        properties = torch.cuda.get_device_properties(self.device)
+        return Gpu(properties.name, properties.total_memory)
 
     def groups(self, rank_sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Group]:
         """The groups this rank is in, out of `rank_sets`, which must be the same sets in the same order on
@@ -91,16 +93,14 @@ def use_cuda(device: Device) -> bool:
 
 def resolve_cluster(text: str, device: Device) -> Cluster:
     """The cluster a recipe means by `text`; UserError when it contradicts the launcher."""
+    cluster = written_cluster(text)
     if not under_launcher():
-        if text == "auto":
-            return Cluster(1, torch.cuda.device_count() if use_cuda(device) else 1)
-        return Cluster.parse(text)
+        return cluster or Cluster(1, torch.cuda.device_count() if use_cuda(device) else 1)
     world = int(os.environ["WORLD_SIZE"])
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     started = Cluster(world // per_node, per_node)
-    if text == "auto":
+    if cluster is None:
         return started
-    cluster = Cluster.parse(text)
     if cluster != started:
         raise UserError(
             f"cluster={cluster}, but {started.devices_per_node} processes were started on each of"

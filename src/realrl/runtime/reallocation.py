@@ -42,6 +42,11 @@ class Staging:
         self.used = 0
         """Buffers that are in use."""
 
+    @property
+    def nbytes(self) -> int:
+        """Of the buffers that are kept and not in use."""
+        return CHUNK_BYTES * len(self._free)
+
     def take(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(the part of a buffer that so many elements fill, the buffer)"""
         self.used += 1

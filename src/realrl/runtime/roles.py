@@ -200,6 +200,16 @@ class Roles:
             return self.trainers[instruction.role].memory
         return self._models[instruction.role, instruction.placement.layout].memory
 
+    def held(self) -> int:
+        """Bytes of device memory that parameters, gradients and optimizers take on this rank now."""
+        memories = [model.memory for model in self._models.values()]
+        memories += [trainer.memory for trainer in self.trainers.values()]
+        return sum(memory.nbytes for memory in memories)
+
+    def staged(self) -> int:
+        """Bytes of device memory that message buffers take while nothing is moved."""
+        return self._staging.nbytes
+
     def save(self, role: str, directory: Path, tokenizer: huggingface.Tokenizer) -> None:
         """Write the role as a Hugging Face directory; all ranks of its home call this, the first one writes.
 

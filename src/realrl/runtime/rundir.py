@@ -123,6 +123,9 @@ def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
     if judge is not None:
         yield "training.judge", judge.rpartition(":")[0]
     yield "plan", experiment.plan
+    yield "cluster", experiment.cluster
+    if experiment.profile is not None:
+        yield "profile", experiment.profile
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,16 +13,26 @@ from realrl.data.dataset import Order
 from realrl.engine.generate import Noise
 from realrl.engine.parallel import all_rank_sets
 from realrl.engine.schedule import learning_rate
+from realrl.plan.presets import SEARCH
+from realrl.planner.comparison import Comparison
+from realrl.planner.profile import Profile
 from realrl.program.lower import WRITER
+from realrl.program.trace import write_trace
 from realrl.runtime.compile import Compiled, compile_recipe, models
+from realrl.runtime.costs import Costs
 from realrl.runtime.evaluate import Evaluation, flatten, load_judge
+from realrl.runtime.fit_check import check_fit
 from realrl.runtime.process import Process, connect, resolve_cluster
 from realrl.runtime.roles import Roles
 from realrl.runtime.rundir import RunDirectory
 from realrl.runtime.setup import load_data, load_shared_tokenizer
+from realrl.runtime.startup import agreed_plan, least_device
 from realrl.runtime.store import Store
-from realrl.runtime.trace import Trace, write_trace
+from realrl.runtime.trace import Trace
 from realrl.runtime.worker import StepInput, Worker
+
+COLLECT_EVERY = 100
+"""Steps after which what has been measured is written down, if evaluations and checkpoints are further apart."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,9 @@ class Observer(Protocol):
     def record(self, record: Record) -> None:
         """After every training step and evaluation."""
 
+    def costs(self, comparison: Comparison) -> None:
+        """After the last step, what steps and calls took and were predicted to take."""
+
     def end(self, run_dir: str, seconds: float) -> None:
         """After the last step."""
 
@@ -59,11 +72,16 @@ def train(experiment: Experiment, observer: Observer) -> None:
     """Run a recipe as one rank of its cluster. UserError for what the user has to mend."""
     started = time.monotonic()
     cluster = resolve_cluster(experiment.cluster, experiment.device)
-    compiled = compile_recipe(experiment, cluster)
+    # Before the ranks meet, where there is nothing to search for: mistakes in a plan need no meeting.
+    compiled = None if experiment.plan == SEARCH else compile_recipe(experiment, cluster)
     with connect(experiment.device) as process:
+        here = least_device(process)
+        if compiled is None:
+            plan = agreed_plan(experiment, cluster, process, here, observer.note)
+            compiled = compile_recipe(experiment, cluster, plan)
         with process.together():
-            if process.memory is not None and experiment.device_memory is None:
-                compiled.check_memory(process.memory)
+            if process.rank == WRITER:
+                check_fit(experiment, compiled, here)
         # Every rank has read everything before the directory of an earlier run may be deleted.
         with process.together():
             run = Run(experiment, compiled, process, observer if process.rank == WRITER else None)
@@ -100,6 +118,8 @@ class Run:
             seed=experiment.seed,
             verify=experiment.debug.verify_reallocation,
         )
+        profile = None if experiment.profile is None else Profile.load(experiment.profile)
+        self.costs = Costs(experiment, compiled, process, self.roles, profile)
         self.trace = Trace(process.rank)
         self.worker = Worker(process, self.roles, algorithm, self.tokenizer.eos_token_id, self.trace)
         self.evaluation: Evaluation | None = None
@@ -134,6 +154,8 @@ class Run:
         for role, tensors in fresh.items():
             if tensors:
                 observer.note(f"models.{role}: initialised {', '.join(tensors)}, which the checkpoint lacks")
+        if self.costs.unused_profile is not None:
+            observer.note(f"profile={self.experiment.profile} is not used: {self.costs.unused_profile}")
         observer.begin(self.experiment, self.steps)
 
     def execute(self, started: float) -> None:
@@ -144,9 +166,13 @@ class Run:
         for step in range(self.steps):
             self._train_step(step)
             done, last = step + 1, step + 1 == self.steps
-            if last or (every.eval_every and done % every.eval_every == 0):
+            evaluates = last or (every.eval_every and done % every.eval_every == 0)
+            saves = not last and every.save_every and done % every.save_every == 0
+            if not last and (evaluates or saves or done % COLLECT_EVERY == 0):
+                self._collect()
+            if evaluates:
                 self._evaluate(done)
-            if not last and every.save_every and done % every.save_every == 0:
+            if saves:
                 self._save(done)
         self._save(None)
         self._finish(started)
@@ -162,8 +188,17 @@ class Run:
             if isinstance(config, TrainedModelConfig)
         }
         inputs = StepInput(records, Noise(self.experiment.seed, step), rates)
-        figures = flatten(self.worker.run(phase.programs[self.process.rank], store, inputs))
+        with self.costs.step(store):
+            program = phase.programs[self.process.rank]
+            figures = flatten(self.worker.run(program, store, inputs, self.costs.meter))
         self._record(Record(step + 1, "train", time.monotonic() - start, figures))
+
+    def _collect(self) -> Comparison | None:
+        """Write down what steps have cost so far, and return it, on the rank that writes."""
+        comparison = self.costs.collect()
+        if comparison is not None:
+            comparison.save(self.directory.path)
+        return comparison
 
     def _evaluate(self, done: int) -> None:
         if self.evaluation is None:
@@ -202,9 +237,12 @@ class Run:
             self.roles.save(role, path, self.tokenizer)
 
     def _finish(self, started: float) -> None:
+        comparison = self._collect()
         events = self.process.gather(list(self.trace.events))
         if self.observer is not None:
-            write_trace(self.directory.path / "trace.json", events)
+            if comparison is not None:
+                self.observer.costs(comparison)
+            write_trace(self.directory.path / "trace.json", events, "measured")
             seconds = time.monotonic() - started
             self.directory.finish(
                 {"algorithm": self.experiment.algorithm, "steps": self.steps, "seconds": round(seconds, 2)}

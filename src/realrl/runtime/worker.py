@@ -1,6 +1,7 @@
 """The interpreter of programs: one handler per instruction."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import cast
 
@@ -8,6 +9,7 @@ from realrl.algorithms.method import Algorithm, GenerateMethod, InferenceMethod,
 from realrl.data.batch import Batch
 from realrl.dataflow.call import Call, Kind
 from realrl.engine.generate import Noise, generate
+from realrl.plan.placement import Strategy
 from realrl.program.instructions import (
     Feed,
     Instruction,
@@ -24,6 +26,7 @@ from realrl.program.instructions import (
 )
 from realrl.program.text import format_instruction
 from realrl.runtime.exchange import Exchange
+from realrl.runtime.measure import Meter
 from realrl.runtime.process import Process
 from realrl.runtime.roles import Roles
 from realrl.runtime.store import Store
@@ -59,15 +62,18 @@ class Worker:
             with self._trace.slice(format_instruction(instruction), step=0):
                 self._movers[type(instruction)](instruction)
 
-    def run(self, program: Program, store: Store, step: StepInput) -> dict[str, Metrics]:
-        """Execute one step into an empty `store`.
+    def run(
+        self, program: Program, store: Store, step: StepInput, meter: Meter | None = None
+    ) -> dict[str, Metrics]:
+        """Execute one step into an empty `store`, measured by `meter`.
 
         Returns figures by call: all of them on the rank that writes, elsewhere those this rank took part in.
         """
         figures: dict[str, Metrics] = {}
+        turn = meter.turn if meter else lambda: None
         handlers: dict[type[Instruction], Callable[..., None]] = {
             Feed: lambda _: store.feed(step.records),
-            Run: lambda i: self._run(i, store, step, figures),
+            Run: lambda i: self._run(i, store, step, figures, turn),
             Send: lambda i: self._exchange.send(i, store),
             Receive: lambda i: self._exchange.receive(i, store),
             ShareLengths: lambda i: self._exchange.share_lengths(i, store),
@@ -76,12 +82,20 @@ class Worker:
         }
         for instruction in program.instructions:
             text = format_instruction(instruction)
-            with self._trace.slice(text, step=step.noise.step):
+            measured = nullcontext() if meter is None else meter.instruction(instruction)
+            with self._trace.slice(text, step=step.noise.step), measured:
                 handlers[type(instruction)](instruction)
         self._exchange.finish()
         return figures
 
-    def _run(self, run: Run, store: Store, step: StepInput, figures: dict[str, Metrics]) -> None:
+    def _run(
+        self,
+        run: Run,
+        store: Store,
+        step: StepInput,
+        figures: dict[str, Metrics],
+        turn: Callable[[], None],
+    ) -> None:
         call = store.graph.call(run.call)
         dp = run.placement.dp_index(self._process.rank)
         batch = store.batch(call, dp)
@@ -98,16 +112,18 @@ class Worker:
                 eos=self._eos,
                 noise=step.noise,
                 budget=budget,
+                turn=turn,
             )
         elif call.kind is Kind.INFERENCE:
             batch, figures[call.name] = model.infer(batch, cast(InferenceMethod, method), budget)
         else:
-            figures[call.name] = self._train(call, batch, store.assignment(call)[dp], step, budget)
+            minibatches = store.assignment(call)[dp]
+            figures[call.name] = self._train(call, batch, minibatches, step, run.placement.strategy)
         for key in call.outputs if self._process.rank in run.placement.heads else ():
             store.put(key, batch.ids, batch[key])
 
     def _train(
-        self, call: Call, batch: Batch, minibatches: list[list[int]], step: StepInput, budget: int
+        self, call: Call, batch: Batch, minibatches: list[list[int]], step: StepInput, strategy: Strategy
     ) -> Metrics:
         position = {item: i for i, item in enumerate(batch.ids)}
         return self._roles.trainers[call.role].train(
@@ -115,5 +131,6 @@ class Worker:
             cast(TrainMethod, self._algorithm.method(call.name)),
             [[position[item] for item in minibatch] for minibatch in minibatches],
             lr=step.rates[call.role],
-            budget=budget,
+            budget=strategy.micro_batch_tokens,
+            recompute=strategy.recompute,
         )

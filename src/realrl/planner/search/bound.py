@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realrl.planner.search.groups import ALONE, KIND, Groups, groups
-from realrl.planner.tables import NEVER, Bools, Tables
+from realrl.planner.tables import Bools, Tables
 from realrl.planner.transfers import Floats, Ints
 
 Numbers = NDArray[np.int32]
@@ -15,8 +15,8 @@ class Bound:
     """Lower bounds of many nodes at once. A node is a group of options for each call.
 
     Three relaxations, together in one pass through the calls in their order:
-    - critical path: a call starts after those it depends on, and after earlier ones that need some device of
-      its mesh, which is certain of two that have more devices together than there are;
+    - critical path: a call starts when it has received what those it depends on put out, and after earlier ones
+      that need some device of its mesh, which is certain of two that have more devices together than there are;
     - work: before a call starts, all its ancestors have done their device-seconds on the devices there are,
       and those of them that cannot start before some moment, after it (energetic reasoning, as in cumulative
       scheduling);
@@ -33,10 +33,8 @@ class Bound:
         # Of calls that may find a copy another one has made, reallocation may cost nothing.
         self.moving = [c for c, h in enumerate(tables.home) if h != c and not tables.sharers[c]]
         self._least = {c: self._cheapest(c) for c in self.moving}
-        depends = tables.wait > NEVER
         self._ancestors: list[list[int]] = []
-        for c in range(len(tables.calls)):
-            direct = np.flatnonzero(depends[c]).tolist()
+        for direct in tables.feeds:
             self._ancestors.append(sorted({*direct, *(a for d in direct for a in self._ancestors[d])}))
 
     def __call__(self, nodes: Numbers) -> Floats:
@@ -50,18 +48,36 @@ class Bound:
         for c in range(len(nodes)):
             ready = np.zeros(nodes.shape[1])
             for p in range(c):
-                if self.tables.wait[c, p] > NEVER:
-                    np.maximum(ready, tail[p] + self.tables.wait[c, p], out=ready)
                 np.maximum(ready, np.where(meets[c, p], tail[p], 0.0), out=ready)
             if c in self._least:
                 start, cost = self._bringing(c, nodes, tail, meets)
                 np.maximum(ready, start + cost, out=ready)
-                moves[c] = start, cost * np.maximum(size[c], size[self.tables.home[c]])
+                home = self.tables.home[c]
+                load = self.groups[home].load[nodes[home]]
+                moves[c] = start, (cost - load) * np.maximum(size[c], size[home]) + load * size[home]
+            ready = self._received(c, nodes, ready, tail)
             work = self._work(self._ancestors[c], head, area, moves)
             head[c] = np.maximum(ready, work)
             tail[c] = head[c] + seconds[c]
         bound = np.maximum(tail.max(axis=0), self._work(range(len(nodes)), head, area, moves))
         return np.where(self._too_full(nodes, size), np.inf, bound)
+
+    def _received(self, c: int, nodes: Numbers, ready: Floats, tail: Floats) -> Floats:
+        """When call `c` has its inputs, which it receives one after the other, if its devices are `ready`."""
+        exchange, calls, target = self.tables.problem.exchange, self.tables.calls, self.groups[c]
+        after, earliest = np.zeros(nodes.shape[1]), np.zeros(nodes.shape[1])
+        for p in reversed(self.tables.feeds[c]):
+            source = self.groups[p]
+            after = after + exchange.at_least(
+                calls[p].name,
+                calls[c].name,
+                senders=(source.rows[nodes[p]], source.most_rows[nodes[p]]),
+                size=target.size[nodes[c]],
+                copies=target.copies[nodes[c]],
+                rows=target.most_rows[nodes[c]],
+            )
+            np.maximum(earliest, tail[p] + after, out=earliest)
+        return np.maximum(earliest, ready + after)
 
     def _take(self, name: str, nodes: Numbers) -> Floats:
         return np.array([getattr(g, name)[row] for g, row in zip(self.groups, nodes, strict=True)])

@@ -1,10 +1,10 @@
 """Find the plan that costs least where only the nodes that are used have to be paid."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from realrl.planner.problem import Problem
+from realrl.planner.problem import Choice, Option, Problem
 from realrl.planner.search.search import Effort, SearchResult, search
 from realrl.planner.search.shortage import DoesNotFit, Shortage
 
@@ -29,27 +29,38 @@ def by_nodes(
     problem: Problem,
     counts: Iterable[int],
     *,
-    node_price_per_hour: float = 0.0,
+    price_per_hour: Callable[[int], float] = float,
     seconds: float = 10.0,
     seed: int = 0,
     effort: Effort | None = None,
 ) -> list[ClusterSize]:
-    """The fastest plan on the first so many nodes of a cluster of equal nodes, for each of `counts`.
+    """The fastest plan on the first so many nodes of a cluster, for each of `counts`, in their order.
 
-    `seconds`: for each of them. The least `price` is that of the objective `cost`, and the least
-    `price_at_least` bounds it.
+    Searches begin, among others, with the plan before, which leaves some nodes idle if there are more now.
+    `price_per_hour`: of so many nodes; 1 for each where it is not given. `seconds`: for each of `counts`. The
+    least `price` is that of the objective `cost`, and the least `price_at_least` bounds it.
     """
-    found = []
+    found: list[ClusterSize] = []
+    before: Mapping[str, Option] | None = None
     for nodes in counts:
-        rate = nodes * node_price_per_hour / 3600
+        rate = price_per_hour(nodes) / 3600
         part = problem.restricted(nodes)
         result, shortage = None, None
         if part is not None:
+            starts = _numbers(part, before) if before else []
             try:
-                result = search(part, seconds=seconds, seed=seed, effort=effort)
+                result = search(part, seconds=seconds, seed=seed, starts=starts, effort=effort)
+                before = part.chosen(result.choice)
             except DoesNotFit as error:
                 shortage = error.shortage
         price = rate * result.evaluation.seconds if result else math.inf
         least = rate * result.lower_bound if result else math.inf
         found.append(ClusterSize(nodes, part, result, shortage, price, least))
     return found
+
+
+def _numbers(problem: Problem, options: Mapping[str, Option]) -> list[Choice]:
+    """The choice of these options; nothing where the problem lacks one."""
+    if any(option not in problem.options[name] for name, option in options.items()):
+        return []
+    return [{name: problem.options[name].index(option) for name, option in options.items()}]

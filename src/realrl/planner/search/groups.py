@@ -1,11 +1,15 @@
 """Options of each call in groups of groups: all, those of one size, those of one kind, each alone."""
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from realrl.planner.tables import Tables
 from realrl.planner.transfers import Floats, Ints, Layouts
+
+Scalar = TypeVar("Scalar", np.float64, np.int64)
 
 ALL, SIZE, KIND, ALONE = range(4)
 """Levels. Options of a kind differ in nothing but the place of their mesh."""
@@ -29,6 +33,12 @@ class Groups:
     size: Ints
     first: Ints
     """First rank of the mesh, of groups of one option."""
+    rows: Ints
+    """Degree of data parallelism."""
+    most_rows: Ints
+    """The most that any option has."""
+    copies: Ints
+    """Ranks of the same data-parallel index."""
     load: Floats
     weights: Floats
     resident: Floats
@@ -46,6 +56,7 @@ def groups(tables: Tables, call: int) -> Groups:
     columns = tables.options(call)
     size = columns.end - columns.first
     layouts = tables.layouts(call)[columns.layout]
+    copies = layouts.tp * layouts.pp
     facts = (columns.seconds, columns.load, columns.weights, columns.resident, columns.working, columns.limit)
     table = np.stack([size, layouts.tp, layouts.pp, *facts, columns.away], axis=1)
     _, kind = np.unique(table, axis=0, return_inverse=True)
@@ -63,7 +74,7 @@ def groups(tables: Tables, call: int) -> Groups:
     ends = [np.append(c[1:], offsets[lv + 2]) for lv, c in enumerate(child)]
     nothing = np.full(counts[ALONE], offsets[-1])
 
-    def least(values: Floats) -> Floats:
+    def least(values: NDArray[Scalar]) -> NDArray[Scalar]:
         return np.concatenate([np.minimum.reduceat(values[order], s) for s in starts])
 
     return Groups(
@@ -74,8 +85,11 @@ def groups(tables: Tables, call: int) -> Groups:
         option=np.concatenate([np.full(offsets[ALONE], -1), order]),
         seconds=least(columns.seconds),
         area=least(columns.seconds * size),
-        size=least(size.astype(np.float64)).astype(np.int64),
+        size=least(size),
         first=np.concatenate([np.full(offsets[ALONE], -1), columns.first[order]]),
+        rows=least(size // copies),
+        most_rows=-least(-(size // copies)),
+        copies=least(copies),
         load=least(columns.load),
         weights=least(columns.weights),
         resident=least(columns.resident),

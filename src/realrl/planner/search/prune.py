@@ -15,7 +15,8 @@ def prune(problem: Problem) -> tuple[Problem, dict[str, Ints]]:
     """The problem with fewer options, and for each call the numbers that those that stay had before.
 
     An option goes if it does not fit its devices even alone, or if another with the same layout, or just the
-    same mesh where its role is never reallocated, is at least as good in everything. The best plan stays as
+    same mesh and degree of data parallelism where its role is never reallocated, is at least as good in
+    everything. The best plan stays as
     good: in a schedule whose order depends on meshes alone nothing ends later when something takes less.
     DoesNotFit if nothing stays.
     """
@@ -38,7 +39,7 @@ def prune(problem: Problem) -> tuple[Problem, dict[str, Ints]]:
 def _undominated(options: Sequence[Option], *, by_mesh: bool) -> Ints:
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for i, option in enumerate(options):
-        groups[option.layout[:2] if by_mesh else option.layout].append(i)
+        groups[_rows(option) if by_mesh else _layout(option)].append(i)
     stay = []
     for members in groups.values():
         costs = np.array([_costs(options[i]) for i in members])
@@ -50,7 +51,17 @@ def _undominated(options: Sequence[Option], *, by_mesh: bool) -> Ints:
     return np.array(sorted(stay))
 
 
+def _rows(option: Option) -> tuple[int, ...]:
+    """Equal where rows come to, and are left on, equally many ranks of the same mesh."""
+    return *option.layout[:2], option.placement.strategy.dp
+
+
+def _layout(option: Option) -> tuple[int, ...]:
+    """Equal where calls can share parameters."""
+    return *option.layout, option.placement.strategy.sequence_parallel
+
+
 def _costs(option: Option) -> tuple[float, ...]:
     loaded = option.weights_bytes * option.offload
-    load = option.load_seconds * option.offload
-    return option.seconds, option.resident_bytes, option.working_bytes, option.weights_bytes, loaded, load
+    moves = option.load_seconds * option.offload, option.unload_seconds * option.offload
+    return option.seconds, option.resident_bytes, option.working_bytes, option.weights_bytes, loaded, *moves

@@ -1,12 +1,12 @@
 """`config.json` of transformers 5 and of before become our shape; what we cannot do is refused."""
 
 import pytest
-from small_models import SHAPES
 from transformers import LlamaConfig
 
 from realrl.config.errors import UserError
+from realrl.config.llama import shape_from_hf, shape_to_hf
 from realrl.config.shape import ModelShape
-from realrl.model.llama import shape_from_hf, shape_to_hf
+from tests.model.small_models import SHAPES
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -15,6 +15,11 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+
+
+@pytest.fixture(params=SHAPES)
+def shape(request: pytest.FixtureRequest) -> ModelShape:
+    return SHAPES[request.param]
 
 
 def test_a_shape_comes_back_from_what_we_write(shape: ModelShape) -> None:

@@ -27,10 +27,10 @@ PAIRS = [
 
 @pytest.mark.parametrize("shape", [SMALL, LARGE, SHAPES["llama-3.2-1b"]], ids=["7b", "70b", "tied"])
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda p: p.layout)
-def test_the_bound_is_near_what_the_routes_take(shape, source: Placement, target: Placement) -> None:
-    bound = MODEL.reallocation(stored(shape), source, target)
+def test_the_figure_of_a_search_is_near_what_the_routes_take(shape, source: Placement, target: Placement) -> None:
+    figure = MODEL.reallocation(stored(shape), source, target)
     exact = MODEL.exact_reallocation(stored(shape), source, target)
-    assert bound == pytest.approx(exact, rel=0.08, abs=1e-3)
+    assert figure == pytest.approx(exact, rel=0.08, abs=1e-3)
 
 
 def test_equal_layouts_cost_nothing() -> None:

@@ -1,11 +1,13 @@
-"""The Llama family's `config.json`, to and from our shape. No torch."""
+"""The Llama family's Hugging Face `config.json`, to and from our shape."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from realrl.config.errors import UserError
+from realrl.config.json_file import read_json
 from realrl.config.shape import Head, ModelShape, RopeScaling
 
 SUPPORTED = ("llama",)
@@ -15,6 +17,11 @@ FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "pret
 """Settings of LlamaConfig that our model has no other value for, at LlamaConfig's defaults."""
 
 SCALING_FIELDS = tuple(RopeScaling.model_fields)
+
+
+def read_config(file: Path) -> ModelShape:
+    """The shape that a `config.json` describes; UserError if it is absent, no JSON, or of a model not supported."""
+    return shape_from_hf(read_json(file), where=str(file))
 
 
 def shape_from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:

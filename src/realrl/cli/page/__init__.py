@@ -1,0 +1,1 @@
+"""What a plan's page shows, and the templates that draw it."""

@@ -1,0 +1,107 @@
+"""Devices that do the same, and what they do when."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+from realrl.planner.cluster import ClusterSpec
+from realrl.planner.estimate import Estimate, Slice
+from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Receive, Run
+
+WORK = (Run, Reallocate, Load, Offload)
+"""Instructions that are drawn one by one; what passes between them is waiting and exchange of data."""
+_NEGLIGIBLE = 1e-3
+"""Of a step: shorter gaps are not drawn, and times this near to each other are the same."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """What the devices of a band do for a while. Times are in seconds."""
+
+    start: float
+    end: float
+    instruction: Instruction | None
+    """What they execute; None where they wait or exchange data."""
+    reason: str = ""
+    """What they wait for."""
+
+    def like(self, other: "Block", tolerance: float) -> bool:
+        """Whether both are the same at the same time."""
+        near = abs(self.start - other.start) <= tolerance and abs(self.end - other.end) <= tolerance
+        return near and (self.instruction, self.reason) == (other.instruction, other.reason)
+
+
+@dataclass(frozen=True)
+class Band:
+    """Consecutive devices of one group of nodes that do the same."""
+
+    ranks: range
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Area:
+    """A block of several bands next to each other."""
+
+    block: Block
+    bands: range
+    """Numbers of the bands."""
+
+
+def find_bands(estimate: Estimate, spec: ClusterSpec) -> tuple[Band, ...]:
+    """All devices, in order. At most twice as many bands as meshes, and one: what devices do changes only where a
+    mesh, or a group of nodes, begins or ends."""
+    found = []
+    for _, group in groupby(range(len(estimate.slices)), key=lambda rank: _work(estimate, spec, rank)):
+        ranks = list(group)
+        blocks = tuple(_blocks(estimate.slices[ranks[0]], estimate.step_seconds * _NEGLIGIBLE))
+        found.append(Band(range(ranks[0], ranks[-1] + 1), blocks))
+    return tuple(found)
+
+
+def find_areas(bands: Sequence[Band], step_seconds: float) -> list[Area]:
+    """The blocks of all bands; what neighbours do together is one."""
+    done: list[Area] = []
+    growing: list[Area] = []
+    for number, band in enumerate(bands):
+        grown = []
+        for block in band.blocks:
+            above = next((a for a in growing if a.block.like(block, step_seconds * _NEGLIGIBLE)), None)
+            first = number if above is None else above.bands.start
+            grown.append(Area(block if above is None else above.block, range(first, number + 1)))
+        kept = {id(area.block) for area in grown}
+        done += [area for area in growing if id(area.block) not in kept]
+        growing = grown
+    return sorted([*done, *growing], key=lambda area: (area.block.start, area.bands.start))
+
+
+def _work(estimate: Estimate, spec: ClusterSpec, rank: int) -> tuple[object, ...]:
+    """Equal for devices that do the same."""
+    instructions = (s.instruction for s in estimate.slices[rank] if isinstance(s.instruction, WORK))
+    return spec.group_index(rank), *instructions
+
+
+def _blocks(slices: Sequence[Slice], shortest: float) -> Iterator[Block]:
+    """What a device does from the start of a step until it has nothing left to do."""
+    work = [s for s in slices if isinstance(s.instruction, WORK) and s.seconds > s.waiting]
+    blocks = [Block(s.start + s.waiting, s.start + s.seconds, s.instruction) for s in work]
+    for before, block in pairwise([Block(0.0, 0.0, None), *blocks]):
+        if block.start - before.end > shortest:
+            yield Block(before.end, block.start, None, _reason(slices, before.end, block.start))
+        yield block
+
+
+def _reason(slices: Sequence[Slice], start: float, end: float) -> str:
+    """What takes longest between two moments."""
+    waits = {s: min(end, s.start + s.waiting) - max(start, s.start) for s in slices if s.waiting > 0}
+    waits = {s: seconds for s, seconds in waits.items() if seconds > 0}
+    if sum(waits.values()) < (end - start) / 2:
+        return "exchange of data"
+    match max(waits, key=lambda s: waits[s]).instruction:
+        case Receive(_, _, producer, consumer, _):
+            return f"waits for what {producer} sends to {consumer}"
+        case Run(call, _, _):
+            return f"waits for the other devices of {call}"
+        case Reallocate(role, _, target, _, _):
+            return f"waits until parameters of {role} can be moved to devices {target.mesh}"
+    return "waits for other devices"

@@ -1,0 +1,185 @@
+"""The tables of a plan's page: presets, calls, reallocations, and what was not chosen."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from realrl.cli.page.sections import TERMS
+from realrl.cli.page.text import (
+    extras,
+    format_count,
+    format_seconds,
+    format_share,
+    interval,
+    shortage,
+    strategy,
+)
+from realrl.cli.page.tips import role_class
+from realrl.config.units import format_bytes
+
+if TYPE_CHECKING:
+    from realrl.planner.report import PlanReport, Preset
+    from realrl.planner.report_alternatives import Alternative
+
+
+@dataclass(frozen=True)
+class Rival:
+    """The plan or a preset in comparison."""
+
+    name: str
+    percent: float
+    """Length of its bar."""
+    value: str
+    ratio: str
+    note: str
+    look: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text; the first `words` columns are words, the others numbers."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    words: int
+    looks: tuple[str, ...]
+    """CSS classes, by row."""
+    calls: tuple[str, ...]
+    """The call that a row is about, by row; empty for none."""
+
+
+def rivals(report: "PlanReport") -> list[Rival]:
+    """The plan, the presets that fit by seconds, those that do not, and those that there are not."""
+    chosen, presets = report.chosen, report.presets
+    longest = _longest(report)
+
+    def rank(item: tuple[str, "Preset"]) -> tuple[bool, bool, float]:
+        estimate = item[1].estimate
+        if estimate is None:
+            return True, True, 0.0
+        return False, not estimate.fits, estimate.step_seconds
+
+    look = "chosen" if chosen.fits else "chosen unfit"
+    note = "" if chosen.fits else shortage(chosen.fullest)
+    value = format_seconds(chosen.step_seconds)
+    first = Rival("this plan", 100 * chosen.step_seconds / longest, value, "", note, look)
+    others = []
+    for name, preset in sorted(presets.items(), key=rank):
+        estimate = preset.estimate
+        if estimate is None:
+            others.append(Rival(name, 0.0, "", "", preset.refused or "", "refused"))
+            continue
+        ratio = f"{estimate.step_seconds / chosen.step_seconds:.2f} ×"
+        note = shortage(estimate.fullest)
+        if estimate.fits:
+            note = "with recomputation" if preset.recompute else ""
+        percent, value = 100 * estimate.step_seconds / longest, format_seconds(estimate.step_seconds)
+        others.append(Rival(name, percent, value, ratio, note, "" if estimate.fits else "unfit"))
+    return [first, *others]
+
+
+def bound_percent(report: "PlanReport") -> float:
+    """Where the lower bound lies on the scale of `rivals`."""
+    return 100 * report.lower_bound_seconds / _longest(report)
+
+
+def _longest(report: "PlanReport") -> float:
+    """Seconds of the longest bar."""
+    others = [preset.estimate for preset in report.presets.values() if preset.estimate]
+    return max(estimate.step_seconds for estimate in (report.chosen, *others))
+
+
+def calls_table(report: "PlanReport") -> Table:
+    """A row per call in the order they start, with its placement and the terms of its time."""
+    calls = report.chosen.calls
+    used = {term for call in calls.values() for term, seconds in call.terms.items() if seconds > 0}
+    terms = [*(term for term in TERMS if term in used), *sorted(used - set(TERMS))]
+    rows = []
+    for name, call in calls.items():
+        placement = call.placement
+        words = (name, interval(placement.ranks), strategy(placement), extras(placement))
+        numbers = [_short(call.terms.get(term, 0.0)) for term in terms]
+        micro_batch = f"{placement.strategy.micro_batch_tokens:,}"
+        rows.append((*words, micro_batch, f"{call.start:.2f}", _short(call.seconds), *numbers))
+    head = ("call", "devices", "strategy", "with", "micro-batch", "start", "seconds", *terms)
+    looks = tuple(role_class(report, call.call.role) for call in calls.values())
+    return Table(head, tuple(rows), 4, looks, tuple(calls))
+
+
+def moves_table(report: "PlanReport") -> Table:
+    """A row per reallocation."""
+    rows, looks = [], []
+    for move in report.chosen.moves:
+        i = move.instruction
+        what = i.role if i.into is None else f"{i.role} into {i.into}"
+        sizes = (format_bytes(move.sent_bytes), format_bytes(move.network_bytes))
+        row = (what, i.source.layout, i.target.layout, move.before or "after the update", *sizes)
+        rows.append((*row, f"{move.start:.2f}", _short(move.seconds)))
+        looks.append(role_class(report, i.into or i.role))
+    head = ("parameters of", "from", "to", "for", "sent", "between nodes", "start", "seconds")
+    return Table(head, tuple(rows), 4, tuple(looks), tuple(m.before or "" for m in report.chosen.moves))
+
+
+def sizes_table(report: "PlanReport") -> Table:
+    """A row per number of nodes that was compared."""
+    sizes = report.sizes
+    priced = all(size.price is not None for size in sizes)
+    base = min((size for size in sizes if size.estimate), key=lambda size: size.nodes, default=None)
+    rows = []
+    for size in sizes:
+        counts = (f"{size.nodes:,}", f"{size.devices:,}")
+        if size.estimate is None or base is None:
+            rows.append((*counts, f"does not fit: {size.refused}", *[""] * (6 + priced)))
+            continue
+        faster = base.step_seconds / size.step_seconds
+        figures = (
+            format_seconds(size.step_seconds),
+            format_count(size.estimate.tokens_per_second),
+            f"{faster:.2f} ×",
+            format_share(faster * base.devices / size.devices),
+            f"{1000 * size.device_hours:,.4g}",
+            *([f"{1000 * (size.price or 0.0):,.4g}"] if priced else []),
+            format_share(size.gap or 0.0),
+        )
+        rows.append((*counts, "", *figures))
+    price = ["price / 1,000"] if priced else []
+    head = (
+        "nodes",
+        "devices",
+        "",
+        "step",
+        "tokens/s",
+        "speed-up",
+        "efficiency",
+        "device-hours / 1,000",
+        *price,
+        "gap",
+    )
+    looks = ["chosen" if size.nodes == report.scenario.spec.nodes else "" for size in sizes]
+    return Table(head, tuple(rows), 3, tuple(looks), ("",) * len(sizes))
+
+
+def alternatives_table(report: "PlanReport") -> Table:
+    """What was not chosen, by call."""
+    order = list(report.chosen.calls)
+    found = sorted(report.alternatives, key=lambda a: (order.index(a.call), not a.fits, a.step_seconds))
+    rows = tuple(_alternative(alternative) for alternative in found)
+    looks = tuple(
+        f"{role_class(report, report.scenario.graph.call(a.call).role)}{'' if a.fits else ' unfit'}"
+        for a in found
+    )
+    head = ("call", "devices", "strategy", "micro-batch", "with", "why not", "step")
+    return Table(head, rows, 6, looks, tuple(a.call for a in found))
+
+
+def _alternative(other: "Alternative") -> tuple[str, ...]:
+    offload = [f"offload {what}" for what in other.offload]
+    given = ", ".join(filter(None, [extras(other.placement), *offload]))
+    devices, degrees = interval(other.placement.ranks), strategy(other.placement)
+    step = format_seconds(other.step_seconds) if other.fits else "does not fit"
+    micro_batch = f"{other.placement.strategy.micro_batch_tokens:,}"
+    return other.call, devices, degrees, micro_batch, given, other.reason, step
+
+
+def _short(seconds: float) -> str:
+    """Seconds in a column; a dot for none."""
+    return f"{seconds:.2f}" if seconds >= 0.005 else "·" if not seconds else "0.00"

@@ -1,0 +1,113 @@
+"""Figures of a plan as people read them."""
+
+from collections.abc import Mapping, Sequence
+
+from realrl.config.shapes import SHAPES
+from realrl.config.units import format_bytes
+from realrl.layout.tensors import model_tensors
+from realrl.plan.placement import Placement
+from realrl.planner.cluster import ClusterSpec
+from realrl.planner.estimate import DeviceMemory
+from realrl.planner.workload import Workload
+from realrl.program.memory import Stored
+
+_FACTORS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def format_seconds(seconds: float) -> str:
+    """Three significant digits with a unit, for example `27.4 s` or `620 ms`."""
+    value, unit = (seconds, "s") if abs(seconds) >= 0.9995 else (seconds * 1e3, "ms")
+    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:,.{digits}f} {unit}" if value else "0 s"
+
+
+def format_share(share: float) -> str:
+    """A percentage with two digits, for example `2.8 %`."""
+    digits = 0 if abs(share) >= 0.0995 or not share else 1
+    return f"{share:.{digits}%}".replace("%", " %")
+
+
+def format_count(number: float) -> str:
+    """Three digits and a factor, for example `1.84 M`; whole numbers below ten thousand as they are."""
+    if number < 9999.5:
+        return f"{number:,.0f}"
+    factor, letter = next((f, letter) for f, letter in _FACTORS if number >= f * 0.9995)
+    value = number / factor
+    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} {letter}"
+
+
+def join(words: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def count_of(number: int, noun: str) -> str:
+    """`1 device`, `2 devices`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def interval(numbers: Sequence[int]) -> str:
+    """Consecutive numbers by the first and the last."""
+    return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}–{numbers[-1]}"
+
+
+def strategy(placement: Placement) -> str:
+    """Degrees of parallelism, without those that are 1, for example `dp 3 × tp 8 × pp 4`."""
+    s = placement.strategy
+    degrees = [
+        f"{name} {degree}" for name, degree in (("dp", s.dp), ("tp", s.tp), ("pp", s.pp)) if degree > 1
+    ]
+    return " × ".join(degrees) or "one device"
+
+
+def extras(placement: Placement) -> str:
+    """What a strategy has besides its degrees and micro-batches."""
+    s = placement.strategy
+    chosen = {"sequence parallel": s.sequence_parallel, "recompute": s.recompute, s.dtype or "": s.dtype}
+    return ", ".join(name for name, given in chosen.items() if given)
+
+
+def model_name(model: Stored) -> str:
+    """The name of a published shape, else the number of parameters."""
+    known = next((name for name, shape in SHAPES.items() if shape == model.shape), None)
+    return known or f"{parameters(model)} parameters"
+
+
+def parameters(model: Stored) -> str:
+    """How many parameters a model has, for example `70.6 B`."""
+    number = sum(tensor.numel for tensor in model_tensors(model.shape, model.head))
+    return format_count(number).replace("G", "B")
+
+
+def devices(spec: ClusterSpec) -> str:
+    """The devices of a cluster, for example `16 × 8 h100`."""
+    return " + ".join(f"{g.nodes} × {g.devices_per_node} {g.device.name}" for g in spec.groups)
+
+
+def batch(workload: Workload) -> str:
+    """Records of a step and their lengths in tokens."""
+    if not any(workload.answers):
+        return f"{count_of(workload.items, 'sequence')} of {_lengths(workload.prompts)} tokens"
+    prompts, answers = _lengths(workload.prompts), _lengths(workload.answers)
+    return f"{count_of(workload.items, 'prompt')} of {prompts} tokens, answers of {answers}"
+
+
+def _lengths(lengths: Sequence[int]) -> str:
+    if lengths[0] == lengths[-1]:
+        return f"{lengths[0]:,}"
+    return f"{lengths[0]:,} to {lengths[-1]:,} (mean {sum(lengths) / len(lengths):,.0f})"
+
+
+def largest(parts: Mapping[str, float]) -> str:
+    """The name of the largest."""
+    return max(parts, key=lambda name: parts[name])
+
+
+def shortage(memory: DeviceMemory) -> str:
+    """What a device that is too small lacks, and what is to blame."""
+    peak = memory.peak
+    return (
+        f"device {memory.rank} needs {format_bytes(peak.bytes)} of {format_bytes(memory.capacity)} during"
+        f" {peak.during}, {format_bytes(peak.parts[largest(peak.parts)])} of it {largest(peak.parts)}"
+    )

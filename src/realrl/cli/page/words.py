@@ -1,0 +1,67 @@
+"""How to read a plan's page, and how its figures were computed."""
+
+from typing import TYPE_CHECKING
+
+from realrl.cli.page.text import format_count, format_seconds, format_share, join
+from realrl.plan.plan import Plan
+from realrl.planner.memory import FRAGMENTATION
+from realrl.program.instructions import Load, Offload, Reallocate, Run
+
+if TYPE_CHECKING:
+    from realrl.planner.report import PlanReport
+
+
+def legend(report: "PlanReport") -> list[tuple[str, str]]:
+    """CSS classes and meaning of what the picture of a step shows."""
+    graph = report.scenario.graph
+    instructions = {type(s.instruction) for rank in report.chosen.slices for s in rank}
+    kinds = dict.fromkeys(str(graph.call(name).kind) for name in report.chosen.calls)
+    found = [(f"r7 {kind}", kind) for kind in kinds if Run in instructions]
+    if Reallocate in instructions:
+        found.append(("r7 move", "parameters are reallocated"))
+    if {Load, Offload} & instructions:
+        found.append(("r7 host", "copied from or to host memory"))
+    return [*found, ("wait", "waits for others, or exchanges data")]
+
+
+def remarks(plan: Plan) -> list[str]:
+    """What a plan does besides placing calls."""
+    away = {"parameters": plan.offload, "gradients and optimizer": plan.offload_optimizer}
+    texts = [f"{what} of {join(roles)}" for what, roles in away.items() if roles]
+    found = [f"In host memory while not in use: {'; '.join(texts)}."] if texts else []
+    return [*found, *([f"Copies of {join(plan.keep)} in other layouts are kept."] if plan.keep else [])]
+
+
+def notes(report: "PlanReport", source: str) -> list[tuple[str, str]]:
+    """Headings and what they say. `source`: where times come from."""
+    options = report.options.values()
+    ways = f"{min(options):,} to {max(options):,}" if min(options) < max(options) else f"{min(options):,}"
+    return [
+        (
+            "The picture.",
+            "dp, tp and pp are degrees of data, tensor and pipeline parallelism. A mesh is whole nodes, or part of"
+            " one. Calls on different devices run side by side when neither needs what the other produces.",
+        ),
+        (
+            "Seconds.",
+            "The very programs that workers execute are simulated, instruction by instruction; what a call takes is"
+            f" the sum of its terms{f': {source}' if source else ''}.",
+        ),
+        (
+            "Bytes.",
+            "Parameters, gradients and optimizer follow from the layout of each role; activations, logits and"
+            f" caches from the largest micro-batch. {format_share(FRAGMENTATION)} of what comes and goes is added"
+            " for fragmentation. What drivers and message buffers take is not part of the capacity.",
+        ),
+        (
+            "Search.",
+            f"{format_count(report.evaluations)} plans were costed in {format_seconds(report.search_seconds)}, made"
+            f" of {ways} ways to run each call. No plan that can be made of them has a step shorter than"
+            f" {format_seconds(report.lower_bound_seconds)}; that is proven by branch and bound.",
+        ),
+        (
+            "Utilisation and MFU.",
+            "Utilisation is the share of time in which devices compute a call or move parameters. MFU relates the"
+            " arithmetic of the models, without what is computed again, to the peak of all devices.",
+        ),
+    ]

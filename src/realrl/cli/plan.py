@@ -1,0 +1,170 @@
+"""`realrl plan`."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from realrl.cli.recipe import Overrides
+from realrl.config.errors import UserError
+
+if TYPE_CHECKING:
+    from realrl.cli.plan_input import Goal
+    from realrl.config.experiment import Experiment
+    from realrl.planner.report import PlanReport
+    from realrl.planner.scenario import Scenario
+
+RecipeOrNone = Annotated[
+    str | None, typer.Argument(help="A recipe: YAML file; needed except to calibrate.", show_default=False)
+]
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        metavar="C",
+        help="Devices as KIND:NODESxDEVICES, for example a100-80g:16x8, several kinds joined by +, or a YAML file."
+        " Without it, CPU processes of this machine, as many as the recipe's cluster has devices.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+Out = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Write the plan file, for plan=FILE in a recipe.")
+]
+Html = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Write a page with everything, to open offline.")
+]
+Trace = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Write the predicted timeline, for ui.perfetto.dev."),
+]
+Nodes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N,..", help="Numbers of nodes to compare, for example 1,2,4,8; plans for the best."
+    ),
+]
+Objective = Annotated[
+    str,
+    typer.Option(
+        metavar="time|cost",
+        help="time: the fastest step. cost: the cheapest, on as many of the nodes as that takes; where devices have"
+        " no price, the one of fewest device-hours.",
+    ),
+]
+Seconds = Annotated[float, typer.Option(help="How long to search at most, for each number of nodes.")]
+Seed = Annotated[int, typer.Option(help="Of the search.")]
+Profile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Measured times (see `realrl profile`), for devices of its kind; the recipe's if not given.",
+    ),
+]
+Lengths = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help='Measured lengths, {"prompts": [..], "answers": [..]} in tokens, or the directory of a run. Without'
+        " it, each sequence is as long as it may be.",
+    ),
+]
+Calibrate = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RUN_DIR",
+        help="Correct the profile by what calls took in a run, and write it: --profile, or profile.json. It may be"
+        " a new file. Then plan, if there is a recipe.",
+    ),
+]
+
+
+def plan(
+    recipe: RecipeOrNone = None,
+    overrides: Overrides = None,
+    cluster: Cluster = None,
+    as_json: Json = False,
+    out: Out = None,
+    html: Html = None,
+    trace: Trace = None,
+    nodes: Nodes = None,
+    objective: Objective = "time",
+    seconds: Seconds = 10.0,
+    seed: Seed = 0,
+    profile: Profile = None,
+    lengths: Lengths = None,
+    calibrate: Calibrate = None,
+) -> None:
+    """Find the fastest plan for a recipe on any cluster, and say what to expect of it. Needs no GPU.
+
+    Prints how long a step takes and why, what fills the devices, how near to the best the plan is proven to be, and
+    what presets would do.
+    """
+    from realrl.cli import plan_input
+    from realrl.config.load import load_experiment
+
+    if calibrate is not None:
+        from realrl.cli.plan_calibrate import calibrate_profile
+
+        profile = calibrate_profile(calibrate, profile)
+        if recipe is None:
+            return
+    if recipe is None:
+        raise UserError("name a recipe, a YAML file, to plan for")
+    files = plan_input.files_to_write(out=out, html=html, trace=trace)
+    counts, goal = plan_input.parse_nodes(nodes), plan_input.parse_goal(objective)
+    plan_input.check_seconds(seconds)
+    experiment = load_experiment(recipe, overrides or [])
+    scenario, source = plan_input.read_scenario(experiment, cluster, profile, lengths)
+    report = _report(experiment, scenario, nodes=counts, objective=goal, seconds=seconds, seed=seed)
+    if as_json:
+        from realrl.planner.report_json import report_json
+
+        typer.echo(json.dumps({**report_json(report), "source": source}, allow_nan=False))
+    else:
+        from realrl.cli.plan_tables import print_report
+
+        print_report(report, source)
+    for name, file in files.items():
+        _write(name, file, report, f"{experiment.algorithm.upper()} on {report.scenario.spec.name}")
+        typer.echo(f"{name}: {file}", err=as_json)
+
+
+def _report(
+    experiment: "Experiment",
+    scenario: "Scenario",
+    *,
+    nodes: Sequence[int],
+    objective: "Goal",
+    seconds: float,
+    seed: int,
+) -> "PlanReport":
+    from rich.console import Console
+
+    from realrl.planner.plan_search import Wanted
+    from realrl.planner.remedies import no_plan
+    from realrl.planner.report_make import make_report
+    from realrl.planner.search.shortage import DoesNotFit
+
+    wanted = Wanted(experiment.micro_batch_tokens, experiment.recompute)
+    try:
+        with Console(stderr=True).status("planning"):
+            return make_report(
+                scenario, nodes=nodes, objective=objective, seconds=seconds, seed=seed, wanted=wanted
+            )
+    except DoesNotFit as error:
+        raise no_plan(scenario, error.shortage, wanted) from None
+
+
+def _write(name: str, file: Path, report: "PlanReport", title: str) -> None:
+    if name == "out":
+        report.chosen.plan.save(file)
+    elif name == "html":
+        from realrl.cli.plan_page import write_page
+
+        write_page(report, file, title)
+    else:
+        from realrl.planner.predicted_trace import predict_trace
+        from realrl.program.trace import write_trace
+
+        write_trace(file, predict_trace(report.scenario, report.chosen.plan), "predicted")

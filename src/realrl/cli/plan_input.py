@@ -1,0 +1,128 @@
+"""What `realrl plan` is given besides a recipe: a cluster, measured lengths, a profile, and files to write."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast, get_args
+
+from realrl.config.errors import UserError
+
+if TYPE_CHECKING:
+    from realrl.config.experiment import Experiment
+    from realrl.planner.cluster import ClusterSpec
+    from realrl.planner.profile import Profile
+    from realrl.planner.scenario import Scenario
+
+Goal = Literal["time", "cost"]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of prompts and of answers, as they were measured; None where nothing was."""
+
+    prompts: tuple[int, ...] | None = None
+    answers: tuple[int, ...] | None = None
+
+
+def read_lengths(path: str) -> Lengths:
+    """Lengths from a JSON file, `{"prompts": [..], "answers": [..]}`, or from the directory of a run, which has one
+    as `lengths.json`. UserError for anything else."""
+    file = Path(path) / "lengths.json" if Path(path).is_dir() else Path(path)
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--lengths: {file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"--lengths: {file} is not valid JSON ({error})") from None
+    if not isinstance(content, dict) or not content.keys() <= {"prompts", "answers"}:
+        raise UserError(f'--lengths: {file} must hold {{"prompts": [..], "answers": [..]}}')
+    return Lengths(*(_numbers(content.get(key), f"{file}: {key}") for key in ("prompts", "answers")))
+
+
+def _numbers(value: object, where: str) -> tuple[int, ...] | None:
+    """A list of lengths; None where nothing is given."""
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or any(type(n) is not int or n < 0 for n in value):
+        raise UserError(f"--lengths: {where} must be a list of numbers of tokens")
+    return tuple(value)
+
+
+def parse_nodes(text: str | None) -> tuple[int, ...]:
+    """`1,2,4,8` as numbers; nothing for None. UserError for anything else."""
+    if text is None:
+        return ()
+    if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text):
+        raise UserError(f"--nodes: {text!r} is not understood; write numbers of nodes, for example 1,2,4,8")
+    return tuple(int(number) for number in text.split(","))
+
+
+def choose_devices(cluster: str | None, experiment: "Experiment") -> tuple["ClusterSpec", str]:
+    """The devices to plan for, and what to say of how they were chosen: those that are named, or that the recipe's
+    `cluster` names, else as many CPU processes as it has devices."""
+    from realrl.plan.cluster import Cluster
+    from realrl.planner.cluster import ClusterSpec
+    from realrl.runtime.scenario import named_cluster, spec_of, written_cluster
+
+    if cluster is not None:
+        return ClusterSpec.parse(cluster), ""
+    on_cpus = experiment.model_copy(update={"device": "cpu"})
+    spec = spec_of(on_cpus, written_cluster(experiment.cluster) or Cluster(1, 1))
+    assert spec is not None, "CPUs are a kind"
+    if named_cluster(experiment.cluster) is not None:
+        return spec, ""
+    return spec, f"no --cluster was named, so this is for CPU processes of this machine, {spec.name}"
+
+
+def describe_source(spec: "ClusterSpec", profile: "Profile | None", path: str | None) -> str:
+    """Where times come from."""
+    kinds = list(dict.fromkeys(group.device.name for group in spec.groups))
+    if profile is None:
+        return "times from data sheets (roofline)"
+    if profile.device not in kinds:
+        return f"times from data sheets (roofline); the profile {path} is of {profile.device}, so it was not used"
+    others = ", of the other devices from data sheets" if len(kinds) > 1 else ""
+    return f"times of {profile.device} measured ({path}){others}"
+
+
+def read_scenario(
+    experiment: "Experiment", cluster: str | None, profile: str | None, lengths: str | None
+) -> tuple["Scenario", str]:
+    """What is to be planned, and where its times come from."""
+    from realrl.planner.profile import Profile
+    from realrl.runtime.scenario import make_scenario
+
+    spec, remark = choose_devices(cluster, experiment)
+    known = read_lengths(lengths) if lengths else Lengths()
+    path = profile or experiment.profile
+    measured = Profile.load(path) if path else None
+    scenario = make_scenario(experiment, spec, profile=measured, prompts=known.prompts, answers=known.answers)
+    return scenario, "; ".join(filter(None, (describe_source(spec, measured, path), remark)))
+
+
+def parse_goal(text: str) -> Goal:
+    """`time` or `cost`; UserError for anything else."""
+    if text not in get_args(Goal):
+        raise UserError(f"--objective: {text!r} is neither time nor cost")
+    return cast(Goal, text)
+
+
+def check_seconds(seconds: float) -> None:
+    """UserError unless there is some time to search."""
+    if not seconds > 0:
+        raise UserError(f"--seconds: {seconds:g} must be above 0")
+
+
+def files_to_write(**paths: str | None) -> dict[str, Path]:
+    """Option -> the file that it names, for those that are given; UserError for one that cannot be written."""
+    files = {}
+    for option, path in paths.items():
+        if path is None:
+            continue
+        files[option] = file = Path(path)
+        if not file.parent.is_dir():
+            raise UserError(f"--{option} {path}: there is no directory {file.parent}")
+        if file.is_dir():
+            raise UserError(f"--{option} {path}: this is a directory; name a file in it")
+    return files

@@ -1,0 +1,103 @@
+"""`realrl profile`."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from realrl.cli.recipe import Overrides
+
+if TYPE_CHECKING:
+    from realrl.plan.cluster import Cluster
+    from realrl.runtime.profiler.request import Request
+
+RecipeOrNone = Annotated[
+    str | None,
+    typer.Argument(help="A recipe: YAML file. Its models and sizes are measured.", show_default=False),
+]
+
+
+def profile(
+    recipe: RecipeOrNone = None,
+    overrides: Overrides = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A model to measure too, for example llama-2-7b; may be repeated."),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TYPE", help="float32 or bfloat16, in place of the recipe's; may be repeated."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND:1xN",
+            help="Devices to measure for, such as cpu:1x2 or h100:1x8, or a YAML file; else the recipe's.",
+        ),
+    ] = None,
+    out: Annotated[
+        str, typer.Option(metavar="FILE", help="Written; what is in it already is not measured again.")
+    ] = "profile.json",
+    quick: Annotated[bool, typer.Option("--quick", help="At few sizes, in less than a minute.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure what is in the file, too.")] = False,
+) -> None:
+    """Measure what `realrl plan` has to know of this machine: layers, generation, the optimizer, and communication.
+
+    Takes some minutes. On CPUs as many processes measure side by side as the cluster has devices, since that is how
+    fast each of them then is.
+    """
+    from realrl.config.load import load_experiment
+    from realrl.runtime.environment import is_writer, under_launcher
+    from realrl.runtime.profiler.request import make_request
+
+    experiment = load_experiment(recipe, overrides or []) if recipe is not None else None
+    request = make_request(
+        experiment,
+        shapes=shape or [],
+        dtypes=dtype or [],
+        cluster=cluster,
+        out=out,
+        quick=quick,
+        again=again,
+    )
+    if not under_launcher():
+        here = _processes(request, None if experiment is None or cluster is not None else experiment.cluster)
+        if here.size > 1:
+            from realrl.runtime.launch import check_local, launch
+
+            check_local(here)
+            options = [
+                ("--shape", shape),
+                ("--dtype", dtype),
+                ("--cluster", cluster and [cluster]),
+                ("--out", [out]),
+            ]
+            arguments = ["profile", *([recipe] if recipe else []), *(overrides or [])]
+            arguments += [
+                word for name, values in options for value in values or [] for word in (name, value)
+            ]
+            arguments += ["--quick"] * quick + ["--again"] * again
+            raise typer.Exit(launch(here, arguments))
+    from realrl.cli.profile_progress import ProfileProgress
+    from realrl.runtime.profiler.driver import profile as run
+
+    with ProfileProgress() as progress:
+        run(request, progress if is_writer() else None)
+
+
+def _processes(request: "Request", counted: str | None) -> "Cluster":
+    """The processes to start on this machine: on CPUs as many as there are to be devices, but no more than there are
+    GPUs. `counted`: the recipe's cluster, where none was named."""
+    from realrl.config.errors import UserError
+    from realrl.plan.cluster import Cluster
+    from realrl.runtime.process import resolve_cluster, use_cuda
+
+    group = request.group
+    if group is None:
+        return resolve_cluster(counted or "auto", request.device)
+    if group.device.cpu:
+        return Cluster(group.nodes, group.devices_per_node)
+    if not use_cuda("auto"):
+        raise UserError(
+            f"cluster {group} has GPUs, and torch finds none here; measure CPU processes with --cluster cpu:1x2"
+        )
+    return Cluster(1, min(resolve_cluster("auto", "auto").size, group.devices_per_node))

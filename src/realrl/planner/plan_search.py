@@ -1,0 +1,173 @@
+"""From a scenario to the plan of its step: candidates, presets to begin with, search."""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from realrl.config.errors import UserError
+from realrl.dataflow.call import Call, Kind
+from realrl.plan.placement import Placement
+from realrl.plan.plan import Plan
+from realrl.plan.presets import PRESETS, make_plan
+from realrl.planner.build import Choices, build_problem
+from realrl.planner.candidates import micro_batches
+from realrl.planner.estimate import Estimate
+from realrl.planner.predict import estimate
+from realrl.planner.problem import Problem
+from realrl.planner.scenario import Scenario
+from realrl.planner.search.search import Effort, SearchResult, search
+from realrl.planner.search.shortage import DoesNotFit
+from realrl.planner.workload import Workload
+
+_LITTLE, _SECONDS_FOR_PRESET = Effort(chains=32, rounds=20, nodes=20_000), 1.0
+"""For a preset, of which only micro-batches and recomputation are open."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a recipe says about plans that it does not give."""
+
+    micro_batch_tokens: int = 8192
+    """Of presets."""
+    recompute: bool = False
+    """Whether presets compute activations again."""
+    choices: Choices = field(default_factory=Choices)
+    """What a search may vary besides."""
+
+
+@dataclass(frozen=True)
+class FoundPlan:
+    """The best plan of a scenario that was found."""
+
+    plan: Plan
+    problem: Problem
+    """Its options include those of the presets that can run."""
+    result: SearchResult
+    seconds: float
+    """With everything: candidates, search and proof."""
+
+
+@dataclass(frozen=True)
+class BestPlan:
+    """What was found, or the preset that is better: presets may keep copies, which searches do not."""
+
+    estimate: Estimate
+    found: FoundPlan
+
+    @property
+    def gap(self) -> float:
+        """By which part of its seconds the plan can be from the best of the searched, at most."""
+        if self.estimate.plan == self.found.plan:
+            return self.found.result.gap
+        return max(0.0, 1 - self.found.result.lower_bound / self.estimate.step_seconds)
+
+
+def best_plan(
+    scenario: Scenario, *, seconds: float = 10.0, seed: int = 0, wanted: Wanted | None = None
+) -> BestPlan:
+    """The best of what `find_plan` finds and of the presets that fit. Raises as `find_plan`."""
+    presets = preset_plans(scenario, wanted)
+    found = find_plan(scenario, seconds=seconds, seed=seed, wanted=wanted, presets=presets)
+    plans = [found.plan, *(plan for plan in presets.values() if isinstance(plan, Plan))]
+    estimates = [estimate(scenario, plan) for plan in plans]
+    return BestPlan(min(estimates, key=lambda e: (not e.fits, e.step_seconds)), found)
+
+
+def find_plan(
+    scenario: Scenario,
+    *,
+    seconds: float = 10.0,
+    seed: int = 0,
+    wanted: Wanted | None = None,
+    presets: Mapping[str, Plan | UserError] | None = None,
+    effort: Effort | None = None,
+) -> FoundPlan:
+    """Search for the plan with the shortest step, beginning with the presets; `seconds` for everything.
+
+    `presets` are those of `preset_plans` where the caller has them. Raises DoesNotFit if no plan fits the memory of
+    the devices, and UserError where a call cannot run on the cluster at all.
+    """
+    begin = time.monotonic()
+    wanted = wanted or Wanted()
+    if presets is None:
+        presets = preset_plans(scenario, wanted)
+    plans = [_as_candidates(plan) for plan in presets.values() if isinstance(plan, Plan)]
+    problem = build_problem(scenario, choices=wanted.choices, include=plans)
+    starts = [choice for plan in plans if (choice := problem.choice(plan)) is not None]
+    left = max(0.1 * seconds, seconds - (time.monotonic() - begin))
+    result = search(problem, seconds=left, seed=seed, starts=starts, effort=effort)
+    return FoundPlan(problem.plan(result.choice), problem, result, time.monotonic() - begin)
+
+
+def preset_plans(scenario: Scenario, wanted: Wanted | None = None) -> dict[str, Plan | UserError]:
+    """Every preset by name, at its best, or why there is no such plan: it needs more devices, or fewer
+    data-parallel ranks."""
+    wanted, graph, models = wanted or Wanted(), scenario.graph, scenario.models
+    shapes = {role: stored.shape for role, stored in models.items()}
+    found: dict[str, Plan | UserError] = {}
+    for name in PRESETS:
+        try:
+            plan = make_plan(
+                name,
+                graph,
+                scenario.spec.cluster,
+                wanted.micro_batch_tokens,
+                shapes,
+                recompute=wanted.recompute,
+            )
+            for call in graph.calls:
+                scenario.cost.call(call, models[call.role], plan[call.name], scenario.workload)
+            found[name] = at_its_best(scenario, plan)
+        except UserError as error:
+            found[name] = error
+    return found
+
+
+def at_its_best(scenario: Scenario, plan: Plan) -> Plan:
+    """A plan with the micro-batches, and recomputation in training, that make its step shortest, all else as it
+    is; the plan itself where none of them fits the memory of the devices."""
+    variants = [_as_candidates(plan)]
+    options = {
+        call.name: tuple(_variants(call, plan[call.name], scenario.workload)) for call in scenario.graph.calls
+    }
+    for i in range(max(map(len, options.values()))):
+        placements = {name: found[min(i, len(found) - 1)] for name, found in options.items()}
+        variants.append(_as_candidates(replace(plan, placements=placements)))
+    problem = build_problem(scenario, choices=Choices(micro_batch_tokens=(), offload=False), include=variants)
+    try:
+        result = search(problem, seconds=_SECONDS_FOR_PRESET, effort=_LITTLE)
+    except DoesNotFit:
+        return plan
+    best = problem.plan(result.choice)
+    placements = {
+        name: replace(
+            place,
+            strategy=replace(
+                place.strategy,
+                micro_batch_tokens=best[name].strategy.micro_batch_tokens,
+                recompute=best[name].strategy.recompute,
+            ),
+        )
+        for name, place in plan.placements.items()
+    }
+    return replace(plan, placements=placements)
+
+
+def _variants(call: Call, place: Placement, workload: Workload) -> Iterator[Placement]:
+    """A placement with other micro-batches, and with and without recomputation."""
+    for tokens in micro_batches(call.kind, workload.work(call)):
+        for recompute in (False, True) if call.kind is Kind.TRAIN else (False,):
+            strategy = replace(place.strategy, micro_batch_tokens=tokens, recompute=recompute)
+            yield replace(place, strategy=strategy)
+
+
+def _as_candidates(plan: Plan) -> Plan:
+    """A preset in the form of candidates, which keep no copies and cut activations wherever they cut tensors.
+
+    Calls that share parameters must agree on the latter, and a search may mix what it begins with.
+    """
+    placements = {
+        name: replace(place, strategy=replace(place.strategy, sequence_parallel=place.strategy.tp > 1))
+        for name, place in plan.placements.items()
+    }
+    return replace(plan, placements=placements, keep=())

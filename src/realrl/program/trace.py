@@ -1,0 +1,44 @@
+"""A timeline of the instructions of every rank, for Perfetto (ui.perfetto.dev): measured, or predicted."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+Source = Literal["measured", "predicted"]
+"""Where times come from; the name of the group of rows, so that files of both can be opened side by side."""
+
+_GROUPS: dict[Source, int] = {"measured": 1, "predicted": 2}
+
+Event = dict[str, Any]
+"""A slice in the Chrome trace format: `name`, `tid` (the rank), `ts` and `dur` in microseconds, and `args`."""
+
+
+def make_event(
+    rank: int, name: str, start_us: float, duration_us: float, details: Mapping[str, object]
+) -> Event:
+    """What one rank does for a while."""
+    return {
+        "name": name,
+        "ph": "X",
+        "ts": start_us,
+        "dur": duration_us,
+        "tid": rank,
+        "args": dict(details),
+    }
+
+
+def write_trace(path: Path, ranks: Sequence[Iterable[Event]], source: Source) -> None:
+    """Write the events of all ranks, one row per rank, the first event at time 0."""
+    group = _GROUPS[source]
+    events = [event for rank in ranks for event in rank]
+    origin = min((event["ts"] for event in events), default=0.0)
+    document = [{"name": "process_name", "ph": "M", "pid": group, "args": {"name": source}}]
+    for rank in range(len(ranks)):
+        for name, args in (
+            ("thread_name", {"name": f"rank {rank}"}),
+            ("thread_sort_index", {"sort_index": rank}),
+        ):
+            document.append({"name": name, "ph": "M", "pid": group, "tid": rank, "args": args})
+    document += [{**event, "pid": group, "ts": event["ts"] - origin} for event in events]
+    path.write_text(json.dumps({"traceEvents": document, "displayTimeUnit": "ms"}), encoding="utf-8")

@@ -1,0 +1,102 @@
+"""What a run's training steps cost: measured on every rank, compared with the prediction on the one that writes."""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from realrl import __version__
+from realrl.config.experiment import Experiment
+from realrl.dataflow.call import Kind
+from realrl.planner.comparison import Comparison
+from realrl.planner.profile import Profile
+from realrl.program.lower import WRITER
+from realrl.runtime.compare import Facts, compare
+from realrl.runtime.compile import Compiled
+from realrl.runtime.ledger import Ledger
+from realrl.runtime.measure import Meter, clock_offsets
+from realrl.runtime.process import Process
+from realrl.runtime.roles import Roles
+from realrl.runtime.scenario import spec_of
+from realrl.runtime.store import Store
+
+KEPT_LENGTHS = 1 << 16
+"""Lengths kept of a run: the last ones, so that memory stays bounded."""
+
+
+class Costs:
+    """Measures the training steps of one rank; the rank that writes gets everybody's."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        compiled: Compiled,
+        process: Process,
+        roles: Roles,
+        profile: Profile | None,
+    ) -> None:
+        """`profile` is for the prediction."""
+        self._experiment, self._compiled, self._process = experiment, compiled, process
+        self._roles, self._profile = roles, profile
+        self.meter = Meter(process.device, held=roles.held, staged=roles.staged)
+        self.spec = spec_of(experiment, compiled.train.plan.cluster, process.gpu or "cpu")
+        """The devices; None where the planner does not know their kind."""
+        phase = compiled.train
+        self._source = phase.plan[phase.graph.order[0].name].heads[0]
+        self._prompts, self._answers = deque[int](maxlen=KEPT_LENGTHS), deque[int](maxlen=KEPT_LENGTHS)
+        self._ledger = Ledger()
+
+    @property
+    def unused_profile(self) -> str | None:
+        """Why the profile changes no prediction, if there is one that does not."""
+        kinds = [group.device.name for group in self.spec.groups] if self.spec else ["an unknown kind"]
+        if self._profile is None or self._profile.device in kinds:
+            return None
+        return f"it is of {self._profile.device}, but the devices are of {', '.join(kinds)}"
+
+    @contextmanager
+    def step(self, store: Store) -> Iterator[None]:
+        """A block that executes one step with an empty `store`."""
+        with self.meter.step():
+            yield
+        if self._process.rank == self._source:
+            prompts, answers = lengths(store)
+            self._prompts.extend(prompts)
+            self._answers.extend(answers)
+
+    def collect(self) -> Comparison | None:
+        """All steps so far, on the rank that writes; None elsewhere, and where there are none. All ranks call
+        this together."""
+        offsets = clock_offsets(self._process, self._compiled.train.plan.cluster.nodes)
+        mine = (self.meter.take(), self.meter.reserved, list(self._prompts), list(self._answers))
+        everyone = self._process.gather(mine)
+        if self._process.rank != WRITER:
+            return None
+        self._ledger.add([steps for steps, *_ in everyone], offsets)
+        if not self._ledger.step.seconds:
+            return None
+        _, _, prompts, answers = everyone[self._source]
+        facts = Facts(
+            self._experiment,
+            self._compiled,
+            self._roles.shapes,
+            self.spec,
+            {"realrl": __version__, "torch": str(torch.__version__)},
+            prompts,
+            answers,
+            max(reserved for _, reserved, *_ in everyone),
+        )
+        return compare(facts, self._profile, self._ledger)
+
+
+def lengths(store: Store) -> tuple[list[int], list[int]]:
+    """Tokens of prompts and of answers after a step, on a rank that knows them: the first head of the first call.
+    Where nothing is generated, tokens of whole sequences, and no answers."""
+    graph = store.graph
+    first = graph.order[0]
+    prompts = [length for key in first.work for length in store.lengths[key]]
+    if first.kind is not Kind.GENERATE:
+        return prompts, []
+    made = next(key for key in first.outputs if graph.keys[key].length == "own")
+    return prompts, [whole - prompt for whole, prompt in zip(store.lengths[made], prompts, strict=True)]

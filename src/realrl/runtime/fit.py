@@ -1,0 +1,45 @@
+"""How full devices get under a recipe's plan, in steps of every kind. No torch."""
+
+from dataclasses import dataclass
+
+from realrl.config.experiment import Experiment
+from realrl.planner.cluster import ClusterSpec
+from realrl.planner.estimate import DeviceMemory
+from realrl.planner.footprints import footprints
+from realrl.runtime.compile import Compiled
+from realrl.runtime.scenario import phase_scenarios
+
+
+@dataclass(frozen=True)
+class Fullest:
+    """The device that is nearest to running over, or runs over furthest."""
+
+    phase: str
+    """Of `Compiled.phases`."""
+    device: DeviceMemory
+
+    @property
+    def missing(self) -> int:
+        """Bytes by which it is too small; negative where it is not."""
+        return self.device.peak.bytes - self.device.capacity
+
+
+def device_memory(
+    experiment: Experiment, compiled: Compiled, spec: ClusterSpec
+) -> dict[str, tuple[DeviceMemory, ...]]:
+    """The memory of every device through each kind of step, by the names of `Compiled.phases`.
+
+    UserError where a call has fewer sequences than data-parallel ranks.
+    """
+    scenarios = phase_scenarios(experiment, compiled, spec)
+    return {
+        name: footprints(scenarios[name], compiled.memory, phase.programs)
+        for name, phase in compiled.phases.items()
+    }
+
+
+def fullest(experiment: Experiment, compiled: Compiled, spec: ClusterSpec) -> Fullest:
+    """Of all devices, in steps of every kind."""
+    found = device_memory(experiment, compiled, spec)
+    devices = (Fullest(phase, device) for phase, devices in found.items() for device in devices)
+    return max(devices, key=lambda one: one.missing)

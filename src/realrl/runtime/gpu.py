@@ -1,0 +1,39 @@
+"""What this machine computes with, for a process that must not use its GPUs itself. No torch."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+_ASK = """
+import json, torch
+if torch.cuda.is_available():
+    device = torch.cuda.get_device_properties(0)
+    print(json.dumps([device.name, device.total_memory]))
+"""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as its driver describes it."""
+
+    name: str
+    """For example `NVIDIA H100 80GB HBM3`."""
+    memory_bytes: int
+
+
+Here = Gpu | Literal["cpu"]
+"""What ranks compute with."""
+
+
+def ask_machine(device: Literal["auto", "cpu", "cuda"]) -> Here:
+    """What ranks of this machine will compute with where a recipe says `device`: the first GPU, if torch finds any.
+
+    A process of its own asks, since CUDA may keep device memory in each process that does.
+    """
+    if device == "cpu":
+        return "cpu"
+    done = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, check=False)
+    answer = next((line for line in done.stdout.splitlines() if line.startswith("[")), None)
+    return Gpu(*json.loads(answer)) if answer is not None else "cpu"

@@ -1,0 +1,37 @@
+"""Time as the device sees it."""
+
+import time
+from itertools import pairwise
+
+import torch
+
+Moment = float | torch.cuda.Event
+"""On a GPU, when it gets there, not when the host has handed it the work."""
+
+
+class Clock:
+    """Moments on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def now(self) -> Moment:
+        """This moment."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, *moments: Moment) -> list[float]:
+        """Seconds from each moment to the next."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return [_seconds(a, b) for a, b in pairwise(moments)]
+
+
+def _seconds(begin: Moment, end: Moment) -> float:
+    if isinstance(begin, float) or isinstance(end, float):
+        assert isinstance(begin, float) and isinstance(end, float), "moments are of one clock"
+        return end - begin
+    return begin.elapsed_time(end) / 1000

@@ -1,0 +1,177 @@
+"""Measures what a request asks for and is not known yet, and writes the profile."""
+
+import os
+import platform
+import re
+import time
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from realrl import __version__
+from realrl.config.errors import UserError
+from realrl.planner.devices import kind_of_gpu
+from realrl.planner.profile import Profile, ShapeKey
+from realrl.runtime.process import Process, connect
+from realrl.runtime.profiler import machine
+from realrl.runtime.profiler.bench import Bench
+from realrl.runtime.profiler.notebook import Notebook
+from realrl.runtime.profiler.point import Entry, Point, measure
+from realrl.runtime.profiler.request import Request
+from realrl.runtime.profiler.shapes import ShapeMeasurements
+from realrl.runtime.profiler.sizes import transfer_sizes
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long to measure."""
+
+    patience: float
+    """Seconds that one measurement may take, if that gives repetitions enough."""
+    repetitions: tuple[int, int]
+    """At least, and at most."""
+    limit: float
+    """Seconds; what takes longer each time is not measured."""
+
+
+THOROUGH = Pace(0.5, (3, 40), 2.0)
+QUICK = Pace(0.05, (2, 5), 0.2)
+
+
+class Observer(Protocol):
+    """Who is told how it goes, on the rank that writes."""
+
+    def note(self, text: str) -> None:
+        """Something worth knowing."""
+
+    def begin(self, what: str, points: int) -> None:
+        """So many points follow."""
+
+    def done(self) -> None:
+        """One of them has been measured, or need not be."""
+
+    def end(self, file: str, seconds: float) -> None:
+        """All of them; the profile is in a file."""
+
+
+def profile(request: Request, observer: Observer | None) -> None:
+    """Measure as one of the ranks that the launcher has started, or alone; `observer` on the rank that writes.
+
+    UserError where the file of an earlier profile is of another device or cannot be read.
+    """
+    with connect(request.device) as process:
+        with process.together():
+            notebook = _notebook(request, process, observer)
+        _Profiler(request, process, notebook, observer).run()
+
+
+class _Profiler:
+    def __init__(
+        self, request: Request, process: Process, notebook: Notebook, observer: Observer | None
+    ) -> None:
+        self._request, self._process, self._notebook = request, process, notebook
+        self._observer = observer
+        self._pace = QUICK if request.sizes.thin else THOROUGH
+        self._bench = Bench(process, patience=self._pace.patience, repetitions=self._pace.repetitions)
+
+    def run(self) -> None:
+        """All of it; the file is written after each part."""
+        started = time.monotonic()
+        request, notebook, clock = self._request, self._notebook, self._bench.clock
+        transfers = transfer_sizes(thin=request.sizes.thin)
+        per_node = local_processes(self._process.world)
+        rows = list(machine.rows(self._process, per_node, transfers, clock))
+        self._measure("links and memory", rows, sum(map(len, rows)), notebook.collectives)
+        for shape, dtype in request.models:
+            degrees = request.degrees(per_node, shape)
+            part = ShapeMeasurements(shape, dtype, request.sizes, request.sampling, degrees, clock)
+            # Counted first, and then made again one by one: each keeps the models that it measures.
+            number = sum(map(len, part.rows()))
+            entries = notebook.layers(ShapeKey.of(shape), dtype)
+            self._measure(f"hidden size {shape.hidden_size}, {dtype}", part.rows(), number, entries)
+        if self._observer is not None:
+            self._observer.end(str(request.out), time.monotonic() - started)
+
+    def _measure(
+        self,
+        what: str,
+        rows: Iterable[Sequence[Point[Entry]]],
+        number: int,
+        entries: dict[Hashable, Entry],
+    ) -> None:
+        observer = self._observer
+        if observer is not None:
+            observer.begin(what, number)
+        left_out = 0
+        for row in rows:
+            left_out += measure(row, entries, self._bench, limit=self._pace.limit, done=self._done)
+        if observer is not None:
+            self._notebook.profile.save(self._request.out)
+            if left_out:
+                observer.note(
+                    f"{what}: left out {left_out} points that take long, or more memory than there is"
+                )
+
+    def _done(self) -> None:
+        if self._observer is not None:
+            self._observer.done()
+
+
+def local_processes(world: int) -> int:
+    """Of all, those on this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
+
+
+def _notebook(request: Request, process: Process, observer: Observer | None) -> Notebook:
+    """What is known already."""
+    software = {"python": platform.python_version(), "realrl": __version__, "torch": torch.__version__}
+    fresh = Profile(
+        device=_device_name(request, process.device),
+        processes=local_processes(process.world),
+        software=software,
+    )
+    if not request.out.exists():
+        return Notebook(fresh)
+    old = Profile.load(request.out)
+    if old.device != fresh.device:
+        raise UserError(
+            f"{request.out} is of device {old.device}, and this one is {fresh.device}; give another file with --out"
+        )
+    cpu = process.device.type == "cpu"
+    if cpu and old.processes != fresh.processes and not request.again:
+        raise UserError(
+            f"{request.out} was measured by {_processes(old.processes)}, and what each of"
+            f" {_processes(fresh.processes)} reaches is another thing; give another file with --out, or --again to"
+            " replace this one"
+        )
+    if cpu and old.processes != fresh.processes:
+        return Notebook(fresh)
+    if old.software != fresh.software:
+        if observer is not None:
+            changed = ", ".join(n for n, v in software.items() if old.software.get(n) != v)
+            observer.note(
+                f"{request.out} was measured with another {changed}, so all of it is measured again"
+            )
+        return Notebook(fresh)
+    if request.again:
+        # They correct what is measured anew.
+        old = old.model_copy(update={"corrections": ()})
+    return Notebook(old, again=request.again)
+
+
+def _processes(number: int) -> str:
+    return f"{number} process{'es' if number > 1 else ''}"
+
+
+def _device_name(request: Request, device: torch.device) -> str:
+    """What was named; else the built-in kind of a device, or what its driver calls it in the same style."""
+    if request.group is not None:
+        return request.group.device.name
+    if device.type == "cpu":
+        return "cpu"
+    name = torch.cuda.get_device_name(device)
+    kind = kind_of_gpu(name)
+    plain = name.lower().removeprefix("nvidia ").removeprefix("geforce ")
+    return kind.name if kind is not None else re.sub(r"[^a-z0-9.]+", "-", plain).strip("-")

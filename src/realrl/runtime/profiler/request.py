@@ -1,0 +1,123 @@
+"""What is asked of the profiler. No torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from realrl.checkpoint.directory import known_shape
+from realrl.config.algorithms import GenerationConfig
+from realrl.config.errors import UserError
+from realrl.config.experiment import Experiment, PPOExperiment
+from realrl.config.explain import nearest
+from realrl.config.shape import ModelShape
+from realrl.config.shapes import SHAPES
+from realrl.plan.placement import DTYPES, Dtype
+from realrl.planner.cluster import ClusterSpec, NodeGroup
+from realrl.planner.profile import ShapeKey
+from realrl.runtime.compile import models
+from realrl.runtime.profiler.sizes import Sizes
+from realrl.runtime.scenario import named_cluster
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure on this machine."""
+
+    models: tuple[tuple[ModelShape, Dtype], ...]
+    sizes: Sizes
+    sampling: GenerationConfig
+    group: NodeGroup | None
+    """The devices to measure for, where they were named."""
+    device: Literal["auto", "cpu", "cuda"]
+    out: Path
+    again: bool = False
+    """Whether to measure what is known, too."""
+
+    def degrees(self, per_node: int, shape: ModelShape) -> tuple[int, ...]:
+        """Of tensor parallelism, on nodes of the group, or of `per_node` devices where there is none."""
+        devices = per_node if self.group is None else self.group.devices_per_node
+        return tuple(n for n in range(1, min(devices, shape.heads) + 1) if devices % n == 0)
+
+
+def make_request(
+    experiment: Experiment | None,
+    *,
+    shapes: Sequence[str],
+    dtypes: Sequence[str],
+    cluster: str | None,
+    out: str,
+    quick: bool,
+    again: bool,
+) -> Request:
+    """From a recipe, from names of shapes, or from both. `shapes` are measured besides the recipe's models, and
+    `dtypes` in place of theirs. UserError for what cannot be measured."""
+    if experiment is None and not shapes:
+        raise UserError("there is nothing to measure: give a recipe, or --shape NAME, for example llama-2-7b")
+    types = [_dtype(name) for name in dtypes]
+    found = [] if experiment is None else _models(experiment)
+    if types:
+        found = [(shape, dtype) for shape, _ in found for dtype in types]
+    found += [(_shape(name), dtype) for name in shapes for dtype in types or [DTYPES["bfloat16"]]]
+    group = _group(cluster or ("" if experiment is None else experiment.cluster))
+    device: Literal["auto", "cpu", "cuda"] = "auto" if experiment is None else experiment.device
+    if group is not None:
+        device = "cpu" if group.device.cpu else "cuda"
+    file = Path(out)
+    if not file.parent.is_dir():
+        raise UserError(f"--out {out}: there is no directory {file.parent}")
+    if file.is_dir():
+        raise UserError(f"--out {out}: this is a directory; name a file in it")
+    sampling = experiment.generation if isinstance(experiment, PPOExperiment) else GenerationConfig()
+    # What is measured depends on the number of layers hardly, and not on what else a key leaves out.
+    deepest = {(ShapeKey.of(shape), dtype): shape for shape, dtype in sorted(found, key=_layers)}
+    return Request(
+        tuple((shape, dtype) for (_, dtype), shape in deepest.items()),
+        Sizes.usual(thin=quick) if experiment is None else Sizes.of(experiment, thin=quick),
+        sampling,
+        group,
+        device,
+        file,
+        again,
+    )
+
+
+def _layers(model: tuple[ModelShape, Dtype]) -> int:
+    return model[0].layers
+
+
+def _models(experiment: Experiment) -> list[tuple[ModelShape, Dtype]]:
+    found = []
+    for role, config in models(experiment).items():
+        shape = known_shape(config)
+        if shape is None:
+            raise UserError(
+                f"models.{role}: the size of {config.path} is not known on this machine; load it once, or set"
+                f" models.{role}.path=null and models.{role}.shape to a size, for example llama-2-7b"
+            )
+        found.append((shape, DTYPES[config.dtype]))
+    return found
+
+
+def _group(cluster: str) -> NodeGroup | None:
+    """The devices that a cluster names; None where it only counts them, or says nothing."""
+    spec: ClusterSpec | None = named_cluster(cluster) if cluster else None
+    if spec is None:
+        return None
+    if len({group.device.name for group in spec.groups}) > 1:
+        raise UserError(f"cluster {spec.name} has several kinds of devices; name one, for example h100:1x8")
+    return spec.groups[0]
+
+
+def _shape(name: str) -> ModelShape:
+    if name not in SHAPES:
+        hint = nearest(name, SHAPES)
+        suffix = f"did you mean {hint}?" if hint else f"known models are {', '.join(SHAPES)}"
+        raise UserError(f"--shape: {name!r} is no model whose sizes are known; {suffix}")
+    return SHAPES[name]
+
+
+def _dtype(name: str) -> Dtype:
+    if name not in DTYPES:
+        raise UserError(f"--dtype: {name!r} is neither float32 nor bfloat16")
+    return DTYPES[name]

@@ -1,0 +1,161 @@
+"""From a recipe to what its plans are costed with. No torch."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from realrl.algorithms.graphs import build_graph
+from realrl.checkpoint.directory import known_shape
+from realrl.config.errors import UserError
+from realrl.config.experiment import Experiment
+from realrl.config.model import HEADS
+from realrl.config.units import format_bytes, parse_bytes
+from realrl.dataflow.graph import DataflowGraph
+from realrl.plan.cluster import Cluster
+from realrl.plan.placement import ELEMENT_BYTES
+from realrl.planner.cluster import ClusterSpec, NodeGroup
+from realrl.planner.cost import CostModel
+from realrl.planner.devices import DEVICES, DeviceKind, kind_of_gpu
+from realrl.planner.memory import MemoryModel
+from realrl.planner.profile import Profile
+from realrl.planner.scenario import Scenario
+from realrl.planner.workload import Workload
+from realrl.program.memory import Stored
+from realrl.runtime.compile import Compiled, models
+from realrl.runtime.gpu import Gpu, Here
+
+_ANY_GPU = replace(DEVICES["a100-80g"], name="gpu", memory_bytes=1 << 60)
+"""Stands for a GPU that is not known, where only memory counts."""
+
+
+def named_cluster(text: str) -> ClusterSpec | None:
+    """The devices that a recipe's `cluster` names by their kind or in a file; None where it only counts them.
+
+    UserError where it does so wrongly.
+    """
+    names = ":" in text or Path(text).suffix in (".yaml", ".yml")
+    return ClusterSpec.parse(text) if names else None
+
+
+def written_cluster(text: str) -> Cluster | None:
+    """Nodes and devices per node that a recipe's `cluster` says; None for `auto`. UserError for nonsense."""
+    if text == "auto":
+        return None
+    named = named_cluster(text)
+    return Cluster.parse(text) if named is None else named.cluster
+
+
+def spec_of(experiment: Experiment, cluster: Cluster, here: Here | None = None) -> ClusterSpec | None:
+    """The devices of a recipe with what is known of them.
+
+    Their kind is what the recipe's `cluster` names; else `cpu` where it computes on CPUs; else that of `here`,
+    which is what the machine computes with. None where none of them says it. Their memory is the recipe's
+    `device_memory`; else that of the GPU here; else that of the kind, or a process's part of the machine's.
+    """
+    spec = named_cluster(experiment.cluster)
+    if spec is None:
+        kind = kind_of_gpu(here.name) if isinstance(here, Gpu) else _cpu(experiment, cluster, here)
+        if kind is None:
+            return None
+        spec = _spec(cluster, kind)
+    if experiment.device_memory is not None:
+        return _with_memory(spec, parse_bytes(experiment.device_memory))
+    if isinstance(here, Gpu) and len(spec.groups) == 1:
+        return _with_memory(spec, here.memory_bytes)
+    return spec
+
+
+def memory_spec(experiment: Experiment, cluster: Cluster, here: Here | None = None) -> ClusterSpec:
+    """The same for questions about memory alone, for which all GPUs are alike; endless where it is not known."""
+    spec = spec_of(experiment, cluster, here)
+    if spec is not None:
+        return spec
+    if experiment.device_memory is not None:
+        return _with_memory(_spec(cluster, _ANY_GPU), parse_bytes(experiment.device_memory))
+    size = here.memory_bytes if isinstance(here, Gpu) else _ANY_GPU.memory_bytes
+    return _with_memory(_spec(cluster, _ANY_GPU), size)
+
+
+def search_spec(experiment: Experiment, cluster: Cluster, here: Here) -> ClusterSpec:
+    """The same for a search; UserError where the kind of device is not known."""
+    spec = spec_of(experiment, cluster, here)
+    if spec is None:
+        assert isinstance(here, Gpu), "a CPU is known"
+        raise UserError(
+            f"plan: search knows no device like {here.name}; write a cluster YAML file that says which kind it is"
+            " `like`, and name the file in cluster"
+        )
+    return spec
+
+
+def _cpu(experiment: Experiment, cluster: Cluster, here: Here | None) -> DeviceKind | None:
+    """A process on this machine, if that is what computes."""
+    if here is None and experiment.device != "cpu":
+        return None
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return replace(DEVICES["cpu"], memory_bytes=memory // cluster.devices_per_node)
+
+
+def _spec(cluster: Cluster, kind: DeviceKind) -> ClusterSpec:
+    group = NodeGroup(cluster.nodes, cluster.devices_per_node, kind, kind.node_bytes_per_s)
+    return ClusterSpec(str(group), (group,))
+
+
+def _with_memory(spec: ClusterSpec, size: int) -> ClusterSpec:
+    groups = (replace(group, device=replace(group.device, memory_bytes=size)) for group in spec.groups)
+    spec = replace(spec, groups=tuple(groups))
+    if MemoryModel(spec).capacity(0) <= 0:
+        raise UserError(
+            f"device_memory: {format_bytes(size)} are less than what drivers and the buffers of messages take"
+        )
+    return spec
+
+
+def phase_scenarios(experiment: Experiment, compiled: Compiled, spec: ClusterSpec) -> dict[str, Scenario]:
+    """Training and evaluation steps by the names of `Compiled.phases`, for questions about memory.
+
+    Roles whose sizes are not known here have no model in them.
+    """
+    cost, memory, found = CostModel(spec), MemoryModel(spec), {}
+    for name, phase in compiled.phases.items():
+        workload = Workload.of(experiment)
+        if name != "train":
+            # Where a rank would have no record at all, the others have one each.
+            dp = max(place.strategy.dp for place in phase.plan.placements.values())
+            items = experiment.data.eval_batch or experiment.data.batch
+            workload = replace(workload, items=max(items, dp))
+        found[name] = Scenario(phase.graph, compiled.memory.stored, spec, workload, cost, memory)
+    return found
+
+
+def make_scenario(
+    experiment: Experiment,
+    spec: ClusterSpec,
+    *,
+    profile: Profile | None = None,
+    prompts: Sequence[int] | None = None,
+    answers: Sequence[int] | None = None,
+) -> Scenario:
+    """The training step of a recipe on a cluster.
+
+    `profile` counts for devices of its kind. `prompts` and `answers`: measured lengths in tokens; without them
+    each sequence is as long as it may be. UserError if the size of a model is not known on this machine.
+    """
+    graph = build_graph(experiment)
+    workload = Workload.of(experiment, prompts=prompts, answers=answers)
+    stored = _all_stored(experiment, graph)
+    return Scenario(graph, stored, spec, workload, CostModel(spec, profile), MemoryModel(spec))
+
+
+def _all_stored(experiment: Experiment, graph: DataflowGraph) -> dict[str, Stored]:
+    found = {}
+    for role, config in models(experiment).items():
+        shape = known_shape(config)
+        if shape is None:
+            raise UserError(
+                f"models.{role}: the size of {config.path} is not known on this machine, and planning needs it;"
+                f" set models.{role}.path=null and models.{role}.shape to a size, for example llama-2-7b"
+            )
+        found[role] = Stored(shape, HEADS[role], ELEMENT_BYTES[config.dtype], graph.trained(role))
+    return found

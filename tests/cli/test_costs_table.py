@@ -1,0 +1,48 @@
+"""The table of predicted and measured costs at the end of a run."""
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from realrl.cli.costs import costs_note, costs_table
+from realrl.planner.comparison import Comparison, MoveCosts, Seconds
+from tests.planner.test_calibrate import SPEC, run
+
+
+def text(comparison: Comparison, width: int = 80) -> str:
+    console = Console(width=width, file=StringIO())
+    with console.capture() as capture:
+        console.print(costs_table(comparison))
+    return capture.get()
+
+
+def predicted() -> Comparison:
+    costs = run({"actor.generate": 40.0, "actor.train": 2.5}, SPEC)
+    calls = tuple(
+        of.model_copy(update={"predicted_seconds": 20.0, "bytes": 3 << 30, "predicted_bytes": 2 << 30})
+        for of in costs.calls
+    )
+    move = MoveCosts(instruction="x", seconds=Seconds.of([0.25]), predicted_seconds=0.5)
+    changes = {"calls": calls, "predicted_step_seconds": 50.0, "reallocations": (move,)}
+    return costs.model_copy(update=changes)
+
+
+def test_every_call_has_what_was_predicted_what_was_measured_and_their_ratio() -> None:
+    rows = {line.split()[0]: line.split()[1:] for line in text(predicted()).splitlines() if line.split()}
+    assert rows["actor.generate"] == ["20.0", "40.0", "2.00", "2.00", "GiB", "3.00", "GiB"]
+    assert rows["actor.train"] == ["20.0", "2.500", "0.12", "2.00", "GiB", "3.00", "GiB"]
+    assert rows["reallocations"] == ["0.500", "0.250", "0.50"]
+    assert rows["whole"] == ["step", "50.0", "42.5", "0.85"]
+
+
+def test_without_a_prediction_only_what_was_measured_is_shown() -> None:
+    unknown = run({"actor.generate": 40.0}, None)
+    found = text(unknown)
+    assert "predicted" not in found and "ratio" not in found and "40.0" in found
+    assert "kind of the devices is not known" in costs_note(unknown)
+
+
+@pytest.mark.parametrize("width", [72, 80, 200])
+def test_names_of_calls_are_never_cut(width: int) -> None:
+    assert "actor.generate" in text(predicted(), width)

@@ -1,0 +1,47 @@
+"""`realrl plan --calibrate`: what a run has measured becomes part of a profile."""
+
+from pathlib import Path
+
+import pytest
+
+from realrl.cli.app import run_app
+from realrl.planner.calibrate import calibrate
+from realrl.planner.profile import Profile
+from tests.planner.test_calibrate import run
+from tests.planner.test_profile_file import profile
+
+
+def calibrated(directory: Path, *more: str) -> int:
+    run().save(directory)
+    return run_app(["plan", "--calibrate", str(directory), *more])
+
+
+def test_a_profile_is_corrected_in_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "p.json"
+    profile().save(file)
+    assert calibrated(tmp_path, "--profile", str(file)) == 0
+    assert Profile.load(file) == calibrate(profile(), run())
+    captured = capsys.readouterr()
+    assert captured.out == "" and f"profile: {file}" in captured.err
+    row = next(line.split() for line in captured.err.splitlines() if "actor.generate" in line)
+    assert row[:5] == ["actor.generate", "d4", "t2", "p1", "@0-7"] and row[-3:] == ["40", "s", "4"]
+
+
+def test_where_there_is_no_profile_data_sheets_are_corrected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert calibrated(tmp_path) == 0
+    assert Profile.load(tmp_path / "profile.json") == calibrate(None, run())
+
+
+def test_a_directory_without_costs_is_said_to_be_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_app(["plan", "--calibrate", str(tmp_path)]) == 2
+    assert f"{tmp_path} holds no costs.json" in capsys.readouterr().err
+
+
+def test_a_plan_needs_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["plan"]) == 2
+    assert capsys.readouterr().err == "realrl: name a recipe, a YAML file, to plan for\n"

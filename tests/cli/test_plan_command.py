@@ -1,0 +1,218 @@
+"""`realrl plan`: what it prints, writes and refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realrl.cli.app import run_app
+from realrl.plan.plan import Plan
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = str(ROOT / "recipes" / "reference" / "ppo.yaml")
+SMALL = (
+    "models.actor.shape=qwen2.5-0.5b",
+    "models.reward.shape=qwen2.5-0.5b",
+    "data.batch=32",
+    "ppo.minibatches=2",
+)
+QUICK = ("--seconds", "0.3")
+KEYS = {
+    "plan",
+    "step_seconds",
+    "repeated_seconds",
+    "fits",
+    "peak_bytes",
+    "tokens_per_second",
+    "utilisation",
+    "mfu",
+    "calls",
+    "reallocations",
+    "memory",
+}
+SEARCHED = {
+    "lower_bound_seconds",
+    "gap",
+    "search_seconds",
+    "evaluations",
+    "presets",
+    "alternatives",
+    "cluster",
+    "workload",
+}
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What is printed."""
+    assert run_app(["plan", REFERENCE, *SMALL, *QUICK, *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """The JSON object that is printed."""
+    found = json.loads(plan(capsys, *arguments, "--json"))
+    assert isinstance(found, dict)
+    return found
+
+
+def priced(folder: Path, *prices: float) -> str:
+    """A cluster file of groups of nodes with these prices."""
+    groups = [
+        f"- {{device: a100-40g, nodes: 2, devices_per_node: 2, price_per_device_hour: {price}}}\n"
+        for price in prices
+    ]
+    (folder / "cluster.yaml").write_text("groups:\n" + "".join(groups))
+    return str(folder / "cluster.yaml")
+
+
+def test_json_is_one_object_with_all_there_is_to_know(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, "--cluster", "a100-40g:1x4")
+    assert found.keys() >= KEYS | SEARCHED
+    assert found["lower_bound_seconds"] <= found["step_seconds"] and found["fits"]
+    call = found["calls"]["actor.train"]
+    assert call["dp"] * call["tp"] * call["pp"] <= 4
+    assert sum(call["terms"].values()) == pytest.approx(call["seconds"])
+    assert found["presets"]["heuristic"].keys() >= KEYS
+
+
+def test_the_plan_that_is_written_is_the_one_that_was_printed_and_can_be_shown(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.yaml"
+    found = planned(capsys, "--cluster", "a100-40g:1x4", "--out", str(file))
+    loaded = Plan.load(file)
+    assert {name: str(place.mesh) for name, place in loaded.placements.items()} == {
+        name: call["mesh"] for name, call in found["calls"].items()
+    }
+    assert run_app(["show", REFERENCE, *SMALL, "cluster=1x4", "--plan", str(file)]) == 0
+
+
+def test_page_and_timeline_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page, trace = tmp_path / "plan.html", tmp_path / "trace.json"
+    plan(capsys, "--cluster", "a100-40g:1x2", "--html", str(page), "--trace", str(trace))
+    assert "</html>" in page.read_text()
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert any("actor.train" in name for name in names)
+
+
+def test_tables_fit_a_hundred_columns_and_need_no_colour(capsys: pytest.CaptureFixture[str]) -> None:
+    out = plan(capsys, "--cluster", "a100-40g:2x2", "--nodes", "1,2")
+    assert max(map(len, out.splitlines())) <= 100
+    assert "\x1b" not in out
+    for words in ("One step takes", "proven", "actor.generate", "Compared with", "Not chosen", "█"):
+        assert words in out
+
+
+def test_without_a_cluster_it_plans_for_this_machine_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, "cluster=1x2")
+    assert found["cluster"]["groups"][0]["device"] == "cpu" and found["cluster"]["devices"] == 2
+    assert "no --cluster was named" in found["source"] and "cpu:1x2" in found["source"]
+
+
+def test_numbers_of_nodes_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, "--cluster", "a100-40g:1x2", "--nodes", "1, 2,4")
+    assert [size["nodes"] for size in found["nodes"]] == [1, 2, 4]
+    steps = [size["step_seconds"] for size in found["nodes"]]
+    assert steps == sorted(steps, reverse=True)
+    assert found["plan"]["cluster"] == "4x2" and found["step_seconds"] == steps[-1]
+
+
+def test_a_number_of_nodes_that_is_too_small_says_by_how_much(capsys: pytest.CaptureFixture[str]) -> None:
+    large = ("models.actor.shape=llama-2-13b", "--cluster", "a100-40g:1x4", "--nodes", "1,4")
+    found = planned(capsys, *large)
+    assert [size["fits"] for size in found["nodes"]] == [False, True]
+    assert "GiB of 37." in found["nodes"][0]["refused"]
+
+
+def test_the_objective_cost_takes_as_many_nodes_as_are_cheapest(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = planned(capsys, "--cluster", priced(tmp_path, 1.0, 9.0), "--objective", "cost")
+    prices = {size["nodes"]: size["price"] for size in found["nodes"]}
+    assert list(prices) == [1, 2, 3, 4]
+    assert int(found["plan"]["cluster"][0]) == min(prices, key=lambda nodes: prices[nodes]) <= 2
+
+
+def test_device_hours_stand_in_for_prices(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, "--cluster", "a100-40g:2x2", "--objective", "cost")
+    hours = {size["nodes"]: size["device_hours"] for size in found["nodes"]}
+    assert all(size["price"] is None for size in found["nodes"])
+    assert found["cluster"]["devices"] == 2 * min(hours, key=lambda nodes: hours[nodes])
+
+
+@pytest.mark.parametrize("in_a_run", [True, False])
+def test_measured_lengths_replace_the_longest(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, in_a_run: bool
+) -> None:
+    file = tmp_path / "lengths.json"
+    file.write_text(json.dumps({"prompts": [10, 20, 30], "answers": [1, 100]}))
+    found = planned(capsys, "--cluster", "a100-40g:1x2", "--lengths", str(tmp_path if in_a_run else file))
+    assert found["workload"]["prompts"] == {"mean": 20, "least": 10, "most": 30}
+    assert found["workload"]["answers"]["most"] == 100
+
+
+def test_a_profile_of_another_device_is_said_to_be_of_no_use(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "profile.json"
+    from realrl.planner.profile import Profile
+
+    Profile(device="h100", software={}).save(file)
+    found = planned(capsys, "--cluster", "a100-40g:1x2", "--profile", str(file))
+    assert "is of h100, so it was not used" in found["source"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--cluster", "a100-80gb:1x2"], "did you mean a100-80g?"),
+        (["--cluster", "h100"], "write kind:nodes x devices per node"),
+        (["--cluster", "nowhere.yaml"], "nowhere.yaml does not exist"),
+        (["--cluster", "h100:1x8+l40s:1x4"], "all nodes must have the same number of devices"),
+        (["--nodes", "1,x"], "--nodes: '1,x' is not understood"),
+        (["--nodes", "0"], "write numbers of nodes, for example 1,2,4,8"),
+        (["--cluster", "h100:1x8+l40s:1x8", "--nodes", "4"], "has 2 nodes of several kinds"),
+        (["--objective", "speed"], "--objective: 'speed' is neither time nor cost"),
+        (["--seconds", "0"], "--seconds: 0 must be above 0"),
+        (["--seconds", "nan"], "--seconds: nan must be above 0"),
+        (["--out", "nowhere/plan.yaml"], "--out nowhere/plan.yaml: there is no directory nowhere"),
+        (["--html", "."], "--html .: this is a directory"),
+        (["--profile", "nowhere.json"], "nowhere.json"),
+        (["--lengths", "nowhere.json"], "--lengths: nowhere.json cannot be read"),
+        (["--lengths", "."], "lengths.json cannot be read"),
+        (["models.actor.shape=null", "models.actor.path=./gone"], "./gone is not known on this machine"),
+        (["--cluster", "rtx-4090:1x2", "models.actor.shape=llama-2-7b"], "no plan fits llama-2-7b"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_status_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    assert run_app(["plan", REFERENCE, *SMALL, *QUICK, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("realrl: ") and captured.err.count("\n") == 1
+    assert sentence in captured.err
+
+
+@pytest.mark.parametrize(
+    "content", ["[1]", '{"prompts": 3}', '{"prompts": [1.5]}', '{"answers": [-1]}', '{"length": []}', "{"]
+)
+def test_lengths_of_another_form_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str
+) -> None:
+    file = tmp_path / "lengths.json"
+    file.write_text(content)
+    assert run_app(["plan", REFERENCE, *SMALL, "--lengths", str(file)]) == 2
+    assert str(file) in capsys.readouterr().err
+
+
+def test_planning_loads_no_torch() -> None:
+    script = (
+        "import sys; from realrl.cli.app import run_app; "
+        f"status = run_app(['plan', {REFERENCE!r}, *{SMALL!r}, '--seconds', '0.3', '--cluster', 'cpu:1x2']); "
+        "sys.exit(status or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, cwd=ROOT).returncode == 0

@@ -1,0 +1,100 @@
+"""Recomputation changes what is kept for the backward pass, and nothing else."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from realrl.algorithms.method import TrainMethod
+from realrl.algorithms.reward.method import RewardTrain
+from realrl.algorithms.sft.method import SFTTrain
+from realrl.config.model import OptimizerConfig
+from realrl.config.shape import Head, ModelShape
+from realrl.data.batch import Batch, Ragged
+from realrl.engine.model import Model, whole_model
+from realrl.engine.train import Trainer
+from realrl.layout import tensors as layout_tensors
+from realrl.model.init import initialise
+from realrl.model.packing import Packing
+
+SHAPE = ModelShape(
+    vocab_size=50,
+    hidden_size=32,
+    intermediate_size=40,
+    layers=5,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    init_std=0.2,
+    tied_embeddings=True,
+)
+LENGTHS = (9, 17, 3, 30, 12, 8)
+
+
+def rows(seed: int) -> Ragged:
+    generator = torch.Generator().manual_seed(seed)
+    return Ragged.of([torch.randint(1, SHAPE.vocab_size, (n,), generator=generator) for n in LENGTHS])
+
+
+ONES = Ragged.scalars(torch.ones(len(LENGTHS), dtype=torch.int64))
+WORK: dict[Head, tuple[Batch, TrainMethod]] = {
+    "lm": (Batch(tuple(range(6)), {"tokens": rows(1), "prompt_length": ONES}), SFTTrain()),
+    "scalar": (Batch(tuple(range(6)), {"chosen": rows(1), "rejected": rows(2)}), RewardTrain()),
+}
+
+
+def make(head: Head, dtype: torch.dtype) -> Model:
+    model = whole_model(SHAPE, head, dtype=dtype, device=torch.device("cpu"))
+    initialise(model.parameters, model.layout.specs, SHAPE, 1)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+def test_figures_and_updates_are_the_same_bit_for_bit(
+    head: Head, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout_tensors, "BUCKET_ELEMENTS", 5000)  # gradients are added up in several buckets
+    batch, method = WORK[head]
+    results = []
+    for recompute in (False, True):
+        model = make(head, dtype)
+        trainer = Trainer(model, OptimizerConfig(lr=1e-2))
+        figures = [
+            trainer.train(
+                batch, method, [[0, 1, 2], [3, 4, 5]], lr=1e-2, budget=40, recompute=recompute
+            ).result()
+            for _ in range(2)
+        ]
+        results.append((figures, model.parameters.data))
+    (plain, expected), (again, got) = results
+    assert again == plain and plain[0]["grad_norm"] > 0
+    assert torch.equal(got, expected)
+
+
+def saved_elements(model: Model, recompute: bool) -> int:
+    """Elements that a forward pass of the stage keeps, parameters aside."""
+    found: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes() // tensor.itemsize
+        return tensor
+
+    tokens = rows(1)
+    packing = Packing.of(tokens.lengths, "cpu")
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        # Kept until counted, because the storage of what is freed is used again.
+        hidden = model.forward(tokens, packing, None, recompute=recompute)
+    found.pop(model.parameters.data.untyped_storage().data_ptr())
+    assert hidden.requires_grad
+    return sum(found.values())
+
+
+def test_only_inputs_of_layers_are_kept() -> None:
+    model = make("lm", torch.float32)
+    Trainer(model, OptimizerConfig())
+    tokens = sum(LENGTHS)
+    once = tokens * (SHAPE.hidden_size + 2)  # input of the final norm with its scale, and the tokens
+    kept = saved_elements(model, True)
+    assert kept == SHAPE.layers * tokens * SHAPE.hidden_size + once
+    assert saved_elements(model, False) > 10 * kept

@@ -1,0 +1,150 @@
+"""One rank of a placement, alone: what others would send is zero, so that all it does is allocate what it would."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from realrl.algorithms.method import InferenceMethod, TrainMethod
+from realrl.algorithms.reward.method import RewardInference, RewardTrain
+from realrl.algorithms.sft.method import SFTInference, SFTTrain
+from realrl.config.algorithms import GenerationConfig
+from realrl.config.model import OptimizerConfig
+from realrl.data.batch import Batch, Ragged
+from realrl.engine.generate import Noise, generate
+from realrl.engine.model import Model
+from realrl.engine.parallel import Parallel
+from realrl.engine.pipeline import Pipeline
+from realrl.engine.train import Trainer
+from realrl.layout.layout import layout
+from realrl.model import group as collectives
+from realrl.model.group import Group, alone
+from realrl.model.init import initialise
+from realrl.plan.placement import Placement
+from realrl.program.memory import Stored
+from realrl.runtime.allocations import allocations
+
+CPU = torch.device("cpu")
+DTYPES = {4: torch.float32, 2: torch.bfloat16}
+
+
+class Sent:
+    """A message on its way."""
+
+    def wait(self) -> None:
+        """It has arrived."""
+
+
+@contextmanager
+def nobody_else() -> Iterator[None]:
+    """Collectives and messages that involve only this rank."""
+
+    def gathered(buffer: torch.Tensor, part: torch.Tensor, **_: Any) -> None:
+        buffer.view(-1, *part.shape)[:] = part
+
+    def scattered(output: torch.Tensor, buffer: torch.Tensor, *_: Any, **__: Any) -> None:
+        output.copy_(buffer[: len(output)])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda *_, **__: None)
+        patch.setattr(dist, "isend", lambda *_, **__: Sent())
+        patch.setattr(dist, "recv", lambda buffer, *_, **__: buffer.zero_())
+        patch.setattr(collectives, "_all_gather", gathered)
+        patch.setattr(collectives, "_reduce_scatter", scattered)
+        patch.setattr(Pipeline, "figures_from_last", lambda _, figures: figures)
+        yield
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Random rows for a model, all of them at once where it is trained or asked."""
+
+    batch: Batch
+    train: TrainMethod
+    infer: InferenceMethod
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], model: Stored) -> "Sequences":
+        """Rows of these lengths; for a scalar head, two after each other are a pair."""
+        generator = torch.Generator().manual_seed(1)
+        rows = Ragged.of(
+            [torch.randint(4, model.shape.vocab_size, (n,), generator=generator) for n in lengths]
+        )
+        if model.head == "lm":
+            ones = Ragged.scalars(torch.ones(len(rows), dtype=torch.int64))
+            batch = Batch(tuple(range(len(rows))), {"tokens": rows, "prompt_length": ones})
+            return cls(batch, SFTTrain(), SFTInference())
+        pairs = {"chosen": range(0, len(rows), 2), "rejected": range(1, len(rows), 2)}
+        fields = {name: rows.select(which) for name, which in pairs.items()}
+        return cls(Batch(tuple(range(len(rows) // 2)), fields), RewardTrain(), RewardInference())
+
+
+class LoneRank:
+    """A rank that holds its shard of a model, and counts what it allocates besides."""
+
+    def __init__(self, model: Stored, placement: Placement, rank: int) -> None:
+        self.placement, strategy = placement, placement.strategy
+        tensor = _group(strategy.tp, placement.tp_index(rank))
+        pipeline = _group(strategy.pp, placement.pp_index(rank))
+        ends = pipeline if strategy.pp > 1 else None
+        self.model = Model(
+            layout(model.shape, model.head, placement),
+            rank,
+            Parallel(alone(), tensor, pipeline, pipeline, alone(), ends),
+            dtype=DTYPES[model.element_bytes],
+            device=CPU,
+        )
+        regions = {local.region.tensor: local.region for local in self.model.layout.tensors(rank)}
+        specs = [spec for spec in self.model.layout.specs if spec.name in regions]
+        initialise(self.model.parameters, specs, model.shape, 1, regions)
+        self.trainer = Trainer(self.model, OptimizerConfig())
+
+    def peak(self, run: Callable[[], object]) -> int:
+        """Most bytes that `run` allocates and has not given back."""
+        with nobody_else(), allocations() as found:
+            run()
+        assert found.peak is not None
+        return found.peak
+
+    def train(self, sequences: Sequences) -> None:
+        """A step on everything, but for the update."""
+
+        def forget(_: float) -> float:
+            self.trainer.optimizer.discard()
+            return 0.0
+
+        self.trainer.optimizer.step = forget  # type: ignore[method-assign]
+        strategy = self.placement.strategy
+        self.trainer.train(
+            sequences.batch,
+            sequences.train,
+            [list(range(len(sequences.batch)))],
+            lr=0.0,
+            budget=strategy.micro_batch_tokens,
+            recompute=strategy.recompute,
+        )
+
+    def infer(self, sequences: Sequences) -> None:
+        """An inference call."""
+        self.model.infer(sequences.batch, sequences.infer, self.placement.strategy.micro_batch_tokens)
+
+    def generate(self, sequences: Sequences, new_tokens: int) -> None:
+        """Continuations of all sequences."""
+        generate(
+            self.model,
+            sequences.batch,
+            "tokens",
+            sampling=GenerationConfig(max_new_tokens=new_tokens),
+            eos=3,
+            noise=Noise(1, 1),
+            budget=self.placement.strategy.micro_batch_tokens,
+        )
+
+
+def _group(size: int, index: int) -> Group:
+    """A group whose other members never come."""
+    return Group(tuple(range(size)), index, object() if size > 1 else None)  # type: ignore[arg-type]

@@ -1,0 +1,99 @@
+"""What the search computes of thousands of plans at once is what the programs of each are estimated to take."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from realrl.algorithms.ppo.graph import train_graph
+from realrl.config.errors import UserError
+from realrl.config.shapes import SHAPES
+from realrl.dataflow.call import Kind
+from realrl.dataflow.graph import DataflowGraph
+from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.plan.plan import Plan
+from realrl.plan.presets import PRESETS, make_plan
+from realrl.planner.build import build_problem
+from realrl.planner.cluster import ClusterSpec
+from realrl.planner.cost import CostModel
+from realrl.planner.memory import MemoryModel
+from realrl.planner.predict import estimate
+from realrl.planner.problem import Problem
+from realrl.planner.scenario import Scenario
+from realrl.planner.timeline import Timeline
+from realrl.planner.workload import Workload
+from realrl.program.memory import Stored
+
+from .reference import sampled_graph
+
+SIZES = ("llama-3.2-1b", "llama-2-7b", "llama-2-13b")
+CLUSTERS = ("l40s:1x2", "l40s:1x8", "a100-40g:2x4", "l40s:2x2+rtx-4090:2x2", "h100:2x8")
+
+
+def sampled_scenario(rng: random.Random, graph: DataflowGraph) -> Scenario:
+    """A step on 2 to 16 devices, of models of which a plan offloads some."""
+    spec = ClusterSpec.parse(rng.choice(CLUSTERS))
+    source = {average.role: average.source for average in graph.averages}
+    shapes = {role: SHAPES[rng.choice(SIZES)] for role in graph.roles}
+    models = {
+        role: Stored(
+            shapes[source.get(role, role)],
+            "scalar" if role in ("critic", "reward") else "lm",
+            4 if role in source else rng.choice([2, 4]),
+            graph.trained(role),
+        )
+        for role in graph.roles
+    }
+    workload = Workload(rng.choice([64, 256]), (128,), (100, 300), 400)
+    return Scenario(graph, models, spec, workload, CostModel(spec), MemoryModel(spec))
+
+
+def sampled_choices(rng: random.Random, problem: Problem, most: int) -> list[dict[str, int]]:
+    names = [call.name for call in problem.graph.calls]
+    return [{name: rng.randrange(len(problem.options[name])) for name in names} for _ in range(most)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_search_and_the_simulation_of_a_plan_agree(seed: int) -> None:
+    rng = random.Random(seed)
+    of = sampled_scenario(rng, sampled_graph(rng))
+    everywhere = Placement(Mesh(0, 2), Strategy(1, 2))
+    careless = Plan(of.spec.cluster, {call.name: everywhere for call in of.graph.calls})
+    problem = build_problem(of, include=[careless])
+    timeline, compared = Timeline(problem), 0
+    for choice in sampled_choices(rng, problem, 25):
+        plan, found = problem.plan(choice), timeline.evaluate(choice)
+        try:
+            plan.check(of.graph)
+        except UserError:  # calls that share parameters under strategies that cannot
+            assert found.fill == math.inf
+            continue
+        compared += 1
+        expected = estimate(of, plan)
+        fullest = max(device.peak.bytes / device.capacity for device in expected.memory)
+        assert found.seconds == pytest.approx(expected.step_seconds, rel=1e-9)
+        for name, call in expected.calls.items():
+            # Where the optimizer waits in host memory, the search counts bringing it to the call.
+            if call.call.kind is not Kind.TRAIN or call.call.role not in plan.offload_optimizer:
+                assert found.start[name] == pytest.approx(call.start, rel=1e-9, abs=1e-9)
+        # The search adds up what is largest on any stage, which need not be on the same one.
+        assert fullest * (1 - 1e-9) <= found.fill <= fullest * 1.2
+    assert compared > 8
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "separate"])
+@pytest.mark.parametrize("averaging", [None, 0.1])
+def test_they_agree_about_presets(name: str, averaging: float | None) -> None:
+    of = sampled_scenario(random.Random(1), train_graph(minibatches=4, ref_ema=averaging))
+    of = replace(of, spec=ClusterSpec.parse("a100-80g:2x4"))
+    of = replace(of, cost=CostModel(of.spec), memory=MemoryModel(of.spec))
+    shapes = {role: model.shape for role, model in of.models.items()}
+    plan = make_plan(name, of.graph, of.spec.cluster, 4096, shapes)
+    problem = build_problem(of, include=[plan])
+    choice = problem.choice(plan)
+    assert choice is not None
+    found, expected = Timeline(problem).evaluate(choice), estimate(of, plan)
+    assert found.seconds == pytest.approx(expected.step_seconds, rel=1e-9)
+    fullest = max(device.peak.bytes / device.capacity for device in expected.memory)
+    assert fullest * (1 - 1e-9) <= found.fill <= fullest * 1.2

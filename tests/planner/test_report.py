@@ -1,0 +1,121 @@
+"""The report of a plan: presets, what was not chosen, and other numbers of nodes."""
+
+from dataclasses import replace
+
+import pytest
+
+from realrl.algorithms.ppo.graph import train_graph
+from realrl.config.shapes import SHAPES
+from realrl.plan.presets import make_plan
+from realrl.planner.cluster import ClusterSpec
+from realrl.planner.cost import CostModel
+from realrl.planner.memory import MemoryModel
+from realrl.planner.predict import estimate
+from realrl.planner.report import PlanReport
+from realrl.planner.report_json import report_json
+from realrl.planner.report_make import make_report
+from realrl.planner.scenario import Scenario
+from realrl.planner.workload import Workload
+from realrl.program.memory import Stored
+
+GRAPH = train_graph(minibatches=2)
+SHAPE = SHAPES["qwen2.5-0.5b"]
+MODELS = {
+    role: Stored(SHAPE, "lm" if role in ("actor", "ref") else "scalar", 2, GRAPH.trained(role))
+    for role in GRAPH.roles
+}
+STEP = Workload(64, (256,), (256,), 256)
+
+
+def scenario(cluster: str, memory: int | None = None) -> Scenario:
+    spec = ClusterSpec.parse(cluster)
+    if memory is not None:
+        (group,) = spec.groups
+        spec = replace(spec, groups=(replace(group, device=replace(group.device, memory_bytes=memory)),))
+    return Scenario(GRAPH, MODELS, spec, STEP, CostModel(spec), MemoryModel(spec))
+
+
+@pytest.fixture(scope="module")
+def report() -> PlanReport:
+    return make_report(scenario("a100-40g:2x2"), seconds=0.5)
+
+
+def test_the_chosen_plan_is_valid_and_within_its_bound(report: PlanReport) -> None:
+    report.chosen.plan.check(GRAPH, dict.fromkeys(GRAPH.roles, SHAPE))
+    assert report.chosen.fits
+    assert report.lower_bound_seconds <= report.chosen.step_seconds
+    assert 0 <= report.gap < 1
+
+
+def test_no_preset_that_fits_is_faster(report: PlanReport) -> None:
+    found = [preset.estimate for preset in report.presets.values() if preset.estimate]
+    assert len(found) == 5
+    assert all(e.step_seconds >= report.chosen.step_seconds for e in found if e.fits)
+
+
+def test_presets_that_cannot_be_made_say_why() -> None:
+    presets = make_report(scenario("a100-40g:1x2"), seconds=0.3).presets
+    assert presets["disjoint"].estimate is None
+    assert "needs at least 4 devices" in str(presets["disjoint"].refused)
+
+
+def test_presets_have_the_micro_batches_and_recomputation_that_suit_them() -> None:
+    ample = scenario("a100-40g:1x2")
+    plan = make_plan("symmetric", GRAPH, ample.spec.cluster, 8192)
+    plain, leaner = (estimate(ample, p) for p in (plan, plan.recomputing(GRAPH)))
+    taken = ample.spec.groups[0].device.memory_bytes - plain.fullest.capacity
+    tight = scenario("a100-40g:1x2", taken + (plain.peak_bytes + leaner.peak_bytes) // 2)
+    assert not estimate(tight, plan).fits
+    preset = make_report(tight, seconds=0.3).presets["symmetric"]
+    assert preset.estimate is not None and preset.estimate.fits
+    assert preset.estimate.step_seconds <= estimate(tight, plan.recomputing(GRAPH)).step_seconds
+    assert preset.recompute == any(p.strategy.recompute for p in preset.estimate.plan.placements.values())
+
+
+def test_alternatives_run_one_call_otherwise_and_are_slower_or_do_not_fit(report: PlanReport) -> None:
+    assert {other.call for other in report.alternatives} == {call.name for call in GRAPH.calls}
+    for other in report.alternatives:
+        assert other.fits == ("slower" in other.reason)
+        assert not other.fits or other.step_seconds > report.chosen.step_seconds
+
+
+def test_an_alternative_takes_about_what_its_own_estimate_says(report: PlanReport) -> None:
+    plan = report.chosen.plan
+    assert any(other.fits for other in report.alternatives)
+    for other in report.alternatives:
+        if other.fits and not other.offload:
+            changed = replace(plan, placements={**plan.placements, other.call: other.placement})
+            seconds = estimate(report.scenario, changed).step_seconds
+            assert other.step_seconds == pytest.approx(seconds, rel=0.03)
+
+
+def test_what_would_be_faster_but_does_not_fit_is_named_with_what_is_to_blame() -> None:
+    ample = make_report(scenario("a100-40g:1x2"), seconds=0.3).chosen
+    taken = scenario("a100-40g:1x2").spec.groups[0].device.memory_bytes - ample.fullest.capacity
+    tight = make_report(scenario("a100-40g:1x2", taken + int(0.8 * ample.peak_bytes)), seconds=0.3)
+    reasons = [other.reason for other in tight.alternatives if not other.fits]
+    assert reasons and all("GiB of" in reason and "most of it" in reason for reason in reasons)
+
+
+def test_machines_get_the_same_figures(report: PlanReport) -> None:
+    found = report_json(report)
+    assert found["step_seconds"] == report.chosen.step_seconds
+    assert found["reallocations"] == [] or found["reallocations"][0]["seconds"] > 0
+    assert sum(found["memory"]["parts"].values()) == found["peak_bytes"]
+
+
+def test_sizes_are_compared_and_the_fastest_is_planned() -> None:
+    found = make_report(scenario("a100-40g:1x2"), seconds=0.3, nodes=[1, 2])
+    assert [size.nodes for size in found.sizes] == [1, 2]
+    assert found.scenario.spec.nodes == 2
+    assert found.sizes[1].estimate is found.chosen
+    one, two = found.sizes
+    assert one.device_hours == pytest.approx(one.step_seconds * 2 / 3600, rel=0.05)
+    assert two.step_seconds < one.step_seconds
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+def test_parts_of_a_mixed_cluster_can_be_planned(nodes: int) -> None:
+    found = make_report(scenario("h100:1x2+a100-40g:2x2"), seconds=0.3, nodes=[nodes])
+    assert found.scenario.spec.size == 2 * nodes
+    assert found.scenario.spec.groups[0].device.name == "h100"

@@ -1,0 +1,254 @@
+"""Will it fit? Which device does not, what of, and a change with which everything does."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from realrl.cli.app import run_app
+from realrl.config.errors import UserError
+from realrl.config.experiment import Experiment
+from realrl.config.load import load_experiment
+from realrl.plan.cluster import Cluster
+from realrl.planner.devices import DEVICES, kind_of_gpu
+from realrl.runtime.compile import Compiled, compile_recipe
+from realrl.runtime.fit import device_memory, fullest
+from realrl.runtime.fit_check import check_fit
+from realrl.runtime.gpu import Gpu
+from realrl.runtime.scenario import memory_spec, spec_of, written_cluster
+from tests.conftest import World
+
+PPO = str(Path(__file__).parents[2] / "recipes" / "reference" / "ppo.yaml")
+LEAN = "mesh: 0-7, dp: 1, tp: 8, sequence_parallel: true, micro_batch_tokens: 256"
+WIDE = "mesh: 0-7, dp: 8, micro_batch_tokens: 256"
+CALLS = {
+    "actor.generate": LEAN,
+    "reward.inference": LEAN,
+    "ref.inference": LEAN,
+    "critic.inference": LEAN,
+    "actor.train": f"{LEAN}, recompute: true",
+    "critic.train": f"{LEAN}, recompute: true",
+}
+"""As little memory as without offloading is possible on 8 devices."""
+
+LONG = ("data.max_tokens=4096", "data.max_prompt_tokens=2048", "generation.max_new_tokens=2048")
+STATELESS = "offload_optimizer: [actor, critic]"
+
+
+def compiled(*overrides: str) -> tuple[Experiment, Compiled]:
+    """The reference recipe of four 7B models on 8 A100, changed."""
+    experiment = load_experiment(PPO, ["cluster=a100-80g:1x8", *overrides])
+    cluster = written_cluster(experiment.cluster)
+    assert cluster is not None
+    return experiment, compile_recipe(experiment, cluster)
+
+
+def refusal(*overrides: str) -> str:
+    """The sentence about a recipe that does not fit."""
+    with pytest.raises(UserError) as caught:
+        check_fit(*compiled(*overrides))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def plan_file(directory: Path, extra: str = "", **calls: str) -> str:
+    """`plan=FILE` of a plan for the reference recipe."""
+    named = CALLS | {name.replace("__", "."): entry for name, entry in calls.items()}
+    lines = [f"  {name}: {{{entry}}}" for name, entry in named.items()]
+    (directory / "plan.yaml").write_text("\n".join(["cluster: 1x8", "calls:", *lines, extra]))
+    return f"plan={directory / 'plan.yaml'}"
+
+
+def test_the_sentence_names_device_call_and_what_is_largest() -> None:
+    sentence = refusal("plan=symmetric")
+    assert re.match(
+        r"plan symmetric: device 0 needs 1\d\d GiB of 77\.5 GiB during actor\.train \(actor gradients and"
+        r" optimizer 37\.7 GiB, critic gradients and optimizer 36\.9 GiB, activations [\d.]+ GiB and \d more\); ",
+        sentence,
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "change"),
+    [
+        (("plan=heuristic", "device_memory=50GiB"), "micro_batch_tokens"),
+        (("plan=heuristic", "device_memory=43GiB", "micro_batch_tokens=4096", *LONG), "recompute"),
+        (
+            (
+                "plan=heuristic",
+                "device_memory=40GiB",
+                "micro_batch_tokens=256",
+                "recompute=true",
+                "models.ref.dtype=float32",
+            ),
+            "models.ref.dtype",
+        ),
+    ],
+)
+def test_what_is_suggested_for_a_preset_makes_it_fit(overrides: tuple[str, ...], change: str) -> None:
+    found = re.search(rf"; with ({change}=\w+) it needs [\d.]+ GiB$", refusal(*overrides))
+    assert found is not None
+    check_fit(*compiled(*overrides, found[1]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "extra", "calls", "change"),
+    [
+        (
+            ("device_memory=62GiB",),
+            "",
+            {
+                "critic__train": "mesh: 0-7, dp: 1, tp: 8",
+                "critic__inference": "mesh: 0-7, dp: 1, tp: 8",
+            },
+            "sequence_parallel: true on critic.inference and critic.train",
+        ),
+        (
+            ("device_memory=60GiB",),
+            "",
+            {"actor__generate": "mesh: 0-7, dp: 8, micro_batch_tokens: 40000"},
+            "micro_batch_tokens: 10000 on actor.generate",
+        ),
+        (("device_memory=42GiB", *LONG), "", {"actor__train": LEAN}, "recompute: true on actor.train"),
+        (
+            ("device_memory=50GiB",),
+            "",
+            {"actor__generate": "mesh: 0-7, dp: 8, micro_batch_tokens: 40000"},
+            "actor in offload_optimizer",
+        ),
+        (("device_memory=23GiB",), STATELESS, {}, "ref in offload"),
+        (
+            ("device_memory=31GiB",),
+            f"{STATELESS}\nkeep: [actor]",
+            {"actor__generate": WIDE},
+            "actor removed from keep",
+        ),
+        (
+            ("device_memory=60GiB",),
+            "",
+            {"actor__generate": WIDE, "actor__train": f"{WIDE}, recompute: true"},
+            "dp: 4, tp: 2, pp: 1 on actor.generate and actor.train",
+        ),
+    ],
+)
+def test_the_cheapest_change_of_a_plan_file_that_helps_is_named(
+    tmp_path: Path, overrides: tuple[str, ...], extra: str, calls: dict[str, str], change: str
+) -> None:
+    sentence = refusal(plan_file(tmp_path, extra, **calls), *overrides)
+    assert re.search(rf"; with {change} it needs [\d.]+ GiB$", sentence), sentence
+
+
+def test_one_change_is_not_always_enough(tmp_path: Path) -> None:
+    """No search and no other preset helps where the kind of the device, and so its speed, is not known."""
+    overrides = ("cluster=1x8", "data.batch=16", "ppo.minibatches=1", "device_memory=21GiB")
+    sentence = refusal(plan_file(tmp_path, STATELESS), *overrides)
+    assert re.search(r"; with ref in offload and \w+ in offload( and .*)? it needs 1\d\.\d GiB$", sentence), (
+        sentence
+    )
+
+
+def test_a_search_is_suggested_with_what_it_finds() -> None:
+    sentence = refusal("plan=symmetric")
+    assert re.search(r"; plan=search finds one that needs [\d.]+ GiB \([\d.]+ s a step\)$", sentence)
+
+
+def test_what_fits_nowhere_is_said_by_the_search() -> None:
+    sentence = refusal("plan=symmetric", "models.actor.shape=llama-2-70b")
+    assert re.search(
+        r"; no plan fits llama-2-70b \(actor, ref\) and .*; it fits on \d+ nodes \(step", sentence
+    )
+
+
+def test_evaluations_count(world: World, tmp_path: Path) -> None:
+    more = {"data__eval": str(world.root / "ppo.jsonl"), "data__eval_batch": 80, "data__batch": 2}
+    tokens = {"micro_batch_tokens": 100_000, "ppo__minibatches": 1}
+    experiment = load_experiment(str(world.recipe("ppo", tmp_path, **more, **tokens)))
+    found = compile_recipe(experiment, Cluster(1, 1))
+    spec = memory_spec(experiment, Cluster(1, 1))
+    assert fullest(experiment, found, spec).phase == "eval"
+    peaks = {name: devices[0].peak for name, devices in device_memory(experiment, found, spec).items()}
+    assert peaks["eval"].parts["cache"] > 2 * peaks["train"].parts.get("cache", 0)
+
+
+def test_models_that_are_elsewhere_count_nothing(world: World, tmp_path: Path) -> None:
+    recipe = world.recipe("ppo", tmp_path, models__ref={"path": "some/hub-model"})
+    experiment = load_experiment(str(recipe))
+    found = compile_recipe(experiment, Cluster(1, 1))
+    assert found.unknown == ("ref",)
+    (device,) = device_memory(experiment, found, memory_spec(experiment, Cluster(1, 1)))["train"]
+    assert "actor parameters" in device.resting and "ref parameters" not in device.resting
+    check_fit(experiment, found)
+
+
+def test_a_plan_that_this_machine_cannot_hold_is_refused_before_any_process_starts(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> int:
+        raise AssertionError("processes were started")
+
+    monkeypatch.setattr("realrl.runtime.launch.launch", refuse)
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 49_500}.__getitem__)
+    assert run_app(["train", str(world.recipe("sft", tmp_path, cluster="1x2"))]) == 2
+    error = capsys.readouterr().err
+    assert "KiB (this machine's memory over 2 processes, as device_memory is not given) during" in error
+    assert error.startswith("realrl: plan symmetric: device 0 needs") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [("h100:1x2", ["h100"]), ("a100-80g:1x2+h100:1x2", ["a100-80g", "h100"]), ("1x2", None)],
+)
+def test_a_recipe_may_name_the_kind_of_device(
+    world: World, tmp_path: Path, text: str, kinds: list[str] | None
+) -> None:
+    experiment = load_experiment(str(world.recipe("sft", tmp_path, cluster=text, device="auto")))
+    cluster = written_cluster(text)
+    assert cluster is not None and cluster.devices_per_node == 2
+    spec = spec_of(experiment, cluster)
+    assert (spec and [group.device.name for group in spec.groups]) == kinds
+
+
+@pytest.mark.parametrize(
+    ("device", "device_memory", "here", "kind", "size"),
+    [
+        ("auto", None, Gpu("NVIDIA H100 80GB HBM3", 5 << 30), "h100", 5 << 30),
+        ("auto", "3GiB", Gpu("NVIDIA H100 80GB HBM3", 5 << 30), "h100", 3 << 30),
+        ("auto", None, Gpu("Voodoo 2", 5 << 30), "gpu", 5 << 30),
+        ("auto", "3GiB", None, "gpu", 3 << 30),
+        ("cpu", "3GiB", None, "cpu", 3 << 30),
+        ("auto", "3GiB", "cpu", "cpu", 3 << 30),
+    ],
+)
+def test_memory_is_that_of_the_recipe_else_of_the_gpu(
+    world: World,
+    tmp_path: Path,
+    device: str,
+    device_memory: str | None,
+    here: Gpu | None,
+    kind: str,
+    size: int,
+) -> None:
+    recipe = world.recipe("sft", tmp_path, device=device, device_memory=device_memory)
+    spec = memory_spec(load_experiment(str(recipe)), Cluster(1, 1), here)
+    assert (spec.device(0).name, spec.device(0).memory_bytes) == (kind, size)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80g"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40g"),
+        ("NVIDIA A800-SXM4-80GB", "a800-80g"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None),
+        ("NVIDIA GeForce RTX 3090", None),
+    ],
+)
+def test_gpus_are_recognised_by_their_name(name: str, kind: str | None) -> None:
+    assert kind_of_gpu(name) == (DEVICES[kind] if kind else None)

@@ -1,0 +1,182 @@
+"""`plan: search`: found once, kept, and the same on all ranks."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from realrl.cli.app import run_app
+from realrl.config.errors import UserError
+from realrl.config.experiment import Experiment
+from realrl.config.load import load_experiment
+from realrl.plan.cluster import Cluster
+from realrl.plan.plan import Plan
+from realrl.runtime import searched_plan
+from realrl.runtime.gpu import Gpu
+from realrl.runtime.scenario import search_spec
+from realrl.runtime.searched_plan import cached_plan, plans_directory
+from tests.conftest import World, figures
+from tests.runtime.processes import end, start
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds allowed to each search so far, all of which are cut short."""
+    found: list[float] = []
+    search = searched_plan.best_plan
+
+    def counted(*args: object, seconds: float, **more: object) -> object:
+        found.append(seconds)
+        return search(*args, seconds=0.5, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(searched_plan, "best_plan", counted)
+    return found
+
+
+def recipe(world: World, directory: Path, **changes: object) -> Experiment:
+    """A recipe of two CPU processes that leaves the plan to a search."""
+    more = {"cluster": "1x2", "plan": "search", **changes}
+    return load_experiment(str(world.recipe("ppo", directory, **more)))
+
+
+def planned(experiment: Experiment) -> tuple[Plan, str]:
+    """A recipe's plan, and what was said about it."""
+    said: list[str] = []
+    spec = search_spec(experiment, Cluster(1, 2), "cpu")
+    return cached_plan(experiment, spec, said.append), "\n".join(said)
+
+
+def test_two_processes_run_the_plan_that_is_found_and_find_it_the_second_time(
+    world: World, tmp_path: Path
+) -> None:
+    more = {"cluster": "1x2", "plan": "search", "overwrite": True, "training__steps": 2}
+    file = str(world.recipe("sft", tmp_path, **more))
+    status, first = end(start("train", file))
+    assert status == 0, first
+    sentence = (
+        r"plan: [\d.]+ s a step predicted, at most [\d.]+% from the best possible, searched in [\d.]+ s; kept"
+    )
+    assert re.search(sentence, first)
+    (kept,) = plans_directory().glob("*")
+    assert f"kept in {kept}" in first
+    # All ranks executed the one that was kept.
+    used = Plan.load(tmp_path / "run" / "plan.yaml")
+    assert used == Plan.load(kept)
+    losses = figures(tmp_path / "run")
+    status, second = end(start("train", file))
+    assert status == 0, second
+    assert f"found earlier, kept in {kept}" in second
+    assert first.count("s a step predicted") == second.count("s a step predicted") == 1
+    assert Plan.load(tmp_path / "run" / "plan.yaml") == used and figures(tmp_path / "run") == losses
+
+
+def test_under_torchrun_one_rank_searches_for_all(world: World, tmp_path: Path) -> None:
+    file = str(world.recipe("sft", tmp_path, plan="search", cluster="auto", training__steps=1))
+    arguments = ("--standalone", "--nproc-per-node", "2", "-m", "realrl", "train", file)
+    status, error = end(start(*arguments, module="torch.distributed.run"))
+    assert status == 0, error
+    assert error.count("s a step predicted") == 1
+    (kept,) = plans_directory().glob("*")
+    assert Plan.load(tmp_path / "run" / "plan.yaml") == Plan.load(kept)
+
+
+def test_one_process_searches_too(world: World, tmp_path: Path, searches: list[float]) -> None:
+    assert run_app(["train", str(world.recipe("sft", tmp_path, plan="search"))]) == 0
+    assert searches == [10.0]
+
+
+def test_show_draws_the_plan_that_is_found(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], searches: list[float]
+) -> None:
+    file = str(world.recipe("ppo", tmp_path, cluster="1x2"))
+    for _ in range(2):
+        assert run_app(["show", file, "--plan", "search"]) == 0
+        captured = capsys.readouterr()
+        assert "search: what the planner found" in captured.out and "s a step predicted" in captured.err
+    assert len(searches) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data__batch": 32},
+        {"generation__max_new_tokens": 13},
+        {"models__ref": {"dtype": "bfloat16"}},
+        {"device_memory": "3GiB"},
+        {"ppo__minibatches": 4},
+        {"micro_batch_tokens": 128},
+    ],
+)
+def test_whatever_a_plan_depends_on_makes_another_search(
+    world: World, tmp_path: Path, searches: list[float], change: dict[str, object]
+) -> None:
+    planned(recipe(world, tmp_path))
+    planned(recipe(world, tmp_path, seed=7, run_dir=str(tmp_path / "elsewhere")))
+    assert len(searches) == 1
+    planned(recipe(world, tmp_path, **change))
+    assert len(searches) == 2
+
+
+def damaged(text: str) -> bytes:
+    return text.encode()[: len(text) // 2]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        damaged,
+        lambda text: b"",
+        lambda text: b"\xff\xfe\x00",
+        lambda text: b"someone: else's\n",
+        lambda text: text.partition("\n")[2].encode(),
+        lambda text: text.replace("cluster: 1x2", "cluster: 1x4").encode(),
+        lambda text: text.replace("actor.train", "actor.trian").encode(),
+    ],
+)
+def test_a_kept_plan_that_cannot_be_used_is_searched_for_again(
+    world: World, tmp_path: Path, searches: list[float], damage: Callable[[str], bytes]
+) -> None:
+    planned(recipe(world, tmp_path))
+    (kept,) = plans_directory().glob("*")
+    kept.write_bytes(damage(kept.read_text()))
+    plan, said = planned(recipe(world, tmp_path))
+    assert "found earlier" not in said and len(searches) == 2
+    assert Plan.load(kept) == plan and [kept] == list(plans_directory().glob("*"))
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, searches: list[float]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    plan, said = planned(recipe(world, tmp_path))
+    assert plan.cluster == Cluster(1, 2) and "not kept" in said
+
+
+def test_a_gpu_that_is_not_known_needs_a_cluster_file(world: World, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"knows no device like Voodoo 2; write a cluster YAML file .*`like`"):
+        search_spec(recipe(world, tmp_path), Cluster(1, 2), Gpu("Voodoo 2", 12 << 30))
+    (tmp_path / "mine.yaml").write_text(
+        "groups: [{device: {like: rtx-4090, name: voodoo, memory: 4GiB}, nodes: 1, devices_per_node: 2}]"
+    )
+    named = recipe(world, tmp_path, cluster=str(tmp_path / "mine.yaml"))
+    spec = search_spec(named, Cluster(1, 2), Gpu("Voodoo 2", 12 << 30))
+    assert (spec.groups[0].device.name, spec.groups[0].device.memory_bytes) == ("voodoo", 12 << 30)
+
+
+@pytest.mark.parametrize("command", ["train", "show"])
+def test_a_model_that_fits_nowhere_is_one_sentence(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    file = str(world.recipe("ppo", tmp_path, cluster="1x2", plan="search", device_memory="98600KiB"))
+    assert run_app([command, file]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("realrl: no plan fits models (actor, critic, ref, reward) on cpu:1x2, even with")
+    assert "times what a device has; " in error and error.count("\n") == 1
+    assert not (tmp_path / "run").exists()

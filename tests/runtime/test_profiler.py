@@ -1,0 +1,262 @@
+"""`realrl profile` on a tiny model. No test looks at how long anything takes."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realrl.algorithms.ppo.graph import train_graph
+from realrl.cli.app import run_app
+from realrl.config.model import HEADS
+from realrl.config.shape import ModelShape
+from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.planner.cluster import ClusterSpec, NodeGroup
+from realrl.planner.cost import CostModel
+from realrl.planner.devices import DEVICES
+from realrl.planner.profile import CollectiveTime, Profile
+from realrl.planner.workload import Workload
+from realrl.program.memory import Stored
+from realrl.runtime.process import Process
+from realrl.runtime.profiler.bench import Bench
+from realrl.runtime.profiler.clock import Clock
+from realrl.runtime.profiler.passes import Passes
+from realrl.runtime.profiler.point import Point, measure
+from realrl.runtime.profiler.shard import tensor_rank
+from realrl.runtime.profiler.sizes import Sizes
+from tests.conftest import SHAPE, World
+
+TINY = ModelShape.model_validate(SHAPE)
+CPU = torch.device("cpu")
+SHARED = {"prepare", "optimizer"}
+BY_DEGREE = {
+    *("enter", "enter_backward", "forward", "backward", "head", "head_backward"),
+    *("scalar", "scalar_backward", "prefill", "start", "decode", "turn", "sample"),
+}
+COPIES, LINKS = {"copy", "clear", "allocate", "host"}, {"all_reduce", "all_gather", "reduce_scatter", "send"}
+
+
+def measured(world: World, directory: Path, *options: str, cluster: str) -> Path:
+    """A profile of `TINY` by as many processes as a cluster has devices."""
+    file = directory / "profile.json"
+    recipe = world.recipe("ppo", directory, cluster=cluster)
+    assert run_app(["profile", str(recipe), "--quick", "--out", str(file), *options]) == 0
+    return file
+
+
+@pytest.fixture(scope="session")
+def profiles(world: World, tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, Path]:
+    """By number of processes."""
+    return {
+        number: measured(world, tmp_path_factory.mktemp("profile"), cluster=f"1x{number}")
+        for number in (1, 2)
+    }
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_everything_is_measured_for_every_degree(profiles: Mapping[int, Path], processes: int) -> None:
+    found = Profile.load(profiles[processes])
+    assert (
+        found.device == "cpu"
+        and found.processes == processes
+        and found.software["torch"] == torch.__version__
+    )
+    (part,) = found.layers
+    kinds = {(m.kind, m.tp) for m in part.measurements}
+    assert kinds == {(k, 1) for k in SHARED} | {(k, tp) for k in BY_DEGREE for tp in range(1, processes + 1)}
+    links = {c.kind for c in found.collectives if c.ranks == 2}
+    assert {c.kind for c in found.collectives} - links == COPIES
+    assert links == (LINKS if processes > 1 else set())
+
+
+def strategies(devices: int) -> Iterator[Strategy]:
+    yield Strategy(devices)
+    yield Strategy(1, devices)
+    yield Strategy(1, 1, devices)
+    yield Strategy(1, devices, sequence_parallel=True, recompute=True)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_predictions_rest_on_nothing_but_measurements(profiles: Mapping[int, Path], processes: int) -> None:
+    """On a device whose data sheet promises nothing, any other source would be noticed."""
+    nothing = {
+        "fp32_flops": 1e-9,
+        "memory_bytes_per_s": 1e-9,
+        "link_bytes_per_s": 1e-9,
+        "link_latency_s": 1e9,
+    }
+    useless = replace(DEVICES["cpu"], host_bytes_per_s=1e-9, kernel_s=1e9, **nothing)
+    spec = ClusterSpec("useless", (NodeGroup(1, processes, useless, 1e-9),))
+    cost = CostModel(spec, Profile.load(profiles[processes]))
+    graph, workload = train_graph(minibatches=2), Workload(16, (4, 6), (6, 12), 12)
+    for call in graph.calls:
+        model = Stored(TINY, HEADS[call.role], 4, graph.trained(call.role))
+        for strategy in strategies(processes):
+            found = cost.call(call, model, Placement(Mesh(0, processes), strategy), workload)
+            assert 0 < found.seconds < 1000, (call.name, strategy, found)
+    assert cost.offload(1 << 20) < 1000
+
+
+def test_what_is_known_is_not_measured_again(
+    world: World, profiles: Mapping[int, Path], tmp_path: Path
+) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(profiles[1].read_text())
+    before = Profile.load(file)
+    measured(world, tmp_path, "--dtype", "float32", "--dtype", "bfloat16", cluster="1x1")
+    both = Profile.load(file)
+    assert [part.dtype for part in both.layers] == ["float32", "bfloat16"]
+    assert (both.layers[0], both.collectives) == (before.layers[0], before.collectives)
+    measured(world, tmp_path, "--again", cluster="1x1")
+    anew = Profile.load(file)
+    assert anew.layers[0] != before.layers[0] and anew.layers[1] == both.layers[1]
+    assert {m.key for m in anew.layers[0].measurements} >= {m.key for m in before.layers[0].measurements}
+
+
+def test_other_software_is_measured_anew(world: World, profiles: Mapping[int, Path], tmp_path: Path) -> None:
+    old = Profile.load(profiles[1])
+    old.model_copy(update={"software": {"torch": "1.0"}}).save(tmp_path / "profile.json")
+    found = Profile.load(measured(world, tmp_path, cluster="1x1"))
+    assert found.software == old.software and found.layers != old.layers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--shape NAME"),
+        (["--shape", "llama-2-8b"], "did you mean llama-3-8b"),
+        (["--shape", "llama-2-7b", "--dtype", "float16"], "'float16' is neither"),
+        (["--shape", "llama-2-7b", "--out", "nowhere/p.json"], "no directory nowhere"),
+        (["--shape", "llama-2-7b", "--out", "/"], "is a directory"),
+        (["--shape", "llama-2-7b", "--cluster", "h100:1x8+a100-80g:1x8"], "several kinds"),
+        (["--shape", "llama-2-7b", "--cluster", "cpu:2x2"], "2 nodes"),
+        (["no-such-recipe.yaml"], "no-such-recipe.yaml"),
+    ],
+)
+def test_mistakes_get_one_sentence(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_app(["profile", *arguments]) == 2
+    error = capfd.readouterr().err
+    assert words in error and len(error.splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+def test_gpus_that_are_not_there_are_not_measured(capfd: pytest.CaptureFixture) -> None:
+    assert run_app(["profile", "--shape", "llama-2-7b", "--cluster", "h100:1x8"]) == 2
+    assert "torch finds none here" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"device": "h100"}, "is of device h100"),
+        ({"processes": 2}, "by 2 processes"),
+        (None, "cannot be read"),
+    ],
+)
+def test_files_of_other_machines_are_left_alone(
+    change: dict[str, object] | None,
+    words: str,
+    world: World,
+    profiles: Mapping[int, Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture,
+) -> None:
+    file, recipe = tmp_path / "profile.json", world.recipe("ppo", tmp_path)
+    text = json.dumps({**json.loads(profiles[1].read_text()), **change}) if change else "no profile"
+    file.write_text(text)
+    assert run_app(["profile", str(recipe), "--out", str(file)]) == 2
+    assert words in capfd.readouterr().err and file.read_text() == text
+
+
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+@pytest.mark.parametrize("tp", [1, 2, 3])
+def test_a_tensor_rank_alone_computes_with_its_own_part(head: str, tp: int) -> None:
+    model = tensor_rank(TINY, head, tp, layers=2, dtype=torch.float32, device=CPU)
+    assert model.shard.tp == tp and len(model.shard.queries) == -(-TINY.heads // tp)
+    times = Passes(model, Clock(CPU)).measure(32, 8)
+    assert len(times) == 6
+    if head == "lm":
+        hidden = torch.zeros(3, TINY.hidden_size)
+        assert model.transformer.logits(hidden).shape == (3, TINY.vocab_size)
+
+
+def test_what_would_take_too_long_is_left_out() -> None:
+    bench = Bench(Process(0, 1, CPU), patience=0.0, repetitions=(1, 1))
+    seconds = {1: 0.1, 10: 1.0, 100: 10.0, 1000: 100.0}
+    row = [
+        Point(
+            (CollectiveTime(kind="copy", ranks=1, bytes=size, seconds=1.0),), lambda t=time: {"copy": t}, size
+        )
+        for size, time in seconds.items()
+    ]
+    entries: dict = {}
+    told: list[None] = []
+    assert measure(row, entries, bench, limit=15.0, done=lambda: told.append(None)) == 1
+    assert {c.bytes: c.seconds for c in entries.values()} == {1: 0.1, 10: 1.0, 100: 10.0}
+    assert len(told) == len(row)
+
+
+def test_what_does_not_fit_is_left_out_with_all_that_is_larger() -> None:
+    def work(size: int) -> Mapping[str, float]:
+        if size > 10:
+            raise torch.OutOfMemoryError
+        return {"copy": 0.1}
+
+    row = [
+        Point((CollectiveTime(kind="copy", ranks=1, bytes=size, seconds=1.0),), partial(work, size), size)
+        for size in (1, 10, 100, 1000)
+    ]
+    bench = Bench(Process(0, 1, CPU), patience=0.0, repetitions=(1, 1))
+    entries: dict = {}
+    assert measure(row, entries, bench, limit=15.0, done=lambda: None) == 2
+    assert sorted(c.bytes for c in entries.values()) == [1, 10]
+
+
+@given(
+    st.builds(
+        Sizes,
+        st.integers(1, 20000),
+        st.integers(1, 5000),
+        st.integers(0, 1000),
+        st.integers(0, 1000),
+        st.integers(1, 500),
+        st.booleans(),
+    )
+)
+def test_sizes_end_at_the_largest(sizes: Sizes) -> None:
+    sizes = replace(sizes, micro_batch=max(sizes.micro_batch, sizes.length))
+    passes = list(sizes.passes(128))
+    assert max(length for _, length in passes) == sizes.length
+    assert all(tokens % length == 0 and 0 < tokens <= sizes.micro_batch for tokens, length in passes)
+    assert max(tokens + length for tokens, length in passes) > sizes.micro_batch
+    turns = list(sizes.turns())
+    if sizes.answer:
+        assert max(context for _, context in turns) == sizes.prompt + sizes.answer
+        assert all(rows <= sizes.rows for rows, _ in turns) and min(rows for rows, _ in turns) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_is_measured_for_more_of_its_kind(world: World, tmp_path: Path) -> None:
+    file, recipe = tmp_path / "profile.json", world.recipe("ppo", tmp_path, device="cuda", cluster="auto")
+    options = ["--quick", "--dtype", "bfloat16", "--out", str(file)]
+    assert run_app(["profile", str(recipe), *options]) == 0
+    found = Profile.load(file)
+    assert found.device != "cpu" and {c.kind for c in found.collectives} >= COPIES
+    group = f"{found.device}:1x2"
+    if found.device in DEVICES:
+        assert run_app(["profile", str(recipe), "--cluster", group, *options]) == 0
+        kinds = {(m.kind, m.tp) for m in Profile.load(file).layers[0].measurements}
+        assert {("decode", 2), ("backward", 2)} <= kinds
