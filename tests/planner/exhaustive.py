@@ -45,6 +45,12 @@ class _Step:
 
     def run(self) -> tuple[float, float]:
         order = waves(self.graph, self.plan)
+        divided = {(c.role, self.options[c.name].layout): set() for c in self.graph.calls}
+        for call in self.graph.calls:
+            option = self.options[call.name]
+            divided[call.role, option.layout].add(option.placement.strategy.sequence_parallel)
+        if any(len(ways) > 1 for ways in divided.values()):
+            self.fill = math.inf
         for wave in order:
             self.bring(wave, order)
             for call in wave:

@@ -27,7 +27,9 @@ PAIRS = [
 
 @pytest.mark.parametrize("shape", [SMALL, LARGE, SHAPES["llama-3.2-1b"]], ids=["7b", "70b", "tied"])
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda p: p.layout)
-def test_the_figure_of_a_search_is_near_what_the_routes_take(shape, source: Placement, target: Placement) -> None:
+def test_the_figure_of_a_search_is_near_what_the_routes_take(
+    shape, source: Placement, target: Placement
+) -> None:
     figure = MODEL.reallocation(stored(shape), source, target)
     exact = MODEL.exact_reallocation(stored(shape), source, target)
     assert figure == pytest.approx(exact, rel=0.08, abs=1e-3)

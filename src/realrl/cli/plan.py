@@ -1,8 +1,9 @@
 """`realrl plan`."""
 
 import json
+import shlex
+import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -52,7 +53,13 @@ Objective = Annotated[
         " no price, the one of fewest device-hours.",
     ),
 ]
-Seconds = Annotated[float, typer.Option(help="How long to search at most, for each number of nodes.")]
+Seconds = Annotated[
+    float | None,
+    typer.Option(
+        help="How long to plan at most, for each number of nodes; if not given 8, and 45 above 128 devices.",
+        show_default=False,
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Of the search.")]
 Profile = Annotated[
     str | None,
@@ -89,7 +96,7 @@ def plan(
     trace: Trace = None,
     nodes: Nodes = None,
     objective: Objective = "time",
-    seconds: Seconds = 10.0,
+    seconds: Seconds = None,
     seed: Seed = 0,
     profile: Profile = None,
     lengths: Lengths = None,
@@ -126,7 +133,18 @@ def plan(
 
         print_report(report, source)
     for name, file in files.items():
-        _write(name, file, report, f"{experiment.algorithm.upper()} on {report.scenario.spec.name}")
+        if name == "out":
+            report.chosen.plan.save(file)
+        elif name == "html":
+            from realrl.cli.plan_page import write_page
+
+            title = f"{experiment.algorithm.upper()} on {report.scenario.spec.name}"
+            write_page(report, file, title, source=source, command=shlex.join(["realrl", *sys.argv[1:]]))
+        else:
+            from realrl.planner.predicted_trace import predict_trace
+            from realrl.program.trace import write_trace
+
+            write_trace(file, predict_trace(report.scenario, report.chosen.plan), "predicted")
         typer.echo(f"{name}: {file}", err=as_json)
 
 
@@ -136,7 +154,7 @@ def _report(
     *,
     nodes: Sequence[int],
     objective: "Goal",
-    seconds: float,
+    seconds: float | None,
     seed: int,
 ) -> "PlanReport":
     from rich.console import Console
@@ -154,17 +172,3 @@ def _report(
             )
     except DoesNotFit as error:
         raise no_plan(scenario, error.shortage, wanted) from None
-
-
-def _write(name: str, file: Path, report: "PlanReport", title: str) -> None:
-    if name == "out":
-        report.chosen.plan.save(file)
-    elif name == "html":
-        from realrl.cli.plan_page import write_page
-
-        write_page(report, file, title)
-    else:
-        from realrl.planner.predicted_trace import predict_trace
-        from realrl.program.trace import write_trace
-
-        write_trace(file, predict_trace(report.scenario, report.chosen.plan), "predicted")

@@ -108,9 +108,9 @@ def parse_goal(text: str) -> Goal:
     return cast(Goal, text)
 
 
-def check_seconds(seconds: float) -> None:
+def check_seconds(seconds: float | None) -> None:
     """UserError unless there is some time to search."""
-    if not seconds > 0:
+    if seconds is not None and not seconds > 0:
         raise UserError(f"--seconds: {seconds:g} must be above 0")
 
 

@@ -11,6 +11,7 @@ from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
 from realrl.planner.build import Choices, build_problem
 from realrl.planner.candidates import micro_batches
+from realrl.planner.cluster import ClusterSpec
 from realrl.planner.estimate import Estimate
 from realrl.planner.predict import estimate
 from realrl.planner.problem import Problem
@@ -21,6 +22,7 @@ from realrl.planner.workload import Workload
 
 _LITTLE, _SECONDS_FOR_PRESET = Effort(chains=32, rounds=20, nodes=20_000), 1.0
 """For a preset, of which only micro-batches and recomputation are open."""
+_FEW_DEVICES = 128
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,6 @@ class FoundPlan:
     problem: Problem
     """Its options include those of the presets that can run."""
     result: SearchResult
-    seconds: float
-    """With everything: candidates, search and proof."""
 
 
 @dataclass(frozen=True)
@@ -53,24 +53,50 @@ class BestPlan:
 
     estimate: Estimate
     found: FoundPlan
+    presets: Mapping[str, Estimate | UserError]
+    """By name, or why there is no such plan."""
+    seconds: float
+    """With everything: presets, candidates, search and proof."""
+
+    @property
+    def lower_bound(self) -> float:
+        """No plan of those searched, nor this one, takes fewer seconds."""
+        return min(self.found.result.lower_bound, self.estimate.step_seconds)
 
     @property
     def gap(self) -> float:
-        """By which part of its seconds the plan can be from the best of the searched, at most."""
-        if self.estimate.plan == self.found.plan:
-            return self.found.result.gap
-        return max(0.0, 1 - self.found.result.lower_bound / self.estimate.step_seconds)
+        """By which part of its seconds the plan can be from the best, at most."""
+        return 1 - self.lower_bound / self.estimate.step_seconds
 
 
 def best_plan(
-    scenario: Scenario, *, seconds: float = 10.0, seed: int = 0, wanted: Wanted | None = None
+    scenario: Scenario,
+    *,
+    seconds: float | None = None,
+    seed: int = 0,
+    wanted: Wanted | None = None,
+    start: Plan | None = None,
 ) -> BestPlan:
-    """The best of what `find_plan` finds and of the presets that fit. Raises as `find_plan`."""
+    """The best of what `find_plan` finds, beginning with the presets and with `start`, and of the presets that
+    fit, in so many `seconds`; without them, in `enough_seconds`. Raises as `find_plan`."""
+    begin = time.monotonic()
+    if seconds is None:
+        seconds = enough_seconds(scenario.spec)
     presets = preset_plans(scenario, wanted)
-    found = find_plan(scenario, seconds=seconds, seed=seed, wanted=wanted, presets=presets)
-    plans = [found.plan, *(plan for plan in presets.values() if isinstance(plan, Plan))]
-    estimates = [estimate(scenario, plan) for plan in plans]
-    return BestPlan(min(estimates, key=lambda e: (not e.fits, e.step_seconds)), found)
+    starts = presets | ({} if start is None else {"": start})
+    left = seconds - (time.monotonic() - begin)
+    found = find_plan(scenario, seconds=left, seed=seed, wanted=wanted, presets=starts)
+    estimates = {
+        name: estimate(scenario, plan) if isinstance(plan, Plan) else plan for name, plan in presets.items()
+    }
+    fitting = [e for e in estimates.values() if isinstance(e, Estimate) and e.fits]
+    best = min([estimate(scenario, found.plan), *fitting], key=lambda e: e.step_seconds)
+    return BestPlan(best, found, estimates, time.monotonic() - begin)
+
+
+def enough_seconds(spec: ClusterSpec) -> float:
+    """How long a search for a plan of a cluster is worth its while."""
+    return 8.0 if spec.size <= _FEW_DEVICES else 45.0
 
 
 def find_plan(
@@ -96,7 +122,7 @@ def find_plan(
     starts = [choice for plan in plans if (choice := problem.choice(plan)) is not None]
     left = max(0.1 * seconds, seconds - (time.monotonic() - begin))
     result = search(problem, seconds=left, seed=seed, starts=starts, effort=effort)
-    return FoundPlan(problem.plan(result.choice), problem, result, time.monotonic() - begin)
+    return FoundPlan(problem.plan(result.choice), problem, result)
 
 
 def preset_plans(scenario: Scenario, wanted: Wanted | None = None) -> dict[str, Plan | UserError]:

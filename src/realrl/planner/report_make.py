@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from realrl.config.errors import UserError
-from realrl.plan.plan import Plan
-from realrl.planner.plan_search import FoundPlan, Wanted, find_plan, preset_plans
-from realrl.planner.predict import estimate
+from realrl.planner.estimate import Estimate
+from realrl.planner.plan_search import BestPlan, Wanted, best_plan, enough_seconds
 from realrl.planner.report import Objective, PlanReport, Preset
 from realrl.planner.report_alternatives import alternatives
 from realrl.planner.report_sizes import compare_sizes, on_cluster, size_report
@@ -16,7 +15,7 @@ from realrl.planner.scenario import Scenario
 def make_report(
     scenario: Scenario,
     *,
-    seconds: float = 10.0,
+    seconds: float | None = None,
     seed: int = 0,
     wanted: Wanted | None = None,
     nodes: Sequence[int] = (),
@@ -31,43 +30,39 @@ def make_report(
     """
     wanted = wanted or Wanted()
     if not nodes and objective == "time":
-        return _report(scenario, find_plan(scenario, seconds=seconds, seed=seed, wanted=wanted), wanted)
+        return _report(scenario, best_plan(scenario, seconds=seconds, seed=seed, wanted=wanted), wanted)
     counts = sorted(set(nodes)) or range(1, scenario.spec.nodes + 1)
+    largest = scenario.spec.with_nodes(counts[-1])
+    seconds = enough_seconds(largest) if seconds is None else seconds
     each = seconds if nodes else seconds / len(counts)
-    scenario = on_cluster(scenario, scenario.spec.with_nodes(counts[-1]))
+    scenario = on_cluster(scenario, largest)
     sizes = compare_sizes(scenario, counts, seconds=each, seed=seed, wanted=wanted)
     best = min(sizes, key=lambda size: size.step_seconds if objective == "time" else size.cost)
     scenario = on_cluster(scenario, scenario.spec.with_nodes(best.nodes))
-    starts = preset_plans(scenario, wanted) | ({"": best.plan} if best.plan else {})
-    found = find_plan(scenario, seconds=seconds, seed=seed, wanted=wanted, presets=starts)
+    found = best_plan(scenario, seconds=seconds, seed=seed, wanted=wanted, start=best.plan)
     report = _report(scenario, found, wanted)
     row = size_report(scenario, report.chosen, report.gap)
     sizes = tuple(row if size.nodes == row.nodes else size for size in sizes)
     return replace(report, sizes=sizes, objective=objective)
 
 
-def _report(scenario: Scenario, found: FoundPlan, wanted: Wanted) -> PlanReport:
-    """The plan that was found, or the preset that is better: presets may keep copies, which searches do not."""
-    result = found.result
-    presets = {name: _preset(scenario, plan, wanted) for name, plan in preset_plans(scenario, wanted).items()}
-    fitting = [p.estimate for p in presets.values() if p.estimate is not None and p.estimate.fits]
-    chosen = min([estimate(scenario, found.plan), *fitting], key=lambda e: e.step_seconds)
-    bound = min(result.lower_bound, chosen.step_seconds)
+def _report(scenario: Scenario, best: BestPlan, wanted: Wanted) -> PlanReport:
+    found, result = best.found, best.found.result
     return PlanReport(
         scenario,
-        chosen,
-        bound,
-        result.gap if chosen.plan == found.plan else 1 - bound / chosen.step_seconds,
-        found.seconds,
+        best.estimate,
+        best.lower_bound,
+        best.gap,
+        best.seconds,
         result.evaluations,
         {name: len(options) for name, options in found.problem.options.items()},
-        presets,
-        alternatives(scenario, found.problem, result.choice, chosen.step_seconds),
+        {name: _preset(preset, wanted) for name, preset in best.presets.items()},
+        alternatives(scenario, found.problem, result.choice, best.estimate.step_seconds),
     )
 
 
-def _preset(scenario: Scenario, plan: Plan | UserError, wanted: Wanted) -> Preset:
-    if isinstance(plan, UserError):
-        return Preset(None, str(plan))
-    recomputes = any(placement.strategy.recompute for placement in plan.placements.values())
-    return Preset(estimate(scenario, plan), None, recompute=recomputes and not wanted.recompute)
+def _preset(found: Estimate | UserError, wanted: Wanted) -> Preset:
+    if isinstance(found, UserError):
+        return Preset(None, str(found))
+    recomputes = any(placement.strategy.recompute for placement in found.plan.placements.values())
+    return Preset(found, None, recompute=recomputes and not wanted.recompute)

@@ -131,10 +131,12 @@ class _Simulator:
         )
 
     def _waiting(self) -> Iterator[str]:
-        for group in self.groups:
+        for group in (group for group in self.groups if group.step < self.steps):
             if group.position < len(group.program):
                 instruction = self.instructions[group.program[group.position]]
                 yield f"rank {group.ranks[0]} at {format_instruction(instruction)}"
+            else:
+                yield f"rank {group.ranks[0]}, of which something is not taken"
 
     def _advance(self, group: _Group, ends: list[float]) -> bool:
         """Execute the group's next instruction, or go on to its next step; whether that is possible yet."""

@@ -21,9 +21,6 @@ from realrl.planner.scenario import Scenario
 from realrl.planner.search.shortage import DoesNotFit
 from realrl.runtime.scenario import make_scenario
 
-_FEW_DEVICES = 128
-"""Up to so many, a search takes 10 seconds at most; else a minute."""
-
 
 @dataclass(frozen=True)
 class SearchedPlan:
@@ -48,7 +45,7 @@ def cached_plan(experiment: Experiment, spec: ClusterSpec, say: Callable[[str], 
     if kept is not None:
         say(f"plan: {kept[1]}; found earlier, kept in {file}")
         return kept[0]
-    found = _search(scenario, wanted, 10.0 if spec.size <= _FEW_DEVICES else 60.0)
+    found = _search(scenario, wanted)
     say(f"plan: {found.about}; {_write(file, found, scenario)}")
     return found.plan
 
@@ -73,14 +70,14 @@ def _wanted(experiment: Experiment) -> Wanted:
     return Wanted(experiment.micro_batch_tokens, experiment.recompute)
 
 
-def _search(scenario: Scenario, wanted: Wanted, seconds: float) -> SearchedPlan:
+def _search(scenario: Scenario, wanted: Wanted, seconds: float | None = None) -> SearchedPlan:
     try:
         best = best_plan(scenario, seconds=seconds, wanted=wanted)
     except DoesNotFit as error:
         raise no_plan(scenario, error.shortage, wanted) from None
     about = (
         f"{best.estimate.step_seconds:.3g} s a step predicted, at most {best.gap:.1%} from the best possible,"
-        f" searched in {best.found.seconds:.1f} s"
+        f" searched in {best.seconds:.1f} s"
     )
     return SearchedPlan(best.estimate.plan, best.estimate.step_seconds, about)
 

@@ -21,9 +21,9 @@ Average = Callable[[Sequence[float]], float]
 
 
 def trimmed_mean(times: Sequence[float]) -> float:
-    """Without the slowest tenth. Of many that follow each other, what they take together counts, and not what most
+    """Without the slowest twentieth. Of many that follow each other, what they take together counts, and not what most
     of them take."""
-    kept = sorted(times)[: -(-len(times) * 9 // 10)]
+    kept = sorted(times)[: -(-len(times) * 19 // 20)]
     return sum(kept) / len(kept)
 
 
