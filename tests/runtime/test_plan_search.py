@@ -88,7 +88,7 @@ def test_under_torchrun_one_rank_searches_for_all(world: World, tmp_path: Path) 
 
 def test_one_process_searches_too(world: World, tmp_path: Path, searches: list[float]) -> None:
     assert run_app(["train", str(world.recipe("sft", tmp_path, plan="search"))]) == 0
-    assert searches == [10.0]
+    assert len(searches) == 1
 
 
 def test_show_draws_the_plan_that_is_found(
