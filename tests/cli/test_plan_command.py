@@ -170,6 +170,7 @@ def test_a_profile_of_another_device_is_said_to_be_of_no_use(
     [
         (["--cluster", "a100-80gb:1x2"], "did you mean a100-80g?"),
         (["--cluster", "h100"], "write kind:nodes x devices per node"),
+        (["--cluster", "h100:9999x8"], "has 79,992 devices; 4,096 can be planned"),
         (["--cluster", "nowhere.yaml"], "nowhere.yaml does not exist"),
         (["--cluster", "h100:1x8+l40s:1x4"], "all nodes must have the same number of devices"),
         (["--nodes", "1,x"], "--nodes: '1,x' is not understood"),
@@ -180,6 +181,9 @@ def test_a_profile_of_another_device_is_said_to_be_of_no_use(
         (["--seconds", "nan"], "--seconds: nan must be above 0"),
         (["--out", "nowhere/plan.yaml"], "--out nowhere/plan.yaml: there is no directory nowhere"),
         (["--html", "."], "--html .: this is a directory"),
+        (["--out", "plan.txt"], "--out plan.txt: the name of a plan file ends in .yaml"),
+        (["--out", REFERENCE], "name another one"),
+        (["--out", "a.yaml", "--html", "./a.yaml"], "--html ./a.yaml: this file is that of --out"),
         (["--profile", "nowhere.json"], "nowhere.json"),
         (["--lengths", "nowhere.json"], "--lengths: nowhere.json cannot be read"),
         (["--lengths", "."], "lengths.json cannot be read"),
@@ -195,6 +199,45 @@ def test_a_users_mistake_is_one_line_and_exit_status_2(
     assert captured.out == ""
     assert captured.err.startswith("realrl: ") and captured.err.count("\n") == 1
     assert sentence in captured.err
+
+
+def test_what_does_not_fit_is_said_of_the_nodes_that_were_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    large = ("models.actor.shape=llama-2-13b", "--cluster", "a100-40g:4x4", "--nodes", "1")
+    assert run_app(["plan", REFERENCE, *SMALL, *QUICK, *large]) == 2
+    assert "on a100-40g:1x4, even with" in capsys.readouterr().err
+
+
+def test_devices_without_memory_to_use_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("groups:\n- {device: {like: h100, memory: 1GiB}, nodes: 1, devices_per_node: 8}\n")
+    assert run_app(["plan", REFERENCE, *SMALL, *QUICK, "--cluster", str(file)]) == 2
+    assert "h100: 1.00 GiB are less than what drivers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"prompts": [0]}', '{"prompts": [129]}', '{"answers": [0, 5]}'],
+)
+def test_lengths_that_the_recipe_cannot_have_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str
+) -> None:
+    file = tmp_path / "lengths.json"
+    file.write_text(content)
+    assert run_app(["plan", REFERENCE, *SMALL, *QUICK, "--lengths", str(file)]) == 2
+    assert "--lengths: " in capsys.readouterr().err
+
+
+def test_answers_are_not_longer_than_generation_lets_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "lengths.json"
+    file.write_text(json.dumps({"answers": [5, 5000]}))
+    found = planned(capsys, "--cluster", "a100-40g:1x2", "--lengths", str(file))
+    assert found["workload"]["answers"]["most"] == 128
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.cli.page.bands import find_areas, find_bands
 from realrl.cli.page.memory import memory_cards
-from realrl.cli.page.sections import time_bars, verdict
+from realrl.cli.page.sections import TERMS, time_bars, verdict
 from realrl.cli.page.text import format_count, format_seconds, format_share
 from realrl.cli.page.timeline import WIDTH, draw_timeline
 from realrl.cli.plan_page import timeline_svg, write_page
@@ -263,7 +263,19 @@ def test_bars_of_device_time_add_up() -> None:
     assert sum(segment.percent for segment in whole.segments) == pytest.approx(100)
     lengths = [sum(segment.percent for segment in bar.segments) for bar in parts]
     assert max(lengths) == pytest.approx(100)
-    assert [bar.name for bar in parts] == [*ppo_report().chosen.calls, "reallocation", "idle"]
+    assert [bar.name for bar in parts] == [
+        *ppo_report().chosen.calls,
+        "reallocation",
+        "offload",
+        "idle",
+    ]
+    assert all(term in TERMS for term in ppo_report().chosen.terms)
+
+
+def test_only_the_bar_of_the_whole_step_has_labels() -> None:
+    whole, *parts = time_bars(single_report())
+    assert any(segment.label for segment in whole.segments)
+    assert not any(segment.label for bar in parts for segment in bar.segments)
 
 
 def test_texts_of_users_are_escaped(tmp_path: Path) -> None:

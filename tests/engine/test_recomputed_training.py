@@ -71,6 +71,15 @@ def test_figures_and_updates_are_the_same_bit_for_bit(
     assert torch.equal(got, expected)
 
 
+def test_every_pass_of_a_micro_batch_is_a_turn() -> None:
+    batch, method = WORK["lm"]
+    turns: list[int] = []
+    Trainer(make("lm", torch.float32), OptimizerConfig()).train(
+        batch, method, [[0, 1, 2], [3, 4, 5]], lr=0.0, budget=30, turn=lambda: turns.append(1)
+    )
+    assert len(turns) == 2 * (1 + 2)  # the first three sequences are one micro-batch
+
+
 def saved_elements(model: Model, recompute: bool) -> int:
     """Elements that a forward pass of the stage keeps, parameters aside."""
     found: dict[int, int] = {}

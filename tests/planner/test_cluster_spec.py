@@ -80,9 +80,7 @@ def test_a_file_describes_devices_of_ones_own_and_prices(tmp_path: Path) -> None
     assert first.device == replace(
         DEVICES["h100"], name="h100-pcie", memory_bytes=90 << 30, link_bytes_per_s=32e9
     )
-    assert spec.price_per_hour(Mesh(0, 8)) == 20
-    with pytest.raises(UserError, match="price_per_device_hour"):
-        spec.price_per_hour()
+    assert spec.with_nodes(2).price_per_hour == 20 and spec.price_per_hour is None
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from realrl.plan.placement import Mesh, Placement
 from realrl.planner.cluster import ClusterSpec
 from realrl.planner.cost import CallCost, CostModel
 from realrl.planner.efficiency import Efficiency
+from realrl.planner.profile import CollectiveTime, Profile
 from realrl.planner.transfers import Layouts
 from tests.planner.problems import (
     GRAPH,
@@ -184,6 +185,18 @@ def test_large_models_cost_as_much_more_as_they_have_parameters() -> None:
     ratio = cost("ref.inference", place(4, 8), shape=LARGE).terms["compute"]
     ratio /= cost("ref.inference", place(4, 8)).terms["compute"]
     assert ratio == pytest.approx(69 / 6.7, rel=0.15)
+
+
+def test_a_profile_says_nothing_of_copies_to_the_host_of_other_devices() -> None:
+    profile = Profile(
+        device="h100",
+        software={},
+        collectives=(CollectiveTime(kind="host", ranks=1, bytes=1 << 30, seconds=9.0),),
+    )
+    spec = ClusterSpec.parse("h100:1x8+a100-80g:1x8")
+    plain, measured = CostModel(spec), CostModel(spec, profile)
+    assert measured.offload(1e9, rank=0) > 2 * plain.offload(1e9, rank=0)
+    assert measured.offload(1e9, rank=8) == plain.offload(1e9, rank=8)
 
 
 def test_offloading_is_bound_by_the_host_link() -> None:

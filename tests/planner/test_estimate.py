@@ -89,6 +89,18 @@ def test_device_time_is_accounted_for(found: Estimate) -> None:
     assert 0 < found.mfu < found.utilisation <= 1 + 1e-9
 
 
+@pytest.mark.parametrize(("slow", "factor"), [("actor", 16), ("ref", 1)])
+def test_the_arithmetic_of_each_call_counts_in_relation_to_the_peak_of_its_own_type(
+    slow: str, factor: float
+) -> None:
+    of = scenario()
+    wide = {role: replace(model, element_bytes=4 if role == slow else 2) for role, model in of.models.items()}
+    of = replace(of, models=wide)
+    calls = estimate(of, preset("symmetric", of)).calls
+    ratio = calls["critic.train"].peak_flops / calls["actor.train"].peak_flops
+    assert ratio == pytest.approx(factor)
+
+
 def test_a_step_ends_with_the_last_slice(found: Estimate) -> None:
     assert max(row[-1].start + row[-1].seconds for row in found.slices) == pytest.approx(found.step_seconds)
     assert found.repeated_seconds <= found.step_seconds * (1 + 1e-9)

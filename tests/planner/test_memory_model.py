@@ -8,7 +8,7 @@ from realrl.config.shapes import SHAPES
 from realrl.layout.layout import layout
 from realrl.plan.placement import Placement
 from realrl.planner.cluster import ClusterSpec
-from realrl.planner.memory import NOTHING, MemoryModel, MemoryNeed
+from realrl.planner.memory import MemoryModel, MemoryNeed
 from realrl.planner.sizes import LocalSizes
 from tests.planner.problems import GROUPED, KINDS, LARGE, NODES, SMALL, STEP, call, place, recomputing, stored
 
@@ -126,14 +126,6 @@ def test_shared_key_heads_are_cached_once_per_rank() -> None:
 def test_longer_sequences_never_need_less(name: str, change: dict) -> None:
     placement = place(8, tokens=1 << 20)
     assert need(name, placement, step=replace(STEP, **change)).bytes >= need(name, placement).bytes
-
-
-def test_a_device_that_holds_two_roles_runs_one_at_a_time() -> None:
-    a, b = need("actor.train", place(8)), need("ref.inference", place(8))
-    both = a + b
-    assert both.static_bytes == a.static_bytes + b.static_bytes
-    assert both.dynamic == max(a, b, key=lambda n: n.dynamic_bytes).dynamic
-    assert (NOTHING + a).bytes == a.bytes
 
 
 def test_a_7b_model_trains_on_eight_devices_and_not_on_one() -> None:

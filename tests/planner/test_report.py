@@ -1,5 +1,6 @@
 """The report of a plan: presets, what was not chosen, and other numbers of nodes."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from realrl.planner.cluster import ClusterSpec
 from realrl.planner.cost import CostModel
 from realrl.planner.memory import MemoryModel
 from realrl.planner.predict import estimate
-from realrl.planner.report import PlanReport
+from realrl.planner.report import PlanReport, SizeReport
 from realrl.planner.report_json import report_json
 from realrl.planner.report_make import make_report
 from realrl.planner.scenario import Scenario
@@ -102,6 +103,14 @@ def test_machines_get_the_same_figures(report: PlanReport) -> None:
     assert found["step_seconds"] == report.chosen.step_seconds
     assert found["reallocations"] == [] or found["reallocations"][0]["seconds"] > 0
     assert sum(found["memory"]["parts"].values()) == found["peak_bytes"]
+
+
+def test_nothing_is_saved_where_devices_cost_nothing_and_nothing_fits() -> None:
+    sizes = [
+        SizeReport(1, 8, None, None, "needs more", 0.0),
+        SizeReport(2, 16, None, None, "needs more", 8.0),
+    ]
+    assert all(size.cost == math.inf for size in sizes)
 
 
 def test_sizes_are_compared_and_the_fastest_is_planned() -> None:

@@ -2,6 +2,7 @@
 
 import random
 import statistics
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from realrl.layout.routes import reallocate
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.link_transfers import LinkTransfers, Weights
-from realrl.planner.transfers import Layouts, PairTransfers, TransferTable
+from realrl.planner.transfers import Floats, Layouts, TransferTable
 from realrl.program.memory import Stored
 
 SHAPE = ModelShape(
@@ -21,6 +22,22 @@ SHAPE = ModelShape(
 )
 WEIGHTS = {"actor": Weights.of(Stored(SHAPE, "lm", 2, trained=True), 2)}
 LINKS = Links(170e6, 20e6, 0.0)
+
+
+class PairTransfers:
+    """Transfers by a function of one pair, with no bound better than 0."""
+
+    def __init__(self, seconds: Callable[[str, Placement, Placement], float]) -> None:
+        self._seconds = seconds
+
+    def seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
+        """See `realrl.planner.transfers.Transfers`."""
+        pairs = zip(source.placements(), target.placements(), strict=True)
+        return np.array([self._seconds(role, a, b) if a != b else 0.0 for a, b in pairs], dtype=np.float64)
+
+    def at_least(self, role: str, source: Layouts, target: Layouts) -> Floats:
+        """See `realrl.planner.transfers.Transfers`."""
+        return np.zeros(len(source.first))
 
 
 def sampled_placement(rng: random.Random, cluster: Cluster) -> Placement:

@@ -17,8 +17,8 @@ from realrl.planner.cost import CostModel
 from realrl.planner.profile import Profile
 from realrl.program.instructions import Load, Run
 from realrl.program.memory import Memory
-from realrl.runtime.allocations import allocations
-from realrl.runtime.ledger import Ledger
+from realrl.runtime.allocations import Allocations, allocations
+from realrl.runtime.ledger import KEPT_STEPS, Ledger
 from realrl.runtime.measure import Meter, Span, StepTimes, offset
 from realrl.runtime.train import Record, train
 from tests.conftest import World
@@ -57,6 +57,18 @@ def test_folding_on_the_way_changes_no_peak() -> None:
         assert found.peak == 30 * KIB
         c = kib(11)
     assert found.peak == 31 * KIB and len(b) + len(c) == 31 * KIB
+
+
+def test_memory_that_is_given_out_again_has_come_back() -> None:
+    found = Allocations()
+    for address, size in ((100, 50), (200, 30), (230, 20), (400, 7), (140, 80), (230, -20), (230, -20)):
+        found.count(address, size)
+    # The fifth block lies where the first two did; the third and the fourth are still there.
+    assert found.peak == 80 + 20 + 7
+    found.count(500, 20)
+    assert found.peak == 107
+    found.count(520, 1)
+    assert found.peak == 108
 
 
 def test_what_the_backward_pass_allocates_counts() -> None:
@@ -133,6 +145,14 @@ def test_steps_count_from_the_end_of_the_one_before_and_the_first_not_at_all() -
     assert ledger.step.counted == [3.0, 3.5, 2.0]
 
 
+def test_of_a_long_run_the_last_steps_are_kept() -> None:
+    ledger = Ledger()
+    count = KEPT_STEPS + 5
+    ledger.add([[StepTimes(2.0 * n, 2.0 * n + 1, (Span("move", n, n + 0.5),)) for n in range(count)]], [0.0])
+    for times in (ledger.step, ledger.spans["move"]):
+        assert len(times.seconds) == KEPT_STEPS and len(times.counted) == KEPT_STEPS - 1
+
+
 def check(costs: Comparison, run_dir: Path) -> None:
     """Every call has figures, and memory holds at least what lies there."""
     experiment = load_experiment(str(run_dir / "config.yaml"))
@@ -189,6 +209,35 @@ def test_costs_are_there_before_the_run_ends(world: World, tmp_path: Path) -> No
 
     train(load_experiment(str(world.recipe("sft", tmp_path, **changes(world, "sft", tmp_path)))), Looking())
     assert seen == [(0, False), (2, True), (4, True), (5, True)]
+
+
+def test_comparing_takes_little_of_the_time(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("realrl.runtime.costs._REST", 1e9)
+    seen: list[tuple[int, int]] = []
+
+    class Looking(Silent):
+        def record(self, record: Record) -> None:  # type: ignore[override]
+            if record.kind == "eval" and record.step > 0:
+                seen.append((record.step, Comparison.load(tmp_path / "run").step.steps))
+
+    train(load_experiment(str(world.recipe("sft", tmp_path, **changes(world, "sft", tmp_path)))), Looking())
+    assert seen == [(2, 1), (4, 1), (5, 1)]
+    assert Comparison.load(tmp_path / "run").step.steps == 4
+
+
+def test_a_prediction_that_fails_costs_no_run(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("nothing by nothing")
+
+    monkeypatch.setattr("realrl.runtime.compare.estimate", fail)
+    costs = Comparison.load(run(world, "sft", tmp_path))
+    assert costs.predicted_step_seconds is None and costs.step.steps == 4
+    error = capsys.readouterr().err
+    assert error.count("what steps cost is not predicted: ZeroDivisionError: nothing by nothing") == 1
 
 
 def test_a_run_calibrates_the_prediction_of_its_own_calls(finished: Mapping[str, Path]) -> None:

@@ -1,7 +1,9 @@
 """Will it fit? Which device does not, what of, and a change with which everything does."""
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -15,7 +17,8 @@ from realrl.runtime.compile import Compiled, compile_recipe
 from realrl.runtime.fit import device_memory, fullest
 from realrl.runtime.fit_check import check_fit
 from realrl.runtime.gpu import Gpu
-from realrl.runtime.scenario import memory_spec, spec_of, written_cluster
+from realrl.runtime.host import host_memory
+from realrl.runtime.scenario import check_kind, memory_spec, spec_of, written_cluster
 from tests.conftest import World
 
 PPO = str(Path(__file__).parents[2] / "recipes" / "reference" / "ppo.yaml")
@@ -147,6 +150,17 @@ def test_one_change_is_not_always_enough(tmp_path: Path) -> None:
     )
 
 
+def test_offloading_is_no_help_where_host_and_device_share_their_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_file(tmp_path, **{"actor__generate": WIDE})
+    more = ("cluster=1x8", "device=cpu", plan)
+    monkeypatch.setattr("realrl.runtime.fit_check._SECONDS", 1.0)
+    assert "with actor in offload_optimizer" in refusal(*more, "device_memory=40GiB")
+    monkeypatch.setattr("realrl.runtime.scenario.host_memory", lambda: 8 * 40 << 30)
+    assert "offload" not in refusal(*more).rpartition(";")[2]
+
+
 def test_a_search_is_suggested_with_what_it_finds() -> None:
     sentence = refusal("plan=symmetric")
     assert re.search(r"; plan=search finds one that needs [\d.]+ GiB \([\d.]+ s a step\)$", sentence)
@@ -195,6 +209,57 @@ def test_a_plan_that_this_machine_cannot_hold_is_refused_before_any_process_star
 
 
 @pytest.mark.parametrize(
+    ("files", "own", "found"),
+    [
+        ({}, "", 8192),
+        ({"memory.max": "max"}, "0::/\n", 8192),
+        ({"memory.max": "5000"}, "0::/\n", 5000),
+        ({"a/b/memory.max": "max", "a/memory.max": "3000", "memory.max": "9000"}, "0::/a/b\n", 3000),
+        ({"memory/x/memory.limit_in_bytes": "700"}, "5:cpu:/x\n4:cpuset,memory:/x\n0::/\n", 700),
+        ({"memory/memory.limit_in_bytes": "9223372036854771712"}, "4:memory:/elsewhere\n", 8192),
+    ],
+)
+def test_containers_may_use_what_their_control_groups_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], own: str, found: int
+) -> None:
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2}.__getitem__)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "own").write_text(own)
+    assert host_memory(tmp_path, tmp_path / "own") == found
+
+
+@pytest.mark.parametrize(
+    ("device", "cluster", "here", "mistake"),
+    [
+        ("auto", "1x2", "cpu", None),
+        ("auto", "cpu:1x2", "cpu", None),
+        ("auto", "h100:1x2", Gpu("Voodoo 2", 5 << 30), None),
+        (
+            "auto",
+            "h100:1x2",
+            "cpu",
+            "cluster=h100:1x2 names h100, but this run computes on CPUs; set cluster=1x2",
+        ),
+        (
+            "auto",
+            "cpu:1x2",
+            Gpu("Voodoo 2", 5 << 30),
+            "names cpu, but this run computes on Voodoo 2; set cluster=1x2",
+        ),
+        ("cuda", "1x2", "cpu", "device=cuda, but torch finds no GPU here; use device=cpu"),
+    ],
+)
+def test_a_run_on_other_devices_than_it_names_is_refused(
+    world: World, tmp_path: Path, device: str, cluster: str, here: Gpu | Literal["cpu"], mistake: str | None
+) -> None:
+    experiment = load_experiment(str(world.recipe("sft", tmp_path, cluster=cluster, device=device)))
+    with nullcontext() if mistake is None else pytest.raises(UserError, match=mistake):
+        check_kind(experiment, Cluster(1, 2), here)
+
+
+@pytest.mark.parametrize(
     ("text", "kinds"),
     [("h100:1x2", ["h100"]), ("a100-80g:1x2+h100:1x2", ["a100-80g", "h100"]), ("1x2", None)],
 )
@@ -217,9 +282,10 @@ def test_a_recipe_may_name_the_kind_of_device(
         ("auto", "3GiB", None, "gpu", 3 << 30),
         ("cpu", "3GiB", None, "cpu", 3 << 30),
         ("auto", "3GiB", "cpu", "cpu", 3 << 30),
+        ("auto", None, "cpu", "cpu", 7 << 30),
     ],
 )
-def test_memory_is_that_of_the_recipe_else_of_the_gpu(
+def test_memory_is_that_of_the_recipe_else_of_the_machine(
     world: World,
     tmp_path: Path,
     device: str,
@@ -227,10 +293,38 @@ def test_memory_is_that_of_the_recipe_else_of_the_gpu(
     here: Gpu | None,
     kind: str,
     size: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("realrl.runtime.scenario.host_memory", lambda: 7 << 30)
     recipe = world.recipe("sft", tmp_path, device=device, device_memory=device_memory)
     spec = memory_spec(load_experiment(str(recipe)), Cluster(1, 1), here)
     assert (spec.device(0).name, spec.device(0).memory_bytes) == (kind, size)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "here", "size"),
+    [
+        ("h100:1x2", None, DEVICES["h100"].memory_bytes),
+        ("h100:1x2", Gpu("NVIDIA H100 80GB HBM3", 5 << 30), 5 << 30),
+        ("h100:1x2", Gpu("NVIDIA GeForce RTX 4090", 5 << 30), DEVICES["h100"].memory_bytes),
+        ("h100:1x2", Gpu("Voodoo 2", 5 << 30), 5 << 30),
+        ("h100:1x2", "cpu", DEVICES["h100"].memory_bytes),
+        ("cpu:1x2", "cpu", 3 << 30),
+        ("cpu:1x2", Gpu("Voodoo 2", 5 << 30), DEVICES["cpu"].memory_bytes),
+    ],
+)
+def test_a_named_kind_has_the_memory_of_devices_here_only_if_they_may_be_of_it(
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cluster: str,
+    here: Gpu | Literal["cpu"] | None,
+    size: int,
+) -> None:
+    monkeypatch.setattr("realrl.runtime.scenario.host_memory", lambda: 6 << 30)
+    experiment = load_experiment(str(world.recipe("sft", tmp_path, cluster=cluster, device="auto")))
+    spec = spec_of(experiment, Cluster(1, 2), here)
+    assert spec is not None and spec.device(1).memory_bytes == size
 
 
 @pytest.mark.parametrize(

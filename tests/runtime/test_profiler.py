@@ -1,9 +1,8 @@
 """`realrl profile` on a tiny model. No test looks at how long anything takes."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ from realrl.runtime.process import Process
 from realrl.runtime.profiler.bench import Bench
 from realrl.runtime.profiler.clock import Clock
 from realrl.runtime.profiler.passes import Passes
-from realrl.runtime.profiler.point import Point, measure
+from realrl.runtime.profiler.point import Measurer, Pace, Point
 from realrl.runtime.profiler.shard import tensor_rank
 from realrl.runtime.profiler.sizes import Sizes
 from tests.conftest import SHAPE, World
@@ -36,7 +35,18 @@ CPU = torch.device("cpu")
 SHARED = {"prepare", "optimizer"}
 BY_DEGREE = {
     *("enter", "enter_backward", "forward", "backward", "head", "head_backward"),
-    *("scalar", "scalar_backward", "prefill", "start", "decode", "turn", "sample"),
+    *(
+        "bucket_enter",
+        "bucket",
+        "bucket_backward",
+        "scalar",
+        "scalar_backward",
+        "prefill",
+        "start",
+        "decode",
+        "turn",
+        "sample",
+    ),
 }
 COPIES, LINKS = {"copy", "clear", "allocate", "host"}, {"all_reduce", "all_gather", "reduce_scatter", "send"}
 
@@ -185,43 +195,62 @@ def test_files_of_other_machines_are_left_alone(
 def test_a_tensor_rank_alone_computes_with_its_own_part(head: str, tp: int) -> None:
     model = tensor_rank(TINY, head, tp, layers=2, dtype=torch.float32, device=CPU)
     assert model.shard.tp == tp and len(model.shard.queries) == -(-TINY.heads // tp)
-    times = Passes(model, Clock(CPU)).measure(32, 8)
+    times = Passes(model, Clock(CPU)).measure([8] * 4)
     assert len(times) == 6
     if head == "lm":
         hidden = torch.zeros(3, TINY.hidden_size)
         assert model.transformer.logits(hidden).shape == (3, TINY.vocab_size)
 
 
-def test_what_would_take_too_long_is_left_out() -> None:
-    bench = Bench(Process(0, 1, CPU), patience=0.0, repetitions=(1, 1))
-    seconds = {1: 0.1, 10: 1.0, 100: 10.0, 1000: 100.0}
-    row = [
+ONCE = Pace(0.0, (1, 1), limit=15.0, total=60.0)
+
+
+def copied(work: Callable[[int], float], *sizes: int) -> list[Point[CollectiveTime]]:
+    """Copies of sizes that take as long as `work` says."""
+    return [
         Point(
-            (CollectiveTime(kind="copy", ranks=1, bytes=size, seconds=1.0),), lambda t=time: {"copy": t}, size
+            (CollectiveTime(kind="copy", ranks=1, bytes=size, seconds=1.0),),
+            lambda size=size: {"copy": work(size)},
+            size,
         )
-        for size, time in seconds.items()
+        for size in sizes
     ]
-    entries: dict = {}
+
+
+@pytest.mark.parametrize(
+    ("pace", "rows", "expected"),
+    [
+        (ONCE, [(1, 10, 100, 1000)], {1, 10, 100}),
+        (ONCE, [(10, 20), (500,), (30,)], {10, 20, 30}),
+        (replace(ONCE, total=-1.0), [(1, 10), (2, 20)], {1, 2}),
+    ],
+)
+def test_what_would_take_too_long_is_left_out(
+    pace: Pace, rows: list[tuple[int, ...]], expected: set[int]
+) -> None:
     told: list[None] = []
-    assert measure(row, entries, bench, limit=15.0, done=lambda: told.append(None)) == 1
-    assert {c.bytes: c.seconds for c in entries.values()} == {1: 0.1, 10: 1.0, 100: 10.0}
-    assert len(told) == len(row)
+    entries: dict = {}
+    measurer = Measurer(entries, bench(), pace, lambda: told.append(None))
+    for sizes in rows:
+        measurer.measure(copied(lambda size: 0.1 * size, *sizes))
+    assert {c.bytes for c in entries.values()} == expected
+    assert len(told) == sum(map(len, rows)) and measurer.left_out == len(told) - len(expected)
 
 
 def test_what_does_not_fit_is_left_out_with_all_that_is_larger() -> None:
-    def work(size: int) -> Mapping[str, float]:
+    def work(size: int) -> float:
         if size > 10:
             raise torch.OutOfMemoryError
-        return {"copy": 0.1}
+        return 0.1
 
-    row = [
-        Point((CollectiveTime(kind="copy", ranks=1, bytes=size, seconds=1.0),), partial(work, size), size)
-        for size in (1, 10, 100, 1000)
-    ]
-    bench = Bench(Process(0, 1, CPU), patience=0.0, repetitions=(1, 1))
     entries: dict = {}
-    assert measure(row, entries, bench, limit=15.0, done=lambda: None) == 2
-    assert sorted(c.bytes for c in entries.values()) == [1, 10]
+    measurer = Measurer(entries, bench(), ONCE, lambda: None)
+    measurer.measure(copied(work, 1, 10, 100, 1000))
+    assert sorted(c.bytes for c in entries.values()) == [1, 10] and measurer.left_out == 2
+
+
+def bench() -> Bench:
+    return Bench(Process(0, 1, CPU), patience=0.0, repetitions=(1, 1))
 
 
 @given(

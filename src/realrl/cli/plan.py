@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -30,7 +31,7 @@ Cluster = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Out = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Write the plan file, for plan=FILE in a recipe.")
+    str | None, typer.Option(metavar="FILE", help="Write the plan file, a .yaml, for plan=FILE in a recipe.")
 ]
 Html = Annotated[
     str | None, typer.Option(metavar="FILE", help="Write a page with everything, to open offline.")
@@ -60,7 +61,7 @@ Seconds = Annotated[
         show_default=False,
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Of the search.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of the search.")]
 Profile = Annotated[
     str | None,
     typer.Option(
@@ -118,7 +119,7 @@ def plan(
             return
     if recipe is None:
         raise UserError("name a recipe, a YAML file, to plan for")
-    files = plan_input.files_to_write(out=out, html=html, trace=trace)
+    files = plan_input.files_to_write(recipe, cluster, profile, lengths, out=out, html=html, trace=trace)
     counts, goal = plan_input.parse_nodes(nodes), plan_input.parse_goal(objective)
     plan_input.check_seconds(seconds)
     experiment = load_experiment(recipe, overrides or [])
@@ -132,20 +133,28 @@ def plan(
         from realrl.cli.plan_tables import print_report
 
         print_report(report, source)
+    title = f"{experiment.algorithm.upper()} on {report.scenario.spec.name}"
     for name, file in files.items():
-        if name == "out":
-            report.chosen.plan.save(file)
-        elif name == "html":
-            from realrl.cli.plan_page import write_page
-
-            title = f"{experiment.algorithm.upper()} on {report.scenario.spec.name}"
-            write_page(report, file, title, source=source, command=shlex.join(["realrl", *sys.argv[1:]]))
-        else:
-            from realrl.planner.predicted_trace import predict_trace
-            from realrl.program.trace import write_trace
-
-            write_trace(file, predict_trace(report.scenario, report.chosen.plan), "predicted")
+        try:
+            _write(report, name, file, title, source)
+        except OSError as error:
+            raise UserError(f"--{name} {file}: {error.strerror}") from None
         typer.echo(f"{name}: {file}", err=as_json)
+
+
+def _write(report: "PlanReport", name: str, file: Path, title: str, source: str) -> None:
+    """The file of an option."""
+    if name == "out":
+        report.chosen.plan.save(file)
+    elif name == "html":
+        from realrl.cli.plan_page import write_page
+
+        write_page(report, file, title, source=source, command=shlex.join(["realrl", *sys.argv[1:]]))
+    else:
+        from realrl.planner.predicted_trace import predict_trace
+        from realrl.program.trace import write_trace
+
+        write_trace(file, predict_trace(report.scenario, report.chosen.plan), "predicted")
 
 
 def _report(
@@ -162,6 +171,7 @@ def _report(
     from realrl.planner.plan_search import Wanted
     from realrl.planner.remedies import no_plan
     from realrl.planner.report_make import make_report
+    from realrl.planner.report_sizes import on_cluster
     from realrl.planner.search.shortage import DoesNotFit
 
     wanted = Wanted(experiment.micro_batch_tokens, experiment.recompute)
@@ -171,4 +181,6 @@ def _report(
                 scenario, nodes=nodes, objective=objective, seconds=seconds, seed=seed, wanted=wanted
             )
     except DoesNotFit as error:
+        if nodes:
+            scenario = on_cluster(scenario, scenario.spec.with_nodes(max(nodes)))
         raise no_plan(scenario, error.shortage, wanted) from None

@@ -1,6 +1,7 @@
 """What `realrl plan` is given besides a recipe: a cluster, measured lengths, a profile, and files to write."""
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,19 @@ def read_lengths(path: str) -> Lengths:
     if not isinstance(content, dict) or not content.keys() <= {"prompts", "answers"}:
         raise UserError(f'--lengths: {file} must hold {{"prompts": [..], "answers": [..]}}')
     return Lengths(*(_numbers(content.get(key), f"{file}: {key}") for key in ("prompts", "answers")))
+
+
+def _check_lengths(lengths: Lengths, experiment: "Experiment") -> None:
+    """UserError for lengths that records of the recipe cannot have. Answers may be longer: generation cuts them
+    off."""
+    generates = hasattr(experiment, "generation")
+    name = "max_prompt_tokens" if generates else "max_tokens"
+    most = getattr(experiment.data, name)
+    for tokens in lengths.prompts or ():
+        if not 0 < tokens <= most:
+            raise UserError(f"--lengths: prompts: {tokens} is not between 1 and data.{name}={most}")
+    if generates and 0 in (lengths.answers or ()):
+        raise UserError("--lengths: answers: every answer must have at least 1 token")
 
 
 def _numbers(value: object, where: str) -> tuple[int, ...] | None:
@@ -95,6 +109,7 @@ def read_scenario(
 
     spec, remark = choose_devices(cluster, experiment)
     known = read_lengths(lengths) if lengths else Lengths()
+    _check_lengths(known, experiment)
     path = profile or experiment.profile
     measured = Profile.load(path) if path else None
     scenario = make_scenario(experiment, spec, profile=measured, prompts=known.prompts, answers=known.answers)
@@ -114,8 +129,10 @@ def check_seconds(seconds: float | None) -> None:
         raise UserError(f"--seconds: {seconds:g} must be above 0")
 
 
-def files_to_write(**paths: str | None) -> dict[str, Path]:
-    """Option -> the file that it names, for those that are given; UserError for one that cannot be written."""
+def files_to_write(*sources: str | None, **paths: str | None) -> dict[str, Path]:
+    """Option -> the file that it names, for those that are given; UserError for one that cannot be written, or is
+    one of the `sources` that are read, or named twice."""
+    taken = {Path(source).resolve(): source for source in sources if source is not None}
     files = {}
     for option, path in paths.items():
         if path is None:
@@ -125,4 +142,11 @@ def files_to_write(**paths: str | None) -> dict[str, Path]:
             raise UserError(f"--{option} {path}: there is no directory {file.parent}")
         if file.is_dir():
             raise UserError(f"--{option} {path}: this is a directory; name a file in it")
+        if not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise UserError(f"--{option} {path}: this file cannot be written")
+        if file.resolve() in taken:
+            raise UserError(f"--{option} {path}: this file is {taken[file.resolve()]}; name another one")
+        taken[file.resolve()] = f"that of --{option}"
+    if "out" in files and files["out"].suffix not in (".yaml", ".yml"):
+        raise UserError(f"--out {files['out']}: the name of a plan file ends in .yaml")
     return files

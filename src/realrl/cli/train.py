@@ -46,7 +46,7 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     from realrl.runtime.gpu import ask_machine
     from realrl.runtime.launch import check_local
     from realrl.runtime.rundir import RunDirectory
-    from realrl.runtime.scenario import search_spec
+    from realrl.runtime.scenario import check_kind, search_spec
     from realrl.runtime.searched_plan import cached_plan
 
     searches = experiment.plan == SEARCH
@@ -57,6 +57,7 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
         return None
     check_local(cluster)
     here, plan = ask_machine(experiment.device), None
+    check_kind(experiment, cluster, here)
     if compiled is None:
         plan = cached_plan(experiment, search_spec(experiment, cluster, here), partial(typer.echo, err=True))
         compiled = compile_recipe(experiment, cluster, plan)

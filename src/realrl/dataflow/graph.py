@@ -72,6 +72,10 @@ class DataflowGraph:
         """The calls of a role, in the order they run."""
         return tuple(call for call in self.order if call.role == role)
 
+    def home(self, role: str) -> Call:
+        """The call where a role lives between steps: where it is trained, else where it is first used."""
+        return max(self.role_calls(role), key=lambda call: call.kind is Kind.TRAIN)
+
     def trained(self, role: str) -> bool:
         """Whether a step updates the role's parameters."""
         return any(call.kind is Kind.TRAIN for call in self.calls if call.role == role)

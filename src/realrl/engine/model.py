@@ -1,6 +1,6 @@
 """A role's model in one layout: flat parameters, and what can be computed with them without training."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -114,8 +114,15 @@ class Model:
         return micro_batches(costs, budget)
 
     @torch.no_grad()
-    def infer(self, batch: Batch, method: InferenceMethod, budget: int) -> tuple[Batch, Metrics]:
-        """Run an inference call on this rank's items, at most `budget` tokens at a time.
+    def infer(
+        self,
+        batch: Batch,
+        method: InferenceMethod,
+        budget: int,
+        turn: Callable[[], None] = lambda: None,
+    ) -> tuple[Batch, Metrics]:
+        """Run an inference call on this rank's items, at most `budget` tokens at a time; `turn` is called after
+        each micro-batch.
 
         On the last stage, returns the batch with the call's outputs among its fields, and figures added up
         over data-parallel ranks; on the others the batch as it was, and no figures.
@@ -127,6 +134,7 @@ class Model:
                 slots = collected.setdefault(key, [None] * len(batch))
                 for position, row in zip(positions, field.to(torch.device("cpu")).rows(), strict=True):
                     slots[position] = row
+            turn()
         self.pipeline.finish()
         if not self.shard.last:
             return batch, Metrics()

@@ -1,6 +1,6 @@
 """Training: gradients over micro-batches, stages and ranks, one optimizer step per mini-batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,11 +54,13 @@ class Trainer:
         lr: float,
         budget: int,
         recompute: bool = False,
+        turn: Callable[[], None] = lambda: None,
     ) -> Metrics:
         """Run a train call on this rank's items.
 
         `minibatches` are positions in `batch`, as many and in the same order on every rank of the group.
         `budget` is the most tokens of a micro-batch; with `recompute` only inputs of layers are kept of it.
+        `turn` is called after each of its passes.
         Losses are sums divided by their global weight, so neither micro-batches nor any parallelism change
         them. Returns figures added up over data-parallel ranks.
         """
@@ -67,7 +69,7 @@ class Trainer:
         reduce_metrics(metrics, data, model.device)
         steps = [positions for _ in range(method.epochs) for positions in minibatches]
         for positions in steps:
-            figures = self._gradients(batch.select(positions), method, budget, recompute)
+            figures = self._gradients(batch.select(positions), method, budget, recompute, turn)
             metrics.update(figures)
             if method.stop(figures.result()):
                 self.optimizer.discard()
@@ -78,7 +80,9 @@ class Trainer:
         metrics.update(method.finish())
         return metrics
 
-    def _gradients(self, batch: Batch, method: TrainMethod, budget: int, recompute: bool) -> Metrics:
+    def _gradients(
+        self, batch: Batch, method: TrainMethod, budget: int, recompute: bool, turn: Callable[[], None]
+    ) -> Metrics:
         """Accumulate the gradient of one mini-batch; its figures over data-parallel ranks, on every stage."""
         model = self.model
         weight = torch.tensor(float(method.weight(batch)), device=model.device)
@@ -96,6 +100,7 @@ class Trainer:
                 passes[action.micro_batch] = self._forward(part, method, weight, figures, recompute)
             else:
                 self._backward(passes.pop(action.micro_batch))
+            turn()
         model.pipeline.finish()
         reduce_metrics(figures, model.parallel.data, model.device)
         return model.pipeline.figures_from_last(figures)

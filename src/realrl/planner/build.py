@@ -124,9 +124,8 @@ class _Builder:
         """The option, and what offloading makes of it."""
         graph, cost, memory = self.scenario.graph, self.scenario.cost, self.scenario.memory
         model = self.scenario.models[call.role]
-        home = max(graph.role_calls(call.role), key=lambda c: c.kind is Kind.TRAIN)
         found = [option]
-        if home != call or not self.choices.offload:
+        if graph.home(call.role) != call or not self.choices.offload:
             return found
         rank = option.placement.mesh.first
         state = option.resident_bytes - option.weights_bytes

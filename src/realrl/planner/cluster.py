@@ -20,6 +20,9 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh
 from realrl.planner.devices import DeviceKind, device_kind
 
+MOST_DEVICES = 1 << 12
+"""Of a cluster. With four times as many, listing what there is to choose from alone takes minutes."""
+
 
 @dataclass(frozen=True)
 class NodeGroup:
@@ -56,6 +59,8 @@ class ClusterSpec:
     def __post_init__(self) -> None:
         if not self.groups:
             raise UserError(f"cluster {self.name} has no groups of nodes")
+        if self.size > MOST_DEVICES:
+            raise UserError(f"cluster {self.name} has {self.size:,} devices; {MOST_DEVICES:,} can be planned")
 
     @property
     def size(self) -> int:
@@ -112,16 +117,14 @@ class ClusterSpec:
                 yield from (Mesh(first + n * per, nodes * per) for n in range(group.nodes - nodes + 1))
             first += group.size
 
-    def price_per_hour(self, mesh: Mesh | None = None) -> float:
-        """Price of the devices of a mesh, or of all; UserError where a price is not given."""
-        parts = [(g, g.size) for g in self.groups] if mesh is None else [(self.group(mesh), mesh.size)]
+    @property
+    def price_per_hour(self) -> float | None:
+        """Price of all devices; None unless that of each is given."""
         total = 0.0
-        for group, devices in parts:
+        for group in self.groups:
             if group.price_per_device_hour is None:
-                raise UserError(
-                    f"cluster {self.name}: {group} has no price; give price_per_device_hour in its YAML file"
-                )
-            total += group.price_per_device_hour * devices
+                return None
+            total += group.price_per_device_hour * group.size
         return total
 
     def with_nodes(self, nodes: int) -> "ClusterSpec":

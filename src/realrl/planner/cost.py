@@ -111,7 +111,8 @@ class CostModel:
 
     def offload(self, number_bytes: float, rank: int = 0) -> float:
         """Seconds of one copy of so many bytes per device between device and host memory."""
-        measured = self.profile.collective("host", 1, 1, number_bytes) if self.profile else None
+        profile = self._profile_of(rank)
+        measured = profile.collective("host", 1, 1, number_bytes) if profile else None
         width = self.spec.device(rank).host_bytes_per_s * self.efficiency.host_link
         return number_bytes / width if measured is None else measured
 
@@ -128,7 +129,7 @@ class CostModel:
         group, strategy = self.spec.group(placement.mesh), placement.strategy
         key = (model.shape, model.head, strategy.tp)
         sizes = self._sizes.setdefault(key, LocalSizes(*key))
-        profile = self._profile_of(placement)
+        profile = self._profile_of(placement.mesh.first)
         width = model.width(strategy)
         timing = Timing(group.device, self.efficiency, sizes, width, strategy.sequence_parallel, profile)
         network = Network.of(group, placement, self.efficiency, profile)
@@ -141,12 +142,12 @@ class CostModel:
         return self._transfers[key]
 
     def _correction(self, call: Call, model: Stored, placement: Placement) -> float:
-        profile = self._profile_of(placement)
+        profile = self._profile_of(placement.mesh.first)
         return correction(profile.corrections, call, model, placement.strategy) if profile else 1.0
 
-    def _profile_of(self, placement: Placement) -> Profile | None:
-        """The profile, if it is of the devices of a placement."""
-        device = self.spec.group(placement.mesh).device.name
+    def _profile_of(self, rank: int) -> Profile | None:
+        """The profile, if it is of such devices as a rank's."""
+        device = self.spec.device(rank).name
         return self.profile if self.profile and self.profile.device == device else None
 
 

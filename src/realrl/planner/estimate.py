@@ -25,6 +25,8 @@ class CallEstimate:
     flops: float
     """Arithmetic of the model in all, without what is computed again: 2 per parameter and token forward, 4
     backward, and attention."""
+    peak_flops: float
+    """Of all devices of the cluster, per second, in the type that the call computes in."""
 
     @property
     def seconds(self) -> float:
@@ -104,8 +106,6 @@ class Estimate:
     """A step among many, where devices that have ended one begin with the next."""
     tokens: float
     """Tokens of a step, prompts and answers."""
-    peak_flops: float
-    """Of all devices of the cluster, per second, in the type of the first trained role."""
     calls: Mapping[str, CallEstimate]
     """In the order they start."""
     moves: tuple[MoveEstimate, ...]
@@ -150,8 +150,8 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: the model's arithmetic in relation to what the cluster could do."""
-        return sum(c.flops for c in self.calls.values()) / (self.repeated_seconds * self.peak_flops)
+        """Model FLOPs utilisation: the models' arithmetic in relation to what the cluster could do."""
+        return sum(c.flops / c.peak_flops for c in self.calls.values()) / self.repeated_seconds
 
     @cached_property
     def terms(self) -> Mapping[str, float]:

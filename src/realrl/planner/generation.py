@@ -50,16 +50,16 @@ def generation(setting: Setting) -> Mapping[str, float]:
     """
     timing, strategy, work = setting.timing, setting.strategy, setting.work
     chunks = split_work(work, strategy, timing.efficiency.generation_chunks_per_stage)
-    size = (chunks.tokens, chunks.squares)
+    size = setting.size(chunks)
     room = chunks.sequences * (max(work.lengths) + work.room)
-    enter = timing.enter(*size)
+    enter = timing.enter(size)
     ends = Ends(
         enter + timing.allocate(_cache_bytes(setting, room)),
-        last=timing.start(*size, chunks.sequences) - enter,
+        last=timing.start(size, chunks.sequences) - enter,
         told_first=setting.exchanges(chunks.tokens).device / 2,
         told_last=setting.sample_exchanges(chunks.sequences),
     )
-    terms = forward_pass(setting, chunks, timing.prefill(*size), ends)
+    terms = forward_pass(setting, chunks, timing.prefill(size), ends)
     turns = -(-chunks.count // strategy.pp)
     terms["decode"] = 0.0
     for stretch in stretches(work, chunks.sequences):
@@ -99,16 +99,15 @@ def _turn(setting: Setting, chunks: Chunks, stretch: Stretch) -> dict[str, float
     told = [n * exchanges.device + end for n, end in zip(layers, ends.told(len(layers)), strict=True)]
     waits = [n * wait for n in layers]
     waits[-1] += sample.wait
-    stages = [sum(parts) for parts in zip(own, told, waits, strict=True)]
+    # Each stage receives once and sends once; the last hop is that of the tokens drawn, back to the first stage.
+    hop = setting.hop(rows)
+    stages = [sum(parts) + hop for parts in zip(own, told, waits, strict=True)]
     slowest = stages.index(max(stages))
     under_way = min(chunks.count, len(layers))
-    # The last hop is that of the tokens drawn, back to the first stage.
-    hops = len(layers) * setting.hop(rows)
-    idle = max(0.0, sum(stages) + hops - under_way * stages[slowest])
     return {
         "decode": under_way * own[slowest],
         "tensor": under_way * told[slowest],
         "launch": under_way * waits[slowest],
-        "pipeline": min(hops, idle),
-        "bubble": max(0.0, idle - hops),
+        "pipeline": under_way * hop,
+        "bubble": max(0.0, sum(stages) - under_way * stages[slowest]),
     }

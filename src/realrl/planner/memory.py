@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from realrl.config.errors import UserError
 from realrl.config.shape import Head, ModelShape
+from realrl.config.units import format_bytes
 from realrl.dataflow.call import Call, Kind
 from realrl.layout.chunks import CHUNK_BYTES
 from realrl.layout.ranges import stage_layers
@@ -11,6 +13,7 @@ from realrl.plan.placement import Placement
 from realrl.planner.activations import Activations, Parts
 from realrl.planner.batching import split_work
 from realrl.planner.cluster import ClusterSpec
+from realrl.planner.devices import DeviceKind
 from realrl.planner.efficiency import Efficiency
 from realrl.planner.sizes import LocalSizes, buckets
 from realrl.planner.workload import Workload
@@ -32,9 +35,7 @@ and leaves no holes."""
 class MemoryNeed:
     """Bytes on one device: `static` as long as a role is there, `dynamic` only while a call runs.
 
-    static: parameters, gradients, optimizer. dynamic: activations, logits, cache, fragmentation. The sum
-    of two needs is that of a device that holds both and runs one at a time: static parts add up, of the
-    dynamic ones the larger counts.
+    static: parameters, gradients, optimizer. dynamic: activations, logits, cache, fragmentation.
     """
 
     static: Mapping[str, int]
@@ -46,29 +47,22 @@ class MemoryNeed:
         return sum(self.static.values())
 
     @property
-    def dynamic_bytes(self) -> int:
-        """What comes and goes."""
-        return sum(self.dynamic.values())
-
-    @property
     def bytes(self) -> int:
         """All of it."""
-        return self.static_bytes + self.dynamic_bytes
-
-    def __add__(self, other: "MemoryNeed") -> "MemoryNeed":
-        names = {**self.static, **other.static}
-        static = {name: self.static.get(name, 0) + other.static.get(name, 0) for name in names}
-        return MemoryNeed(static, max((self, other), key=lambda need: need.dynamic_bytes).dynamic)
-
-
-NOTHING = MemoryNeed({}, {})
-"""Where a sum starts."""
+        return self.static_bytes + sum(self.dynamic.values())
 
 
 class MemoryModel:
     """Bytes of calls on the devices of a cluster."""
 
     def __init__(self, spec: ClusterSpec, efficiency: Efficiency | None = None) -> None:
+        """UserError for devices that have no memory left for a plan."""
+        for kind in (group.device for group in spec.groups):
+            if _usable(kind) <= 0:
+                raise UserError(
+                    f"{kind.name}: {format_bytes(kind.memory_bytes)} are less than what drivers and the buffers of"
+                    " messages take"
+                )
         self.spec = spec
         self.efficiency = efficiency or Efficiency()
         self._sizes: dict[tuple[ModelShape, Head, int], LocalSizes] = {}
@@ -77,8 +71,7 @@ class MemoryModel:
     def capacity(self, rank: int) -> int:
         """Bytes of a rank's device that a plan may use: its memory without what the driver, the communication
         libraries and the buffers of reallocations take."""
-        kind = self.spec.device(rank)
-        return kind.memory_bytes - MESSAGE_BUFFERS * CHUNK_BYTES - (0 if kind.cpu else DRIVER_BYTES)
+        return _usable(self.spec.device(rank))
 
     def parameters(self, model: Stored, placement: Placement) -> int:
         """Bytes of a copy of the parameters on the fullest device of a placement."""
@@ -164,6 +157,10 @@ class MemoryModel:
     def _local(self, model: Stored, placement: Placement) -> LocalSizes:
         key = (model.shape, model.head, placement.strategy.tp)
         return self._sizes.setdefault(key, LocalSizes(*key))
+
+
+def _usable(kind: DeviceKind) -> int:
+    return kind.memory_bytes - MESSAGE_BUFFERS * CHUNK_BYTES - (0 if kind.cpu else DRIVER_BYTES)
 
 
 def _state(elements: int, dp: int, element_bytes: int) -> dict[str, int]:

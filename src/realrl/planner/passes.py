@@ -43,17 +43,17 @@ def training(setting: Setting) -> Mapping[str, float]:
     """Terms of all optimizer steps of a train call, under the 1F1B schedule."""
     timing, strategy, work = setting.timing, setting.strategy, setting.work
     chunks = split_work(work, strategy, timing.efficiency.pass_chunks_per_stage)
-    size = (chunks.tokens, chunks.squares)
-    forward, backward = timing.forward(*size), timing.backward(*size)
+    size = setting.size(chunks)
+    forward, backward = timing.forward(size), timing.backward(size)
     exchanges = setting.exchanges(chunks.tokens)
     rounds = 3 if strategy.recompute else 2
     device = backward.device + forward.device * (rounds - 1)
     host = backward.host + forward.host * (rounds - 1)
     layer = Part(device, host + rounds * exchanges.host)
     ends = Ends(
-        timing.enter(*size),
-        timing.enter_backward(*size),
-        timing.head(*size) + timing.head_backward(*size),
+        timing.enter(size),
+        timing.enter_backward(size),
+        timing.head(size) + timing.head_backward(size),
         exchanges.device / 2,
         setting.head_exchanges(chunks.tokens) + setting.head_exchanges_backward(chunks.tokens),
     )
@@ -78,13 +78,13 @@ def _gradients(setting: Setting, elements: int, last_pass: float) -> float:
 
     Parameters of which tensor ranks or stages each have a part of the gradient must be completed before.
     """
-    network = setting.network
-    seconds = network.data.reduce_scatter(4 * elements)
+    network, parts = setting.network, buckets(elements)
+    seconds = parts * network.data.reduce_scatter(4 * elements / parts)
     small = 3 * network.data.all_reduce(_SMALL)
     completion = _completion(setting)
     if completion:
         return small + completion + seconds
-    return small + max(seconds - last_pass * setting.overlap, seconds / buckets(elements))
+    return small + max(seconds - last_pass * setting.overlap, seconds / parts)
 
 
 def _completion(setting: Setting) -> float:
@@ -103,22 +103,23 @@ def _completion(setting: Setting) -> float:
 
 def _parameters(setting: Setting, elements: int, update: float) -> float:
     """Collecting parameters: while the next bucket is updated."""
-    seconds = setting.network.data.all_gather(setting.timing.element_bytes * elements)
-    return max(seconds - update * setting.overlap, seconds / buckets(elements))
+    parts = buckets(elements)
+    seconds = parts * setting.network.data.all_gather(setting.timing.element_bytes * elements / parts)
+    return max(seconds - update * setting.overlap, seconds / parts)
 
 
 def inference(setting: Setting) -> Mapping[str, float]:
     """Terms of an inference call."""
     timing, strategy = setting.timing, setting.strategy
     chunks = split_work(setting.work, strategy, timing.efficiency.pass_chunks_per_stage)
-    size = (chunks.tokens, chunks.squares)
+    size = setting.size(chunks)
     ends = Ends(
-        timing.enter(*size),
-        last=timing.head(*size),
+        timing.enter(size),
+        last=timing.head(size),
         told_first=setting.exchanges(chunks.tokens).device / 2,
         told_last=setting.head_exchanges(chunks.tokens),
     )
-    return forward_pass(setting, chunks, timing.forward(*size), ends)
+    return forward_pass(setting, chunks, timing.forward(size), ends)
 
 
 def forward_pass(setting: Setting, chunks: Chunks, layer: Part, ends: Ends) -> dict[str, float]:

@@ -152,13 +152,13 @@ def preset_plans(scenario: Scenario, wanted: Wanted | None = None) -> dict[str, 
 def at_its_best(scenario: Scenario, plan: Plan) -> Plan:
     """A plan with the micro-batches, and recomputation in training, that make its step shortest, all else as it
     is; the plan itself where none of them fits the memory of the devices."""
-    variants = [_as_candidates(plan)]
+    variants = [plan]
     options = {
         call.name: tuple(_variants(call, plan[call.name], scenario.workload)) for call in scenario.graph.calls
     }
     for i in range(max(map(len, options.values()))):
         placements = {name: found[min(i, len(found) - 1)] for name, found in options.items()}
-        variants.append(_as_candidates(replace(plan, placements=placements)))
+        variants.append(replace(plan, placements=placements))
     problem = build_problem(scenario, choices=Choices(micro_batch_tokens=(), offload=False), include=variants)
     try:
         result = search(problem, seconds=_SECONDS_FOR_PRESET, effort=_LITTLE)

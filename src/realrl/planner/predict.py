@@ -31,19 +31,11 @@ def estimate(scenario: Scenario, plan: Plan) -> Estimate:
         simulation.step_seconds,
         simulation.repeated_seconds,
         scenario.workload.tokens,
-        _peak_flops(scenario),
         _calls(scenario, plan, durations, simulation),
         tuple(_moves(scenario, programs, simulation)),
         simulation.slices(0),
         footprints(scenario, memory, programs),
     )
-
-
-def _peak_flops(scenario: Scenario) -> float:
-    trained = (role for role in scenario.graph.roles if scenario.graph.trained(role))
-    role = next(trained, scenario.graph.roles[0])
-    width = scenario.models[role].element_bytes
-    return sum(group.size * group.device.flops(width) for group in scenario.spec.groups)
 
 
 def _calls(
@@ -53,9 +45,11 @@ def _calls(
     for event in _once(simulation):
         if isinstance(event.instruction, Run):
             call = scenario.graph.call(event.instruction.call)
-            flops = call_flops(call, scenario.models[call.role], scenario.workload)
+            model, place = scenario.models[call.role], plan[call.name]
+            flops, width = call_flops(call, model, scenario.workload), model.width(place.strategy)
+            peak = sum(group.size * group.device.flops(width) for group in scenario.spec.groups)
             start, end = event.start + event.waiting, event.start + event.seconds
-            found.append(CallEstimate(call, plan[call.name], durations.terms(call.name), start, end, flops))
+            found.append(CallEstimate(call, place, durations.terms(call.name), start, end, flops, peak))
     found.sort(key=lambda call: call.start)
     return {of.call.name: of for of in found}
 

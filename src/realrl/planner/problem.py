@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from realrl.config.errors import UserError
-from realrl.dataflow.call import Call, Kind
+from realrl.dataflow.call import Call
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Placement
@@ -90,7 +90,7 @@ class Problem:
 
     def home(self, role: str) -> Call:
         """The call whose option says where a role lives."""
-        return max(self.graph.role_calls(role), key=lambda call: call.kind is Kind.TRAIN)
+        return self.graph.home(role)
 
     def limit(self, placement: Placement) -> float:
         """Bytes a plan may use of each device of a placement."""

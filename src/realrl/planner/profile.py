@@ -36,6 +36,9 @@ LayerKind = Literal[
     "head_backward",
     "scalar",
     "scalar_backward",
+    "bucket_enter",
+    "bucket",
+    "bucket_backward",
     "prefill",
     "start",
     "decode",
@@ -49,12 +52,13 @@ LayerKind = Literal[
 enter: what comes before the first layer, packing and embedding. forward: one layer. head, scalar: what comes after
 the last one, log-probabilities or values, and what the method of the call makes of them. These are of inference
 calls; enter_backward, backward, head_backward and scalar_backward are what train calls add to them, so that the
-two together are forward, loss and backward. prefill: one layer, its keys and values stored. start: all else of a
-generate call until it has the first token of each sequence. decode: one layer, one token for each of `sequences`
-with `context` tokens in the cache. turn: what every pipeline stage does besides. sample: what the last one does, to
-draw the tokens. prepare: what a train call does with
-`sequences` before its first mini-batch, for answers of `context` tokens. optimizer: update of `tokens` parameters
-whose gradients have been added up and still are to be cleared."""
+two together are forward, loss and backward. bucket_enter, bucket, bucket_backward: what each further group of
+sequences of like length, which attention on a CPU computes one by one, adds to enter, forward and backward.
+prefill: one layer, its keys and values stored. start: all else of a generate call until it has the first token of
+each sequence. decode: one layer, one token for each of `sequences` with `context` tokens in the cache. turn: what
+every pipeline stage does besides. sample: what the last one does, to draw the tokens. prepare: what a train call
+does with `sequences` before its first mini-batch, for answers of `context` tokens. optimizer: update of `tokens`
+parameters whose gradients have been added up and still are to be cleared."""
 
 WHOLE: tuple[LayerKind, ...] = ("prepare", "optimizer")
 """Measured without tensor parallelism, which they do not depend on."""

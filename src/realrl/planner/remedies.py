@@ -97,7 +97,7 @@ class _Trials:
 
 def _offloading(scenario: Scenario, trials: _Trials) -> Remedy | None:
     choices = trials.wanted.choices
-    if choices.offload:
+    if choices.offload or scenario.spec.groups[0].device.cpu:
         return None
     seconds = trials.step_seconds(scenario, replace(trials.wanted, choices=replace(choices, offload=True)))
     return (

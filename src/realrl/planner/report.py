@@ -74,8 +74,10 @@ class SizeReport:
 
     @property
     def price(self) -> float | None:
-        """Of one step among many; None where prices are not given."""
-        return None if self.price_per_hour is None else self.device_hours / self.devices * self.price_per_hour
+        """Of one step among many; None where prices are not given, infinite if there is no plan."""
+        if self.price_per_hour is None:
+            return None
+        return self.estimate.repeated_seconds / 3600 * self.price_per_hour if self.estimate else math.inf
 
     @property
     def cost(self) -> float:

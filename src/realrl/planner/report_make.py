@@ -47,7 +47,11 @@ def make_report(
 
 
 def _report(scenario: Scenario, best: BestPlan, wanted: Wanted) -> PlanReport:
-    found, result = best.found, best.found.result
+    found, result, plan = best.found, best.found.result, best.estimate.plan
+    # A preset that is better may have no place in the problem, so that nothing is known of its neighbours.
+    choice = result.choice if plan == found.plan else found.problem.choice(plan)
+    step_seconds = best.estimate.step_seconds
+    others = () if choice is None else alternatives(scenario, found.problem, choice, step_seconds)
     return PlanReport(
         scenario,
         best.estimate,
@@ -57,7 +61,7 @@ def _report(scenario: Scenario, best: BestPlan, wanted: Wanted) -> PlanReport:
         result.evaluations,
         {name: len(options) for name, options in found.problem.options.items()},
         {name: _preset(preset, wanted) for name, preset in best.presets.items()},
-        alternatives(scenario, found.problem, result.choice, best.estimate.step_seconds),
+        others,
     )
 
 

@@ -14,7 +14,7 @@ from realrl.planner.predict import estimate
 from realrl.planner.report import SizeReport
 from realrl.planner.report_alternatives import shortage_text
 from realrl.planner.scenario import Scenario
-from realrl.planner.search.cost import ClusterSize, by_nodes
+from realrl.planner.search.nodes import ClusterSize, by_nodes
 from realrl.planner.search.shortage import DoesNotFit
 
 
@@ -25,13 +25,8 @@ def compare_sizes(
 
     `seconds`: of the search, for each. DoesNotFit if there is none even on all nodes.
     """
-    spec, hourly = scenario.spec, prices(scenario.spec)
-
-    def rate(count: int) -> float:
-        return spec.with_nodes(count).size if hourly is None else sum(hourly[:count])
-
-    problem = build_problem(scenario, choices=wanted.choices)
-    parts = by_nodes(problem, nodes, price_per_hour=rate, seconds=seconds, seed=seed)
+    spec, problem = scenario.spec, build_problem(scenario, choices=wanted.choices)
+    parts = by_nodes(problem, nodes, seconds=seconds, seed=seed)
     if parts[-1].shortage is not None:
         raise DoesNotFit(parts[-1].shortage)
     return tuple(
@@ -51,22 +46,12 @@ def on_cluster(scenario: Scenario, spec: ClusterSpec) -> Scenario:
     )
 
 
-def prices(spec: ClusterSpec) -> list[float] | None:
-    """Price of each node for an hour; None unless that of all is given."""
-    found = []
-    for group in spec.groups:
-        if group.price_per_device_hour is None:
-            return None
-        found += [group.price_per_device_hour * group.devices_per_node] * group.nodes
-    return found
-
-
 def size_report(
     scenario: Scenario, found: Estimate | None, gap: float | None, refused: str | None = None
 ) -> SizeReport:
     """The row of a scenario's number of nodes."""
-    spec, hourly = scenario.spec, prices(scenario.spec)
-    return SizeReport(spec.nodes, spec.size, found, gap, refused, None if hourly is None else sum(hourly))
+    spec = scenario.spec
+    return SizeReport(spec.nodes, spec.size, found, gap, refused, spec.price_per_hour)
 
 
 def _part_report(scenario: Scenario, part: ClusterSize, *, wanted: Wanted, seconds: float) -> SizeReport:

@@ -5,9 +5,11 @@ from math import ceil
 
 from realrl.layout.ranges import stage_layers
 from realrl.plan.placement import Strategy
+from realrl.planner.batching import Chunks
 from realrl.planner.logits import CPU_CHUNK, GPU_CHUNK
 from realrl.planner.network import Network
-from realrl.planner.timing import Part, Timing
+from realrl.planner.padding import length_buckets
+from realrl.planner.timing import Part, Size, Timing
 from realrl.planner.workload import CallWork
 
 
@@ -29,6 +31,23 @@ class Setting:
     def overlap(self) -> float:
         """Of computation, that hides communication. On a CPU it is the same cores that do both."""
         return 0.0 if self.timing.device.cpu else self.timing.efficiency.overlap
+
+    def size(self, chunks: Chunks) -> Size:
+        """Of a chunk. On a CPU attention pads sequences to those of like length (`model.packing`), which is what
+        chunks hold, since the longest are packed first."""
+        lengths = self.work.lengths
+        if not self.timing.device.cpu or lengths[0] == lengths[-1]:
+            return Size(chunks.tokens, chunks.squares)
+        each = max(1, round(chunks.sequences))
+        squares, groups, tokens = 0, 0, 0
+        for i in range(chunks.count):
+            part = lengths[len(lengths) * i // chunks.count : len(lengths) * (i + 1) // chunks.count]
+            part = part or lengths[i * len(lengths) // chunks.count :][:1]
+            held = [part[(2 * j + 1) * len(part) // (2 * each)] for j in range(each)]
+            buckets = length_buckets(held)
+            squares += sum(count * length**2 for length, count in buckets)
+            groups, tokens = groups + len(buckets), tokens + sum(held)
+        return Size(chunks.tokens, chunks.tokens * squares / tokens, groups / chunks.count)
 
     def exchanges(self, tokens: float) -> Part:
         """What tensor ranks tell each other in a layer, in one direction: twice the sum of the hidden states.

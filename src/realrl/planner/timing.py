@@ -24,6 +24,22 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Size:
+    """A micro-batch as the model sees it."""
+
+    tokens: float
+    squares: float
+    """Sum of the squared lengths."""
+    buckets: float = 1.0
+    """Groups of sequences of like length in which attention computes them."""
+
+    @property
+    def context(self) -> float:
+        """Length of the sequences, if all had the same."""
+        return self.squares / self.tokens
+
+
+@dataclass(frozen=True)
 class Timing:
     """Times of one tensor rank of a model."""
 
@@ -39,52 +55,52 @@ class Timing:
         """What is used where nothing was measured."""
         return Roofline(self.device, self.efficiency, self.sizes, self.element_bytes, self.sequence_parallel)
 
-    def enter(self, tokens: float, squares: float) -> float:
-        """What comes before the first layer; the roofline leaves it out. squares, here as below: sum of the squared
-        lengths."""
-        return self._measured("enter", tokens, squares / tokens) or 0.0
+    def enter(self, size: Size) -> float:
+        """What comes before the first layer; the roofline leaves it out."""
+        return (self._measured_of("enter", size) or 0.0) + self._more("bucket_enter", size)
 
-    def enter_backward(self, tokens: float, squares: float) -> float:
+    def enter_backward(self, size: Size) -> float:
         """The gradient of the embedding table; the roofline leaves it out."""
-        return self._measured("enter_backward", tokens, squares / tokens) or 0.0
+        return self._measured_of("enter_backward", size) or 0.0
 
-    def forward(self, tokens: float, squares: float) -> Part:
+    def forward(self, size: Size) -> Part:
         """A layer forward."""
-        measured = self._measured("forward", tokens, squares / tokens)
+        measured = self._measured_of("forward", size)
         if measured is not None:
-            return Part(measured)
-        return self._part(self.roofline.layer(tokens, squares), self.efficiency.forward_operations)
+            return Part(measured + self._more("bucket", size))
+        return self._part(self.roofline.layer(size.tokens, size.squares), self.efficiency.forward_operations)
 
-    def backward(self, tokens: float, squares: float) -> Part:
+    def backward(self, size: Size) -> Part:
         """A layer backward without recomputation, its gradient added to that of earlier micro-batches."""
-        measured = self._measured("backward", tokens, squares / tokens)
+        measured = self._measured_of("backward", size)
         if measured is not None:
-            return Part(measured)
+            return Part(measured + self._more("bucket_backward", size))
         elements = sum(outputs * inputs for outputs, inputs in self.sizes.products)
         adding = self.roofline.traffic(self.efficiency.gradient_bytes * elements)
-        device = self.roofline.layer_backward(tokens, squares) + adding
+        device = self.roofline.layer_backward(size.tokens, size.squares) + adding
         return self._part(device, 2 * self.efficiency.forward_operations)
 
-    def head(self, tokens: float, squares: float) -> float:
+    def head(self, size: Size) -> float:
         """The head forward."""
-        measured = self._measured("scalar" if self._scalar else "head", tokens, squares / tokens)
-        return self.roofline.head(tokens) if measured is None else measured
+        measured = self._measured_of("scalar" if self._scalar else "head", size)
+        return self.roofline.head(size.tokens) if measured is None else measured
 
-    def head_backward(self, tokens: float, squares: float) -> float:
+    def head_backward(self, size: Size) -> float:
         """The head backward."""
-        kind: LayerKind = "scalar_backward" if self._scalar else "head_backward"
-        measured = self._measured(kind, tokens, squares / tokens)
-        return self.roofline.head_backward(tokens) if measured is None else measured
+        measured = self._measured_of("scalar_backward" if self._scalar else "head_backward", size)
+        return self.roofline.head_backward(size.tokens) if measured is None else measured
 
-    def prefill(self, tokens: float, squares: float) -> Part:
+    def prefill(self, size: Size) -> Part:
         """A layer forward that fills the cache; the roofline leaves the filling out."""
-        measured = self._measured("prefill", tokens, squares / tokens)
-        return self.forward(tokens, squares) if measured is None else Part(measured)
+        measured = self._measured_of("prefill", size)
+        return self.forward(size) if measured is None else Part(measured + self._more("bucket", size))
 
-    def start(self, tokens: float, squares: float, sequences: float) -> float:
+    def start(self, size: Size, sequences: float) -> float:
         """All of a generation but its layers, until the first token of each sequence."""
-        measured = self._measured("start", tokens, squares / tokens)
-        return self.sample(sequences).device if measured is None else measured
+        measured = self._measured_of("start", size)
+        return (
+            self.sample(sequences).device if measured is None else measured + self._more("bucket_enter", size)
+        )
 
     def decode(self, rows: float, context: float) -> Part:
         """A layer for one more token of `rows` sequences."""
@@ -137,6 +153,13 @@ class Timing:
     def _moved(self, kind: CollectiveKind, number_bytes: float, traffic: float) -> float:
         measured = self.profile.collective(kind, 1, 1, number_bytes) if self.profile else None
         return self.roofline.traffic(traffic) if measured is None else measured
+
+    def _measured_of(self, kind: LayerKind, size: Size) -> float | None:
+        return self._measured(kind, size.tokens, size.context)
+
+    def _more(self, kind: LayerKind, size: Size) -> float:
+        """What groups of sequences after the first one add; the roofline leaves it out."""
+        return (size.buckets - 1) * (self._measured(kind, size.tokens) or 0.0)
 
     def _measured(self, kind: LayerKind, size: float, context: float = 0) -> float | None:
         if self.profile is None:

@@ -1,6 +1,6 @@
 """Seconds of bringing a role's parameters from layout to layout, for many pairs of layouts at once."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,7 +35,7 @@ class Layouts:
     @property
     def codes(self) -> Ints:
         """A number for each, equal exactly where layouts are."""
-        return ((self.first * 4096 + self.size) * 4096 + self.tp) * 4096 + self.pp
+        return ((self.first * 65536 + self.size) * 4096 + self.tp) * 4096 + self.pp
 
     def placements(self) -> list[Placement]:
         """As placements, whose micro-batches say nothing."""
@@ -53,22 +53,6 @@ class Transfers(Protocol):
     def at_least(self, role: str, source: Layouts, target: Layouts) -> Floats:
         """Seconds that each pair takes at the least, wherever meshes of these sizes lie."""
         ...
-
-
-class PairTransfers:
-    """Transfers by a function of one pair, with no bound better than 0."""
-
-    def __init__(self, seconds: Callable[[str, Placement, Placement], float]) -> None:
-        self._seconds = seconds
-
-    def seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
-        """See `Transfers`."""
-        pairs = zip(source.placements(), target.placements(), strict=True)
-        return np.array([self._seconds(role, a, b) if a != b else 0.0 for a, b in pairs], dtype=np.float64)
-
-    def at_least(self, role: str, source: Layouts, target: Layouts) -> Floats:
-        """See `Transfers`."""
-        return np.zeros(len(source.first))
 
 
 class TransferTable:

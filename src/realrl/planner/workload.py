@@ -75,7 +75,7 @@ class Workload:
         """The workload of a recipe, with measured lengths where there are any.
 
         Without them every prompt has `max_prompt_tokens`, every answer `max_new_tokens`, and every training
-        sequence `max_tokens`: the most there can be.
+        sequence `max_tokens`: the most there can be. Longer answers are cut off, as generation does it.
         """
         data = experiment.data
         if not isinstance(experiment, PPOExperiment):
@@ -84,7 +84,7 @@ class Workload:
         return cls(
             data.batch,
             quantiles(prompts or [data.max_prompt_tokens]),
-            quantiles(answers or [longest]),
+            quantiles([min(answer, longest) for answer in answers or [longest]]),
             longest,
             experiment.ppo.epochs,
         )

@@ -28,11 +28,8 @@ WRITER = 0
 
 
 def home_placements(graph: DataflowGraph, plan: Plan) -> dict[str, Placement]:
-    """Where each role's parameters live between steps: where it is trained, else where it is first used."""
-    return {
-        role: plan[max(graph.role_calls(role), key=lambda call: call.kind == "train").name]
-        for role in graph.roles
-    }
+    """Where each role's parameters live between steps."""
+    return {role: plan[graph.home(role).name] for role in graph.roles}
 
 
 def offloaded(plan: Plan) -> set[tuple[str, What]]:

@@ -1,5 +1,6 @@
 """Bytes that tensors take in host memory while something is computed."""
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +22,8 @@ class Allocations:
         self.peak = 0
         """Most bytes of tensors, allocated in the block, that were alive at a time, up to the last `fold`."""
         self._alive: dict[int, int] = {}
+        self._addresses: list[int] = []
+        """Of what is alive, sorted."""
         self._now = 0
 
     def fold(self) -> None:
@@ -39,21 +42,34 @@ class Allocations:
         for event in torch.autograd._disable_profiler().experimental_event_tree():
             about = event.extra_fields
             assert isinstance(about, _ExtraFields_Allocation), "nothing else is asked for"
-            address, size = about.ptr, about.alloc_size
-            # What was there before the block does not count when it goes; and where memory is given out a second
-            # time, another thread, of a collective, has given it back.
-            self._now -= self._alive.pop(address, 0)
-            if size > 0:
-                self._alive[address] = size
-                self._now += size
-                self.peak = max(self.peak, self._now)
+            self.count(about.ptr, about.alloc_size)
+
+    def count(self, address: int, size: int) -> None:
+        """`size` bytes are given out at an address; taken back, where it is negative."""
+        if size <= 0:
+            # What was there before the block does not count when it goes.
+            if address in self._alive:
+                self._drop(bisect_left(self._addresses, address))
+            return
+        # Where memory is given out a second time, another thread, of a collective, has given it back.
+        last = bisect_left(self._addresses, address + size) - 1
+        while last >= 0 and self._addresses[last] + self._alive[self._addresses[last]] > address:
+            self._drop(last)
+            last -= 1
+        self._alive[address] = size
+        insort(self._addresses, address)
+        self._now += size
+        self.peak = max(self.peak, self._now)
+
+    def _drop(self, number: int) -> None:
+        self._now -= self._alive.pop(self._addresses.pop(number))
 
 
 @contextmanager
 def allocations() -> Iterator[Allocations]:
     """Count, exactly, what this thread allocates for tensors inside the block. No other profiler may be at work.
 
-    What another thread gives back, after a collective, counts until its place is taken by something else.
+    What another thread gives back, after a collective, counts until any of its place is given out again.
     Allocations take as long as ever; each costs 4 µs, and until then 2 kB, when the block ends or folds. torch
     itself counts for GPUs only, and a process's resident memory says too much: what was freed may stay in it.
     """

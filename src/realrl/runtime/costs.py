@@ -1,8 +1,10 @@
 """What a run's training steps cost: measured on every rank, compared with the prediction on the one that writes."""
 
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -21,8 +23,10 @@ from realrl.runtime.roles import Roles
 from realrl.runtime.scenario import spec_of
 from realrl.runtime.store import Store
 
-KEPT_LENGTHS = 1 << 16
-"""Lengths kept of a run: the last ones, so that memory stays bounded."""
+KEPT_LENGTHS = 1 << 13
+"""Lengths kept of a run: the last ones, so that memory, and what ranks tell each other, stay bounded."""
+_REST = 100
+"""Times as long as a comparison takes is nothing compared: ranks wait for the one that does."""
 
 
 class Costs:
@@ -35,10 +39,11 @@ class Costs:
         process: Process,
         roles: Roles,
         profile: Profile | None,
+        say: Callable[[str], None],
     ) -> None:
-        """`profile` is for the prediction."""
+        """`profile` is for the prediction. `say` is told why there is none, if there should be."""
         self._experiment, self._compiled, self._process = experiment, compiled, process
-        self._roles, self._profile = roles, profile
+        self._roles, self._profile, self._say = roles, profile, say
         self.meter = Meter(process.device, held=roles.held, staged=roles.staged)
         self.spec = spec_of(experiment, compiled.train.plan.cluster, process.gpu or "cpu")
         """The devices; None where the planner does not know their kind."""
@@ -46,6 +51,8 @@ class Costs:
         self._source = phase.plan[phase.graph.order[0].name].heads[0]
         self._prompts, self._answers = deque[int](maxlen=KEPT_LENGTHS), deque[int](maxlen=KEPT_LENGTHS)
         self._ledger = Ledger()
+        self._next = 0.0
+        """When the next comparison may be made."""
 
     @property
     def unused_profile(self) -> str | None:
@@ -65,16 +72,17 @@ class Costs:
             self._prompts.extend(prompts)
             self._answers.extend(answers)
 
-    def collect(self) -> Comparison | None:
-        """All steps so far, on the rank that writes; None elsewhere, and where there are none. All ranks call
-        this together."""
+    def collect(self, *, last: bool) -> Comparison | None:
+        """All steps so far, on the rank that writes; None elsewhere, where there are none, and too soon after the
+        time before, unless this is the `last`. All ranks call this together."""
         offsets = clock_offsets(self._process, self._compiled.train.plan.cluster.nodes)
         mine = (self.meter.take(), self.meter.reserved, list(self._prompts), list(self._answers))
         everyone = self._process.gather(mine)
         if self._process.rank != WRITER:
             return None
         self._ledger.add([steps for steps, *_ in everyone], offsets)
-        if not self._ledger.step.seconds:
+        start = time.monotonic()
+        if not self._ledger.step.seconds or (start < self._next and not last):
             return None
         _, _, prompts, answers = everyone[self._source]
         facts = Facts(
@@ -87,7 +95,19 @@ class Costs:
             answers,
             max(reserved for _, reserved, *_ in everyone),
         )
-        return compare(facts, self._profile, self._ledger)
+        comparison = self._compare(facts)
+        end = time.monotonic()
+        self._next = end + _REST * (end - start)
+        return comparison
+
+    def _compare(self, facts: Facts) -> Comparison:
+        """Without a prediction where that fails: by now it must not cost anybody a run."""
+        try:
+            return compare(facts, self._profile, self._ledger)
+        except Exception as error:
+            self._say(f"what steps cost is not predicted: {type(error).__name__}: {error}")
+        self.spec = None
+        return compare(replace(facts, spec=None), None, self._ledger)
 
 
 def lengths(store: Store) -> tuple[list[int], list[int]]:

@@ -13,15 +13,14 @@ LAUNCHER_VARIABLE = "REALRL_LAUNCHER"
 ERRORS_VARIABLE = "REALRL_ERRORS"
 """The directory where processes of the local launcher leave the sentence of a UserError."""
 
+PLAN_VARIABLE = "REALRL_PLAN"
+"""The file with the plan that the local launcher has searched for."""
+
 
 def quiet_profiler() -> None:
     """Keep torch's profiler, which counts allocations on a CPU, from printing when it starts and ends. Only
     before torch is loaded."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-
-
-PLAN_VARIABLE = "REALRL_PLAN"
-"""The file with the plan that the local launcher has searched for."""
 
 
 def under_launcher() -> bool:

@@ -34,16 +34,16 @@ Group = Sequence[Change]
 """Degrees of one change, the mildest first."""
 
 
-def changes(draft: Draft, graph: DataflowGraph, peak: Footprint) -> Iterator[Group]:
+def changes(draft: Draft, graph: DataflowGraph, peak: Footprint, *, offload: bool = True) -> Iterator[Group]:
     """What could help a device that holds `peak` during a call of `graph`, in the order of what it costs in time,
-    and last what changes the results."""
+    and last what changes the results. `offload`: whether the host has other memory than the device."""
     longest = draft.experiment.data.max_tokens
     if draft.plan is None:
         tokens = draft.experiment.micro_batch_tokens
         yield [field(f"micro_batch_tokens={n}") for n in _halves(tokens, longest)]
         yield [] if draft.experiment.recompute else [field("recompute=true")]
     else:
-        yield from _plan_changes(draft.plan, graph, peak, longest)
+        yield from _plan_changes(draft.plan, graph, peak, longest, offload)
     for role, config in models(draft.experiment).items():
         if not graph.trained(role) and f"{role} parameters" in " ".join(peak.parts) and _wide(config):
             yield [field(f"models.{role}.dtype=bfloat16")]
@@ -54,7 +54,9 @@ def smaller_batches(experiment: Experiment) -> Group:
     return [field(f"data.batch={n}") for n in _halves(experiment.data.batch, 1)]
 
 
-def _plan_changes(plan: Plan, graph: DataflowGraph, peak: Footprint, longest: int) -> Iterator[Group]:
+def _plan_changes(
+    plan: Plan, graph: DataflowGraph, peak: Footprint, longest: int, offload: bool
+) -> Iterator[Group]:
     call = next((call for call in graph.calls if call.name == peak.during), None)
     if call is not None and call.name in plan.placements:
         together = [c.name for c in graph.role_calls(call.role) if c.name in plan.placements]
@@ -72,9 +74,9 @@ def _plan_changes(plan: Plan, graph: DataflowGraph, peak: Footprint, longest: in
     largest_first = sorted(peak.parts, key=lambda name: -peak.parts[name])
     for part in largest_first:
         role = part.partition(" ")[0]
-        if part == f"{role} parameters" and role != running:
+        if offload and part == f"{role} parameters" and role != running:
             yield [_listed("offload", role)]
-        elif part == f"{role} gradients and optimizer" and (call is None or peak.during != f"{role}.train"):
+        elif offload and part == f"{role} gradients and optimizer" and peak.during != f"{role}.train":
             yield [_listed("offload_optimizer", role)]
         elif role in plan.keep and part.startswith(f"{role} parameters (copy"):
             yield [Change(f"{role} removed from keep", _without_copies(role))]

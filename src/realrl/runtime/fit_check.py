@@ -14,13 +14,14 @@ from realrl.runtime.compile import Compiled, compile_recipe
 from realrl.runtime.fit import Fullest, fullest
 from realrl.runtime.fit_changes import Change, Draft, Group, changes, field, smaller_batches
 from realrl.runtime.gpu import Here
-from realrl.runtime.scenario import memory_spec, spec_of
+from realrl.runtime.scenario import host_is_device, memory_spec, spec_of
 from realrl.runtime.searched_plan import search_plan
 
 _NAMED = 3
 """Parts of what a device holds that are named."""
 _SECONDS = 5.0
-"""For a search, to see whether any plan fits."""
+"""For a search, to see whether any plan fits; and for single changes, and for several together, each of which takes
+seconds where there are a thousand devices."""
 
 
 def check_fit(experiment: Experiment, compiled: Compiled, here: Here | None = None) -> None:
@@ -51,7 +52,7 @@ def check_fit(experiment: Experiment, compiled: Compiled, here: Here | None = No
 
 def _source(experiment: Experiment, spec: ClusterSpec) -> str:
     """How it is known what a device has, where that can be changed."""
-    if experiment.device_memory is not None or not spec.groups[0].device.cpu:
+    if not host_is_device(experiment, spec):
         return ""
     return f" (this machine's memory over {spec.cluster.devices_per_node} processes, as device_memory is not given)"
 
@@ -69,20 +70,28 @@ class _Remedies:
     def sentence(self) -> str:
         """The change that costs least and makes everything fit; else several that do together, or what there is to
         say where nothing does."""
-        for group in self._changes(self.draft, self.worst):
-            for change in group:
-                after = self._after(change.apply, self.draft)
-                if after is not None and after[1].missing <= 0:
-                    return _says([change], after[1])
         return (
-            (self._searched() if self.searchable else "")
+            self._single()
+            or (self._searched() if self.searchable else "")
             or self._other_preset()
             or self._together()
             or f"spread {self.worst.device.peak.during} over more devices; `realrl plan` finds over how many"
         )
 
     def _changes(self, draft: Draft, worst: Fullest) -> Iterator[Group]:
-        return changes(draft, self.compiled.phases[worst.phase].graph, worst.device.peak)
+        offload = not host_is_device(draft.experiment, self.spec)
+        return changes(draft, self.compiled.phases[worst.phase].graph, worst.device.peak, offload=offload)
+
+    def _single(self) -> str:
+        """A change that is enough by itself."""
+        deadline = time.monotonic() + _SECONDS
+        for change in chain.from_iterable(self._changes(self.draft, self.worst)):
+            after = self._after(change.apply, self.draft)
+            if after is not None and after[1].missing <= 0:
+                return _says([change], after[1])
+            if time.monotonic() > deadline:
+                break
+        return ""
 
     def _after(self, apply: Callable[[Draft], Draft], draft: Draft) -> tuple[Draft, Fullest] | None:
         """A draft after a change, and its fullest device; None where the change is not possible."""

@@ -6,6 +6,9 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
+NO_GPU = "device=cuda, but torch finds no GPU here; use device=cpu"
+"""The sentence of a UserError."""
+
 _ASK = """
 import json, torch
 if torch.cuda.is_available():

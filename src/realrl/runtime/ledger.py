@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from realrl.runtime.measure import Span, StepTimes
 
+KEPT_STEPS = 10_000
+"""Of a longer run the first and the last ones, so that memory stays bounded."""
+
 
 @dataclass
 class Times:
@@ -18,6 +21,11 @@ class Times:
     def counted(self) -> list[float]:
         """Without the first step, which warms up, where there are others."""
         return self.seconds[1:] or self.seconds
+
+    def add(self, seconds: float) -> None:
+        """One more step."""
+        self.seconds.append(seconds)
+        del self.seconds[1 : 1 - KEPT_STEPS]
 
 
 class Ledger:
@@ -37,7 +45,7 @@ class Ledger:
         for step in zip(*ranks, strict=True):
             end = max(times.end - ahead for times, ahead in zip(step, offsets, strict=True))
             start = min(times.start - ahead for times, ahead in zip(step, offsets, strict=True))
-            self.step.seconds.append(end - max(start, self._ended))
+            self.step.add(end - max(start, self._ended))
             self._ended = end
             self._add_spans(step, offsets)
 
@@ -57,4 +65,4 @@ class Ledger:
             known = self.spans[name]
             known.bytes = max([*sizes, known.bytes or 0]) or None
         for name, seconds in taken.items():
-            self.spans[name].seconds.append(seconds)
+            self.spans[name].add(seconds)

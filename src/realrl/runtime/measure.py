@@ -15,8 +15,6 @@ from realrl.runtime.process import Process
 
 _ROUNDS = 10
 """Of messages, by which clocks of several nodes are compared."""
-_FOLD_EVERY = 8
-"""Tokens; each makes some 140 allocations per layer."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,6 @@ class Meter:
         self._steps: list[StepTimes] = []
         self._begun = 0
         self._moving = 0
-        self._turns = 0
         self._counting: Allocations | None = None
         self.reserved = 0
         """Most bytes that torch's allocator held on a GPU."""
@@ -116,9 +113,9 @@ class Meter:
                 self._moving = max(self._moving, self._held())
 
     def turn(self) -> None:
-        """A token has been generated. So many allocations would take too much memory until the end."""
-        self._turns += 1
-        if self._counting is not None and self._turns % _FOLD_EVERY == 0:
+        """A token has been generated, or a micro-batch has gone through the model one way. Each makes some 140
+        allocations per layer; those of a whole call would take too much memory until its end."""
+        if self._counting is not None:
             self._counting.fold()
 
     def _peak(self, found: Allocations | None) -> int | None:

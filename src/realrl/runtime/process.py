@@ -16,7 +16,7 @@ from realrl.config.errors import UserError
 from realrl.model.group import Group
 from realrl.plan.cluster import Cluster
 from realrl.runtime.environment import LAUNCHER_VARIABLE, STORE_VARIABLE, under_launcher
-from realrl.runtime.gpu import Gpu
+from realrl.runtime.gpu import NO_GPU, Gpu
 from realrl.runtime.scenario import written_cluster
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -87,7 +87,7 @@ class Process:
 def use_cuda(device: Device) -> bool:
     """Whether ranks compute on GPUs; UserError when that was asked for and there is none."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda, but torch finds no GPU here; use device=cpu")
+        raise UserError(NO_GPU)
     return device != "cpu" and torch.cuda.is_available()
 
 

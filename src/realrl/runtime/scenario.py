@@ -1,6 +1,5 @@
 """From a recipe to what its plans are costed with. No torch."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from realrl.checkpoint.directory import known_shape
 from realrl.config.errors import UserError
 from realrl.config.experiment import Experiment
 from realrl.config.model import HEADS
-from realrl.config.units import format_bytes, parse_bytes
+from realrl.config.units import parse_bytes
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import ELEMENT_BYTES
@@ -23,7 +22,8 @@ from realrl.planner.scenario import Scenario
 from realrl.planner.workload import Workload
 from realrl.program.memory import Stored
 from realrl.runtime.compile import Compiled, models
-from realrl.runtime.gpu import Gpu, Here
+from realrl.runtime.gpu import NO_GPU, Gpu, Here
+from realrl.runtime.host import host_memory
 
 _ANY_GPU = replace(DEVICES["a100-80g"], name="gpu", memory_bytes=1 << 60)
 """Stands for a GPU that is not known, where only memory counts."""
@@ -51,7 +51,8 @@ def spec_of(experiment: Experiment, cluster: Cluster, here: Here | None = None) 
 
     Their kind is what the recipe's `cluster` names; else `cpu` where it computes on CPUs; else that of `here`,
     which is what the machine computes with. None where none of them says it. Their memory is the recipe's
-    `device_memory`; else that of the GPU here; else that of the kind, or a process's part of the machine's.
+    `device_memory`; else, if devices here may be of the kind, that of the GPU or a process's part of the
+    machine's; else that of the kind.
     """
     spec = named_cluster(experiment.cluster)
     if spec is None:
@@ -61,9 +62,18 @@ def spec_of(experiment: Experiment, cluster: Cluster, here: Here | None = None) 
         spec = _spec(cluster, kind)
     if experiment.device_memory is not None:
         return _with_memory(spec, parse_bytes(experiment.device_memory))
-    if isinstance(here, Gpu) and len(spec.groups) == 1:
-        return _with_memory(spec, here.memory_bytes)
-    return spec
+    if here is None or len(spec.groups) > 1 or not _may_be(here, spec.groups[0].device):
+        return spec
+    size = here.memory_bytes if isinstance(here, Gpu) else host_memory() // cluster.devices_per_node
+    return _with_memory(spec, size)
+
+
+def _may_be(here: Here, kind: DeviceKind) -> bool:
+    """Whether it may be of a kind that a recipe names; a kind of the user's own has a name of its own."""
+    if here == "cpu" or kind.cpu:
+        return here == "cpu" and kind.cpu
+    known = kind_of_gpu(here.name)
+    return known is None or known.name == kind.name
 
 
 def memory_spec(experiment: Experiment, cluster: Cluster, here: Here | None = None) -> ClusterSpec:
@@ -75,6 +85,26 @@ def memory_spec(experiment: Experiment, cluster: Cluster, here: Here | None = No
         return _with_memory(_spec(cluster, _ANY_GPU), parse_bytes(experiment.device_memory))
     size = here.memory_bytes if isinstance(here, Gpu) else _ANY_GPU.memory_bytes
     return _with_memory(_spec(cluster, _ANY_GPU), size)
+
+
+def check_kind(experiment: Experiment, cluster: Cluster, here: Here) -> None:
+    """UserError where a recipe that is about to run wants GPUs and there are none; or names GPUs but computes on
+    CPUs, or the other way round: what is predicted and calibrated would be something else."""
+    if experiment.device == "cuda" and here == "cpu":
+        raise UserError(NO_GPU)
+    named = named_cluster(experiment.cluster)
+    if named is None or {group.device.cpu for group in named.groups} == {here == "cpu"}:
+        return
+    kinds = " and ".join(dict.fromkeys(group.device.name for group in named.groups))
+    what = "CPUs" if here == "cpu" else here.name
+    raise UserError(
+        f"cluster={experiment.cluster} names {kinds}, but this run computes on {what}; set cluster={cluster}"
+    )
+
+
+def host_is_device(experiment: Experiment, spec: ClusterSpec) -> bool:
+    """Whether devices are processes that share a machine's memory, so that offloading frees nothing."""
+    return experiment.device_memory is None and spec.groups[0].device.cpu
 
 
 def search_spec(experiment: Experiment, cluster: Cluster, here: Here) -> ClusterSpec:
@@ -93,8 +123,7 @@ def _cpu(experiment: Experiment, cluster: Cluster, here: Here | None) -> DeviceK
     """A process on this machine, if that is what computes."""
     if here is None and experiment.device != "cpu":
         return None
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return replace(DEVICES["cpu"], memory_bytes=memory // cluster.devices_per_node)
+    return replace(DEVICES["cpu"], memory_bytes=max(1, host_memory() // cluster.devices_per_node))
 
 
 def _spec(cluster: Cluster, kind: DeviceKind) -> ClusterSpec:
@@ -105,10 +134,10 @@ def _spec(cluster: Cluster, kind: DeviceKind) -> ClusterSpec:
 def _with_memory(spec: ClusterSpec, size: int) -> ClusterSpec:
     groups = (replace(group, device=replace(group.device, memory_bytes=size)) for group in spec.groups)
     spec = replace(spec, groups=tuple(groups))
-    if MemoryModel(spec).capacity(0) <= 0:
-        raise UserError(
-            f"device_memory: {format_bytes(size)} are less than what drivers and the buffers of messages take"
-        )
+    try:
+        MemoryModel(spec)
+    except UserError as error:
+        raise UserError(f"device_memory: {error}") from None
     return spec
 
 
@@ -121,10 +150,10 @@ def phase_scenarios(experiment: Experiment, compiled: Compiled, spec: ClusterSpe
     for name, phase in compiled.phases.items():
         workload = Workload.of(experiment)
         if name != "train":
-            # Where a rank would have no record at all, the others have one each.
+            # As `Evaluation` has it: with fewer records a rank could be left without any.
             dp = max(place.strategy.dp for place in phase.plan.placements.values())
             items = experiment.data.eval_batch or experiment.data.batch
-            workload = replace(workload, items=max(items, dp))
+            workload = replace(workload, items=max(items, 2 * dp))
         found[name] = Scenario(phase.graph, compiled.memory.stored, spec, workload, cost, memory)
     return found
 

@@ -1,7 +1,7 @@
 """The training loop of one rank."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Protocol
@@ -25,6 +25,7 @@ from realrl.runtime.fit_check import check_fit
 from realrl.runtime.process import Process, connect, resolve_cluster
 from realrl.runtime.roles import Roles
 from realrl.runtime.rundir import RunDirectory
+from realrl.runtime.scenario import check_kind
 from realrl.runtime.setup import load_data, load_shared_tokenizer
 from realrl.runtime.startup import agreed_plan, least_device
 from realrl.runtime.store import Store
@@ -76,9 +77,12 @@ def train(experiment: Experiment, observer: Observer) -> None:
     compiled = None if experiment.plan == SEARCH else compile_recipe(experiment, cluster)
     with connect(experiment.device) as process:
         here = least_device(process)
+        check_kind(experiment, cluster, here)
         if compiled is None:
             plan = agreed_plan(experiment, cluster, process, here, observer.note)
-            compiled = compile_recipe(experiment, cluster, plan)
+            # What is known of models may differ between nodes.
+            with process.together():
+                compiled = compile_recipe(experiment, cluster, plan)
         with process.together():
             if process.rank == WRITER:
                 check_fit(experiment, compiled, here)
@@ -119,7 +123,8 @@ class Run:
             verify=experiment.debug.verify_reallocation,
         )
         profile = None if experiment.profile is None else Profile.load(experiment.profile)
-        self.costs = Costs(experiment, compiled, process, self.roles, profile)
+        say: Callable[[str], None] = observer.note if observer is not None else lambda text: None
+        self.costs = Costs(experiment, compiled, process, self.roles, profile, say)
         self.trace = Trace(process.rank)
         self.worker = Worker(process, self.roles, algorithm, self.tokenizer.eos_token_id, self.trace)
         self.evaluation: Evaluation | None = None
@@ -169,7 +174,7 @@ class Run:
             evaluates = last or (every.eval_every and done % every.eval_every == 0)
             saves = not last and every.save_every and done % every.save_every == 0
             if not last and (evaluates or saves or done % COLLECT_EVERY == 0):
-                self._collect()
+                self._collect(last=False)
             if evaluates:
                 self._evaluate(done)
             if saves:
@@ -193,9 +198,9 @@ class Run:
             figures = flatten(self.worker.run(program, store, inputs, self.costs.meter))
         self._record(Record(step + 1, "train", time.monotonic() - start, figures))
 
-    def _collect(self) -> Comparison | None:
+    def _collect(self, *, last: bool) -> Comparison | None:
         """Write down what steps have cost so far, and return it, on the rank that writes."""
-        comparison = self.costs.collect()
+        comparison = self.costs.collect(last=last)
         if comparison is not None:
             comparison.save(self.directory.path)
         return comparison
@@ -237,7 +242,7 @@ class Run:
             self.roles.save(role, path, self.tokenizer)
 
     def _finish(self, started: float) -> None:
-        comparison = self._collect()
+        comparison = self._collect(last=True)
         events = self.process.gather(list(self.trace.events))
         if self.observer is not None:
             if comparison is not None:

@@ -115,15 +115,21 @@ class Worker:
                 turn=turn,
             )
         elif call.kind is Kind.INFERENCE:
-            batch, figures[call.name] = model.infer(batch, cast(InferenceMethod, method), budget)
+            batch, figures[call.name] = model.infer(batch, cast(InferenceMethod, method), budget, turn)
         else:
             minibatches = store.assignment(call)[dp]
-            figures[call.name] = self._train(call, batch, minibatches, step, run.placement.strategy)
+            figures[call.name] = self._train(call, batch, minibatches, step, run.placement.strategy, turn)
         for key in call.outputs if self._process.rank in run.placement.heads else ():
             store.put(key, batch.ids, batch[key])
 
     def _train(
-        self, call: Call, batch: Batch, minibatches: list[list[int]], step: StepInput, strategy: Strategy
+        self,
+        call: Call,
+        batch: Batch,
+        minibatches: list[list[int]],
+        step: StepInput,
+        strategy: Strategy,
+        turn: Callable[[], None],
     ) -> Metrics:
         position = {item: i for i, item in enumerate(batch.ids)}
         return self._roles.trainers[call.role].train(
@@ -133,4 +139,5 @@ class Worker:
             lr=step.rates[call.role],
             budget=strategy.micro_batch_tokens,
             recompute=strategy.recompute,
+            turn=turn,
         )

@@ -30,7 +30,6 @@ class Card:
     bars: tuple[Bar, ...]
     capacity: float
     """Percent of the width at which the capacity lies."""
-    capacity_text: str
     fits: bool
 
 
@@ -74,9 +73,8 @@ def _card(report: "PlanReport", devices: list[DeviceMemory], most: int) -> Card:
     detail = f"device {fullest.rank} is the fullest of {len(devices)}: " if len(devices) > 1 else ""
     detail += f"{format_bytes(peak.bytes)} of {format_bytes(fullest.capacity)}"
     bars = [_bar(report, name, parts, most, fullest.capacity) for name, parts in phases.items()]
-    capacity = format_bytes(fullest.capacity)
     fits = peak.bytes <= fullest.capacity
-    return Card(title, detail, tuple(bars), 100 * fullest.capacity / most, capacity, fits)
+    return Card(title, detail, tuple(bars), 100 * fullest.capacity / most, fits)
 
 
 def _bar(report: "PlanReport", name: str, parts: Mapping[str, int], most: int, capacity: int) -> Bar:

@@ -28,6 +28,8 @@ TERMS: Mapping[str, str] = {
     "bubble": "pipeline stages that wait for others",
     "launch": "devices that wait for their host",
     "reallocation": "parameters on their way from layout to layout",
+    "offload": "copies from and to host memory",
+    "exchange": "what calls hand to each other",
     "idle": "devices that have nothing to do, or wait for others",
 }
 """What the terms of the cost model mean, in the order they are drawn."""
@@ -35,6 +37,8 @@ TERMS: Mapping[str, str] = {
 
 _LETTER = 0.0085
 """Width of a letter, as part of a bar."""
+_VISIBLE = 1e-3
+"""Of the step's device time; less, outside calls, has no bar of its own."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ def verdict(report: "PlanReport") -> str:
     if not report.presets:
         return f"One step takes {format_seconds(report.chosen.step_seconds)}, which is proven to be {proof}."
     if best is None:
-        return f"No preset fits on these devices; this plan does, and is proven to be {proof}."
+        return f"No preset runs on these devices; this plan does, and is proven to be {proof}."
     name, seconds = best
     ratio = seconds / report.chosen.step_seconds
     if ratio < 1.005:
@@ -149,25 +153,27 @@ def time_bars(report: "PlanReport") -> list[Bar]:
     parts: dict[str, dict[str, float]] = {}
     for name, call in estimate.calls.items():
         parts[name] = {term: seconds * call.placement.mesh.size for term, seconds in call.terms.items()}
-    for term in ("reallocation", "idle"):
-        if estimate.terms[term] > 0:
+    for term in ("reallocation", "offload", "exchange", "idle"):
+        if estimate.terms[term] > _VISIBLE * whole:
             parts[term] = {term: estimate.terms[term]}
     longest = max(sum(terms.values()) for terms in parts.values())
-    bars = [Bar("whole step", _segments("all devices", estimate.terms, whole, whole), "100 %")]
+    bars = [Bar("whole step", _segments("all devices", estimate.terms, whole, whole, labelled=True), "100 %")]
     for name, terms in parts.items():
-        segments = _segments(name, terms, longest, whole)
+        segments = _segments(name, terms, longest, whole, labelled=False)
         share = format_share(sum(terms.values()) / whole)
         bars.append(Bar(name, segments, share, name if name in estimate.calls else ""))
     return bars
 
 
-def _segments(name: str, terms: Mapping[str, float], longest: float, whole: float) -> tuple[Segment, ...]:
-    """`longest` device-seconds fill the width; labels are for a bar that is all there is."""
+def _segments(
+    name: str, terms: Mapping[str, float], longest: float, whole: float, *, labelled: bool
+) -> tuple[Segment, ...]:
+    """`longest` device-seconds fill the width; only the bar of the whole step is high enough for labels."""
     found = []
     for term in sort_terms(terms):
         share = format_share(terms[term] / whole)
         label = f"{term} {share}"
-        fits = longest == whole and terms[term] / whole > len(label) * _LETTER
+        fits = labelled and terms[term] / whole > len(label) * _LETTER
         facts = [
             ("device time", f"{format_count(terms[term])} device-seconds"),
             ("of the step", share),

@@ -24,11 +24,6 @@ class Shortage:
     """The plan; None where the call alone fits no device."""
 
     @property
-    def missing_bytes(self) -> float:
-        """By how much the device is too small."""
-        return self.needed_bytes - self.limit_bytes
-
-    @property
     def factor(self) -> float:
         """How many times its memory the device would need."""
         return self.needed_bytes / self.limit_bytes

@@ -13,15 +13,12 @@ from realrl.runtime.profiler.clock import Clock
 
 Kind = TypeVar("Kind")
 
-LEAST = 1e-9
-"""Seconds; a difference of two measured times may be less, or below 0."""
-
 
 Average = Callable[[Sequence[float]], float]
 
 
 def trimmed_mean(times: Sequence[float]) -> float:
-    """Without the slowest twentieth. Of many that follow each other, what they take together counts, and not what most
+    """Without the slowest twentieth. Of many that follow each other, what they take together counts, not what most
     of them take."""
     kept = sorted(times)[: -(-len(times) * 19 // 20)]
     return sum(kept) / len(kept)
@@ -39,8 +36,8 @@ class Bench:
     def measure(
         self, work: Callable[[], Mapping[Kind, float]], average: Average = median
     ) -> dict[Kind, float] | None:
-        """Averages of what `work` says of its parts, on the rank where they are highest; None where some GPU has
-        too little memory for it.
+        """Averages of what `work` says of its parts, each time on the rank where they are highest, since the others
+        will have to wait for it; None where some GPU has too little memory.
 
         All ranks call this together, with work of the same parts.
         """
@@ -52,9 +49,11 @@ class Bench:
         low, high = self._repetitions
         self.wait()
         found += [work() for _ in range(max(low, min(high, int(self._patience / once))) - 1)]
-        own = {kind: average([times[kind] for times in found]) for kind in found[0]}
-        everyone = self.process.gather(own)
-        return {kind: max(LEAST, *(times[kind] for times in everyone)) for kind in own}
+        everyone = self.process.gather(found)
+        return {
+            kind: average([max(times[kind] for times in ranks) for ranks in zip(*everyone, strict=True)])
+            for kind in found[0]
+        }
 
     def _warm_up(self, work: Callable[[], object]) -> bool:
         """Whether all ranks have memory enough."""

@@ -36,7 +36,7 @@ class Decoding:
         """Seconds until `tokens // context` prompts of `context` tokens each have their first new token."""
         clock, sampling = self._clock, self._limited(1)
         vocabulary, device = self._model.shape.vocab_size, self._model.device
-        batch = records(tokens // context, 2 * context, vocabulary, device)
+        batch = records([2 * context] * (tokens // context), vocabulary, device)
         self._watch.clear()
         begin = clock.now()
         generate(

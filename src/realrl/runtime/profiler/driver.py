@@ -5,7 +5,6 @@ import platform
 import re
 import time
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,26 +17,12 @@ from realrl.runtime.process import Process, connect
 from realrl.runtime.profiler import machine
 from realrl.runtime.profiler.bench import Bench
 from realrl.runtime.profiler.notebook import Notebook
-from realrl.runtime.profiler.point import Entry, Point, measure
+from realrl.runtime.profiler.point import Entry, Measurer, Pace, Point
 from realrl.runtime.profiler.request import Request
 from realrl.runtime.profiler.shapes import ShapeMeasurements
-from realrl.runtime.profiler.sizes import transfer_sizes
 
-
-@dataclass(frozen=True)
-class Pace:
-    """How long to measure."""
-
-    patience: float
-    """Seconds that one measurement may take, if that gives repetitions enough."""
-    repetitions: tuple[int, int]
-    """At least, and at most."""
-    limit: float
-    """Seconds; what takes longer each time is not measured."""
-
-
-THOROUGH = Pace(0.5, (3, 40), 2.0)
-QUICK = Pace(0.05, (2, 5), 0.2)
+THOROUGH = Pace(0.5, (3, 40), limit=2.0, total=300.0)
+QUICK = Pace(0.05, (1, 5), limit=0.2, total=20.0)
 
 
 class Observer(Protocol):
@@ -80,9 +65,8 @@ class _Profiler:
         """All of it; the file is written after each part."""
         started = time.monotonic()
         request, notebook, clock = self._request, self._notebook, self._bench.clock
-        transfers = transfer_sizes(thin=request.sizes.thin)
         per_node = local_processes(self._process.world)
-        rows = list(machine.rows(self._process, per_node, transfers, clock))
+        rows = list(machine.rows(self._process, per_node, clock, thin=request.sizes.thin))
         self._measure("links and memory", rows, sum(map(len, rows)), notebook.collectives)
         for shape, dtype in request.models:
             degrees = request.degrees(per_node, shape)
@@ -104,14 +88,14 @@ class _Profiler:
         observer = self._observer
         if observer is not None:
             observer.begin(what, number)
-        left_out = 0
+        measurer = Measurer(entries, self._bench, self._pace, self._done)
         for row in rows:
-            left_out += measure(row, entries, self._bench, limit=self._pace.limit, done=self._done)
+            measurer.measure(row)
         if observer is not None:
             self._notebook.profile.save(self._request.out)
-            if left_out:
+            if measurer.left_out:
                 observer.note(
-                    f"{what}: left out {left_out} points that take long, or more memory than there is"
+                    f"{what}: left out {measurer.left_out} points that take long, or more memory than there is"
                 )
 
     def _done(self) -> None:

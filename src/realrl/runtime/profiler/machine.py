@@ -10,9 +10,7 @@ from realrl.runtime.profiler.clock import Clock
 from realrl.runtime.profiler.links import collective_links, message, pair_links
 from realrl.runtime.profiler.memory import copies
 from realrl.runtime.profiler.point import UNKNOWN, Point
-
-MAPPED = ((32 << 20) - (1 << 20), (32 << 20) + (1 << 20))
-"""Bytes just below and above the size from which the launcher has memory taken from the system anew each time."""
+from realrl.runtime.profiler.sizes import copy_sizes, transfer_sizes
 
 Row = list[Point[CollectiveTime]]
 
@@ -20,15 +18,15 @@ _COPIES: tuple[CollectiveKind, ...] = ("copy", "clear", "allocate", "host")
 _COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 
 
-def rows(process: Process, per_node: int, sizes: list[int], clock: Clock) -> Iterator[Row]:
+def rows(process: Process, per_node: int, clock: Clock, *, thin: bool) -> Iterator[Row]:
     """Points that differ in size alone, smaller ones first. All ranks go through them together.
 
     Ranks of one node talk in groups of every size that divides their number, those of several nodes in groups of
     whole nodes.
     """
-    copied = sorted({*sizes, *MAPPED})
+    copied = copy_sizes(thin=thin)
     yield [Point(_blanks(_COPIES, 1, 1, size), partial(copies, size, clock), size) for size in copied]
-    nodes = process.world // per_node
+    nodes, sizes = process.world // per_node, transfer_sizes(thin=thin)
     degrees = [n for n in range(2, per_node + 1) if per_node % n == 0]
     degrees += [n * per_node for n in range(2, nodes + 1) if nodes % n == 0]
     for ranks in degrees:

@@ -1,7 +1,8 @@
 """Inference and training: what the parts of one micro-batch take."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from realrl.algorithms.method import InferenceMethod, Metrics, TrainMethod
 from realrl.algorithms.ppo.actor import ActorTrain
@@ -9,6 +10,7 @@ from realrl.algorithms.ppo.critic import CriticTrain
 from realrl.algorithms.ppo.inference import CriticInference, RefInference
 from realrl.config.algorithms import PPOConfig
 from realrl.config.model import OptimizerConfig
+from realrl.config.shape import Head
 from realrl.data.batch import Batch
 from realrl.engine.model import Model
 from realrl.engine.train import Trainer
@@ -17,7 +19,10 @@ from realrl.runtime.profiler.clock import Clock, Moment
 from realrl.runtime.profiler.records import records
 from realrl.runtime.profiler.watch import Watch
 
-PPO = PPOConfig(early_stop_ratio=None)
+PPO = PPOConfig()
+
+ALIKE, UNLIKE = (72, 72, 72, 72), (120, 80, 56, 32)
+"""Lengths of sequences that attention computes in one group, and in a group for each."""
 
 
 class Passes:
@@ -30,27 +35,24 @@ class Passes:
         self._trainer = _Trainer(model, clock)
         scalar = model.head == "scalar"
         self._inference: InferenceMethod = CriticInference() if scalar else RefInference()
-        self._training: TrainMethod = CriticTrain(PPO) if scalar else ActorTrain(PPO)
+        self._training: TrainMethod = _CriticGradients(PPO) if scalar else _ActorGradients(PPO)
 
-    def measure(self, tokens: int, context: int) -> Mapping[LayerKind, float]:
-        """Seconds of the parts of a micro-batch of `tokens // context` sequences of `context` tokens each."""
-        batch = records(tokens // context, context, self._model.shape.vocab_size, self._model.device)
-        enter, forward, head = self._infer(batch)
-        all_enter, both, all_head, embedding = self._train(batch)
-        heads: tuple[LayerKind, LayerKind] = ("head", "head_backward")
-        if self._model.head == "scalar":
-            heads = ("scalar", "scalar_backward")
+    def measure(self, lengths: Sequence[int]) -> dict[str, float]:
+        """Seconds of the parts of a micro-batch of sequences of so many tokens each, once without gradients and
+        once with them."""
+        batch = records(lengths, self._model.shape.vocab_size, self._model.device)
+        return self._infer(batch) | self._train(batch)
+
+    def measure_buckets(self) -> dict[str, float]:
+        """The same of sequences of one length, and of such that have unlike ones."""
         return {
-            "enter": enter,
-            "enter_backward": all_enter - enter + embedding,
-            "forward": forward,
-            "backward": both - forward,
-            heads[0]: head,
-            heads[1]: all_head - head,
+            f"{name} {part}": seconds
+            for name, lengths in (("alike", ALIKE), ("unlike", UNLIKE))
+            for part, seconds in self.measure(lengths).items()
         }
 
-    def _infer(self, batch: Batch) -> tuple[float, float, float]:
-        """Seconds before the layers, of a layer, and after them."""
+    def _infer(self, batch: Batch) -> dict[str, float]:
+        """Before the layers, of a layer, and after them."""
         clock, tokens = self._clock, len(batch["sequences"].values)
         self._watch.clear()
         begin = clock.now()
@@ -58,42 +60,90 @@ class Passes:
         end = clock.now()
         ((*marks,),) = self._watch.passes
         before, *layers, after = clock.between(begin, *marks, end)
-        return before + first_extra(layers), typical(layers), after
+        return {"enter": before + first_extra(layers), "layer": typical(layers), "head": after}
 
-    def _train(self, batch: Batch) -> tuple[float, float, float, float]:
-        """Seconds before and after, of a layer and of the head, forward and backward, and of the embedding
-        backward."""
-        clock, trainer, tokens = self._clock, self._trainer, len(batch["sequences"].values)
+    def _train(self, batch: Batch) -> dict[str, float]:
+        """Before and after, of a layer and of the head, forward and backward, and of the embedding backward."""
+        clock, trainer = self._clock, self._trainer
         self._watch.clear()
-        begin = clock.now()
-        trainer.one_pass(batch, self._training, tokens)
-        end = clock.now()
-        trainer.optimizer.discard()
+        whole = [list(range(len(batch)))]
+        trainer.train(batch, self._training, whole, lr=1e-6, budget=len(batch["sequences"].values))
         ((*marks,),), back = self._watch.passes, self._watch.backward
-        before, *forward, head = clock.between(begin, *marks, back[0])
-        *backward, embedding, after = clock.between(*back, trainer.ended, end)
-        extra = first_extra(forward)
-        return before + after + extra, typical(forward) + typical(backward), head, embedding
+        before, *forward, head = clock.between(trainer.begun, *marks, back[0])
+        *backward, embedding, after = clock.between(*back, trainer.left, trainer.ended)
+        return {
+            "trained enter": before + first_extra(forward) + embedding + after,
+            "trained layer": typical(forward) + typical(backward),
+            "trained head": head,
+        }
+
+
+def parts(seconds: Mapping[str, float], head: Head) -> dict[LayerKind, float]:
+    """What `measure` has found, as a profile holds it: what training adds to inference."""
+    heads: tuple[LayerKind, LayerKind] = ("head", "head_backward")
+    if head == "scalar":
+        heads = ("scalar", "scalar_backward")
+    kinds: Mapping[str, tuple[LayerKind, LayerKind]] = {
+        "enter": ("enter", "enter_backward"),
+        "layer": ("forward", "backward"),
+        "head": heads,
+    }
+    found: dict[LayerKind, float] = {}
+    for part, (plain, added) in kinds.items():
+        found |= {plain: seconds[part], added: seconds[f"trained {part}"] - seconds[part]}
+    return found
+
+
+def bucket_parts(seconds: Mapping[str, float]) -> dict[LayerKind, float]:
+    """What `measure_buckets` has found: what each length more adds."""
+    kinds: Mapping[str, LayerKind] = {"enter": "bucket_enter", "layer": "bucket"}
+
+    def added(part: str) -> float:
+        return (seconds[f"unlike {part}"] - seconds[f"alike {part}"]) / (len(UNLIKE) - 1)
+
+    found = {kind: added(part) for part, kind in kinds.items()}
+    return found | {"bucket_backward": added("trained layer") - added("layer")}
 
 
 class _Trainer(Trainer):
-    """A trainer that only computes gradients, of one micro-batch at a time."""
+    """A trainer that notes when it computes gradients."""
 
     def __init__(self, model: Model, clock: Clock) -> None:
         super().__init__(model, OptimizerConfig())
         self._clock = clock
         # With nobody to add them up with, gradients would be copied away while the backward pass is timed.
         self._early = None
-        self.ended: Moment = 0.0
+        self.begun: Moment = 0.0
+        self.left: Moment = 0.0
         """When the last backward pass had ended."""
+        self.ended: Moment = 0.0
 
-    def one_pass(self, batch: Batch, method: TrainMethod, budget: int) -> Metrics:
-        """Add up the gradients of a batch."""
-        return self._gradients(batch, method, budget, False)
-
-    def _backward(self, done: object) -> None:
-        super()._backward(done)  # type: ignore[arg-type]
+    def _gradients(self, *args: Any, **options: Any) -> Metrics:
+        self.begun = self._clock.now()
+        figures = super()._gradients(*args, **options)
         self.ended = self._clock.now()
+        return figures
+
+    def _backward(self, *args: Any) -> None:
+        super()._backward(*args)
+        self.left = self._clock.now()
+
+
+class _ActorGradients(ActorTrain):
+    """Without an update."""
+
+    def stop(self, figures: dict[str, float]) -> bool:
+        """Always."""
+        super().stop(figures)
+        return True
+
+
+class _CriticGradients(CriticTrain):
+    """Without an update."""
+
+    def stop(self, figures: dict[str, float]) -> bool:
+        """Always."""
+        return True
 
 
 def typical(layers: list[float]) -> float:
@@ -103,12 +153,12 @@ def typical(layers: list[float]) -> float:
 
 def first_extra(layers: list[float]) -> float:
     """What the first layer takes more than others."""
-    return max(0.0, layers[0] - typical(layers))
+    return layers[0] - typical(layers)
 
 
 def prepare(sequences: int, answer: int, clock: Clock) -> float:
     """Seconds of what `actor.train` and `critic.train` do before the first mini-batch, on average."""
-    batch = records(sequences, 2 * answer, 2, clock.device)
+    batch = records([2 * answer] * sequences, 2, clock.device)
     methods = ActorTrain(PPO), CriticTrain(PPO)
     begin = clock.now()
     for method in methods:

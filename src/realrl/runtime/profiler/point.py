@@ -1,8 +1,8 @@
 """Measurements that are to be made."""
 
+import time
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 from statistics import median
 from typing import Any, Generic, TypeVar
 
@@ -11,6 +11,8 @@ from realrl.runtime.profiler.bench import Average, Bench
 
 Entry = TypeVar("Entry", Measurement, CollectiveTime)
 
+LEAST = 1e-9
+"""Seconds; a difference of two measured times may be less, or below 0."""
 UNKNOWN = 1.0
 """Seconds of an entry that has not been measured."""
 
@@ -22,48 +24,76 @@ class Point(Generic[Entry]):
     blanks: tuple[Entry, ...]
     """Entries of a profile, their times unknown, each of another kind."""
     work: Callable[[], Mapping[Any, float]]
-    """Gives seconds by kind."""
+    """Gives seconds of its parts."""
     size: int
     """What the times grow with."""
     times: int = 1
     """How often the parts that are measured come in one execution of `work`, about."""
     average: Average = median
     """Of several executions."""
+    derive: Callable[[Mapping[Any, float]], Mapping[Any, float]] = dict
+    """From averages of the parts to seconds by kind."""
 
     def known(self, entries: Container[Hashable]) -> bool:
         """Whether it has been measured."""
         return all(blank.key in entries for blank in self.blanks)
 
 
-def measure(
-    row: Sequence[Point[Entry]],
-    entries: dict[Hashable, Entry],
-    bench: Bench,
-    *,
-    limit: float,
-    done: Callable[[], None],
-) -> int:
-    """Add what is missing of a row of points, the smaller ones first, to `entries`; all ranks call this together.
+@dataclass(frozen=True)
+class Pace:
+    """How long to measure."""
 
-    A point that does not fit into memory, or is expected to take more than `limit` seconds each time, is left out
-    with all that follow. Returns how many are. `done` is told of each point.
-    """
-    expected, left_out = 0.0, 0
-    for point, following in zip(row, [*row[1:], None], strict=True):
-        if expected <= limit:
-            growth = following.size / point.size if following is not None else 1.0
-            expected = growth * point.times * _seconds(point, entries, bench)
-        left_out += not point.known(entries)
-        done()
-    return left_out
+    patience: float
+    """Seconds that one measurement may take, if that gives repetitions enough."""
+    repetitions: tuple[int, int]
+    """At least, and at most."""
+    limit: float
+    """Seconds; what takes longer each time is not measured."""
+    total: float
+    """Seconds after which only the smallest sizes of what is left are measured."""
 
 
-def _seconds(point: Point[Entry], entries: dict[Hashable, Entry], bench: Bench) -> float:
-    """Of all its parts; without end where it does not fit into memory."""
-    if not point.known(entries):
-        found = bench.measure(point.work, point.average)
+class Measurer(Generic[Entry]):
+    """Adds what is missing of points to entries of a profile. All ranks do the same together."""
+
+    def __init__(
+        self, entries: dict[Hashable, Entry], bench: Bench, pace: Pace, done: Callable[[], None]
+    ) -> None:
+        """`done` is told of each point, measured or not."""
+        self._entries = entries
+        self._bench, self._pace, self._done = bench, pace, done
+        self._rates: dict[tuple[object, ...], float] = {}
+        """Kinds that are measured together -> seconds per unit of size, at last."""
+        self._started = time.monotonic()
+        self.left_out = 0
+        """Points that do not fit into memory, or take too long."""
+
+    def measure(self, row: Sequence[Point[Entry]]) -> None:
+        """Points that differ in size alone, smaller ones first; when one is left out, so are the larger ones."""
+        going_on = True
+        for point in row:
+            kinds = tuple(blank.kind for blank in point.blanks)
+            expected = point.size * self._rates.get(kinds, 0.0)
+            if going_on and not point.known(self._entries):
+                late = point is not row[0] and self._late()
+                going_on = expected <= self._pace.limit and not late and self._one(point)
+            if point.known(self._entries):
+                seconds = sum(self._entries[blank.key].seconds for blank in point.blanks)
+                self._rates[kinds] = point.times * seconds / point.size
+            else:
+                self.left_out += 1
+            self._done()
+
+    def _one(self, point: Point[Entry]) -> bool:
+        """Whether it could be measured."""
+        found = self._bench.measure(point.work, point.average)
         if found is None:
-            return inf
+            return False
+        seconds = point.derive(found)
         for blank in point.blanks:
-            entries[blank.key] = blank.model_copy(update={"seconds": found[blank.kind]})
-    return sum(entries[blank.key].seconds for blank in point.blanks)
+            self._entries[blank.key] = blank.model_copy(update={"seconds": max(LEAST, seconds[blank.kind])})
+        return True
+
+    def _late(self) -> bool:
+        passed = time.monotonic() - self._started
+        return max(self._bench.process.gather(passed)) > self._pace.total

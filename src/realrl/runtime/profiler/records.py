@@ -1,28 +1,27 @@
 """Records to measure with."""
 
+from collections.abc import Sequence
+
 import torch
 
 from realrl.data.batch import Batch, Ragged
 
 
-def records(sequences: int, tokens: int, vocabulary: int, device: torch.device) -> Batch:
-    """What the calls of a PPO step find in a batch of so many sequences of so many tokens each, of which the first
-    half is the prompt; a single token is both."""
+def records(lengths: Sequence[int], vocabulary: int, device: torch.device) -> Batch:
+    """What the calls of a PPO step find in a batch of sequences of so many tokens each, of which the first half is
+    the prompt; a single token is both."""
     generator = torch.Generator().manual_seed(0)
-    prompt = max(1, tokens // 2)
-    drawn = torch.randint(0, vocabulary, (sequences, tokens), generator=generator)
-
-    def rows(values: torch.Tensor) -> Ragged:
-        return Ragged(values.flatten(), (values.shape[1],) * sequences)
-
-    zeros = torch.zeros(sequences, tokens)
-    once = torch.ones(sequences)
+    drawn = torch.randint(0, vocabulary, (sum(lengths),), generator=generator)
+    sequences = Ragged(drawn, tuple(lengths))
+    prompts = [max(1, length // 2) for length in lengths]
+    zeros = Ragged(torch.zeros(sum(lengths)), sequences.lengths)
+    once = Ragged.scalars(torch.ones(len(lengths)))
     fields = {
-        "prompts": rows(drawn[:, :prompt]),
-        "sequences": rows(drawn),
-        "prompt_length": Ragged.scalars(torch.full((sequences,), prompt)),
-        "finished": Ragged.scalars(once),
-        "score": Ragged.scalars(once),
-        **{name: rows(zeros) for name in ("logprobs", "ref_logprobs", "values", "advantages", "returns")},
+        "prompts": Ragged.of([row[:n] for row, n in zip(sequences.rows(), prompts, strict=True)]),
+        "sequences": sequences,
+        "prompt_length": Ragged.scalars(torch.tensor(prompts)),
+        "finished": once,
+        "score": once,
+        **dict.fromkeys(("logprobs", "ref_logprobs", "values", "advantages", "returns"), zeros),
     }
-    return Batch(tuple(range(sequences)), fields).to(device)
+    return Batch(tuple(range(len(lengths))), fields).to(device)

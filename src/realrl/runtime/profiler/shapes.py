@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 from operator import itemgetter
 
@@ -19,7 +19,7 @@ from realrl.planner.sizes import LocalSizes
 from realrl.runtime.profiler.clock import Clock
 from realrl.runtime.profiler.decoding import TURNS, Decoding
 from realrl.runtime.profiler.memory import Update
-from realrl.runtime.profiler.passes import Passes, prepare
+from realrl.runtime.profiler.passes import UNLIKE, Passes, bucket_parts, parts, prepare
 from realrl.runtime.profiler.point import UNKNOWN, Point
 from realrl.runtime.profiler.shard import tensor_rank
 from realrl.runtime.profiler.sizes import Sizes
@@ -31,9 +31,12 @@ _DECODED_BYTES = 256 << 20
 _LARGEST_UPDATE = 1 << 27
 """Parameters."""
 _PASSES: Mapping[Head, tuple[LayerKind, ...]] = {
-    "lm": ("enter", "enter_backward", "forward", "backward", "head", "head_backward"),
-    "scalar": ("scalar", "scalar_backward"),
+    "lm": ("head", "head_backward"),
+    "scalar": ("enter", "enter_backward", "forward", "backward", "scalar", "scalar_backward"),
 }
+"""What is measured with models of either head: with scalar ones what both share, since no vocabulary delays it."""
+
+_BUCKETS: tuple[LayerKind, ...] = ("bucket_enter", "bucket", "bucket_backward")
 
 Row = list[Point[Measurement]]
 
@@ -55,8 +58,8 @@ class ShapeMeasurements:
             yield [self._preparation(rows, answer) for rows in sizes]
         yield [self._update(layers) for layers in self.sizes.layers(self.shape.layers)]
         for tp in self.degrees:
-            yield from self._passes("lm", tp, self.sizes.passes(DENSE_LENGTH))
-            yield from self._passes("scalar", tp, self.sizes.few_passes())
+            yield from self._passes("scalar", tp, self.sizes.passes(DENSE_LENGTH))
+            yield from self._passes("lm", tp, self.sizes.few_passes())
             yield from self._starts(tp)
             yield from self._turns(tp)
 
@@ -76,10 +79,19 @@ class ShapeMeasurements:
 
         def point(tokens: int, context: int) -> Point[Measurement]:
             blanks = _blanks(_PASSES[head], tp=tp, tokens=tokens, context=context)
-            return Point(blanks, lambda: passes().measure(tokens, context), tokens, _LAYERS)
+            return Point(
+                blanks,
+                lambda: passes().measure([context] * (tokens // context)),
+                tokens,
+                times=_LAYERS,
+                derive=partial(parts, head=head),
+            )
 
         for context, group in _by_length(sizes):
             yield [point(tokens, context) for tokens in group]
+        if head == "scalar":
+            blanks = _blanks(_BUCKETS, tp=tp, tokens=sum(UNLIKE))
+            yield [Point(blanks, lambda: passes().measure_buckets(), sum(UNLIKE), derive=bucket_parts)]
 
     def _starts(self, tp: int) -> Iterator[Row]:
         decoding = cache(lambda: Decoding(self._model("lm", tp, _LAYERS), self.sampling, self.clock))

@@ -47,26 +47,26 @@ class Sizes:
     def passes(self, jump: int) -> Iterator[tuple[int, int]]:
         """(tokens of a micro-batch, of each of its sequences) for training and inference. Attention to sequences
         of more than `jump` tokens is computed in another way."""
-        lengths = {*self._spread(LEAST_LENGTH, self.length)}
-        if LEAST_LENGTH < jump < jump + 8 < self.length:
+        lengths = {*self._lengths(LEAST_LENGTH, self.length)}
+        if not self.thin and LEAST_LENGTH < jump < jump + 8 < self.length:
             lengths |= {jump, jump + 8}
         for length in sorted(lengths):
             yield from self._batches(length, self.micro_batch)
 
     def few_passes(self) -> Iterator[tuple[int, int]]:
-        """Those with the longest sequences."""
-        yield from self._batches(self.length, self.micro_batch)
+        """Those with the shortest sequences."""
+        yield from self._batches(self._lengths(LEAST_LENGTH, self.length)[0], self.micro_batch)
 
     def starts(self) -> Iterator[tuple[int, int]]:
         """The same for prompts."""
         if self.prompt:
             most = max(self.prompt, min(self.micro_batch, self.rows * self.prompt))
-            for length in self._spread(LEAST_LENGTH // 2, self.prompt):
+            for length in self._lengths(LEAST_LENGTH // 2, self.prompt):
                 yield from self._batches(length, most)
 
     def turns(self) -> Iterator[tuple[int, int]]:
         """(sequences, tokens of each in the cache) while tokens are generated one by one."""
-        contexts = self._spread(LEAST_LENGTH, self.prompt + self.answer) if self.answer else []
+        contexts = self._lengths(LEAST_LENGTH, self.prompt + self.answer) if self.answer else []
         for context in contexts:
             for rows in self._spread(1, self.rows, 8 if self.thin else 2):
                 if rows == 1 or rows * context <= 2 * self.micro_batch:
@@ -74,7 +74,7 @@ class Sizes:
 
     def preparations(self) -> Iterator[tuple[int, int]]:
         """(sequences, tokens of each answer) of a train call."""
-        for answer in self._spread(8, self.answer) if self.answer else []:
+        for answer in self._lengths(8, self.answer) if self.answer else []:
             for rows in self._spread(1, self.rows):
                 yield rows, answer
 
@@ -85,6 +85,11 @@ class Sizes:
     def _batches(self, length: int, most: int) -> Iterator[tuple[int, int]]:
         found = {tokens // length * length for tokens in self._spread(max(LEAST_TOKENS, length), most)}
         yield from ((tokens, length) for tokens in sorted(found - {0}))
+
+    def _lengths(self, low: int, high: int) -> list[int]:
+        """The same, fewer of them: times grow with lengths in a line."""
+        found = self._spread(low, high)
+        return sorted({found[0], found[-1]}) if self.thin else found
 
     def _spread(self, low: int, high: int, step: int = STEP) -> list[int]:
         """From low, or from high if that is less, to high."""
@@ -97,12 +102,21 @@ class Sizes:
 
 
 SMALLEST_BYTES, LARGEST_BYTES = 64, 1 << 26
+MAPPED_BYTES = 1 << 25
+"""From this size on, the launcher has memory taken from the system anew each time."""
 
 
 def transfer_sizes(*, thin: bool = False) -> list[int]:
-    """Bytes of collectives, messages and copies."""
-    step = 64 if thin else 8
-    found = [LARGEST_BYTES // 4 if thin else LARGEST_BYTES]
+    """Bytes of collectives and messages."""
+    step, largest = (64, LARGEST_BYTES // 4) if thin else (8, LARGEST_BYTES)
+    found = [largest]
     while found[-1] > SMALLEST_BYTES:
         found.append(max(SMALLEST_BYTES, found[-1] // step))
-    return found[::-1]
+    # Gradients travel in buckets of such sizes; parts of the smaller ones are below the limit.
+    return sorted({*found, *(() if thin else (LARGEST_BYTES // 2, LARGEST_BYTES - (LARGEST_BYTES >> 4)))})
+
+
+def copy_sizes(*, thin: bool = False) -> list[int]:
+    """Bytes of copies."""
+    around = MAPPED_BYTES >> 5
+    return sorted({*transfer_sizes(thin=thin), MAPPED_BYTES - around, MAPPED_BYTES + around})

@@ -1,7 +1,6 @@
-"""Find the plan that costs least where only the nodes that are used have to be paid."""
+"""Find the fastest plan on each of several numbers of nodes."""
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from realrl.planner.problem import Choice, Option, Problem
@@ -19,17 +18,12 @@ class ClusterSize:
     result: SearchResult | None
     """None if nothing fits."""
     shortage: Shortage | None
-    price: float
-    """Of a step; infinite if nothing fits."""
-    price_at_least: float
-    """Of any plan on these nodes."""
 
 
 def by_nodes(
     problem: Problem,
     counts: Iterable[int],
     *,
-    price_per_hour: Callable[[int], float] = float,
     seconds: float = 10.0,
     seed: int = 0,
     effort: Effort | None = None,
@@ -37,13 +31,11 @@ def by_nodes(
     """The fastest plan on the first so many nodes of a cluster, for each of `counts`, in their order.
 
     Searches begin, among others, with the plan before, which leaves some nodes idle if there are more now.
-    `price_per_hour`: of so many nodes; 1 for each where it is not given. `seconds`: for each of `counts`. The
-    least `price` is that of the objective `cost`, and the least `price_at_least` bounds it.
+    `seconds`: for each of `counts`.
     """
     found: list[ClusterSize] = []
     before: Mapping[str, Option] | None = None
     for nodes in counts:
-        rate = price_per_hour(nodes) / 3600
         part = problem.restricted(nodes)
         result, shortage = None, None
         if part is not None:
@@ -53,9 +45,7 @@ def by_nodes(
                 before = part.chosen(result.choice)
             except DoesNotFit as error:
                 shortage = error.shortage
-        price = rate * result.evaluation.seconds if result else math.inf
-        least = rate * result.lower_bound if result else math.inf
-        found.append(ClusterSize(nodes, part, result, shortage, price, least))
+        found.append(ClusterSize(nodes, part, result, shortage))
     return found
 
 

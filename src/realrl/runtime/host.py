@@ -1,0 +1,40 @@
+"""Memory of this machine that its processes may use. No torch."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_CONTROL_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def host_memory(groups: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> int:
+    """Bytes that the machine has, or that containers and batch systems leave of them to this process and its like.
+
+    `groups` is where Linux says what control groups may use, `own` the file that names those of this process.
+    """
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *_limits(groups, own)])
+
+
+def _limits(groups: Path, own: Path) -> Iterator[int]:
+    """Of every group that this process is in, also through others."""
+    try:
+        lines = own.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, name = groups, "memory.max"
+        elif "memory" in controllers.split(","):
+            top, name = groups / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        inside = Path(path.lstrip("/"))
+        for group in (inside, *inside.parents):
+            try:
+                limit = (top / group / name).read_text(encoding="utf-8").strip()
+            except OSError:
+                continue
+            if limit.isdigit():
+                yield int(limit)
