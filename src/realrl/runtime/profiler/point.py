@@ -60,7 +60,7 @@ class Measurer(Generic[Entry]):
         self, entries: dict[Hashable, Entry], bench: Bench, pace: Pace, done: Callable[[], None]
     ) -> None:
         """`done` is told of each point, measured or not."""
-        self._entries = entries
+        self._entries: dict[Hashable, Entry] = entries
         self._bench, self._pace, self._done = bench, pace, done
         self._rates: dict[tuple[object, ...], float] = {}
         """Kinds that are measured together -> seconds per unit of size, at last."""
