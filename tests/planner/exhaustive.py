@@ -79,7 +79,7 @@ class _Step:
             if sharing(self.graph, self.plan, order, call)[0] == call:
                 self.load(call.role)
                 ranks = {*home.placement.ranks, *option.placement.ranks}
-                self.occupy(ranks, self.transfer(call.role, home, option))
+                self.move(ranks, self.transfer(call.role, home, option))
                 self.copies[call.role, option.layout] = option
                 self.hold(option.placement.ranks)
         for role in {call.role: None for call in wave if call.role not in at_home}:
@@ -134,7 +134,7 @@ class _Step:
             self.load(average.role)
             source, target = self.homes[average.source], self.homes[average.role]
             ranks = {*source.placement.ranks, *target.placement.ranks}
-            self.occupy(ranks, self.transfer(average.source, source, target))
+            self.move(ranks, self.transfer(average.source, source, target))
             self.hold(ranks)
         for role in changes(self.graph, call):
             self.unload(role)
@@ -145,6 +145,10 @@ class _Step:
             layouts = Layouts.of([source.placement]), Layouts.of([target.placement])
             self.transfers[key] = float(self.problem.transfers.seconds(role, *layouts)[0])
         return self.transfers[key]
+
+    def move(self, ranks: set[int], seconds: float) -> None:
+        if seconds:  # else each rank has all that it needs
+            self.occupy(ranks, seconds)
 
     def occupy(self, ranks: set[int], seconds: float, ready: float = 0.0) -> float:
         end = max(ready, *(self.free[rank] for rank in ranks)) + seconds

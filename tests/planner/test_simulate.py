@@ -12,7 +12,16 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
 from realrl.planner.simulate import SimulationError, simulate
-from realrl.program.instructions import Instruction, Load, Offload, Program, Receive, Run, ShareLengths
+from realrl.program.instructions import (
+    Instruction,
+    Load,
+    Offload,
+    Program,
+    Reallocate,
+    Receive,
+    Run,
+    ShareLengths,
+)
 from realrl.program.lower import home_placements, kept_copies, lower
 
 A_CHAIN = DataflowGraph(
@@ -133,3 +142,31 @@ def test_programs_that_hang_are_reported_with_what_ranks_wait_for() -> None:
     )
     with pytest.raises(SimulationError, match=r"rank 0 at run +a\.generate .* rank 1 at run +b\.train"):
         simulate([Program(0, (first, second)), Program(1, (second, first))], seconds())
+
+
+@pytest.mark.parametrize(("moving", "begins"), [(0.0, 1.0), (2.0, 7.0)])
+def test_nobody_waits_for_a_reallocation_that_sends_nothing(moving: float, begins: float) -> None:
+    keys = [Key("x", "int64"), *(Key(name, "float32", "x") for name in "fgh")]
+    graph = DataflowGraph(
+        [
+            Call("a.inference", "a", Kind.INFERENCE, ("x",), ("f",), work=("x",)),
+            Call("r.inference", "r", Kind.INFERENCE, ("x",), ("g",), work=("x",)),
+            Call("b.inference", "b", Kind.INFERENCE, ("x",), ("h",), work=("x",)),
+            Call("b.train", "b", Kind.TRAIN, ("x", "f", "g", "h"), work=("x",)),
+        ],
+        keys,
+    )
+    ranks = {"a.inference": "d1 t1 p1 @0", "r.inference": "d1 t1 p1 @1", "b.inference": "d1 t1 p1 @0"}
+    texts = {**ranks, "b.train": "d2 t1 p1 @0-1"}
+    plan = Plan(Cluster(1, 2), {name: Placement.parse(f"{text} mb=9") for name, text in texts.items()})
+    homes = home_placements(graph, plan)
+    times = {"a.inference": 1.0, "r.inference": 5.0, "b.inference": 1.0, "b.train": 1.0}
+
+    def duration(instruction: Instruction) -> float:
+        if isinstance(instruction, Run):
+            return times[instruction.call]
+        return moving if isinstance(instruction, Reallocate) else 0.0
+
+    # Rank 1, where b lives, too, comes to the reallocation after five seconds.
+    slices = simulate(lower(graph, plan, homes, kept_copies(graph, plan, homes)), duration).slices(0)[0]
+    assert [s.start for s in slices if _runs(s.instruction, "b.inference")] == [begins]

@@ -64,7 +64,7 @@ def simulate(
     """Execute some steps of programs that `validate` accepts.
 
     `seconds`: what an instruction takes once everybody is there and everything has come. Blocks what blocks a
-    worker: calls and reallocations start together; sends and the sender's part of a report do not wait, but
+    worker: calls start together, and reallocations that send anything; sends and the sender's part of a report do not wait, but
     a rank begins its next step only when everything it has sent has been taken (gloo keeps nothing for a
     receiver that is not there); no other thing keeps ranks in the same step. SimulationError for a deadlock.
     """
@@ -172,6 +172,8 @@ class _Simulator:
         """When all that the instruction waits for is there; None if that is not known yet."""
         instruction = self.instructions[number]
         match instruction:
+            case Reallocate() if self.seconds[number] == 0:
+                return group.clock  # nothing is sent, so nobody waits
             case Run() | Reallocate():
                 return self._last(self.came, group.step, [number])
             case ShareLengths(_, _, heads, _):

@@ -132,7 +132,9 @@ class Timeline:
         n, plans = len(self.tables.calls), order.shape[1]
         places = order * plans + np.arange(plans)
         wait, everywhere = wait.reshape(n, -1), _along(activities.where, order)
-        delays, together, seconds = delay.take(places), self._together[order], activities.seconds.take(places)
+        delays, seconds = delay.take(places), activities.seconds.take(places)
+        # Where a reallocation sends nothing, nobody waits.
+        together = self._together[order] & ((order < n) | (seconds > 0))
         clock, end = np.zeros((n, plans)), np.zeros((len(self._kinds), plans))
         for k, place in enumerate(places):
             where = everywhere[k]

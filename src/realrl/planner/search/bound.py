@@ -94,12 +94,13 @@ class Bound:
     def _bringing(self, c: int, nodes: Numbers, tail: Floats, meets: Bools) -> tuple[Floats, Floats]:
         """Earliest start and least seconds of bringing parameters to call `c`."""
         tables, home = self.tables, self.tables.home[c]
-        start = np.zeros(nodes.shape[1])
+        start, there = np.zeros(nodes.shape[1]), np.zeros(nodes.shape[1])
         for p in range(c):
             if tables.informed[c, p]:
                 np.maximum(start, tail[p], out=start)
-            before = meets[p, c] | (meets[p, home] if tables.ordered[c, p] else False)
-            np.maximum(start, np.where(before, tail[p], 0.0), out=start)
+            np.maximum(start, np.where(meets[p, c], tail[p], 0.0), out=start)
+            if tables.ordered[c, p]:
+                np.maximum(there, np.where(meets[p, home], tail[p], 0.0), out=there)
         source, target = self.groups[home], self.groups[c]
         seconds = self._least[c][self._row(source, nodes[home]), self._row(target, nodes[c])]
         both = (source.level[nodes[home]] == ALONE) & (target.level[nodes[c]] == ALONE)
@@ -107,6 +108,8 @@ class Bound:
             mine = tables.options(c).layout[target.option[nodes[c, both]]]
             its = tables.options(home).layout[source.option[nodes[home, both]]]
             seconds[both] = tables.bring[c](its, mine)
+        # Devices of the home that send nothing are not waited for.
+        start = np.where(seconds > 0, np.maximum(start, there), start)
         return start, seconds + source.load[nodes[home]]
 
     @staticmethod
