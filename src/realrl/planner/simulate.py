@@ -64,9 +64,10 @@ def simulate(
     """Execute some steps of programs that `validate` accepts.
 
     `seconds`: what an instruction takes once everybody is there and everything has come. Blocks what blocks a
-    worker: calls start together, and reallocations that send anything; sends and the sender's part of a report do not wait, but
-    a rank begins its next step only when everything it has sent has been taken (gloo keeps nothing for a
-    receiver that is not there); no other thing keeps ranks in the same step. SimulationError for a deadlock.
+    worker: calls start together, and reallocations that send anything; sends and the sender's part of a report
+    do not wait, but a rank begins its next step only when everything it has sent has been taken (gloo keeps
+    nothing for a receiver that is not there); no other thing keeps ranks in the same step. SimulationError for a
+    deadlock.
     """
     return _Simulator(programs, seconds, steps).run()
 
