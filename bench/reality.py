@@ -6,7 +6,7 @@ what it took stand in its `costs.json`. Figures: the error of the step's seconds
 (predicted / measured - 1), the rank correlation of step seconds over all runs and within each size, and by how
 much the searched plan is slower than the fastest measured one of its size.
 
-Takes about 15 minutes; everything goes to a directory of its own. Answers have one length, so that all runs do the
+Takes about 20 minutes; everything goes to a directory of its own. Answers have one length, so that all runs do the
 same work.
 
     python bench/reality.py [--json FILE] [--steps 5] [--sizes small medium large] [--rounds 1] [--keep DIR]
