@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realrl.data.partition import assign, micro_batches, minibatch_slices, partition
+from realrl.data.partition import assign, even_micro_batches, micro_batches, minibatch_slices, partition
 
 COSTS = st.lists(st.integers(0, 500), max_size=60) | st.lists(st.integers(0, 2), max_size=12)
 
@@ -77,6 +77,31 @@ def test_micro_batches_gather_items_of_similar_length():
 
 def test_short_items_fill_gaps_before_another_micro_batch_is_opened():
     assert micro_batches([90, 60, 40, 10], 100) == [[0, 3], [1, 2]]
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=60), st.integers(100, 2000), st.integers(2, 4))
+def test_even_micro_batches_hold_every_item_once_within_the_budget(costs, budget, stages):
+    groups = even_micro_batches(costs, budget, stages=stages, per_stage=2)
+    assert sorted(i for group in groups for i in group) == list(range(len(costs)))
+    assert all(total(costs, group) <= budget or len(group) == 1 for group in groups)
+
+
+@pytest.mark.parametrize(("items", "groups"), [(64, 4), (66, 4), (3, 3)])
+def test_even_micro_batches_leave_no_last_one_for_what_did_not_fit(items, groups):
+    found = even_micro_batches([60] * items, 10_000, stages=2, per_stage=2)
+    assert len(found) == groups
+    assert max(map(len, found)) == -(-items // groups)
+
+
+@given(st.lists(st.integers(50, 64), min_size=40, max_size=80))
+def test_even_micro_batches_of_unlike_items_are_nearly_equal(costs):
+    found = even_micro_batches(costs, 10_000, stages=2, per_stage=1)
+    assert len(found) == 2
+    assert max(total(costs, group) for group in found) < 1.05 * sum(costs) / 2 + 64
+
+
+def test_every_stage_gets_equally_many_micro_batches():
+    assert len(even_micro_batches([10] * 100, 350, stages=2, per_stage=1)) == 4  # three would do
 
 
 @pytest.mark.parametrize("split", [lambda: partition([1], 0), lambda: micro_batches([1], 0)])

@@ -57,6 +57,9 @@ def even(sequences: int, length: int, room: int = 0) -> CallWork:
         (64, Strategy(1, micro_batch_tokens=1000), 22, 64 * 256 / 22),
         (64, Strategy(1, micro_batch_tokens=10), 64, 256),
         (64, Strategy(1, 1, 4, micro_batch_tokens=1 << 20), 8, 2048),
+        (66, Strategy(1, 1, 2, micro_batch_tokens=1 << 20), 4, 66 * 256 / 4),
+        (64, Strategy(1, 1, 4, micro_batch_tokens=1024), 16, 1024),
+        (36, Strategy(1, 1, 4, micro_batch_tokens=1024), 12, 768),
         (3, Strategy(1, 1, 4, micro_batch_tokens=1 << 20), 3, 256),
     ],
 )

@@ -67,3 +67,14 @@ def micro_batches(costs: Sequence[int], budget: int) -> list[list[int]]:
         groups[group].append(item)
         room[group] -= costs[item]
     return [sorted(group) for group in groups]
+
+
+def even_micro_batches(costs: Sequence[int], budget: int, *, stages: int, per_stage: int) -> list[list[int]]:
+    """The same for a pipeline, which waits for its largest micro-batch and for the last one: nearly equal groups,
+    at least `per_stage` for each of `stages`, and for every stage equally many, where there are items enough."""
+    count = max(len(micro_batches(costs, budget)), stages * per_stage)
+    count = min(len(costs), -(-count // stages) * stages)
+    size = min(budget, max(max(costs), -(-sum(costs) // count)))
+    while len(groups := micro_batches(costs, size)) > count:
+        size = min(budget, size + max(1, size // 64))
+    return groups

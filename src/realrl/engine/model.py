@@ -8,7 +8,7 @@ from torch import Tensor
 from realrl.algorithms.method import InferenceMethod, Metrics, ModelOutput
 from realrl.config.shape import Head, ModelShape
 from realrl.data.batch import Batch, Ragged
-from realrl.data.partition import micro_batches
+from realrl.data.partition import even_micro_batches, micro_batches
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.offload import Offloadable, allocate, free
 from realrl.engine.parallel import Parallel
@@ -106,12 +106,12 @@ class Model:
         return None if self.pipeline.first else self.pipeline.receive(self.hidden_rows(tokens))
 
     def split(self, costs: Sequence[int], budget: int, *, per_stage: int = 2) -> list[list[int]]:
-        """Micro-batches of at most `budget` tokens, and enough of them to keep a pipeline busy: about
-        `per_stage` for each of its stages."""
+        """Micro-batches of at most `budget` tokens, and enough of them to keep a pipeline busy: `per_stage` for
+        each of its stages."""
         stages = self.parallel.pipeline.size
-        if stages > 1:
-            budget = min(budget, max(max(costs), -(-sum(costs) // (per_stage * stages))))
-        return micro_batches(costs, budget)
+        if stages == 1:
+            return micro_batches(costs, budget)
+        return even_micro_batches(costs, budget, stages=stages, per_stage=per_stage)
 
     @torch.no_grad()
     def infer(

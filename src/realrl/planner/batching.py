@@ -39,30 +39,34 @@ class Chunks:
 def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
     """Micro-batches of one mini-batch, or continuations, as `engine.model.Model.split` makes them.
 
-    At most `micro_batch_tokens` tokens, counting for generation those that the cache has room for, and in a
-    pipeline `per_stage` chunks per stage where there are sequences enough. `tokens` and `squares` are those of
-    what is passed through the model at once: of generation, the prompts. UserError where a rank would get no
-    sequence.
+    At most `micro_batch_tokens` tokens, counting for generation those that the cache has room for. `tokens` and
+    `squares` are those of what is passed through the model at once: of generation, the prompts. UserError where a
+    rank would get no sequence.
 
     The longest sequences come first. Those of one length fill chunks evenly; short ones fill the gaps that long
-    ones leave, so that all chunks but the last are as full as can be, near enough.
+    ones leave, so that all chunks but the last are as full as can be, near enough. Of a pipeline all are equally
+    full, and there are at least `per_stage` for each stage, and equally many for each, where there are sequences
+    enough.
     """
     sequences = _per_rank(work, strategy)
     costs = sorted((length + work.room for length in work.lengths), reverse=True)
     mean, longest = sum(costs) / len(costs), costs[0]
-    total, budget = mean * sequences, strategy.micro_batch_tokens
-    if strategy.pp > 1:
-        budget = min(budget, max(longest, -(-int(total) // (per_stage * strategy.pp))))
-    if longest == costs[-1]:
-        most: float = min(sequences, max(1, budget // longest))
-        count = math.ceil(sequences / most)
+    total, budget, alike = mean * sequences, strategy.micro_batch_tokens, longest == costs[-1]
+    if alike:
+        count = math.ceil(sequences / max(1, budget // longest))
     else:
         alone = sum(cost > budget for cost in costs) / len(costs) * sequences
         rest = sum(cost for cost in costs if cost <= budget) / len(costs) * sequences
         count = max(1, min(sequences, round(alone) - int(-rest // budget)))
-        first = costs[: math.ceil(len(costs) / count)]
+    if strategy.pp > 1:
+        count = min(sequences, math.ceil(max(count / strategy.pp, per_stage)) * strategy.pp)
+        budget = min(budget, math.ceil(math.ceil(sequences / count) * mean))
+    first = costs[: math.ceil(len(costs) / count)]
+    if alike:
+        most: float = min(sequences, max(1, budget // longest))
+    else:
         most = max(longest, min(total, budget)) * len(first) / sum(first)
-    long = tuple(cost - work.room for cost in costs[: math.ceil(len(costs) / count)])
+    long = tuple(cost - work.room for cost in first)
     part = sequences / count
     return Chunks(count, part, part * work.mean, part * work.mean_square, Fullest(most, long))
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 
 from realrl.engine.pipeline import Pipeline
 from realrl.model.group import Group, all_gather, reduce_scatter
@@ -13,8 +14,12 @@ from realrl.runtime.profiler.clock import Clock
 
 _ELEMENT = 4  # all of it is measured with float32
 _MOMENT = 0.5e-3
-"""Seconds for which ranks compute before they talk: on a CPU, threads that have waited for so long sleep, and take
-a while to wake up."""
+"""Seconds, about, for which ranks compute before they talk: on a CPU, threads that have waited for so long sleep,
+and take a while to wake up."""
+_TURNS, _AT_ONCE = 8, 2
+"""Messages of a measurement, and how many are under way at once while ranks compute."""
+_LEAST = 1e-7
+"""Seconds that something takes at least, however the noise falls."""
 
 
 class Links:
@@ -23,6 +28,8 @@ class Links:
     def __init__(self, group: Group, backward: Group, clock: Clock) -> None:
         self._group, self._clock = group, clock
         self._pair = Pipeline(group, backward, hidden_size=1, dtype=torch.float32, device=clock.device)
+        self._square = torch.ones(64, 64)
+        self._products = _often(self._square) if clock.device.type == "cpu" else 0
 
     def collectives(self, number_bytes: int) -> Mapping[CollectiveKind, float]:
         """Seconds of a tensor of so many bytes among all ranks."""
@@ -44,33 +51,54 @@ class Links:
         return found
 
     def message(self, number_bytes: int) -> Mapping[CollectiveKind, float]:
-        """Seconds from the first rank to the second: half of the way there and back."""
-        pair, clock = self._pair, self._clock
-        rows = max(1, number_bytes // _ELEMENT)
-        if not pair.first:
-            received = pair.receive(rows)
-            self._compute()
-            pair.send_gradient(received)
-            pair.finish()
-            return {"send": 0.0}
-        message = torch.zeros(rows, 1, device=clock.device)
-        self._compute()
-        begin = clock.now()
-        pair.send(message)
-        pair.receive_gradient(rows)
-        pair.finish()
-        (both,) = clock.between(begin, clock.now())
-        return {"send": (both - self._moment) / 2}
+        """Seconds that a message from one rank to the other adds to what the two compute.
 
-    @property
-    def _moment(self) -> float:
-        return _MOMENT if self._clock.device.type == "cpu" else 0.0
+        On a CPU both ranks compute while messages are under way, as the stages of a pipeline do; a GPU sends beside
+        what it computes.
+        """
+        clock, rows = self._clock, max(1, number_bytes // _ELEMENT)
+        message = torch.zeros(rows, 1, device=clock.device)
+        if not self._products:
+            begin = clock.now()
+            self._go_round(message, 1)
+            (seconds,) = clock.between(begin, clock.now())
+            return {"send": seconds / _TURNS / 2}
+        begin = clock.now()
+        for _ in range(_TURNS):
+            self._compute()
+        middle = clock.now()
+        self._go_round(message, _AT_ONCE)
+        computed, seconds = clock.between(begin, middle, clock.now())
+        # The second rank cannot begin before the first one has computed for the first time.
+        return {"send": max(_LEAST, (seconds - computed * (_TURNS + 1) / _TURNS) / _TURNS)}
+
+    def _go_round(self, message: Tensor, at_once: int) -> None:
+        """Messages to the second rank and back, both of which compute before they send."""
+        pair, rows = self._pair, len(message)
+        send: Callable[[Tensor], None] = pair.send if pair.first else pair.send_gradient
+        receive = pair.receive_gradient if pair.first else pair.receive
+        for turn in range(_TURNS):
+            if turn >= at_once or not pair.first:
+                receive(rows)
+            self._compute()
+            send(message)
+        for _ in range(at_once if pair.first else 0):
+            receive(rows)
+        pair.finish()
 
     def _compute(self) -> None:
         """What ranks do between collectives, for a moment."""
-        end, square = time.perf_counter() + self._moment, torch.ones(64, 64)
-        while time.perf_counter() < end:
-            square @ square
+        for _ in range(self._products):
+            self._square @ self._square
+
+
+def _often(square: Tensor) -> int:
+    """How many products of a matrix take a moment."""
+    begin, products = time.perf_counter(), 0
+    while time.perf_counter() < begin + 20 * _MOMENT:
+        square @ square
+        products += 1
+    return -(-products // 20)
 
 
 def collective_links(process: Process, size: int, clock: Clock) -> Links:
