@@ -49,10 +49,14 @@ def nobody_else() -> Iterator[None]:
     def scattered(output: torch.Tensor, buffer: torch.Tensor, *_: Any, **__: Any) -> None:
         output.copy_(buffer[: len(output)])
 
+    def arrived(buffer: torch.Tensor, *_: Any, **__: Any) -> Sent:
+        buffer.zero_()
+        return Sent()
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", lambda *_, **__: None)
         patch.setattr(dist, "isend", lambda *_, **__: Sent())
-        patch.setattr(dist, "recv", lambda buffer, *_, **__: buffer.zero_())
+        patch.setattr(dist, "irecv", arrived)
         patch.setattr(collectives, "_all_gather", gathered)
         patch.setattr(collectives, "_reduce_scatter", scattered)
         patch.setattr(Pipeline, "figures_from_last", lambda _, figures: figures)

@@ -10,6 +10,7 @@ from torch import Tensor
 from realrl.config.algorithms import GenerationConfig
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model
+from realrl.engine.pipeline import Coming
 from realrl.engine.sampling import sample, uniform
 from realrl.model.cache import KVCache
 from realrl.model.packing import Packing
@@ -52,7 +53,7 @@ def generate(
         part = batch.select(positions)
         ids = torch.tensor(part.ids, dtype=torch.int64, device=model.device)
         continuations.append(Continuation(model, part[prompts], ids, sampling, eos, noise))
-    _run_in_turn([c.run() for c in continuations], turn, at_once=model.parallel.pipeline.size)
+    _run_in_turn(continuations, turn, at_once=model.parallel.pipeline.size)
     model.pipeline.finish()
     if not model.shard.last:
         return batch
@@ -69,13 +70,14 @@ def generate(
     )
 
 
-def _run_in_turn(runs: Sequence[Iterator[None]], turn: Callable[[], None], *, at_once: int) -> None:
+def _run_in_turn(continuations: "Sequence[Continuation]", turn: Callable[[], None], *, at_once: int) -> None:
     """Advance several continuations step by step, `at_once` under way at a time: while one is on another
     stage of the pipeline, this stage works on the next. Every stage goes through the same turns."""
-    waiting, active = deque(runs), deque[Iterator[None]]()
+    waiting, active = deque(continuations), deque[Iterator[None]]()
     while waiting or active:
         while waiting and len(active) < at_once:
-            active.append(waiting.popleft())
+            waiting[0].expect_prompts()
+            active.append(waiting.popleft().run())
         run = active.popleft()
         if next(run, _ENDED) is not _ENDED:
             active.append(run)
@@ -104,10 +106,20 @@ class Continuation:
         self.logprobs = torch.zeros(count, limit, dtype=torch.float32, device=device)
         self.lengths = torch.full((count,), limit, device=device)
         self.finished = torch.zeros(count, dtype=torch.bool, device=device)
+        self._prompts: Coming | None = None
+
+    def expect_prompts(self) -> None:
+        """On the last stage, before the turn of any other continuation.
+
+        Messages come in the order of turns, and it expects those of one turn during the turn before. Stages between
+        the first and the last know only in its turn how many rows a continuation still has.
+        """
+        if self.model.pipeline.last and not self.model.pipeline.first:
+            self._prompts = self.model.pipeline.expect(len(self.prompts.values))
 
     @torch.no_grad()
     def run(self) -> Iterator[None]:
-        """Yields once per token, after this stage has passed its part on."""
+        """Yields once per token, after this stage has passed its part on and expects what the others will send."""
         model, pipeline, device = self.model, self.model.pipeline, self.model.device
         hidden, cache = self.prefill()
         slots = torch.arange(len(self.prompts), device=device)
@@ -115,28 +127,38 @@ class Continuation:
             if pipeline.last:
                 chosen = self._draw(model.transformer.logits(hidden), slots, position)
                 pipeline.tell(chosen)
-                yield
             else:
                 pipeline.send(hidden)
+                told = pipeline.expect_tokens(len(slots))
                 yield
-                chosen = pipeline.hear(len(slots))
+                chosen = told.wait()
             self._record(chosen, slots, position)
-            if position + 1 == self.sampling.max_new_tokens:
+            slots, chosen = self._going_on(slots, chosen, cache, position)
+            x = pipeline.expect(len(slots)) if len(slots) and not pipeline.first else None
+            if pipeline.last:
+                yield
+            if len(slots) == 0:
                 return
-            alive = ~self.finished[slots]
-            # Rows that have ended cost as much as others until they are taken out; taking them out copies
-            # the cache, and on a GPU asking whether to makes the host wait.
-            if device.type == "cpu" or position % 16 == 15:
-                remaining = int(alive.sum())
-                if remaining == 0:
-                    return
-                if remaining <= 0.8 * len(slots):
-                    kept = alive.nonzero().squeeze(-1)
-                    cache.keep(kept)
-                    slots, chosen = slots[kept], chosen[kept]
-            hidden = model.transformer.decode(
-                chosen if pipeline.first else pipeline.receive(len(slots)), cache
-            )
+            hidden = model.transformer.decode(chosen if x is None else x.wait(), cache)
+
+    def _going_on(
+        self, slots: Tensor, chosen: Tensor, cache: KVCache, position: int
+    ) -> tuple[Tensor, Tensor]:
+        """The rows that get another token, and their last one."""
+        if position + 1 == self.sampling.max_new_tokens:
+            return slots[:0], chosen[:0]
+        # Rows that have ended cost as much as others until they are taken out; taking them out copies the
+        # cache, and on a GPU asking whether to makes the host wait.
+        if slots.device.type != "cpu" and position % 16 != 15:
+            return slots, chosen
+        alive = ~self.finished[slots]
+        remaining = int(alive.sum())
+        if remaining > 0.8 * len(slots):
+            return slots, chosen
+        kept = alive.nonzero().squeeze(-1)
+        if remaining:
+            cache.keep(kept)
+        return slots[kept], chosen[kept]
 
     def prefill(self) -> tuple[Tensor, KVCache]:
         """Hidden states of the prompts, on the last stage only at their ends, and their cache."""
@@ -151,8 +173,10 @@ class Continuation:
             dtype=model.parameters.data.dtype,
             device=model.device,
         )
-        first = model.pipeline.first
-        x = prompts.values.to(model.device) if first else model.pipeline.receive(len(prompts.values))
+        if model.pipeline.first:
+            x = prompts.values.to(model.device)
+        else:
+            x = (self._prompts or model.pipeline.expect(len(prompts.values))).wait()
         hidden = model.transformer.prefill(x, packing, cache)
         if model.pipeline.last:
             hidden = hidden[torch.tensor(prompts.offsets[1:], device=model.device) - 1]

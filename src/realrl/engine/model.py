@@ -1,6 +1,7 @@
 """A role's model in one layout: flat parameters, and what can be computed with them without training."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from realrl.data.partition import even_micro_batches, micro_batches
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.offload import Offloadable, allocate, free
 from realrl.engine.parallel import Parallel
-from realrl.engine.pipeline import Pipeline
+from realrl.engine.pipeline import Pipeline, one_ahead
 from realrl.layout.layout import Layout, layout
 from realrl.layout.shard import Shard
 from realrl.layout.tensors import bucket_count
@@ -101,9 +102,12 @@ class Model:
         """Rows of hidden states that stages exchange for so many tokens."""
         return -(-tokens // self.shard.tp) if self.sequence else tokens
 
-    def receive(self, tokens: int) -> Tensor | None:
-        """The hidden states of the stage before; None on the first stage."""
-        return None if self.pipeline.first else self.pipeline.receive(self.hidden_rows(tokens))
+    def received(self, tokens: Sequence[int]) -> Iterator[Tensor | None]:
+        """The hidden states of the stage before for micro-batches of so many tokens each; None on the first
+        stage."""
+        if self.pipeline.first:
+            return repeat(None, len(tokens))
+        return one_ahead(self.pipeline.expect, map(self.hidden_rows, tokens))
 
     def split(self, costs: Sequence[int], budget: int, *, per_stage: int = 2) -> list[list[int]]:
         """Micro-batches of at most `budget` tokens, and enough of them to keep a pipeline busy: `per_stage` for
@@ -128,8 +132,12 @@ class Model:
         over data-parallel ranks; on the others the batch as it was, and no figures.
         """
         collected: dict[str, list[Tensor | None]] = {}
-        for positions in self.split(item_tokens(batch, method.sequences(batch)), budget):
-            outputs = self._infer_part(batch.select(positions).to(self.device), method)
+        costs = item_tokens(batch, method.sequences(batch))
+        parts = self.split(costs, budget)
+        received = self.received([sum(costs[i] for i in positions) for positions in parts])
+        for positions in parts:
+            part = batch.select(positions).to(self.device)
+            outputs = self._infer_part(part, method, next(received))
             for key, field in outputs.items():
                 slots = collected.setdefault(key, [None] * len(batch))
                 for position, row in zip(positions, field.to(torch.device("cpu")).rows(), strict=True):
@@ -144,11 +152,11 @@ class Model:
         reduce_metrics(metrics, self.parallel.data, self.device)
         return batch, metrics
 
-    def _infer_part(self, part: Batch, method: InferenceMethod) -> dict[str, Ragged]:
+    def _infer_part(self, part: Batch, method: InferenceMethod, received: Tensor | None) -> dict[str, Ragged]:
         """A micro-batch of an inference call; its outputs on the last stage, none on the others."""
         rows = method.sequences(part)
         packing = Packing.of(rows.lengths, self.device)
-        hidden = self.forward(rows, packing, self.receive(len(rows.values)))
+        hidden = self.forward(rows, packing, received)
         if self.shard.last:
             return method.outputs(part, self.output(hidden, rows, packing))
         self.pipeline.send(hidden)

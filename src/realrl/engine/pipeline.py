@@ -1,6 +1,9 @@
 """What the stages of a pipeline send each other."""
 
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -12,8 +15,22 @@ from realrl.model.group import Group
 _FORWARD, _BACKWARD, _TOKENS = 1, 2, 3  # tags, where the backend knows them
 
 
+@dataclass(frozen=True)
+class Coming:
+    """Something that another stage sends, or will send."""
+
+    work: dist.Work
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        """The tensor, once it is here."""
+        self.work.wait()
+        return self.tensor
+
+
 class Pipeline:
-    """This rank's stage. Sends do not wait; receives do.
+    """This rank's stage. Sends do not wait. What is said to be expected before something else is computed is on its
+    way meanwhile: where a message finds nobody who expects it, it stays behind until the receiver asks for it.
 
     Activations and gradients travel over groups of their own, because a backend without tags delivers what one
     pair of ranks exchanges in the order in which it was posted, and the two directions have different orders.
@@ -39,32 +56,31 @@ class Pipeline:
         """Whether this is the last stage."""
         return self.group.index == self.group.size - 1
 
-    def receive(self, rows: int) -> Tensor:
+    def expect(self, rows: int) -> Coming:
         """Activations of the stage before. [rows, H]"""
-        return self._receive(rows, -1, self.group.handle, _FORWARD)
+        return self._expect(self._hidden(rows), self.group.index - 1, self.group.handle, _FORWARD)
 
     def send(self, hidden: Tensor) -> None:
         """Activations to the next stage."""
-        self._send(hidden.detach(), 1, self.group.handle, _FORWARD)
+        self._post(hidden.detach().contiguous(), self.group.index + 1, self.group.handle, _FORWARD)
 
-    def receive_gradient(self, rows: int) -> Tensor:
-        """The gradient of what was sent to the next stage. [rows, H]"""
-        return self._receive(rows, 1, self._back, _BACKWARD)
+    def expect_gradient(self, rows: int) -> Coming:
+        """The gradient of what was sent, or will be, to the next stage. [rows, H]"""
+        return self._expect(self._hidden(rows), self.group.index + 1, self._back, _BACKWARD)
 
     def send_gradient(self, gradient: Tensor) -> None:
         """The gradient of what came from the stage before."""
-        self._send(gradient, -1, self._back, _BACKWARD)
+        self._post(gradient.contiguous(), self.group.index - 1, self._back, _BACKWARD)
+
+    def expect_tokens(self, count: int) -> Coming:
+        """The other side of `tell`. [count] int64"""
+        tokens = torch.empty(count, dtype=torch.int64, device=self._device)
+        return self._expect(tokens, self.group.size - 1, self._back, _TOKENS)
 
     def tell(self, tokens: Tensor) -> None:
         """From the last stage, the tokens it has drawn, to all others. [B] int64"""
         for stage in range(self.group.size - 1):
             self._post(tokens, stage, self._back, _TOKENS)
-
-    def hear(self, count: int) -> Tensor:
-        """The other side of `tell`. [count] int64"""
-        tokens = torch.empty(count, dtype=torch.int64, device=self._device)
-        dist.recv(tokens, self.group.ranks[-1], group=self._back, tag=_TOKENS)
-        return tokens
 
     def figures_from_last(self, figures: Metrics) -> Metrics:
         """The last stage's figures, on every stage."""
@@ -81,13 +97,13 @@ class Pipeline:
         while self._pending:
             self._pending.popleft()[0].wait()
 
-    def _receive(self, rows: int, step: int, handle: dist.ProcessGroup | None, tag: int) -> Tensor:
-        buffer = torch.empty(rows, self._width, dtype=self._dtype, device=self._device)
-        dist.recv(buffer, self.group.ranks[self.group.index + step], group=handle, tag=tag)
-        return buffer
+    def _hidden(self, rows: int) -> Tensor:
+        return torch.empty(rows, self._width, dtype=self._dtype, device=self._device)
 
-    def _send(self, tensor: Tensor, step: int, handle: dist.ProcessGroup | None, tag: int) -> None:
-        self._post(tensor.contiguous(), self.group.index + step, handle, tag)
+    def _expect(self, buffer: Tensor, stage: int, handle: dist.ProcessGroup | None, tag: int) -> Coming:
+        work = dist.irecv(buffer, self.group.ranks[stage], group=handle, tag=tag)
+        assert work is not None, "a stage is part of its pipeline"
+        return Coming(work, buffer)
 
     def _post(self, tensor: Tensor, stage: int, handle: dist.ProcessGroup | None, tag: int) -> None:
         work = dist.isend(tensor, self.group.ranks[stage], group=handle, tag=tag)
@@ -96,3 +112,13 @@ class Pipeline:
         # Memory of what has surely arrived is given back: more than this many are never under way.
         while len(self._pending) > 4 * self.group.size:
             self._pending.popleft()[0].wait()
+
+
+def one_ahead(expect: Callable[[int], Coming], sizes: Iterable[int]) -> Iterator[Tensor]:
+    """What comes in so many rows at a time; while one is used, the next one is on its way."""
+    left = iter(sizes)
+    coming = deque(expect(rows) for rows in islice(left, 1))
+    while coming:
+        tensor = coming.popleft().wait()
+        coming.extend(expect(rows) for rows in islice(left, 1))
+        yield tensor

@@ -1,6 +1,6 @@
 """Training: gradients over micro-batches, stages and ranks, one optimizer step per mini-batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from realrl.engine.gradients import complete_gradients, needs_completion, owned
 from realrl.engine.model import Model, item_tokens, reduce_metrics
 from realrl.engine.offload import Offloadable
 from realrl.engine.optimizer import ShardedAdamW
+from realrl.engine.pipeline import one_ahead
 from realrl.engine.pipeline_schedule import one_forward_one_backward
 from realrl.layout.tensors import bucket_count
 from realrl.model.packing import Packing
@@ -87,7 +88,11 @@ class Trainer:
         model = self.model
         weight = torch.tensor(float(method.weight(batch)), device=model.device)
         weight = model.parallel.data.sum(weight).clamp_min(1.0)
-        parts = model.split(item_tokens(batch, method.sequences(batch)), budget)
+        costs = item_tokens(batch, method.sequences(batch))
+        parts = model.split(costs, budget)
+        tokens = [sum(costs[i] for i in positions) for positions in parts]
+        received = model.received(tokens)
+        gradients = one_ahead(model.pipeline.expect_gradient, map(model.hidden_rows, tokens))
         stage, stages = model.parallel.pipeline.index, model.parallel.pipeline.size
         figures = Metrics()
         passes: dict[int, _Pass] = {}
@@ -97,21 +102,28 @@ class Trainer:
                 self._early.arm()
             if action.kind == "F":
                 part = batch.select(parts[action.micro_batch])
-                passes[action.micro_batch] = self._forward(part, method, weight, figures, recompute)
+                passes[action.micro_batch] = self._forward(
+                    part, method, next(received), weight, figures, recompute
+                )
             else:
-                self._backward(passes.pop(action.micro_batch))
+                self._backward(passes.pop(action.micro_batch), gradients)
             turn()
         model.pipeline.finish()
         reduce_metrics(figures, model.parallel.data, model.device)
         return model.pipeline.figures_from_last(figures)
 
     def _forward(
-        self, part: Batch, method: TrainMethod, weight: Tensor, figures: Metrics, recompute: bool
+        self,
+        part: Batch,
+        method: TrainMethod,
+        received: Tensor | None,
+        weight: Tensor,
+        figures: Metrics,
+        recompute: bool,
     ) -> "_Pass":
         model = self.model
         rows = method.sequences(part)
         packing = Packing.of(rows.lengths, model.device)
-        received = model.receive(len(rows.values))
         if received is not None:
             received.requires_grad_(True)
         hidden = model.forward(rows, packing, received, recompute=recompute)
@@ -123,9 +135,9 @@ class Trainer:
         figures.update(part_figures)
         return _Pass(received, loss / weight)
 
-    def _backward(self, done: "_Pass") -> None:
+    def _backward(self, done: "_Pass", gradients: Iterator[Tensor]) -> None:
         pipeline = self.model.pipeline
-        gradient = None if pipeline.last else pipeline.receive_gradient(len(done.result))
+        gradient = None if pipeline.last else next(gradients)
         done.result.backward(gradient)
         if done.received is not None:
             assert done.received.grad is not None, "every stage depends on the one before it"

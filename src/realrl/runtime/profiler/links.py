@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from realrl.engine.pipeline import Pipeline
+from realrl.engine.pipeline import Pipeline, one_ahead
 from realrl.model.group import Group, all_gather, reduce_scatter
 from realrl.planner.profile import CollectiveKind
 from realrl.runtime.process import Process
@@ -74,16 +74,16 @@ class Links:
 
     def _go_round(self, message: Tensor, at_once: int) -> None:
         """Messages to the second rank and back, both of which compute before they send."""
-        pair, rows = self._pair, len(message)
+        pair = self._pair
         send: Callable[[Tensor], None] = pair.send if pair.first else pair.send_gradient
-        receive = pair.receive_gradient if pair.first else pair.receive
+        coming = one_ahead(pair.expect_gradient if pair.first else pair.expect, [len(message)] * _TURNS)
         for turn in range(_TURNS):
             if turn >= at_once or not pair.first:
-                receive(rows)
+                next(coming)
             self._compute()
             send(message)
-        for _ in range(at_once if pair.first else 0):
-            receive(rows)
+        for _ in coming:
+            pass
         pair.finish()
 
     def _compute(self) -> None:
