@@ -6,8 +6,8 @@ what it took stand in its `costs.json`. Figures: the error of the step's seconds
 (predicted / measured - 1), the rank correlation of step seconds over all runs and within each size, and by how
 much the searched plan is slower than the fastest measured one of its size.
 
-Takes about 20 minutes; everything goes to a directory of its own. Answers have one length, so that all runs do the
-same work.
+A round takes about 20 minutes, and profiles the machine anew; figures are of medians over rounds. Everything goes
+to a directory of its own. Answers have one length, so that all runs do the same work.
 
     python bench/reality.py [--json FILE] [--steps 5] [--sizes small medium large] [--rounds 1] [--keep DIR]
 """
@@ -157,11 +157,11 @@ class World:
         path.write_text(yaml.safe_dump(recipe, sort_keys=False))
         return path
 
-    def profile(self, sizes: list[str]) -> Path:
-        """Measure this machine."""
-        path = self.root / "profile.json"
-        for size in sizes:
-            realrl("profile", self.recipe(size), "--out", path)
+    def profile(self, size: str) -> Path:
+        """Measure this machine as it is now."""
+        path = self.root / f"{size}-profile.json"
+        path.unlink(missing_ok=True)
+        realrl("profile", self.recipe(size), "--out", path)
         return path
 
     def search(self, size: str, profile: Path) -> Plan:
@@ -193,21 +193,32 @@ def realrl(*arguments: object) -> None:
 
 
 def rows(world: World, sizes: list[str], rounds: int) -> Iterator[Row]:
-    """All runs; a plan's runs of several rounds lie far apart."""
-    profile = world.profile(sizes)
-    searched = {size: world.search(size, profile) for size in sizes}
+    """All runs; a plan's runs of several rounds lie far apart, and each round profiles the machine anew."""
+    searched: dict[str, Plan] = {}
     for _ in range(rounds):
         for size in sizes:
+            profile = world.profile(size)
+            if size not in searched:
+                searched[size] = world.search(size, profile)
             for name, chosen in {**PLANS, "searched": searched[size]}.items():
                 yield world.run(size, name, chosen, profile)
 
 
 def merged(found: list[Row]) -> list[Row]:
-    """One row per size and plan: of several rounds, the one with the median step."""
+    """One row per size and plan: medians over the rounds."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in found:
         groups.setdefault((row.size, row.plan), []).append(row)
-    return [sorted(group, key=lambda row: row.measured)[len(group) // 2] for group in groups.values()]
+    return [
+        Row(
+            *key,
+            statistics.median(row.measured for row in group),
+            statistics.median(row.predicted for row in group),
+            max(row.measured_bytes for row in group),
+            max(row.predicted_bytes for row in group),
+        )
+        for key, group in groups.items()
+    ]
 
 
 def summary(found: list[Row]) -> dict[str, Any]:

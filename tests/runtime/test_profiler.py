@@ -25,7 +25,7 @@ from realrl.runtime.process import Process
 from realrl.runtime.profiler.bench import Bench
 from realrl.runtime.profiler.clock import Clock
 from realrl.runtime.profiler.passes import Passes
-from realrl.runtime.profiler.point import Measurer, Pace, Point
+from realrl.runtime.profiler.point import Measurer, Pace, Point, medians
 from realrl.runtime.profiler.shard import tensor_rank
 from realrl.runtime.profiler.sizes import Sizes
 from tests.conftest import SHAPE, World
@@ -202,7 +202,7 @@ def test_a_tensor_rank_alone_computes_with_its_own_part(head: str, tp: int) -> N
         assert model.transformer.logits(hidden).shape == (3, TINY.vocab_size)
 
 
-ONCE = Pace(0.0, (1, 1), limit=15.0, total=60.0)
+ONCE = Pace(1, 0.0, (1, 1), limit=15.0, total=60.0)
 
 
 def copied(work: Callable[[int], float], *sizes: int) -> list[Point[CollectiveTime]]:
@@ -247,6 +247,17 @@ def test_what_does_not_fit_is_left_out_with_all_that_is_larger() -> None:
     measurer = Measurer(entries, bench(), ONCE, lambda: None)
     measurer.measure(copied(work, 1, 10, 100, 1000))
     assert sorted(c.bytes for c in entries.values()) == [1, 10] and measurer.left_out == 2
+
+
+def test_of_several_sweeps_the_time_in_the_middle_counts() -> None:
+    def sweep(**seconds: float) -> dict:
+        return {
+            kind: CollectiveTime(kind=kind, ranks=1, bytes=1, seconds=s)  # type: ignore[arg-type]
+            for kind, s in seconds.items()
+        }
+
+    found = medians([sweep(copy=1.0, clear=5.0), sweep(copy=9.0), sweep(copy=2.0)])
+    assert {kind: entry.seconds for kind, entry in found.items()} == {"copy": 2.0, "clear": 5.0}
 
 
 def bench() -> Bench:

@@ -4,7 +4,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -17,12 +17,12 @@ from realrl.runtime.process import Process, connect
 from realrl.runtime.profiler import machine
 from realrl.runtime.profiler.bench import Bench
 from realrl.runtime.profiler.notebook import Notebook
-from realrl.runtime.profiler.point import Entry, Measurer, Pace, Point
+from realrl.runtime.profiler.point import Entry, Measurer, Pace, Point, medians
 from realrl.runtime.profiler.request import Request
 from realrl.runtime.profiler.shapes import ShapeMeasurements
 
-THOROUGH = Pace(0.5, (3, 40), limit=2.0, total=300.0)
-QUICK = Pace(0.05, (1, 5), limit=0.2, total=20.0)
+THOROUGH = Pace(3, 0.17, (1, 14), limit=2.0, total=100.0)
+QUICK = Pace(1, 0.05, (1, 5), limit=0.2, total=20.0)
 
 
 class Observer(Protocol):
@@ -67,35 +67,37 @@ class _Profiler:
         request, notebook, clock = self._request, self._notebook, self._bench.clock
         per_node = local_processes(self._process.world)
         rows = list(machine.rows(self._process, per_node, clock, thin=request.sizes.thin))
-        self._measure("links and memory", rows, sum(map(len, rows)), notebook.collectives)
+        self._measure("links and memory", lambda: rows, notebook.collectives)
         for shape, dtype in request.models:
             degrees = request.degrees(per_node, shape)
             part = ShapeMeasurements(shape, dtype, request.sizes, request.sampling, degrees, clock)
-            # Counted first, and then made again one by one: each keeps the models that it measures.
-            number = sum(map(len, part.rows()))
             entries = notebook.layers(ShapeKey.of(shape), dtype)
-            self._measure(f"hidden size {shape.hidden_size}, {dtype}", part.rows(), number, entries)
+            self._measure(f"hidden size {shape.hidden_size}, {dtype}", part.rows, entries)
         if self._observer is not None:
             self._observer.end(str(request.out), time.monotonic() - started)
 
     def _measure(
         self,
         what: str,
-        rows: Iterable[Sequence[Point[Entry]]],
-        number: int,
+        rows: Callable[[], Iterable[Sequence[Point[Entry]]]],
         entries: dict[Hashable, Entry],
     ) -> None:
-        observer = self._observer
+        """Add what is missing to `entries`; `rows` makes the points, which keep the models that they measure, anew
+        for each sweep."""
+        observer, sweeps = self._observer, self._pace.sweeps
         if observer is not None:
-            observer.begin(what, number)
-        measurer = Measurer(entries, self._bench, self._pace, self._done)
-        for row in rows:
-            measurer.measure(row)
+            observer.begin(what, sweeps * sum(map(len, rows())))
+        measurers = [Measurer(dict(entries), self._bench, self._pace, self._done) for _ in range(sweeps)]
+        for measurer in measurers:
+            for row in rows():
+                measurer.measure(row)
+        entries |= medians([measurer.entries for measurer in measurers])
         if observer is not None:
             self._notebook.profile.save(self._request.out)
-            if measurer.left_out:
+            left_out = measurers[-1].left_out
+            if left_out:
                 observer.note(
-                    f"{what}: left out {measurer.left_out} points that take long, or more memory than there is"
+                    f"{what}: left out {left_out} points that take long, or more memory than there is"
                 )
 
     def _done(self) -> None:

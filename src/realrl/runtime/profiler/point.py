@@ -43,14 +43,17 @@ class Point(Generic[Entry]):
 class Pace:
     """How long to measure."""
 
+    sweeps: int
+    """How often everything is measured, one after the other, so that a moment in which a machine is busy with
+    something else does not spoil all that is known of some sizes."""
     patience: float
-    """Seconds that one measurement may take, if that gives repetitions enough."""
+    """Seconds that one measurement of a sweep may take, if that gives repetitions enough."""
     repetitions: tuple[int, int]
     """At least, and at most."""
     limit: float
     """Seconds; what takes longer each time is not measured."""
     total: float
-    """Seconds after which only the smallest sizes of what is left are measured."""
+    """Seconds of a sweep after which only the smallest sizes of what is left are measured."""
 
 
 class Measurer(Generic[Entry]):
@@ -60,7 +63,7 @@ class Measurer(Generic[Entry]):
         self, entries: dict[Hashable, Entry], bench: Bench, pace: Pace, done: Callable[[], None]
     ) -> None:
         """`done` is told of each point, measured or not."""
-        self._entries: dict[Hashable, Entry] = entries
+        self.entries: dict[Hashable, Entry] = entries
         self._bench, self._pace, self._done = bench, pace, done
         self._rates: dict[tuple[object, ...], float] = {}
         """Kinds that are measured together -> seconds per unit of size, at last."""
@@ -74,11 +77,11 @@ class Measurer(Generic[Entry]):
         for point in row:
             kinds = tuple(blank.kind for blank in point.blanks)
             expected = point.size * self._rates.get(kinds, 0.0)
-            if going_on and not point.known(self._entries):
+            if going_on and not point.known(self.entries):
                 late = point is not row[0] and self._late()
                 going_on = expected <= self._pace.limit and not late and self._one(point)
-            if point.known(self._entries):
-                seconds = sum(self._entries[blank.key].seconds for blank in point.blanks)
+            if point.known(self.entries):
+                seconds = sum(self.entries[blank.key].seconds for blank in point.blanks)
                 self._rates[kinds] = point.times * seconds / point.size
             else:
                 self.left_out += 1
@@ -91,9 +94,21 @@ class Measurer(Generic[Entry]):
             return False
         seconds = point.derive(found)
         for blank in point.blanks:
-            self._entries[blank.key] = blank.model_copy(update={"seconds": max(LEAST, seconds[blank.kind])})
+            self.entries[blank.key] = blank.model_copy(update={"seconds": max(LEAST, seconds[blank.kind])})
         return True
 
     def _late(self) -> bool:
         passed = time.monotonic() - self._started
         return max(self._bench.process.gather(passed)) > self._pace.total
+
+
+def medians(sweeps: Sequence[Mapping[Hashable, Entry]]) -> dict[Hashable, Entry]:
+    """Of each entry its time in the middle, over the sweeps that measured it."""
+    found: dict[Hashable, list[Entry]] = {}
+    for entries in sweeps:
+        for key, entry in entries.items():
+            found.setdefault(key, []).append(entry)
+    return {
+        key: alike[0].model_copy(update={"seconds": median(entry.seconds for entry in alike)})
+        for key, alike in found.items()
+    }
