@@ -79,7 +79,6 @@ def test_what_is_needed_is_said_with_figures() -> None:
 @pytest.mark.parametrize(
     ("of", "wanted", "change"),
     [
-        (scenario("a100-80g:1x2"), LEAN, "with parameters and optimizers offloaded to host memory"),
         (
             scenario("a100-40g:1x8", element_bytes=4),
             LEAN,

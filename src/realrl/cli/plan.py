@@ -13,9 +13,8 @@ from realrl.cli.recipe import Overrides
 from realrl.config.errors import UserError
 
 if TYPE_CHECKING:
-    from realrl.cli.plan_input import Goal
     from realrl.config.experiment import Experiment
-    from realrl.planner.report import PlanReport
+    from realrl.planner.report import Objective, PlanReport
     from realrl.planner.scenario import Scenario
 
 RecipeOrNone = Annotated[
@@ -46,12 +45,12 @@ Nodes = Annotated[
         metavar="N,N,..", help="Numbers of nodes to compare, for example 1,2,4,8; plans for the best."
     ),
 ]
-Objective = Annotated[
+ObjectiveText = Annotated[
     str,
     typer.Option(
         metavar="time|cost",
-        help="time: the fastest step. cost: the cheapest, on as many of the nodes as that takes; where devices have"
-        " no price, the one of fewest device-hours.",
+        help="time: the fastest step. cost: the cheapest, on no more of the nodes than that takes; without prices,"
+        " the one of fewest device-hours.",
     ),
 ]
 Seconds = Annotated[
@@ -96,7 +95,7 @@ def plan(
     html: Html = None,
     trace: Trace = None,
     nodes: Nodes = None,
-    objective: Objective = "time",
+    objective: ObjectiveText = "time",
     seconds: Seconds = None,
     seed: Seed = 0,
     profile: Profile = None,
@@ -120,7 +119,7 @@ def plan(
     if recipe is None:
         raise UserError("name a recipe, a YAML file, to plan for")
     files = plan_input.files_to_write(recipe, cluster, profile, lengths, out=out, html=html, trace=trace)
-    counts, goal = plan_input.parse_nodes(nodes), plan_input.parse_goal(objective)
+    counts, goal = plan_input.parse_nodes(nodes), plan_input.parse_objective(objective)
     plan_input.check_seconds(seconds)
     experiment = load_experiment(recipe, overrides or [])
     scenario, source = plan_input.read_scenario(experiment, cluster, profile, lengths)
@@ -162,7 +161,7 @@ def _report(
     scenario: "Scenario",
     *,
     nodes: Sequence[int],
-    objective: "Goal",
+    objective: "Objective",
     seconds: float | None,
     seed: int,
 ) -> "PlanReport":

@@ -5,7 +5,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import TYPE_CHECKING
 
 from realrl.config.errors import UserError
 
@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from realrl.config.experiment import Experiment
     from realrl.planner.cluster import ClusterSpec
     from realrl.planner.profile import Profile
+    from realrl.planner.report import Objective
     from realrl.planner.scenario import Scenario
-
-Goal = Literal["time", "cost"]
 
 
 @dataclass(frozen=True)
@@ -116,11 +115,11 @@ def read_scenario(
     return scenario, "; ".join(filter(None, (describe_source(spec, measured, path), remark)))
 
 
-def parse_goal(text: str) -> Goal:
+def parse_objective(text: str) -> "Objective":
     """`time` or `cost`; UserError for anything else."""
-    if text not in get_args(Goal):
+    if text not in ("time", "cost"):
         raise UserError(f"--objective: {text!r} is neither time nor cost")
-    return cast(Goal, text)
+    return "time" if text == "time" else "cost"
 
 
 def check_seconds(seconds: float | None) -> None:

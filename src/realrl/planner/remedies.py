@@ -55,7 +55,7 @@ def remedies(scenario: Scenario, wanted: Wanted | None = None, *, seconds: float
     """Changes with which a plan fits, by what they cost: other settings first, then other devices."""
     end = time.monotonic() + seconds
     found: list[Remedy] = []
-    for attempt in (_offloading, _narrower, _more_nodes, _larger_devices, _shorter, _fewer):
+    for attempt in (_narrower, _more_nodes, _larger_devices, _shorter, _fewer):
         if len(found) < _NAMED:
             # Each may take a part of what is left, so that something is left for the next.
             left = end - time.monotonic()
@@ -72,16 +72,14 @@ class _Trials:
     wanted: Wanted
     deadline: float
 
-    def step_seconds(self, scenario: Scenario, wanted: Wanted | None = None) -> float | None:
+    def step_seconds(self, scenario: Scenario) -> float | None:
         """Seconds of a step under some plan that fits; None if none is found."""
         left = min(_SEARCH_SECONDS, self.deadline - time.monotonic())
         if left <= 0:
             return None
         try:
             # Without presets, at whose best a search of its own looks each time.
-            found = find_plan(
-                scenario, seconds=left, wanted=wanted or self.wanted, presets={}, effort=_EFFORT
-            )
+            found = find_plan(scenario, seconds=left, wanted=self.wanted, presets={}, effort=_EFFORT)
         except (DoesNotFit, UserError):
             return None
         return found.result.evaluation.seconds
@@ -93,18 +91,6 @@ class _Trials:
             if seconds is not None:
                 return Remedy(text, seconds)
         return None
-
-
-def _offloading(scenario: Scenario, trials: _Trials) -> Remedy | None:
-    choices = trials.wanted.choices
-    if choices.offload or scenario.spec.groups[0].device.cpu:
-        return None
-    seconds = trials.step_seconds(scenario, replace(trials.wanted, choices=replace(choices, offload=True)))
-    return (
-        None
-        if seconds is None
-        else Remedy("with parameters and optimizers offloaded to host memory", seconds)
-    )
 
 
 def _narrower(scenario: Scenario, trials: _Trials) -> Remedy | None:
