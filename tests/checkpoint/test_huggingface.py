@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from realrl.checkpoint import huggingface
+from realrl.checkpoint import directory, huggingface
 from realrl.checkpoint.directory import known_shape
 from realrl.config.errors import UserError
 from realrl.config.llama import shape_to_hf
@@ -254,3 +254,29 @@ def test_a_hub_name_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path = saved(tmp_path / "m")
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(path))
     assert huggingface.read_shape("someone/model") == shape_of()
+
+
+def test_of_a_hub_model_the_config_alone_says_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path / "m")
+    asked = []
+
+    def download(name: str, file: str) -> str:
+        asked.append((name, file))
+        return str(path / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert directory.shape_of(ModelConfig(path="someone/model")) == shape_of()
+    assert asked == [("someone/model", "config.json")]
+
+
+def test_a_hub_model_whose_size_cannot_be_fetched_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, file: str) -> str:
+        raise OSError(f"cannot reach the hub for {name}\ndetails")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    with pytest.raises(
+        UserError, match="someone/model: .* gave none: cannot reach the hub for someone/model$"
+    ):
+        directory.shape_of(ModelConfig(path="someone/model"))

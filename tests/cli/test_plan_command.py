@@ -187,7 +187,10 @@ def test_a_profile_of_another_device_is_said_to_be_of_no_use(
         (["--profile", "nowhere.json"], "nowhere.json"),
         (["--lengths", "nowhere.json"], "--lengths: nowhere.json cannot be read"),
         (["--lengths", "."], "lengths.json cannot be read"),
-        (["models.actor.shape=null", "models.actor.path=./gone"], "./gone is not known on this machine"),
+        (
+            ["models.actor.shape=null", "models.actor.path=./gone"],
+            "models.actor: planning needs the size of the model: ./gone: no such model directory",
+        ),
         (["--cluster", "rtx-4090:1x2", "models.actor.shape=llama-2-7b"], "no plan fits llama-2-7b"),
     ],
 )

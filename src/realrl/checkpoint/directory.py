@@ -23,10 +23,7 @@ def local_directory(path: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(path), allow_patterns=HUB_FILES))
     except Exception as error:  # the hub's client raises a dozen unrelated types
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise UserError(
-            f"{path}: no such model directory, and the Hugging Face hub gave none: {reason}"
-        ) from error
+        raise _not_given(path, error) from error
 
 
 def read_shape(path: str | Path) -> ModelShape:
@@ -47,3 +44,27 @@ def known_shape(config: ModelConfig) -> ModelShape | None:
 
     cached = try_to_load_from_cache(config.path, "config.json")
     return read_config(Path(cached)) if isinstance(cached, str) else None
+
+
+def shape_of(config: ModelConfig) -> ModelShape:
+    """The same, but what only the hub knows is asked for: of its files, `config.json` alone. UserError where nobody
+    knows."""
+    known = known_shape(config)
+    if known is not None:
+        return known
+    assert config.path is not None, "a model has a path or a shape"
+    if is_local(config.path):
+        raise UserError(f"{config.path}: no such model directory")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return read_config(Path(hf_hub_download(config.path, "config.json")))
+    except UserError:
+        raise
+    except Exception as error:
+        raise _not_given(config.path, error) from error
+
+
+def _not_given(path: str | Path, error: Exception) -> UserError:
+    reason = str(error).strip().splitlines()[0].rstrip(".")
+    return UserError(f"{path}: no such model directory, and the Hugging Face hub gave none: {reason}")

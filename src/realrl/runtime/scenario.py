@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from realrl.algorithms.graphs import build_graph
-from realrl.checkpoint.directory import known_shape
+from realrl.checkpoint.directory import shape_of
 from realrl.config.errors import UserError
 from realrl.config.experiment import Experiment
 from realrl.config.model import HEADS
@@ -169,7 +169,7 @@ def make_scenario(
     """The training step of a recipe on a cluster.
 
     `profile` counts for devices of its kind. `prompts` and `answers`: measured lengths in tokens; without them
-    each sequence is as long as it may be. UserError if the size of a model is not known on this machine.
+    each sequence is as long as it may be. UserError if the size of a model cannot be found out.
     """
     graph = build_graph(experiment)
     workload = Workload.of(experiment, prompts=prompts, answers=answers)
@@ -180,11 +180,12 @@ def make_scenario(
 def _all_stored(experiment: Experiment, graph: DataflowGraph) -> dict[str, Stored]:
     found = {}
     for role, config in models(experiment).items():
-        shape = known_shape(config)
-        if shape is None:
+        try:
+            shape = shape_of(config)
+        except UserError as error:
             raise UserError(
-                f"models.{role}: the size of {config.path} is not known on this machine, and planning needs it;"
-                f" set models.{role}.path=null and models.{role}.shape to a size, for example llama-2-7b"
-            )
+                f"models.{role}: planning needs the size of the model: {error}; or set models.{role}.path=null and"
+                f" models.{role}.shape to a size, for example llama-2-7b"
+            ) from None
         found[role] = Stored(shape, HEADS[role], ELEMENT_BYTES[config.dtype], graph.trained(role))
     return found

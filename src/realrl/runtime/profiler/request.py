@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from realrl.checkpoint.directory import known_shape
+from realrl.checkpoint.directory import shape_of
 from realrl.config.algorithms import GenerationConfig
 from realrl.config.errors import UserError
 from realrl.config.experiment import Experiment, PPOExperiment
@@ -89,12 +89,13 @@ def _layers(model: tuple[ModelShape, Dtype]) -> int:
 def _models(experiment: Experiment) -> list[tuple[ModelShape, Dtype]]:
     found = []
     for role, config in models(experiment).items():
-        shape = known_shape(config)
-        if shape is None:
+        try:
+            shape = shape_of(config)
+        except UserError as error:
             raise UserError(
-                f"models.{role}: the size of {config.path} is not known on this machine; load it once, or set"
-                f" models.{role}.path=null and models.{role}.shape to a size, for example llama-2-7b"
-            )
+                f"models.{role}: {error}; or set models.{role}.path=null and models.{role}.shape to a size, for"
+                " example llama-2-7b"
+            ) from None
         found.append((shape, DTYPES[config.dtype]))
     return found
 
