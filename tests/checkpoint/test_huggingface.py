@@ -277,6 +277,6 @@ def test_a_hub_model_whose_size_cannot_be_fetched_is_named(monkeypatch: pytest.M
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
     with pytest.raises(
-        UserError, match="someone/model: .* gave none: cannot reach the hub for someone/model$"
+        UserError, match=r"someone/model: .* gave none: cannot reach the hub for someone/model$"
     ):
         directory.shape_of(ModelConfig(path="someone/model"))
