@@ -10,7 +10,6 @@ from realrl.dataflow.call import Kind
 from realrl.planner.activities import Activities, Facts, Phase, kinds, stores, takes_time
 from realrl.planner.problem import Choice, Problem
 from realrl.planner.tables import Columns, Tables
-from realrl.planner.threads import each, in_parts
 from realrl.planner.transfers import Floats, Ints
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -91,12 +90,10 @@ class Timeline:
 
         choice: [calls, plans], for each call in the order of the graph the number of its option.
         """
-        seconds, fill = zip(*each(self._cost, in_parts(choice, _AT_ONCE)), strict=True)
-        return np.concatenate(seconds), np.concatenate(fill)
-
-    def _cost(self, choice: Ints) -> tuple[Floats, Floats]:
-        steps = self._schedule(self.tables.gather(choice))
-        return steps.clock.max(axis=0), steps.fill.max(axis=0)
+        parts = (choice[:, i : i + _AT_ONCE] for i in range(0, choice.shape[1], _AT_ONCE))
+        steps = [self._schedule(self.tables.gather(part)) for part in parts]
+        seconds = [step.clock.max(axis=0) for step in steps]
+        return np.concatenate(seconds), np.concatenate([step.fill.max(axis=0) for step in steps])
 
     def evaluate(self, choice: Choice) -> Evaluation:
         """One plan in detail."""

@@ -9,12 +9,10 @@ from realrl.planner.search.bound import Bound, Numbers
 from realrl.planner.search.groups import ALONE, KIND, SIZE
 from realrl.planner.search.local import descend
 from realrl.planner.search.scorer import Scorer
-from realrl.planner.threads import each, in_parts
 from realrl.planner.transfers import Floats
 
-_PARENTS, _CHILDREN, _AT_ONCE = 512, 1 << 15, 1 << 13
-"""Nodes that are divided, that are then bounded, and those by one thread at a time: enough for numpy, few enough
-for the caches."""
+_PARENTS, _CHILDREN = 512, 1 << 15
+"""Nodes that are divided, and bounded, at once: enough for numpy, few enough for the caches."""
 _DIVES, _SAMPLES = 20_000, 512
 """After so many nodes, and again whenever there are half as many more, plans are drawn from the most promising set:
 so many, and the best is polished."""
@@ -123,7 +121,7 @@ class _Search:
     def _add(self, depth: int, nodes: Numbers) -> None:
         """Bound nodes and keep those that are worth it; plans are costed."""
         self.looked_at += nodes.shape[1]
-        bounds = np.concatenate(each(self.bound, in_parts(nodes, _AT_ONCE)))
+        bounds = self.bound(nodes)
         if depth == len(self.steps):
             fitting = nodes[:, bounds < self.scorer.best_seconds]
             if fitting.shape[1]:
