@@ -43,6 +43,7 @@ bench: $(STAMP)  ## the measurements that need no CUDA device
 	$(BIN)/python bench/reallocation_bytes.py
 	$(BIN)/python bench/search.py
 	$(BIN)/python bench/reference_table.py
+	$(BIN)/python bench/messages.py
 	$(BIN)/python bench/reality.py
 
 venv: $(STAMP)

@@ -2,6 +2,7 @@ import pytest
 
 from realrl.algorithms.reward.graph import train_graph as reward_graph
 from realrl.config.load import load_experiment
+from realrl.data.partition import even_micro_batches
 from realrl.plan.placement import Strategy
 from realrl.planner.batching import split_work
 from realrl.planner.workload import QUANTILES, CallWork, Workload, quantiles
@@ -61,6 +62,8 @@ def even(sequences: int, length: int, room: int = 0) -> CallWork:
         (64, Strategy(1, 1, 4, micro_batch_tokens=1024), 16, 1024),
         (36, Strategy(1, 1, 4, micro_batch_tokens=1024), 12, 768),
         (3, Strategy(1, 1, 4, micro_batch_tokens=1 << 20), 3, 256),
+        (12, Strategy(1, 1, 4, micro_batch_tokens=1 << 20), 6, 512),
+        (9, Strategy(1, 1, 4, micro_batch_tokens=1 << 20), 5, 9 * 256 / 5),
     ],
 )
 def test_micro_batches_are_counted_as_the_engine_makes_them(
@@ -69,6 +72,22 @@ def test_micro_batches_are_counted_as_the_engine_makes_them(
     chunks = split_work(even(sequences, 256), strategy, 2)
     assert (chunks.count, chunks.tokens) == (count, tokens)
     assert chunks.squares == pytest.approx(tokens * 256)
+
+
+@pytest.mark.parametrize("budget", [1 << 20, 4096])
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize(
+    "lengths", [(256,) * 33, (256,) * 20, (2048, *[50] * 31), tuple(range(50, 900, 13)), (64,) * 200]
+)
+def test_pipelines_get_as_many_micro_batches_as_the_engine_makes(
+    lengths: tuple[int, ...], stages: int, budget: int
+) -> None:
+    work = CallWork(len(lengths), tuple(sorted(lengths)), (), 0, 1, 1)
+    found = split_work(work, Strategy(1, 1, stages, micro_batch_tokens=budget), 2)
+    made = even_micro_batches(lengths, budget, stages=stages, per_stage=2)
+    assert abs(found.count - len(made)) <= max(1, len(made) // 8)
+    if len(set(lengths)) == 1:
+        assert found.count == len(made)
 
 
 def test_generation_takes_as_many_rows_as_the_cache_has_room_for() -> None:

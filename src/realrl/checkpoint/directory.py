@@ -66,5 +66,5 @@ def shape_of(config: ModelConfig) -> ModelShape:
 
 
 def _not_given(path: str | Path, error: Exception) -> UserError:
-    reason = str(error).strip().splitlines()[0].rstrip(".")
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     return UserError(f"{path}: no such model directory, and the Hugging Face hub gave none: {reason}")

@@ -70,8 +70,13 @@ def micro_batches(costs: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def even_micro_batches(costs: Sequence[int], budget: int, *, stages: int, per_stage: int) -> list[list[int]]:
-    """The same for a pipeline, which waits for its largest micro-batch and for the last one: nearly equal groups,
-    at least `per_stage` for each of `stages`, and for every stage equally many, where there are items enough."""
+    """The same for a pipeline, which waits for its largest micro-batch and for the last one: nearly equal groups.
+
+    As many as the budget asks for, or `per_stage` for each of `stages`, and for every stage equally many; fewer
+    where items are so few, or one of them so long, that as many would be no smaller.
+    """
+    if not any(costs):
+        return micro_batches(costs, budget)
     count = max(len(micro_batches(costs, budget)), stages * per_stage)
     count = min(len(costs), -(-count // stages) * stages)
     size = min(budget, max(max(costs), -(-sum(costs) // count)))

@@ -176,7 +176,8 @@ class Continuation:
         if model.pipeline.first:
             x = prompts.values.to(model.device)
         else:
-            x = (self._prompts or model.pipeline.expect(len(prompts.values))).wait()
+            coming, self._prompts = self._prompts, None
+            x = (coming or model.pipeline.expect(len(prompts.values))).wait()
         hidden = model.transformer.prefill(x, packing, cache)
         if model.pipeline.last:
             hidden = hidden[torch.tensor(prompts.offsets[1:], device=model.device) - 1]

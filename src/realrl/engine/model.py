@@ -109,9 +109,15 @@ class Model:
             return repeat(None, len(tokens))
         return one_ahead(self.pipeline.expect, map(self.hidden_rows, tokens))
 
+    def received_gradients(self, tokens: Sequence[int]) -> Iterator[Tensor | None]:
+        """The gradients of what this stage sends on of them; None on the last stage."""
+        if self.pipeline.last:
+            return repeat(None, len(tokens))
+        return one_ahead(self.pipeline.expect_gradient, map(self.hidden_rows, tokens))
+
     def split(self, costs: Sequence[int], budget: int, *, per_stage: int = 2) -> list[list[int]]:
-        """Micro-batches of at most `budget` tokens, and enough of them to keep a pipeline busy: `per_stage` for
-        each of its stages."""
+        """Micro-batches of at most `budget` tokens, and enough of them to keep a pipeline busy: about `per_stage`
+        for each of its stages."""
         stages = self.parallel.pipeline.size
         if stages == 1:
             return micro_batches(costs, budget)
@@ -137,7 +143,7 @@ class Model:
         received = self.received([sum(costs[i] for i in positions) for positions in parts])
         for positions in parts:
             part = batch.select(positions).to(self.device)
-            outputs = self._infer_part(part, method, next(received))
+            outputs = self._infer_part(part, method, received)
             for key, field in outputs.items():
                 slots = collected.setdefault(key, [None] * len(batch))
                 for position, row in zip(positions, field.to(torch.device("cpu")).rows(), strict=True):
@@ -152,11 +158,13 @@ class Model:
         reduce_metrics(metrics, self.parallel.data, self.device)
         return batch, metrics
 
-    def _infer_part(self, part: Batch, method: InferenceMethod, received: Tensor | None) -> dict[str, Ragged]:
+    def _infer_part(
+        self, part: Batch, method: InferenceMethod, received: Iterator[Tensor | None]
+    ) -> dict[str, Ragged]:
         """A micro-batch of an inference call; its outputs on the last stage, none on the others."""
         rows = method.sequences(part)
         packing = Packing.of(rows.lengths, self.device)
-        hidden = self.forward(rows, packing, received)
+        hidden = self.forward(rows, packing, next(received))
         if self.shard.last:
             return method.outputs(part, self.output(hidden, rows, packing))
         self.pipeline.send(hidden)

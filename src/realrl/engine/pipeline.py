@@ -45,6 +45,8 @@ class Pipeline:
         self._width, self._dtype, self._device = hidden_size, dtype, device
         self._back = backward.handle
         self._pending: deque[tuple[dist.Work, Tensor]] = deque()
+        if device.type == "cuda" and group.size > 1:
+            self._meet()
 
     @property
     def first(self) -> bool:
@@ -97,6 +99,24 @@ class Pipeline:
         while self._pending:
             self._pending.popleft()[0].wait()
 
+    def _meet(self) -> None:
+        """Exchange something with all stages that messages go to or come from, one pair after the other.
+
+        NCCL connects two ranks at their first message and waits for both of them, which may take forever while a
+        receive is under way that one of them will only send for later.
+        """
+        last = self.group.size - 1
+        pairs = [(s, s + 1, self.group.handle) for s in range(last)]
+        pairs += [(s + 1, s, self._back) for s in range(last)]
+        pairs += [(last, s, self._back) for s in range(last - 1)]
+        something = torch.zeros(1, device=self._device)
+        for sender, receiver, handle in pairs:
+            if self.group.index == sender:
+                dist.send(something, self.group.ranks[receiver], group=handle)
+            elif self.group.index == receiver:
+                dist.recv(something, self.group.ranks[sender], group=handle)
+        torch.cuda.synchronize(self._device)
+
     def _hidden(self, rows: int) -> Tensor:
         return torch.empty(rows, self._width, dtype=self._dtype, device=self._device)
 
@@ -115,10 +135,13 @@ class Pipeline:
 
 
 def one_ahead(expect: Callable[[int], Coming], sizes: Iterable[int]) -> Iterator[Tensor]:
-    """What comes in so many rows at a time; while one is used, the next one is on its way."""
+    """What comes in so many rows at a time; while one is waited for or used, the next one is expected."""
     left = iter(sizes)
     coming = deque(expect(rows) for rows in islice(left, 1))
-    while coming:
-        tensor = coming.popleft().wait()
-        coming.extend(expect(rows) for rows in islice(left, 1))
-        yield tensor
+
+    def each() -> Iterator[Tensor]:
+        while coming:
+            coming.extend(expect(rows) for rows in islice(left, 1))
+            yield coming.popleft().wait()
+
+    return each()

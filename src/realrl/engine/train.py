@@ -1,6 +1,6 @@
 """Training: gradients over micro-batches, stages and ranks, one optimizer step per mini-batch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,6 @@ from realrl.engine.gradients import complete_gradients, needs_completion, owned
 from realrl.engine.model import Model, item_tokens, reduce_metrics
 from realrl.engine.offload import Offloadable
 from realrl.engine.optimizer import ShardedAdamW
-from realrl.engine.pipeline import one_ahead
 from realrl.engine.pipeline_schedule import one_forward_one_backward
 from realrl.layout.tensors import bucket_count
 from realrl.model.packing import Packing
@@ -92,7 +91,7 @@ class Trainer:
         parts = model.split(costs, budget)
         tokens = [sum(costs[i] for i in positions) for positions in parts]
         received = model.received(tokens)
-        gradients = one_ahead(model.pipeline.expect_gradient, map(model.hidden_rows, tokens))
+        gradients = model.received_gradients(tokens)
         stage, stages = model.parallel.pipeline.index, model.parallel.pipeline.size
         figures = Metrics()
         passes: dict[int, _Pass] = {}
@@ -106,7 +105,7 @@ class Trainer:
                     part, method, next(received), weight, figures, recompute
                 )
             else:
-                self._backward(passes.pop(action.micro_batch), gradients)
+                self._backward(passes.pop(action.micro_batch), next(gradients))
             turn()
         model.pipeline.finish()
         reduce_metrics(figures, model.parallel.data, model.device)
@@ -135,13 +134,11 @@ class Trainer:
         figures.update(part_figures)
         return _Pass(received, loss / weight)
 
-    def _backward(self, done: "_Pass", gradients: Iterator[Tensor]) -> None:
-        pipeline = self.model.pipeline
-        gradient = None if pipeline.last else next(gradients)
+    def _backward(self, done: "_Pass", gradient: Tensor | None) -> None:
         done.result.backward(gradient)
         if done.received is not None:
             assert done.received.grad is not None, "every stage depends on the one before it"
-            pipeline.send_gradient(done.received.grad)
+            self.model.pipeline.send_gradient(done.received.grad)
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,13 +36,14 @@ class Activations:
 
     def inferring(self, tokens: float, *, stage: int, chunks: int) -> Parts:
         """Of an inference call: in a layer, or at the logits."""
-        layer = {"activations": self._forward(tokens, stage, chunks)}
+        expected = self._expected(tokens, stage, chunks - 1)
+        layer = {"activations": self._forward(tokens, stage, chunks) + expected}
         if stage < self._last:
             return layer
         states = self.layer.bytes(tokens, self.layer.stream + self.layer.hidden) + self.layer.index_bytes(
             tokens
         )
-        return _fullest(layer, {"activations": states, "logits": self.logits.scored(tokens)})
+        return _fullest(layer, {"activations": states + expected, "logits": self.logits.scored(tokens)})
 
     def generating(
         self, tokens: float, *, rows: float, room: int, layers: int, stage: int, chunks: int
@@ -53,16 +54,27 @@ class Activations:
         """
         active = min(self.strategy.pp, chunks)
         cache = active * self.cache(rows, room, layers)
-        prompts = {"activations": self._forward(tokens, stage, active), "cache": cache}
+        forward = self._forward(tokens, stage, active)
         if stage < self._last:
-            return prompts
-        return _fullest(prompts, {"cache": cache, "logits": self.logits.sampled(rows)})
+            return {"activations": forward, "cache": cache}
+        # During the turn of the first continuation the prompts of the others are expected, without caches as yet.
+        expected = (active - 1) * self._expected(tokens, stage, active - 1)
+        logits = self.logits.sampled(rows)
+        return _fullest(
+            {"activations": forward + expected, "cache": cache // active},
+            {"activations": forward, "cache": cache},
+            {"activations": expected, "cache": cache // active, "logits": logits},
+            {"cache": cache, "logits": logits},
+        )
 
     def training(self, tokens: float, *, layers: int, stage: int, chunks: int) -> Parts:
         """Of a train call: when the backward pass is at the logits, in a layer, or at the embedding."""
         layer, shape = self.layer, self.sizes.shape
         flying = min(chunks, self.strategy.pp - stage)
         sent = self._sent(tokens, chunks * ((stage > 0) + (stage < self._last)))
+        sent += self._expected(tokens, stage, chunks - flying)
+        if stage < self._last and chunks > 1:
+            sent += layer.bytes(tokens, layer.stream)  # the next gradient
         each = self.kept(tokens, layers)
         inside = layer.backward_bytes(tokens)
         if self.strategy.recompute:
@@ -107,6 +119,10 @@ class Activations:
         sent = self._sent(tokens, 0 if stage == self._last else chunks - 1)
         received = self.layer.stream if stage else 0
         return sent + self.layer.bytes(tokens, received + self.layer.computed) + self._shared(tokens)
+
+    def _expected(self, tokens: float, stage: int, later: int) -> int:
+        """Hidden states that a stage expects of the one before, if there is a later micro-batch."""
+        return self.layer.bytes(tokens, self.layer.stream) if stage and later > 0 else 0
 
     def _shared(self, tokens: float) -> int:
         """For all layers once."""

@@ -45,8 +45,7 @@ def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
 
     The longest sequences come first. Those of one length fill chunks evenly; short ones fill the gaps that long
     ones leave, so that all chunks but the last are as full as can be, near enough. Of a pipeline all are equally
-    full, and there are at least `per_stage` for each stage, and equally many for each, where there are sequences
-    enough.
+    full, and there are about `per_stage` for each stage, or equally many more for each.
     """
     sequences = _per_rank(work, strategy)
     costs = sorted((length + work.room for length in work.lengths), reverse=True)
@@ -60,7 +59,10 @@ def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
         count = max(1, min(sequences, round(alone) - int(-rest // budget)))
     if strategy.pp > 1:
         count = min(sequences, math.ceil(max(count / strategy.pp, per_stage)) * strategy.pp)
-        budget = min(budget, math.ceil(math.ceil(sequences / count) * mean))
+        budget = min(budget, max(longest, math.ceil(math.ceil(sequences / count) * mean)))
+        # As many could be no smaller where sequences are so few, or one of them so long.
+        enough = sequences / max(1, budget // longest) if alike else total / budget
+        count = min(count, math.ceil(enough))
     first = costs[: math.ceil(len(costs) / count)]
     if alike:
         most: float = min(sequences, max(1, budget // longest))

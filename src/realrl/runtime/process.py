@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -151,8 +151,11 @@ def _wait_to_be_scheduled() -> None:
     again until its time slice is over, some milliseconds for every few messages. Tensor-parallel decoding on as
     many cores as ranks took twice as long.
     """
-    if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    if sys.platform == "linux":
+        # Sandboxes may forbid it; then it is slower.
+        with suppress(OSError):
+            if os.sched_getscheduler(0) == os.SCHED_OTHER:
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _follow(launcher: int) -> None:

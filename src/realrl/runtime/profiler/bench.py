@@ -20,7 +20,7 @@ Average = Callable[[Sequence[float]], float]
 def trimmed_mean(times: Sequence[float]) -> float:
     """Without the slowest twentieth. Of many that follow each other, what they take together counts, not what most
     of them take."""
-    kept = sorted(times)[: -(-len(times) * 19 // 20)]
+    kept = sorted(times)[: max(1, len(times) * 19 // 20)]
     return sum(kept) / len(kept)
 
 

@@ -87,14 +87,16 @@ class _Profiler:
         observer, sweeps = self._observer, self._pace.sweeps
         if observer is not None:
             observer.begin(what, sweeps * sum(map(len, rows())))
-        measurers = [Measurer(dict(entries), self._bench, self._pace, self._done) for _ in range(sweeps)]
-        for measurer in measurers:
+        found = []
+        for _ in range(sweeps):
+            measurer = Measurer(dict(entries), self._bench, self._pace, self._done)
             for row in rows():
                 measurer.measure(row)
-        entries |= medians([measurer.entries for measurer in measurers])
+            found.append(measurer.entries)
+        entries |= medians(found)
         if observer is not None:
             self._notebook.profile.save(self._request.out)
-            left_out = measurers[-1].left_out
+            left_out = sum(not point.known(entries) for row in rows() for point in row)
             if left_out:
                 observer.note(
                     f"{what}: left out {left_out} points that take long, or more memory than there is"

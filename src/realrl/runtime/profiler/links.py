@@ -1,5 +1,6 @@
 """What ranks tell each other: collectives and messages."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 
@@ -16,20 +17,19 @@ _ELEMENT = 4  # all of it is measured with float32
 _MOMENT = 0.5e-3
 """Seconds, about, for which ranks compute before they talk: on a CPU, threads that have waited for so long sleep,
 and take a while to wake up."""
+_SQUARE = torch.ones(64, 64)
 _TURNS, _AT_ONCE = 8, 2
 """Messages of a measurement, and how many are under way at once while ranks compute."""
-_LEAST = 1e-7
-"""Seconds that something takes at least, however the noise falls."""
 
 
 class Links:
     """The links of one group of ranks, as this rank uses them together with the others."""
 
-    def __init__(self, group: Group, backward: Group, clock: Clock) -> None:
+    def __init__(self, group: Group, backward: Group, clock: Clock, products: int) -> None:
+        """`products`: of matrices, that ranks compute before they talk; all of them equally many."""
         self._group, self._clock = group, clock
         self._pair = Pipeline(group, backward, hidden_size=1, dtype=torch.float32, device=clock.device)
-        self._square = torch.ones(64, 64)
-        self._products = _often(self._square) if clock.device.type == "cpu" else 0
+        self._products = products
 
     def collectives(self, number_bytes: int) -> Mapping[CollectiveKind, float]:
         """Seconds of a tensor of so many bytes among all ranks."""
@@ -70,7 +70,7 @@ class Links:
         self._go_round(message, _AT_ONCE)
         computed, seconds = clock.between(begin, middle, clock.now())
         # The second rank cannot begin before the first one has computed for the first time.
-        return {"send": max(_LEAST, (seconds - computed * (_TURNS + 1) / _TURNS) / _TURNS)}
+        return {"send": (seconds - computed * (_TURNS + 1) / _TURNS) / _TURNS}
 
     def _go_round(self, message: Tensor, at_once: int) -> None:
         """Messages to the second rank and back, both of which compute before they send."""
@@ -89,16 +89,19 @@ class Links:
     def _compute(self) -> None:
         """What ranks do between collectives, for a moment."""
         for _ in range(self._products):
-            self._square @ self._square
+            _SQUARE @ _SQUARE
 
 
-def _often(square: Tensor) -> int:
-    """How many products of a matrix take a moment."""
+def _moment(process: Process) -> int:
+    """How many products of a matrix take a moment, on the fastest rank; none on GPUs. All ranks call this
+    together."""
+    if process.device.type != "cpu":
+        return 0
     begin, products = time.perf_counter(), 0
     while time.perf_counter() < begin + 20 * _MOMENT:
-        square @ square
+        _SQUARE @ _SQUARE
         products += 1
-    return -(-products // 20)
+    return max(process.gather(-(-products // 20)))
 
 
 def collective_links(process: Process, size: int, clock: Clock) -> Links:
@@ -116,14 +119,15 @@ def pair_links(process: Process, distance: int, clock: Clock) -> Links | None:
 
 
 def _links(process: Process, rank_sets: list[tuple[int, ...]], clock: Clock) -> Links | None:
+    products = _moment(process)
     groups = process.groups(rank_sets)
     # A connection of its own for what flows back.
     backward = process.groups([ranks[::-1] for ranks in rank_sets])
     if not groups:
         return None
-    return Links(next(iter(groups.values())), next(iter(backward.values())), clock)
+    return Links(next(iter(groups.values())), next(iter(backward.values())), clock, products)
 
 
 def message(links: Links | None, number_bytes: int) -> Mapping[CollectiveKind, float]:
-    """Seconds from rank to rank; 0 on one that looks on."""
-    return {"send": 0.0} if links is None else links.message(number_bytes)
+    """Seconds from rank to rank; less than any on one that looks on."""
+    return {"send": -math.inf} if links is None else links.message(number_bytes)

@@ -68,8 +68,6 @@ class Measurer(Generic[Entry]):
         self._rates: dict[tuple[object, ...], float] = {}
         """Kinds that are measured together -> seconds per unit of size, at last."""
         self._started = time.monotonic()
-        self.left_out = 0
-        """Points that do not fit into memory, or take too long."""
 
     def measure(self, row: Sequence[Point[Entry]]) -> None:
         """Points that differ in size alone, smaller ones first; when one is left out, so are the larger ones."""
@@ -83,8 +81,6 @@ class Measurer(Generic[Entry]):
             if point.known(self.entries):
                 seconds = sum(self.entries[blank.key].seconds for blank in point.blanks)
                 self._rates[kinds] = point.times * seconds / point.size
-            else:
-                self.left_out += 1
             self._done()
 
     def _one(self, point: Point[Entry]) -> bool:
