@@ -90,7 +90,7 @@ def turn(one: Process, *, early: bool) -> float:
 
 def rank(variant: str) -> None:
     if variant == "preempting":
-        process._wait_to_be_scheduled = lambda: None
+        process.wait_to_be_scheduled = lambda: None
     torch.set_num_threads(1)
     with connect("cpu") as one:
         figures = {

@@ -41,7 +41,7 @@ from realrl.layout.routes import Reallocation, reallocate
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.runtime.environment import leave
-from realrl.runtime.process import Process
+from realrl.runtime.process import Process, wait_to_be_scheduled
 from realrl.runtime.reallocation import Reallocator
 
 LARGE = 16 << 20
@@ -324,6 +324,7 @@ def run_rank(rank: int, arguments: argparse.Namespace, directory: str) -> None:
     """Everything that one process does."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    wait_to_be_scheduled()
     world = max(arguments.processes)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
     process = Process(rank, world, CPU, dist.new_group(backend="gloo"))

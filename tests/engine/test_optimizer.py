@@ -15,6 +15,7 @@ from realrl.engine.optimizer import ShardedAdamW
 from realrl.layout.tensors import TensorSpec
 from realrl.model.group import Group, alone
 from realrl.runtime.environment import leave
+from realrl.runtime.process import wait_to_be_scheduled
 
 # 67 numbers: no shard of 3 ranks ends where a tensor does, and the buffer needs padding.
 TENSORS = tuple(
@@ -87,6 +88,7 @@ def expected(case: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
 
 def run_rank(rank: int, directory: str) -> None:
     torch.set_num_threads(1)
+    wait_to_be_scheduled()
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
     assert dist.group.WORLD is not None
     group = Group(tuple(range(RANKS)), rank, dist.group.WORLD)

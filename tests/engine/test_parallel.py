@@ -26,7 +26,7 @@ from realrl.layout.layout import layout
 from realrl.model.init import initialise
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.runtime.environment import leave
-from realrl.runtime.process import Process
+from realrl.runtime.process import Process, wait_to_be_scheduled
 
 CPU = torch.device("cpu")
 SLOW = pytest.mark.slow
@@ -164,6 +164,7 @@ def build(shape: ModelShape, head: Head, process: Process, placement: Placement,
 def run_rank(rank: int, world: int, store: str, out: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    wait_to_be_scheduled()
     layout_tensors.BUCKET_ELEMENTS = 3000  # several buckets even in models as small as these
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     process = Process(rank, world, CPU, dist.new_group(backend="gloo"))

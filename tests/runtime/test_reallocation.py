@@ -22,7 +22,7 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.runtime.agreement import ReallocationError
 from realrl.runtime.environment import leave
-from realrl.runtime.process import Process
+from realrl.runtime.process import Process, wait_to_be_scheduled
 from realrl.runtime.reallocation import Reallocator
 
 RANKS = 8
@@ -263,6 +263,7 @@ SCENARIOS: dict[str, Callable[[Bench], Iterator[str]]] = {
 def run_rank(rank: int, directory: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    wait_to_be_scheduled()
     chunks.CHUNK_BYTES, chunks.ALONE_BYTES = 3000, 700
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
     bench = Bench(Process(rank, RANKS, CPU, dist.new_group(backend="gloo")))

@@ -126,7 +126,7 @@ def connect(device: Device) -> Process:
         return Process(0, 1, place)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not cuda:
-        _wait_to_be_scheduled()
+        wait_to_be_scheduled()
     store = os.environ.get(STORE_VARIABLE)
     if store:
         _follow(int(os.environ[LAUNCHER_VARIABLE]))
@@ -143,7 +143,7 @@ def connect(device: Device) -> Process:
     return Process(rank, world, place, dist.new_group(backend="gloo"))
 
 
-def _wait_to_be_scheduled() -> None:
+def wait_to_be_scheduled() -> None:
     """Let no thread of this process interrupt another one when it wakes up; threads that start later do the same.
 
     Gloo's thread that waits for messages is woken by what its peers answer while another thread still holds the
