@@ -1,10 +1,13 @@
-"""The cluster a recipe means, beside the processes that were started."""
+"""The cluster a recipe means, beside the processes that were started, and how those are scheduled."""
+
+import os
+import sys
 
 import pytest
 
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
-from realrl.runtime.process import resolve_cluster
+from realrl.runtime.process import resolve_cluster, wait_to_be_scheduled
 
 
 @pytest.fixture
@@ -25,3 +28,16 @@ def test_the_cluster_is_what_was_started(text: str) -> None:
 def test_nodes_and_devices_must_both_be_those_that_were_started(text: str) -> None:
     with pytest.raises(UserError, match=f"cluster={text}, but 4 processes were started on each of 2 nodes"):
         resolve_cluster(text, "cpu")
+
+
+def test_a_sandbox_may_forbid_another_way_of_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def forbid(*arguments: object) -> None:
+        asked.append(arguments)
+        raise PermissionError
+
+    monkeypatch.setattr("os.sched_setscheduler", forbid, raising=False)
+    monkeypatch.setattr("os.sched_getscheduler", lambda _: getattr(os, "SCHED_OTHER", 0), raising=False)
+    wait_to_be_scheduled()
+    assert bool(asked) == (sys.platform == "linux")
