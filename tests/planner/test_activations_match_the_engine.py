@@ -71,6 +71,12 @@ def check(kind: str, model: Stored, placement: Placement, lengths: tuple[int, ..
         assert sum(parts.values()) == pytest.approx(got, rel=TOLERANCE), (stage, parts)
 
 
+def test_continuations_that_have_ended_keep_nothing() -> None:
+    """Twelve of them one after the other, of two rows each, in a pipeline that has two under way."""
+    tokens = 2 * (96 + NEW_TOKENS)
+    check("generate", Stored(GROUPED, "lm", 4, False), place(["1 1 2"], tokens), (96,) * 24)
+
+
 EVEN, SHORT, LONG = (96,) * 8, tuple(range(20, 116, 4)), (40, 200, 150, 180, 256, 100)
 
 

@@ -68,8 +68,8 @@ class Efficiency:
     arrives at its own time."""
 
     generation_chunks_per_stage: int = 1
-    """Continuations that generation is split into, at least, per pipeline stage (`engine.model.Model.split`).
+    """Continuations that generation is split into, about, per pipeline stage (`engine.model.Model.split`).
     As many as there are stages are under way at once, so that more than one per stage run one after the
     other."""
     pass_chunks_per_stage: int = 2
-    """Micro-batches that other calls are split into, at least, per pipeline stage."""
+    """Micro-batches that other calls are split into, about, per pipeline stage."""
