@@ -19,12 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from realrl.engine.pipeline import Pipeline, one_ahead
 from realrl.runtime import process
@@ -74,9 +72,8 @@ def turn(one: Process, *, early: bool) -> float:
     one.gather(None)
     begin = time.perf_counter()
     expect = pair.expect_gradient if pair.first else pair.expect
-    coming: Iterator[Tensor] = one_ahead(expect, [ROWS] * TURNS)
-    if not early:
-        coming = (expect(ROWS).wait() for _ in range(TURNS))
+    sizes = [ROWS] * TURNS
+    coming = one_ahead(expect, sizes) if early else (expect(rows).wait() for rows in sizes)
     for i in range(TURNS):
         if not pair.first or i >= 2:
             next(coming)
