@@ -7,8 +7,9 @@ what it took stand in its `costs.json`. Figures: the error of the step's seconds
 much the searched plan is slower than the fastest one of its size. For this the searched plan and the two others
 that were fastest run again, taking turns: the fastest of many runs is also the one that was disturbed least.
 
-A round of all sizes takes about 20 minutes, and profiles the machine anew; figures are of medians over rounds.
-Everything goes to a directory of its own. Answers have one length, so that all runs do the same work.
+A round of all sizes takes about 35 minutes, and profiles the machine anew; figures are of medians over rounds.
+Everything goes to a directory of its own; with `--keep` it stays, and what is there already is not measured again.
+Answers have one length, so that all runs do the same work.
 
     python bench/reality.py [--json FILE] [--steps 5] [--sizes small medium large] [--rounds 1] [--keep DIR]
 """
@@ -98,10 +99,25 @@ class Row:
 
     size: str
     plan: str
+    turn: str
+    """Its round, or what it ran again for."""
     measured: float
     predicted: float
     measured_bytes: int
     predicted_bytes: int
+
+    @classmethod
+    def of(cls, line: str) -> "Row":
+        """As `vars` of it was written."""
+        return cls(**json.loads(line))
+
+    def show(self) -> None:
+        """A line of the table."""
+        print(
+            f"{self.size:8} {self.plan:26} {self.measured:9.3f} {self.predicted:9.3f} {self.error:+7.1%}"
+            f" {self.measured_bytes / 2**20:7.1f} {self.memory_error:+7.1%}",
+            flush=True,
+        )
 
     @property
     def error(self) -> float:
@@ -163,21 +179,42 @@ class World:
         path.write_text(yaml.safe_dump(recipe, sort_keys=False))
         return path
 
-    def profile(self, size: str) -> Path:
+    def profile(self, size: str, turn: str) -> Path:
         """Measure this machine as it is now."""
-        path = self.root / f"{size}-profile.json"
-        path.unlink(missing_ok=True)
-        realrl("profile", self.recipe(size), "--out", path)
+        path = self.root / f"{size}-profile-{turn}.json"
+        if not path.exists():
+            realrl("profile", self.recipe(size), "--out", path)
         return path
 
     def search(self, size: str, profile: Path) -> Plan:
         """What `realrl plan` finds."""
         path = self.root / f"{size}-plan.yaml"
-        realrl("plan", self.recipe(size), "--cluster", f"cpu:{CLUSTER}", "--profile", profile, "--out", path)
+        if not path.exists():
+            realrl(
+                "plan", self.recipe(size), "--cluster", f"cpu:{CLUSTER}", "--profile", profile, "--out", path
+            )
         return Plan.load(path)
 
-    def run(self, size: str, name: str, chosen: Plan, profile: Path) -> Row:
+    def run(self, size: str, name: str, turn: str, chosen: Plan, profile: Path) -> Row:
         """Train a few steps."""
+        row = next((r for r in self.rows(size) if (r.plan, r.turn) == (name, turn)), None)
+        if row is None:
+            row = self._run(size, name, turn, chosen, profile)
+            with self._log.open("a") as file:
+                file.write(json.dumps(vars(row)) + "\n")
+        row.show()
+        return row
+
+    def rows(self, size: str) -> list[Row]:
+        """All runs so far."""
+        lines = self._log.read_text().splitlines() if self._log.exists() else []
+        return [row for row in map(Row.of, lines) if row.size == size]
+
+    @property
+    def _log(self) -> Path:
+        return self.root / "rows.jsonl"
+
+    def _run(self, size: str, name: str, turn: str, chosen: Plan, profile: Path) -> Row:
         path = self.root / "plan.yaml"
         chosen.save(path)
         realrl("train", self.recipe(size), f"plan={path}", f"profile={profile}")
@@ -187,7 +224,7 @@ class World:
             *((call.bytes, call.predicted_bytes) for call in found.calls if call.bytes), strict=True
         )
         seconds = (found.step.median, found.predicted_step_seconds)
-        return Row(size, name, *seconds, max(measured), max(predicted))
+        return Row(size, name, turn, *seconds, max(measured), max(predicted))
 
 
 def realrl(*arguments: object) -> None:
@@ -201,33 +238,20 @@ def realrl(*arguments: object) -> None:
 def rounds_of(world: World, size: str, rounds: int) -> tuple[list[Row], float]:
     """A row per plan, and what the searched plan takes over the fastest one."""
     found: list[Row] = []
-    profile = world.profile(size)
+    profile = world.profile(size, "0")
     plans = {**PLANS, SEARCHED: world.search(size, profile)}
-    for i in range(rounds):
-        if i:
-            profile = world.profile(size)
-        for name, chosen in plans.items():
-            found.append(world.run(size, name, chosen, profile))
-            show(found[-1])
+    before = {row.turn for row in world.rows(size) if row.turn.isdecimal()}
+    for i in range(max(rounds, len(before))):
+        profile = world.profile(size, str(i))
+        found += [world.run(size, name, str(i), chosen, profile) for name, chosen in plans.items()]
     rows = merged(found)
     fastest = sorted((row for row in rows if row.plan != SEARCHED), key=lambda row: row.measured)
     finalists = [SEARCHED, *(row.plan for row in fastest[:FINALISTS])]
-    again = []
-    for _ in range(TURNS):
-        for name in finalists:
-            again.append(world.run(size, name, plans[name], profile))
-            show(again[-1])
+    again = [
+        world.run(size, name, f"final {i}", plans[name], profile) for i in range(TURNS) for name in finalists
+    ]
     seconds = {row.plan: row.measured for row in merged(again)}
     return rows, seconds[SEARCHED] / min(seconds.values())
-
-
-def show(row: Row) -> None:
-    """A line of the table."""
-    print(
-        f"{row.size:8} {row.plan:26} {row.measured:9.3f} {row.predicted:9.3f} {row.error:+7.1%}"
-        f" {row.measured_bytes / 2**20:7.1f} {row.memory_error:+7.1%}",
-        flush=True,
-    )
 
 
 def merged(found: list[Row]) -> list[Row]:
@@ -238,6 +262,7 @@ def merged(found: list[Row]) -> list[Row]:
     return [
         Row(
             *key,
+            f"median of {len(group)}",
             statistics.median(row.measured for row in group),
             statistics.median(row.predicted for row in group),
             max(row.measured_bytes for row in group),

@@ -7,10 +7,12 @@ import pytest
 
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.config.shapes import SHAPES
+from realrl.plan.placement import Strategy
 from realrl.plan.presets import make_plan
 from realrl.planner.cluster import ClusterSpec
 from realrl.planner.cost import CostModel
 from realrl.planner.memory import MemoryModel
+from realrl.planner.plan_search import at_its_best
 from realrl.planner.predict import estimate
 from realrl.planner.report import PlanReport, SizeReport
 from realrl.planner.report_json import report_json
@@ -71,6 +73,23 @@ def test_presets_have_the_micro_batches_and_recomputation_that_suit_them() -> No
     assert preset.estimate is not None and preset.estimate.fits
     assert preset.estimate.step_seconds <= estimate(tight, plan.recomputing(GRAPH)).step_seconds
     assert preset.recompute == any(p.strategy.recompute for p in preset.estimate.plan.placements.values())
+
+
+def test_micro_batches_leave_room_for_copies_that_a_plan_keeps() -> None:
+    ample = scenario("a100-40g:1x2")
+    plan = make_plan("symmetric", GRAPH, ample.spec.cluster, 8192)
+    generate = replace(plan["actor.generate"], strategy=Strategy(1, 2, 1, micro_batch_tokens=8192))
+    plan = replace(plan, placements={**plan.placements, "actor.generate": generate}, keep=("actor",))
+    best = estimate(ample, at_its_best(ample, plan))
+    fullest = best.fullest.peak
+    assert fullest.during.endswith(".train")
+    (copy,) = (size for name, size in fullest.parts.items() if name.startswith("actor parameters (copy"))
+    taken = ample.spec.groups[0].device.memory_bytes - best.fullest.capacity
+    tight = scenario("a100-40g:1x2", taken + best.peak_bytes - copy // 2)
+    assert not estimate(tight, best.plan).fits
+    smaller = estimate(tight, at_its_best(tight, plan))
+    assert smaller.fits
+    assert smaller.step_seconds >= best.step_seconds
 
 
 def test_alternatives_run_one_call_otherwise_and_are_slower_or_do_not_fit(report: PlanReport) -> None:

@@ -19,6 +19,8 @@ from realrl.planner.scenario import Scenario
 from realrl.planner.search.search import Effort, SearchResult, search
 from realrl.planner.search.shortage import DoesNotFit
 from realrl.planner.workload import Workload
+from realrl.program.lower import home_placements, kept_copies, offloaded
+from realrl.program.memory import Memory
 
 _LITTLE, _SECONDS_FOR_PRESET = Effort(chains=32, rounds=20, nodes=20_000), 1.0
 """For a preset, of which only micro-batches and recomputation are open."""
@@ -160,6 +162,8 @@ def at_its_best(scenario: Scenario, plan: Plan) -> Plan:
         placements = {name: found[min(i, len(found) - 1)] for name, found in options.items()}
         variants.append(replace(plan, placements=placements))
     problem = build_problem(scenario, choices=Choices(micro_batch_tokens=(), offload=False), include=variants)
+    if plan.keep:
+        problem = _with_kept_copies(problem, scenario, plan)
     try:
         result = search(problem, seconds=_SECONDS_FOR_PRESET, effort=_LITTLE)
     except DoesNotFit:
@@ -177,6 +181,30 @@ def at_its_best(scenario: Scenario, plan: Plan) -> Plan:
         for name, place in plan.placements.items()
     }
     return replace(plan, placements=placements)
+
+
+def _with_kept_copies(problem: Problem, scenario: Scenario, plan: Plan) -> Problem:
+    """The problem, whose options all have the layouts of the plan, with the memory of copies that the plan keeps:
+    a problem counts a copy only for calls that use it."""
+    graph, homes = scenario.graph, home_placements(scenario.graph, plan)
+    memory = Memory(scenario.models, homes, offloaded(plan), kept_copies(graph, plan, homes))
+
+    def unused(call: Call, place: Placement, rank: int) -> int:
+        """Bytes of copies on a rank other than that of the call."""
+        return sum(
+            size
+            for item, size in memory.at_rest(rank).items()
+            if item.what == "parameters"
+            and item.layout not in (memory.home(item.role), place.layout if item.role == call.role else None)
+        )
+
+    options = {}
+    for call in graph.calls:
+        place = plan[call.name]
+        more = max(unused(call, place, rank) for rank in place.ranks)
+        given = problem.options[call.name]
+        options[call.name] = tuple(replace(o, working_bytes=o.working_bytes + more) for o in given)
+    return replace(problem, options=options)
 
 
 def _variants(call: Call, place: Placement, workload: Workload) -> Iterator[Placement]:

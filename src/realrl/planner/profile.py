@@ -108,7 +108,12 @@ class Measurement(Settings):
     @property
     def key(self) -> tuple[object, ...]:
         """What was measured."""
-        return self.kind, self.tp, self.tokens, self.sequences, self.context
+        return *self.series, self.tokens, self.sequences, self.context
+
+    @property
+    def series(self) -> tuple[object, ...]:
+        """Equal for what differs in sizes alone."""
+        return self.kind, self.tp
 
 
 _BY_SEQUENCES = ("decode", "turn", "sample", "prepare")
@@ -145,7 +150,12 @@ class CollectiveTime(Settings):
     @property
     def key(self) -> tuple[object, ...]:
         """What was measured."""
-        return self.kind, self.ranks, self.nodes, self.bytes
+        return *self.series, self.bytes
+
+    @property
+    def series(self) -> tuple[object, ...]:
+        """Equal for what differs in size alone."""
+        return self.kind, self.ranks, self.nodes
 
 
 class Profile(Settings):

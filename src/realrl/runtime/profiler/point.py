@@ -66,21 +66,21 @@ class Measurer(Generic[Entry]):
         self.entries: dict[Hashable, Entry] = entries
         self._bench, self._pace, self._done = bench, pace, done
         self._rates: dict[tuple[object, ...], float] = {}
-        """Kinds that are measured together -> seconds per unit of size, at last."""
+        """Series that are measured together -> seconds per unit of size, at last."""
         self._started = time.monotonic()
 
     def measure(self, row: Sequence[Point[Entry]]) -> None:
         """Points that differ in size alone, smaller ones first; when one is left out, so are the larger ones."""
         going_on = True
         for point in row:
-            kinds = tuple(blank.kind for blank in point.blanks)
-            expected = point.size * self._rates.get(kinds, 0.0)
+            series = tuple(blank.series for blank in point.blanks)
+            expected = point.size * self._rates.get(series, 0.0)
             if going_on and not point.known(self.entries):
                 late = point is not row[0] and self._late()
                 going_on = expected <= self._pace.limit and not late and self._one(point)
             if point.known(self.entries):
                 seconds = sum(self.entries[blank.key].seconds for blank in point.blanks)
-                self._rates[kinds] = point.times * seconds / point.size
+                self._rates[series] = point.times * seconds / point.size
             self._done()
 
     def _one(self, point: Point[Entry]) -> bool:

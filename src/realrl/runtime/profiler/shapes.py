@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import groupby
+from itertools import groupby, zip_longest
 from operator import itemgetter
 
 import torch
@@ -53,15 +53,21 @@ class ShapeMeasurements:
     clock: Clock
 
     def rows(self) -> Iterator[Row]:
-        """Points that differ in size alone, smaller ones first."""
+        """Points that differ in size alone, smaller ones first.
+
+        Degrees take turns, so that a machine that becomes slower or faster does so for all of them.
+        """
         for answer, sizes in _by_length(self.sizes.preparations()):
             yield [self._preparation(rows, answer) for rows in sizes]
         yield [self._update(layers) for layers in self.sizes.layers(self.shape.layers)]
-        for tp in self.degrees:
-            yield from self._passes("scalar", tp, self.sizes.passes(DENSE_LENGTH))
-            yield from self._passes("lm", tp, self.sizes.few_passes())
-            yield from self._starts(tp)
-            yield from self._turns(tp)
+        for alike in zip_longest(*map(self._calls, self.degrees)):
+            yield from (row for row in alike if row is not None)
+
+    def _calls(self, tp: int) -> Iterator[Row]:
+        yield from self._passes("scalar", tp, self.sizes.passes(DENSE_LENGTH))
+        yield from self._passes("lm", tp, self.sizes.few_passes())
+        yield from self._starts(tp)
+        yield from self._turns(tp)
 
     def _preparation(self, rows: int, answer: int) -> Point[Measurement]:
         blank = Measurement(kind="prepare", sequences=rows, context=answer, seconds=UNKNOWN)
