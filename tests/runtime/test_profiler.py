@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.cli.app import run_app
+from realrl.config.algorithms import GenerationConfig
 from realrl.config.model import HEADS
 from realrl.config.shape import ModelShape
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -26,6 +27,7 @@ from realrl.runtime.profiler.bench import Bench
 from realrl.runtime.profiler.clock import Clock
 from realrl.runtime.profiler.passes import Passes
 from realrl.runtime.profiler.point import Measurer, Pace, Point, medians
+from realrl.runtime.profiler.shapes import ShapeMeasurements
 from realrl.runtime.profiler.shard import tensor_rank
 from realrl.runtime.profiler.sizes import Sizes
 from tests.conftest import SHAPE, World
@@ -205,11 +207,11 @@ def test_a_tensor_rank_alone_computes_with_its_own_part(head: str, tp: int) -> N
 ONCE = Pace(1, 0.0, (1, 1), limit=15.0, total=60.0)
 
 
-def copied(work: Callable[[int], float], *sizes: int) -> list[Point[CollectiveTime]]:
+def copied(work: Callable[[int], float], *sizes: int, ranks: int = 1) -> list[Point[CollectiveTime]]:
     """Copies of sizes that take as long as `work` says."""
     return [
         Point(
-            (CollectiveTime(kind="copy", ranks=1, bytes=size, seconds=1.0),),
+            (CollectiveTime(kind="copy", ranks=ranks, bytes=size, seconds=1.0),),
             lambda size=size: {"copy": work(size)},
             size,
         )
@@ -235,6 +237,25 @@ def test_what_would_take_too_long_is_left_out(
         measurer.measure(copied(lambda size: 0.1 * size, *sizes))
     assert {c.bytes for c in entries.values()} == expected
     assert len(told) == sum(map(len, rows))
+
+
+def test_what_one_degree_takes_says_nothing_about_another() -> None:
+    entries: dict = {}
+    measurer = Measurer(entries, bench(), ONCE, lambda: None)
+    measurer.measure(copied(lambda size: 1.0 * size, 1, 100, ranks=1))
+    measurer.measure(copied(lambda size: 0.1 * size, 100, ranks=2))
+    measurer.measure(copied(lambda size: 1.0 * size, 100, ranks=1))
+    assert sorted((c.ranks, c.bytes) for c in entries.values()) == [(1, 1), (2, 100)]
+
+
+def test_degrees_take_turns() -> None:
+    shape = ShapeMeasurements(
+        TINY, "float32", Sizes.usual(thin=True), GenerationConfig(), (1, 2, 4), Clock(CPU)
+    )
+    blanks = [row[0].blanks[0] for row in shape.rows()]
+    degrees = [blank.tp for blank in blanks if blank.kind not in SHARED]
+    assert len(degrees) > 3
+    assert degrees == [1, 2, 4] * (len(degrees) // 3)
 
 
 def test_what_does_not_fit_is_left_out_with_all_that_is_larger() -> None:

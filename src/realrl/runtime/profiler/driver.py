@@ -21,7 +21,7 @@ from realrl.runtime.profiler.point import Entry, Measurer, Pace, Point, medians
 from realrl.runtime.profiler.request import Request
 from realrl.runtime.profiler.shapes import ShapeMeasurements
 
-THOROUGH = Pace(3, 0.17, (1, 14), limit=2.0, total=100.0)
+THOROUGH = Pace(5, 0.1, (1, 8), limit=2.0, total=60.0)
 QUICK = Pace(1, 0.05, (1, 5), limit=0.2, total=20.0)
 
 
