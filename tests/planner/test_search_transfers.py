@@ -78,6 +78,27 @@ def test_the_least_that_kinds_of_layouts_take_holds_wherever_their_meshes_lie(cl
     assert (transfers.at_least("actor", places[i], places[j]) <= seconds + 1e-12).all()
 
 
+@pytest.mark.parametrize(
+    "source, target",
+    [
+        (Placement(Mesh(0, 8), Strategy(1, 8, 1)), Placement(Mesh(0, 16), Strategy(2, 8, 1))),
+        (Placement(Mesh(0, 8), Strategy(2, 2, 2)), Placement(Mesh(8, 24), Strategy(6, 2, 2))),
+        (Placement(Mesh(0, 16), Strategy(1, 8, 2)), Placement(Mesh(0, 32), Strategy(2, 8, 2))),
+        (Placement(Mesh(0, 2), Strategy(1, 2, 1)), Placement(Mesh(0, 4), Strategy(2, 2, 1))),
+    ],
+    ids=str,
+)
+def test_devices_beyond_those_of_the_source_hold_nothing_at_best(source: Placement, target: Placement) -> None:
+    cluster = Cluster(4, 8)
+    transfers = LinkTransfers(cluster, WEIGHTS, LINKS)
+    firsts = range(0, cluster.size - target.mesh.size + 1, min(target.mesh.size, 8))
+    places = Layouts.of(Placement(Mesh(first, target.mesh.size), target.strategy) for first in firsts)
+    sources = Layouts.of([source] * len(firsts))
+    nearest = transfers.seconds("actor", sources, places).min()
+    least = transfers.at_least("actor", Layouts.of([source]), Layouts.of([target]))[0]
+    assert 0.8 * nearest < least <= nearest + 1e-12
+
+
 def test_equal_layouts_need_no_time() -> None:
     cluster = Cluster(2, 4)
     places = Layouts.of(sampled_placement(random.Random(i), cluster) for i in range(20))

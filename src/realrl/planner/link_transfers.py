@@ -140,10 +140,12 @@ class LinkTransfers:
         common = np.minimum(needed.high - needed.low, layers), np.minimum(needed.right - needed.left, width)
         lacking = needed.whole[0] - common[0] * common[1]
         lacking += weights.embedding * (needed.whole[1] - needed.embeds * common[1])
-        network = lacking.max(axis=0) / links.node_bytes_per_s
+        most = np.maximum(lacking.max(axis=0), _into_empty(held, needed, weights))
+        network = most / links.node_bytes_per_s
         stage, before = self._largest(role, target.pp), self._largest(role, source.pp)
         kept = np.minimum(stage, before) * np.minimum(1 / target.tp, 1 / source.tp)
-        device = (stage / target.tp - kept) / links.device_bytes_per_s
+        new = np.where(target.size > source.size, self._smallest(role, target.pp) / target.tp, 0.0)
+        device = np.maximum(stage / target.tp - kept, new) / links.device_bytes_per_s
         return np.where(_same(source, target, where=False), 0.0, np.maximum(network, device))
 
     def _ports(self, role: str, source: Layouts, target: Layouts) -> Floats:
@@ -209,6 +211,11 @@ class LinkTransfers:
         cuts = self._bounds(role, int(pp.max()))
         return np.asarray(np.diff(cuts, axis=1).max(axis=1)[pp])
 
+    def _smallest(self, role: str, pp: Ints) -> Floats:
+        """Bytes of the smallest stage, without the embedding."""
+        stages = np.diff(self._bounds(role, int(pp.max())), axis=1)
+        return np.asarray(np.where(stages > 0, stages, np.inf).min(axis=1)[pp])
+
     def _bounds(self, role: str, most: int) -> Floats:
         """[degree of a pipeline, stage] -> where the stage begins; beyond the last one, where that ends."""
         if role not in self._cuts or len(self._cuts[role]) <= most:
@@ -220,6 +227,22 @@ class LinkTransfers:
                 table[pp, : pp + 1] = cuts
             self._cuts[role] = table
         return self._cuts[role]
+
+
+def _into_empty(held: _Boxes, needed: _Boxes, weights: Weights) -> Floats:
+    """Bytes of layers that some node must take in or send because nodes where nothing is held need some.
+
+    At best those are the nodes that need the least.
+    """
+    layers = np.sort(needed.whole[0], axis=0)
+    holding = (held.right > held.left).sum(axis=0)
+    last = np.maximum(len(layers) - holding - 1, 0)[None]
+    entering, everything = (
+        np.where(holding < len(layers), np.take_along_axis(values, last, axis=0)[0], 0.0)
+        for values in (layers, np.cumsum(layers, axis=0))
+    )
+    leaving = np.minimum(everything, weights.layers * weights.layer) / holding
+    return np.asarray(np.maximum(entering, leaving))
 
 
 def _overlap(a: Floats, b: Floats, c: Floats, d: Floats) -> Floats:

@@ -16,8 +16,9 @@ def anneal(scorer: Scorer, starts: Ints, *, rounds: int, chains: int, seed: int,
 
     starts: [calls, plans], where chains begin. Returns the chains' plans at the end, the best first, [calls,
     chains]. How far an option is from the old one in their list, in which similar ones are neighbours, is
-    log-uniform. The temperature falls; every so often the worse quarter of the chains is replaced by copies
-    of the better one. The same seed gives the same result unless `part` of the time is over before.
+    log-uniform. The temperature falls, as rounds go by or as `part` of the time does, whichever is further; every
+    so often the worse quarter of the chains is replaced by copies of the better one. The same seed gives the
+    same result unless the time is further.
     """
     rng = np.random.default_rng(seed)
     tables = scorer.timeline.tables
@@ -30,16 +31,18 @@ def anneal(scorer: Scorer, starts: Ints, *, rounds: int, chains: int, seed: int,
         place[c, numbers] = np.arange(len(numbers))
     plans = starts[:, rng.integers(0, starts.shape[1], chains)].copy()
     scores = scorer(plans)
+    before = scorer.used(part)
     for i in range(rounds):
-        if scorer.late(part):
+        if (used := scorer.used(part)) >= 1:
             break
+        done = max(i / rounds, (used - before) / (1 - before))
         call = rng.integers(0, len(sizes), chains)
         far = np.exp(rng.random(chains) * np.log(sizes[call])).astype(np.int64)
         moved = (place[call, plans[call, each]] + far * rng.choice((-1, 1), chains)) % sizes[call]
         trial = plans.copy()
         trial[call, each] = options[call, moved]
         tried = scorer(trial)
-        temperature = _HOT * (_COLD / _HOT) ** (i / rounds) * scores.min()
+        temperature = _HOT * (_COLD / _HOT) ** done * scores.min()
         accept = tried < scores - temperature * np.log(1 - rng.random(chains))
         plans[:, accept], scores[accept] = trial[:, accept], tried[accept]
         if i % _EXCHANGE == _EXCHANGE - 1:

@@ -48,9 +48,13 @@ class Scorer:
         """Seconds since the search started."""
         return time.perf_counter() - self.started
 
+    def used(self, part: float = 1.0) -> float:
+        """How much of this part of the time is over: 1 or more for all of it."""
+        return self.elapsed / (part * self._allowed) if self._allowed > 0 else np.inf
+
     def late(self, part: float = 1.0) -> bool:
         """Whether this part of the time is over."""
-        return self.elapsed > part * self._allowed
+        return self.used(part) >= 1
 
     def __call__(self, choice: Ints) -> Floats:
         """Scores of plans: their seconds, and more for those that do not fit."""

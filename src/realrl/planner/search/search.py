@@ -23,8 +23,8 @@ _STARTS, _POLISHED = 64, 3
 class Effort:
     """How much a search does if it has the time. It ends sooner when the gap is proven."""
 
-    chains: int = 512
-    rounds: int = 300
+    chains: int = 128
+    rounds: int = 1200
     nodes: int = 20_000_000
 
 
@@ -74,9 +74,9 @@ def search(
     descend(scorer, begin[:, int(scores.argmin())], part=0.2)
     if scorer.best is not None:
         begin = np.concatenate([begin, scorer.best[:, None]], axis=1)
-    ends = anneal(scorer, begin, rounds=effort.rounds, chains=effort.chains, seed=seed, part=0.4)
+    ends = anneal(scorer, begin, rounds=effort.rounds, chains=effort.chains, seed=seed, part=0.5)
     for i in range(min(_POLISHED, ends.shape[1])):
-        descend(scorer, ends[:, i], part=0.5)
+        descend(scorer, ends[:, i], part=0.55)
     if scorer.best is not None:
         descend(scorer, scorer.best, part=0.6)
     proof = prove(scorer, tolerance=tolerance, most_nodes=effort.nodes, seed=seed)
