@@ -88,7 +88,9 @@ def test_the_least_that_kinds_of_layouts_take_holds_wherever_their_meshes_lie(cl
     ],
     ids=str,
 )
-def test_devices_beyond_those_of_the_source_hold_nothing_at_best(source: Placement, target: Placement) -> None:
+def test_devices_beyond_those_of_the_source_hold_nothing_at_best(
+    source: Placement, target: Placement
+) -> None:
     cluster = Cluster(4, 8)
     transfers = LinkTransfers(cluster, WEIGHTS, LINKS)
     firsts = range(0, cluster.size - target.mesh.size + 1, min(target.mesh.size, 8))

@@ -1,5 +1,6 @@
 """Which heads, rows and layers a tensor rank or a pipeline stage holds."""
 
+from functools import cache
 from itertools import pairwise
 
 from realrl.config.errors import UserError
@@ -36,6 +37,7 @@ def vocabulary(shape: ModelShape, tp: int, t: int) -> range:
     return range(min(t * rows, shape.vocab_size), min((t + 1) * rows, shape.vocab_size))
 
 
+@cache
 def stage_layers(layers: int, pp: int) -> tuple[range, ...]:
     """Layers of each pipeline stage: consecutive, numbers differing by at most one, larger ones in the middle.
 

@@ -60,6 +60,7 @@ class CostModel:
         self.efficiency = efficiency or Efficiency()
         self._calls: dict[object, CallCost] = {}
         self._sizes: dict[tuple[ModelShape, Head, int], LocalSizes] = {}
+        self._networks: dict[tuple[int, int, int, int], Network] = {}
         self._transfers: dict[tuple[Stored, int], LinkTransfers] = {}
 
     def call(self, call: Call, model: Stored, placement: Placement, workload: Workload) -> CallCost:
@@ -132,7 +133,9 @@ class CostModel:
         profile = self._profile_of(placement.mesh.first)
         width = model.width(strategy)
         timing = Timing(group.device, self.efficiency, sizes, width, strategy.sequence_parallel, profile)
-        network = Network.of(group, placement, self.efficiency, profile)
+        where = (self.spec.group_index(placement.mesh.first), strategy.dp, strategy.tp, strategy.pp)
+        if (network := self._networks.get(where)) is None:
+            network = self._networks[where] = Network.of(group, placement, self.efficiency, profile)
         return Setting(timing, network, strategy, workload.work(call))
 
     def _transfers_of(self, model: Stored, source: Placement, target: Placement) -> LinkTransfers:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from realrl.plan.placement import Mesh, Placement
+from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster import NodeGroup
 from realrl.planner.efficiency import Efficiency
 from realrl.planner.profile import CollectiveKind, Profile
@@ -60,7 +60,9 @@ class Network:
         cls, group: NodeGroup, placement: Placement, efficiency: Efficiency, profile: Profile | None = None
     ) -> "Network":
         """The network of a placement, wherever in the group it lies."""
-        return cls(group, Placement(Mesh(0, placement.mesh.size), placement.strategy), efficiency, profile)
+        s = placement.strategy
+        ranks = Placement(Mesh(0, placement.mesh.size), Strategy(s.dp, s.tp, s.pp))
+        return cls(group, ranks, efficiency, profile)
 
     @cached_property
     def tensor(self) -> Ring:
@@ -99,22 +101,27 @@ class Network:
 
     def hop(self, number_bytes: float) -> float:
         """Seconds for every rank of a stage to send `number_bytes` to its peer on the next; the slowest."""
-        s, device = self.placement.strategy, self.group.device
+        device = self.group.device
         crosses = self.placement.mesh.size > self.group.devices_per_node
         measured = self.profile.collective("send", 2, 1 + crosses, number_bytes) if self.profile else None
         if measured is not None:
             return measured
         if not crosses:
             return device.link_latency_s + number_bytes / (device.link_bytes_per_s * self.efficiency.link)
-        step = s.dp * s.tp
-        crossing = Counter(
+        width = self.group.node_bytes_per_s / self._most_leaving
+        seconds = number_bytes / (min(width, device.link_bytes_per_s) * self.efficiency.link)
+        return device.node_latency_s + seconds
+
+    @cached_property
+    def _most_leaving(self) -> int:
+        """Ranks of a node that send to another one's, on the node with most of them."""
+        step = self.placement.strategy.dp * self.placement.strategy.tp
+        leaving = Counter(
             self._node(rank)
             for rank in range(self.placement.mesh.size - step)
             if self._node(rank) != self._node(rank + step)
         )
-        width = self.group.node_bytes_per_s / max(crossing.values())
-        seconds = number_bytes / (min(width, device.link_bytes_per_s) * self.efficiency.link)
-        return device.node_latency_s + seconds
+        return max(leaving.values())
 
     def _node(self, rank: int) -> int:
         return rank // self.group.devices_per_node
