@@ -35,6 +35,16 @@ def test_where_there_is_no_profile_data_sheets_are_corrected(
     assert Profile.load(tmp_path / "profile.json") == calibrate(None, run())
 
 
+def test_the_profile_of_the_recipe_is_corrected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "p.json"
+    profile().save(file)
+    recipe = ["recipes/reference/ppo.yaml", f"profile={file}", "models.actor.shape=qwen2.5-0.5b"]
+    assert calibrated(tmp_path, *recipe, "--cluster", "a100-80g:1x2", "--seconds", "1") == 0
+    assert Profile.load(file) == calibrate(profile(), run())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "times of a100-80g measured (" in said and "but for actor, ref and tp=2 from data sheets" in said
+
+
 def test_a_directory_without_costs_is_said_to_be_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -107,7 +107,7 @@ def test_tables_fit_a_hundred_columns_and_need_no_colour(capsys: pytest.CaptureF
 
 
 def test_without_a_cluster_it_plans_for_this_machine_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(capsys, "cluster=1x2")
+    found = planned(capsys, "cluster=1x2", "device_memory=40GiB")
     assert found["cluster"]["groups"][0]["device"] == "cpu" and found["cluster"]["devices"] == 2
     assert "no --cluster was named" in found["source"] and "cpu:1x2" in found["source"]
 
@@ -134,6 +134,31 @@ def test_the_objective_cost_takes_as_many_nodes_as_are_cheapest(
     prices = {size["nodes"]: size["price"] for size in found["nodes"]}
     assert list(prices) == [1, 2, 3, 4]
     assert int(found["plan"]["cluster"][0]) == min(prices, key=lambda nodes: prices[nodes]) <= 2
+
+
+def test_the_cheapest_nodes_come_first_wherever_they_stand_in_the_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = planned(capsys, "--cluster", priced(tmp_path, 9.0, 1.0), "--objective", "cost")
+    groups = [group["price_per_device_hour"] for group in found["cluster"]["groups"]]
+    assert groups[0] == 1.0 and min(size["price"] for size in found["nodes"] if size["price"]) > 0
+
+
+def test_a_plan_file_of_ones_own_is_compared_as_it_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.yaml"
+    found = planned(capsys, "--cluster", "a100-40g:1x4", "--out", str(file))
+    again = planned(capsys, f"plan={file}", "--cluster", "a100-40g:1x4")
+    assert again["presets"][str(file)]["step_seconds"] == pytest.approx(found["step_seconds"])
+    assert again["step_seconds"] <= found["step_seconds"] * (1 + 1e-9)
+    elsewhere = planned(capsys, f"plan={file}", "--cluster", "a100-40g:1x2")
+    assert "it is for cluster 1x4; this is 1x2" in elsewhere["presets"][str(file)]["refused"]
+
+
+def test_device_memory_of_the_recipe_counts_on_any_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, "device_memory=24GiB", "--cluster", "a100-80g:1x4")
+    assert found["cluster"]["groups"][0]["memory_bytes"] == 24 * 2**30
 
 
 def test_device_hours_stand_in_for_prices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,7 +283,7 @@ def test_lengths_of_another_form_are_refused(
 def test_planning_loads_no_torch() -> None:
     script = (
         "import sys; from realrl.cli.app import run_app; "
-        f"status = run_app(['plan', {REFERENCE!r}, *{SMALL!r}, '--seconds', '0.3', '--cluster', 'cpu:1x2']); "
+        f"status = run_app(['plan', {REFERENCE!r}, *{SMALL!r}, *{QUICK!r}, '--cluster', 'cpu:1x4']); "
         "sys.exit(status or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, cwd=ROOT).returncode == 0

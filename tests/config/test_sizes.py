@@ -7,7 +7,9 @@ import pytest
 
 from realrl.config.errors import UserError
 from realrl.config.experiment import SFTExperiment
+from realrl.config.llama import read_config
 from realrl.config.load import dump_experiment, parse_experiment
+from realrl.config.shape_source import find_shape
 from realrl.config.shapes import SHAPES
 from realrl.config.units import format_bytes, parse_bytes
 from realrl.config.yaml_file import parse_yaml
@@ -59,6 +61,15 @@ def test_a_shape_may_be_a_config_file_or_a_directory_with_one(name: str, tmp_pat
     assert parse_experiment(parse_yaml(dump_experiment(experiment), "dump")) == experiment
 
 
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+def test_sizes_may_be_those_of_a_model_that_we_cannot_load(family: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "model_type": family}))
+    shape = find_shape(str(tmp_path))
+    assert (shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (2, 4, 2, 8)
+    with pytest.raises(UserError, match=f"model_type '{family}' is not supported; supported is: llama"):
+        read_config(tmp_path / "config.json")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -71,7 +82,11 @@ def test_a_shape_may_be_a_config_file_or_a_directory_with_one(name: str, tmp_pat
         (".", None, "config.json: no such file"),
         ("config.json", "{", "config.json: not valid JSON"),
         ("config.json", "[1]", "config.json: a JSON object is expected"),
-        ("config.json", '{"model_type": "bert"}', "model_type 'bert' is not supported; supported is: llama"),
+        (
+            "config.json",
+            '{"model_type": "bert"}',
+            "'bert' is not supported; supported is: llama, qwen2, mistral",
+        ),
         (".", '{"model_type": "llama"}', "config.json: vocab_size is missing"),
     ],
 )

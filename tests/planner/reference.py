@@ -206,7 +206,7 @@ def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bo
         role: Weights(8, 0.25 * p, 0.3 * p, 0.1 * p, tied=rng.random() < 0.3)
         for role, p in parameters.items()
     }
-    transfers = LinkTransfers(cluster, weights, links)
+    transfers = LinkTransfers(cluster, weights, (links,) * cluster.nodes)
     memory = rng.choice([30.0, 60.0, 1000.0]) * sum(parameters.values()) / cluster.size
     volumes = {(p.name, c.name): rng.choice([0.0, 0.3]) for c in graph.calls for p in producers(graph, c)}
     exchange = Exchange(links, cluster.devices_per_node, volumes)

@@ -71,7 +71,7 @@ def test_a_file_describes_devices_of_ones_own_and_prices(tmp_path: Path) -> None
         "groups:\n"
         "- {device: {like: h100, name: h100-pcie, memory: 90GiB, link_gb_per_s: 32}, nodes: 2,"
         " devices_per_node: 4, node_gbit_per_s: 100, price_per_device_hour: 2.5}\n"
-        "- {device: l40s, nodes: 1, devices_per_node: 8}\n"
+        "- {device: l40s, nodes: 1, devices_per_node: 8, price_per_device_hour: 1}\n"
     )
     spec = ClusterSpec.parse(str(file))
     first, second = spec.groups
@@ -80,7 +80,8 @@ def test_a_file_describes_devices_of_ones_own_and_prices(tmp_path: Path) -> None
     assert first.device == replace(
         DEVICES["h100"], name="h100-pcie", memory_bytes=90 << 30, link_bytes_per_s=32e9
     )
-    assert spec.with_nodes(2).price_per_hour == 20 and spec.price_per_hour is None
+    assert spec.with_nodes(2).price_per_hour == 20 and spec.price_per_hour == 28
+    assert [group.device.name for group in spec.cheapest_first().groups] == ["l40s", "h100-pcie"]
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,11 @@ def test_a_file_describes_devices_of_ones_own_and_prices(tmp_path: Path) -> None
         ("groups: [{device: h100, nodes: 1}]", "devices_per_node"),
         ("groups: [{device: h101, nodes: 1, devices_per_node: 8}]", "h100"),
         ("groups: [{device: h100, nodes: 1, devices_per_node: 8, gbit: 3}]", "gbit"),
+        (
+            "groups: [{device: h100, nodes: 1, devices_per_node: 8, price_per_device_hour: 2},"
+            " {device: l40s, nodes: 1, devices_per_node: 8}]",
+            "group 2: price_per_device_hour is missing; give it for all groups, or for none",
+        ),
     ],
 )
 def test_mistakes_in_a_file_name_the_file(tmp_path: Path, text: str, words: str) -> None:

@@ -78,7 +78,7 @@ def test_arithmetic_is_that_of_the_parameters(name: str, times: int) -> None:
     table = SMALL.vocab_size * SMALL.hidden_size
     head_times = {1: 1, 3: 4}[times]  # logits are computed again
     found = cost(name, place(1), model=CostModel(NODES, efficiency=IDEAL)).terms["compute"]
-    operations = 2 * STEP.tokens * (times * SMALL.layers * layer + head_times * table)
+    operations = 2 * STEP.tokens(GRAPH) * (times * SMALL.layers * layer + head_times * table)
     assert found == pytest.approx(operations / 312e12, rel=1e-6)
 
 
@@ -89,7 +89,7 @@ def test_recomputation_is_one_more_forward_pass() -> None:
         for placement in (place(1), recomputing(place(1)))
     )
     forward = cost("ref.inference", place(1), model=model).terms["compute"]
-    head = 2 * STEP.tokens * SMALL.vocab_size * SMALL.hidden_size / 312e12
+    head = 2 * STEP.tokens(GRAPH) * SMALL.vocab_size * SMALL.hidden_size / 312e12
     assert again - plain == pytest.approx(forward - head, rel=1e-6)
 
 

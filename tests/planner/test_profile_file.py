@@ -9,7 +9,7 @@ from realrl.planner.cluster import ClusterSpec
 from realrl.planner.cost import CostModel
 from realrl.planner.curves import Curve, Surface
 from realrl.planner.profile import CollectiveTime, LayerTimes, Measurement, Profile, ShapeKey
-from tests.planner.problems import SMALL, STEP, call, place, stored
+from tests.planner.problems import GRAPH, SMALL, STEP, call, place, stored
 
 MEASURED = [(256, 512, 1e-3), (256, 4096, 6e-3), (1024, 512, 2e-3), (1024, 4096, 9e-3)]
 
@@ -80,6 +80,23 @@ def test_other_files_are_refused_with_their_names(tmp_path: Path, text: str, wor
     assert "p.json" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"seconds"', '"second"', r"layers.0.measurements.0.second: unknown key; did you mean .*seconds\?"),
+        ('"hidden_size"', '"hidden"', r"layers.0.shape.hidden: unknown key"),
+        ('"kind": "forward"', '"kind": "foward"', "did you mean forward"),
+    ],
+)
+def test_mistakes_inside_lists_are_named(tmp_path: Path, old: str, new: str, words: str) -> None:
+    profile().save(tmp_path / "p.json")
+    text = (tmp_path / "p.json").read_text()
+    assert old in text
+    (tmp_path / "p.json").write_text(text.replace(old, new, 1))
+    with pytest.raises(UserError, match=words):
+        Profile.load(tmp_path / "p.json")
+
+
 def test_newer_times_of_a_shape_replace_older_ones() -> None:
     slower = Measurement(kind="forward", tokens=512, context=256, seconds=5.0)
     layers = LayerTimes(shape=ShapeKey.of(SMALL), dtype="bfloat16", measurements=(slower,))
@@ -93,7 +110,7 @@ def test_measurements_take_the_place_of_the_roofline_on_their_device() -> None:
     with_times = CostModel(ClusterSpec.parse("a100-80g:1x8"), profile()).call(*arguments)
     elsewhere = CostModel(ClusterSpec.parse("h100:1x8"), profile()).call(*arguments)
     without = CostModel(ClusterSpec.parse("h100:1x8")).call(*arguments)
-    micro_batches = STEP.tokens / 4096
+    micro_batches = STEP.tokens(GRAPH) / 4096
     assert with_times.terms["compute"] > micro_batches * SMALL.layers * 6e-3
     assert elsewhere == without
 

@@ -53,7 +53,7 @@ def sampled_placement(rng: random.Random, cluster: Cluster) -> Placement:
 @pytest.mark.parametrize("cluster", [Cluster(1, 8), Cluster(4, 4), Cluster(4, 8)], ids=str)
 def test_estimates_are_near_the_real_schedules(cluster: Cluster) -> None:
     rng = random.Random(0)
-    transfers = LinkTransfers(cluster, WEIGHTS, LINKS)
+    transfers = LinkTransfers(cluster, WEIGHTS, (LINKS,) * cluster.nodes)
     pairs = [(sampled_placement(rng, cluster), sampled_placement(rng, cluster)) for _ in range(40)]
     pairs = [(a, b) for a, b in pairs if a.layout != b.layout]
     columns = [Layouts.of(side) for side in zip(*pairs, strict=True)]
@@ -71,7 +71,7 @@ def test_estimates_are_near_the_real_schedules(cluster: Cluster) -> None:
 @pytest.mark.parametrize("cluster", [Cluster(1, 8), Cluster(4, 4), Cluster(3, 8)], ids=str)
 def test_the_least_that_kinds_of_layouts_take_holds_wherever_their_meshes_lie(cluster: Cluster) -> None:
     rng = random.Random(1)
-    transfers = LinkTransfers(cluster, WEIGHTS, LINKS)
+    transfers = LinkTransfers(cluster, WEIGHTS, (LINKS,) * cluster.nodes)
     places = Layouts.of(sampled_placement(rng, cluster) for _ in range(60))
     i, j = np.divmod(np.arange(60 * 60), 60)
     seconds = transfers.seconds("actor", places[i], places[j])
@@ -92,7 +92,7 @@ def test_devices_beyond_those_of_the_source_hold_nothing_at_best(
     source: Placement, target: Placement
 ) -> None:
     cluster = Cluster(4, 8)
-    transfers = LinkTransfers(cluster, WEIGHTS, LINKS)
+    transfers = LinkTransfers(cluster, WEIGHTS, (LINKS,) * cluster.nodes)
     firsts = range(0, cluster.size - target.mesh.size + 1, min(target.mesh.size, 8))
     places = Layouts.of(Placement(Mesh(first, target.mesh.size), target.strategy) for first in firsts)
     sources = Layouts.of([source] * len(firsts))
@@ -101,10 +101,29 @@ def test_devices_beyond_those_of_the_source_hold_nothing_at_best(
     assert 0.8 * nearest < least <= nearest + 1e-12
 
 
+def test_between_like_nodes_their_own_links_count() -> None:
+    cluster, slow = Cluster(4, 4), Links(17e6, 2e6, 0.0)
+    alike, mixed = (
+        LinkTransfers(cluster, WEIGHTS, links) for links in ((LINKS,) * 4, (LINKS, LINKS, slow, slow))
+    )
+    rng = random.Random(3)
+    placements = [p for _ in range(200) if (p := sampled_placement(rng, cluster)).mesh.size <= 8]
+    places = Layouts.of(p for p in placements if p.mesh.first % 8 + p.mesh.size <= 8)
+    n = len(places.first)
+    i, j = np.divmod(np.arange(n * n), n)
+    source, target = places[i], places[j]
+    fast = (source.first < 8) & (target.first < 8)
+    before, after = alike.seconds("actor", source, target), mixed.seconds("actor", source, target)
+    assert fast.any() and (after[fast] == before[fast]).all()
+    assert after[~fast] == pytest.approx(10 * before[~fast])
+    assert (mixed.at_least("actor", source, target) <= after + 1e-12).all()
+
+
 def test_equal_layouts_need_no_time() -> None:
     cluster = Cluster(2, 4)
     places = Layouts.of(sampled_placement(random.Random(i), cluster) for i in range(20))
-    for transfers in (LinkTransfers(cluster, WEIGHTS, LINKS), PairTransfers(lambda role, a, b: 1.0)):
+    by_links = LinkTransfers(cluster, WEIGHTS, (LINKS,) * cluster.nodes)
+    for transfers in (by_links, PairTransfers(lambda role, a, b: 1.0)):
         assert not transfers.seconds("actor", places, places).any()
 
 

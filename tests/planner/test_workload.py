@@ -1,12 +1,13 @@
 import pytest
 
 from realrl.algorithms.reward.graph import train_graph as reward_graph
+from realrl.config.errors import UserError
 from realrl.config.load import load_experiment
 from realrl.data.partition import even_micro_batches
 from realrl.plan.placement import Strategy
 from realrl.planner.batching import split_work
 from realrl.planner.workload import QUANTILES, CallWork, Workload, quantiles
-from tests.planner.problems import STEP, call
+from tests.planner.problems import GRAPH, STEP, call
 
 
 def test_quantiles_keep_the_mean_and_the_spread() -> None:
@@ -29,12 +30,23 @@ def test_calls_see_prompts_or_whole_sequences() -> None:
     generate, infer, train = (STEP.work(call(n)) for n in ("actor.generate", "ref.inference", "actor.train"))
     assert (generate.tokens, generate.answers, generate.room) == (256 * 128, (384,), 384)
     assert (infer.tokens, infer.minibatches, train.minibatches) == (256 * 512, 1, 4)
-    assert STEP.tokens == 256 * 512
+    assert STEP.tokens(GRAPH) == 256 * 512
 
 
 def test_a_preference_pair_is_two_sequences() -> None:
-    (train,) = reward_graph().calls
-    assert Workload(32, (100,)).work(train).sequences == 64
+    graph = reward_graph()
+    work = Workload(32, (100,)).work(graph.calls[0])
+    assert (work.items, work.sequences) == (32, 64)
+    assert Workload(32, (100,)).tokens(graph) == 64 * 100
+
+
+def test_ranks_share_out_pairs_and_not_their_sequences() -> None:
+    work = Workload(10, (100,)).work(reward_graph().calls[0])
+    chunks = split_work(work, Strategy(4, micro_batch_tokens=100), 2)
+    assert (chunks.count, chunks.sequences, chunks.fullest.sequences) == (3, 2, 2)
+    assert split_work(work, Strategy(4, micro_batch_tokens=500), 2).count == 2
+    with pytest.raises(UserError, match="10 records cannot be split over dp=16"):
+        split_work(work, Strategy(16), 2)
 
 
 def test_a_recipe_gives_the_longest_lengths_until_they_are_measured() -> None:

@@ -80,8 +80,8 @@ Calibrate = Annotated[
     str | None,
     typer.Option(
         metavar="RUN_DIR",
-        help="Correct the profile by what calls took in a run, and write it: --profile, or profile.json. It may be"
-        " a new file. Then plan, if there is a recipe.",
+        help="Correct the profile by what calls took in a run, and write it: --profile, else the recipe's, else"
+        " profile.json. It may be a new file. Then plan, if there is a recipe.",
     ),
 ]
 
@@ -110,18 +110,18 @@ def plan(
     from realrl.cli import plan_input
     from realrl.config.load import load_experiment
 
+    if recipe is None and calibrate is None:
+        raise UserError("name a recipe, a YAML file, to plan for")
+    experiment = None if recipe is None else load_experiment(recipe, overrides or [])
     if calibrate is not None:
         from realrl.cli.plan_calibrate import calibrate_profile
 
-        profile = calibrate_profile(calibrate, profile)
-        if recipe is None:
-            return
-    if recipe is None:
-        raise UserError("name a recipe, a YAML file, to plan for")
+        profile = calibrate_profile(calibrate, profile or (experiment.profile if experiment else None))
+    if recipe is None or experiment is None:
+        return
     files = plan_input.files_to_write(recipe, cluster, profile, lengths, out=out, html=html, trace=trace)
     counts, goal = plan_input.parse_nodes(nodes), plan_input.parse_objective(objective)
     plan_input.check_seconds(seconds)
-    experiment = load_experiment(recipe, overrides or [])
     scenario, source = plan_input.read_scenario(experiment, cluster, profile, lengths)
     report = _report(experiment, scenario, nodes=counts, objective=goal, seconds=seconds, seed=seed)
     if as_json:
@@ -167,13 +167,13 @@ def _report(
 ) -> "PlanReport":
     from rich.console import Console
 
-    from realrl.planner.plan_search import Wanted
     from realrl.planner.remedies import no_plan
     from realrl.planner.report_make import make_report
     from realrl.planner.report_sizes import on_cluster
     from realrl.planner.search.shortage import DoesNotFit
+    from realrl.runtime.scenario import wanted_plans
 
-    wanted = Wanted(experiment.micro_batch_tokens, experiment.recompute)
+    wanted = wanted_plans(experiment, scenario.spec)
     try:
         with Console(stderr=True).status("planning"):
             return make_report(

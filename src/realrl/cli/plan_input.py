@@ -12,7 +12,6 @@ from realrl.config.errors import UserError
 if TYPE_CHECKING:
     from realrl.config.experiment import Experiment
     from realrl.planner.cluster import ClusterSpec
-    from realrl.planner.profile import Profile
     from realrl.planner.report import Objective
     from realrl.planner.scenario import Scenario
 
@@ -76,10 +75,11 @@ def choose_devices(cluster: str | None, experiment: "Experiment") -> tuple["Clus
     `cluster` names, else as many CPU processes as it has devices."""
     from realrl.plan.cluster import Cluster
     from realrl.planner.cluster import ClusterSpec
-    from realrl.runtime.scenario import named_cluster, spec_of, written_cluster
+    from realrl.runtime.scenario import named_cluster, spec_of, with_memory, written_cluster
 
     if cluster is not None:
-        return ClusterSpec.parse(cluster), ""
+        named = ClusterSpec.parse(cluster)
+        return with_memory(named, experiment.device_memory) if experiment.device_memory else named, ""
     on_cpus = experiment.model_copy(update={"device": "cpu"})
     spec = spec_of(on_cpus, written_cluster(experiment.cluster) or Cluster(1, 1))
     assert spec is not None, "CPUs are a kind"
@@ -88,21 +88,11 @@ def choose_devices(cluster: str | None, experiment: "Experiment") -> tuple["Clus
     return spec, f"no --cluster was named, so this is for CPU processes of this machine, {spec.name}"
 
 
-def describe_source(spec: "ClusterSpec", profile: "Profile | None", path: str | None) -> str:
-    """Where times come from."""
-    kinds = list(dict.fromkeys(group.device.name for group in spec.groups))
-    if profile is None:
-        return "times from data sheets (roofline)"
-    if profile.device not in kinds:
-        return f"times from data sheets (roofline); the profile {path} is of {profile.device}, so it was not used"
-    others = ", of the other devices from data sheets" if len(kinds) > 1 else ""
-    return f"times of {profile.device} measured ({path}){others}"
-
-
 def read_scenario(
     experiment: "Experiment", cluster: str | None, profile: str | None, lengths: str | None
 ) -> tuple["Scenario", str]:
     """What is to be planned, and where its times come from."""
+    from realrl.planner.coverage import describe_times
     from realrl.planner.profile import Profile
     from realrl.runtime.scenario import make_scenario
 
@@ -112,7 +102,8 @@ def read_scenario(
     path = profile or experiment.profile
     measured = Profile.load(path) if path else None
     scenario = make_scenario(experiment, spec, profile=measured, prompts=known.prompts, answers=known.answers)
-    return scenario, "; ".join(filter(None, (describe_source(spec, measured, path), remark)))
+    source = describe_times(measured, path or "", spec, scenario.models)
+    return scenario, "; ".join(filter(None, (*source, remark)))
 
 
 def parse_objective(text: str) -> "Objective":

@@ -14,13 +14,13 @@ from realrl.cli.page.text import (
     format_count,
     format_seconds,
     format_share,
-    join,
     largest,
     model_name,
 )
 from realrl.cli.plan_bars import memory_bars, time_bars
 from realrl.cli.plan_sizes import format_gap, size_table
 from realrl.config.units import format_bytes
+from realrl.config.words import join
 from realrl.plan.placement import Placement
 from realrl.planner.estimate import CallEstimate, Estimate
 from realrl.planner.report import Alternative, PlanReport, Preset
@@ -76,9 +76,7 @@ def _setting(report: PlanReport, source: str) -> Text:
         f"{name} ({', '.join(role for role in roles if roles[role] == name)})"
         for name in dict.fromkeys(roles.values())
     ]
-    return Text(
-        f"{join(models)} on {devices(scenario.spec)}: {batch(scenario.workload)}; {source}\n", style="dim"
-    )
+    return Text(f"{join(models)} on {devices(scenario.spec)}: {batch(scenario)}; {source}\n", style="dim")
 
 
 def _headline(report: PlanReport) -> Text:

@@ -41,7 +41,7 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     One process finds that out itself, since it may ask its GPU.
     """
     from realrl.plan.presets import SEARCH
-    from realrl.runtime.compile import check_directories, compile_recipe
+    from realrl.runtime.compile import check_directories, compile_recipe, with_sizes
     from realrl.runtime.fit_check import check_fit
     from realrl.runtime.gpu import ask_machine
     from realrl.runtime.launch import check_local
@@ -61,5 +61,5 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     if compiled is None:
         plan = cached_plan(experiment, search_spec(experiment, cluster, here), partial(typer.echo, err=True))
         compiled = compile_recipe(experiment, cluster, plan)
-    check_fit(experiment, compiled, here)
+    check_fit(experiment, with_sizes(experiment, compiled), here)
     return plan

@@ -69,7 +69,7 @@ def _complaint(error: ErrorDetails, location: tuple[int | str, ...], cls: type[S
     """What is wrong at a location, without saying where."""
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
-        return f"unknown key; {_suggestion(location, cls)}"
+        return "; ".join(filter(None, ("unknown key", _suggestion(location, cls))))
     if kind == "missing":
         field = _field(location, cls)
         about = f" ({field.description.split('. ')[0].rstrip('.')})" if field and field.description else ""
@@ -93,6 +93,8 @@ def _text(value: Any) -> str:
 def _section(location: tuple[int | str, ...], cls: type[Settings]) -> type[Settings] | None:
     """The class that the section at `location` is read into."""
     for part in location:
+        if isinstance(part, int):  # of a list, whose field is the section's class already
+            continue
         field = cls.model_fields.get(str(part))
         inner = section_class(field) if field else None
         if inner is None:
@@ -107,9 +109,11 @@ def _field(location: tuple[int | str, ...], cls: type[Settings]) -> FieldInfo | 
 
 
 def _suggestion(location: tuple[int | str, ...], cls: type[Settings]) -> str:
-    """What an unknown key may have been meant to be: a neighbour, or a key of that name elsewhere."""
+    """What an unknown key may have been meant to be: a neighbour, or a key of that name elsewhere. Nothing for one
+    inside a table of sections, of which nothing is known."""
     section = _section(location[:-1], cls)
-    assert section is not None, "only sections forbid keys"
+    if section is None:
+        return ""
     key = str(location[-1])
     prefix = "".join(f"{part}." for part in location[:-1])
     near = nearest(key, section.model_fields)

@@ -1,6 +1,6 @@
 """The Llama family's Hugging Face `config.json`, to and from our shape."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +13,31 @@ from realrl.config.shape import Head, ModelShape, RopeScaling
 SUPPORTED = ("llama",)
 """Values of `model_type` that we can load."""
 
+ALIKE = ("qwen2", "mistral")
+"""Those of models with the same sizes of everything but a few biases: enough to plan for them."""
+
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}
 """Settings of LlamaConfig that our model has no other value for, at LlamaConfig's defaults."""
 
 SCALING_FIELDS = tuple(RopeScaling.model_fields)
 
 
-def read_config(file: Path) -> ModelShape:
+def read_config(file: Path, families: Sequence[str] = SUPPORTED) -> ModelShape:
     """The shape that a `config.json` describes; UserError if it is absent, no JSON, or of a model not supported."""
-    return shape_from_hf(read_json(file), where=str(file))
+    return shape_from_hf(read_json(file), where=str(file), families=families)
 
 
-def shape_from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
-    """The shape a Hugging Face `config.json` describes; `where` names the file in errors.
+def shape_from_hf(
+    config: Mapping[str, Any], where: str = "config.json", families: Sequence[str] = SUPPORTED
+) -> ModelShape:
+    """The shape a Hugging Face `config.json` of one of these families describes; `where` names the file in errors.
 
     Reads the rotary settings of transformers 5 (`rope_parameters`) and those of before (`rope_theta`,
     `rope_scaling`). UserError for another family, or a setting our model does not have.
     """
     family = config.get("model_type")
-    if family not in SUPPORTED:
-        names = ", ".join(SUPPORTED)
+    if family not in families:
+        names = ", ".join(families)
         raise UserError(f"{where}: model_type {family!r} is not supported; supported is: {names}")
     for key, wanted in FIXED.items():
         if config.get(key, wanted) not in (wanted, None):
@@ -41,6 +46,8 @@ def shape_from_hf(config: Mapping[str, Any], where: str = "config.json") -> Mode
     for key in required:
         if config.get(key) is None:
             raise UserError(f"{where}: {key} is missing")
+        if type(config[key]) is not int or config[key] < 1:
+            raise UserError(f"{where}: {key}={config[key]!r} is not a whole number above 0")
     theta, scaling = _rope(config, where)
     heads = config["num_attention_heads"]
     fields: dict[str, Any] = {
@@ -68,7 +75,12 @@ def shape_from_hf(config: Mapping[str, Any], where: str = "config.json") -> Mode
 
 def _rope(config: Mapping[str, Any], where: str) -> tuple[float, dict[str, Any] | None]:
     """Base of the rotary frequencies, and their scaling if any."""
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        settings = config.get(key) or {}
+        if not isinstance(settings, Mapping):
+            raise UserError(f"{where}: {key}={settings!r} is not a section of keys")
+        rope |= settings
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:

@@ -65,7 +65,7 @@ class _Builder:
         found = self._candidates(call, micro_batches(call.kind, work) if given is None else given)
         if given is None and not any(map(self._fits, found)):
             # The smallest micro-batches are slow, but may be all that fits.
-            found += self._candidates(call, (max(work.lengths) + work.room,))
+            found += self._candidates(call, (work.longest,))
         for placement in (plan[call.name] for plan in plans):
             if placement.strategy.dtype is None:  # layouts of a problem know nothing of types
                 found += self._variants(call, self._option(call, placement), 0.0)
@@ -93,7 +93,7 @@ class _Builder:
         for strategy in strategies(mesh.size, per_node, shape.layers, shape.heads, tokens, recompute):
             try:
                 option = self._option(call, Placement(mesh, strategy))
-            except UserError:  # fewer sequences than data-parallel ranks
+            except UserError:  # fewer records than data-parallel ranks
                 continue
             found += self._variants(call, option, limit)
         fitting = list(filter(self._fits, found))

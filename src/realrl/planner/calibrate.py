@@ -22,7 +22,8 @@ def calibrate(profile: Profile | None, run: Comparison) -> Profile:
         )
     kinds = [group.device.name for group in run.spec.groups]
     if profile is None:
-        profile = Profile(device=kinds[0], software=run.software)
+        per_node = run.spec.groups[0].devices_per_node
+        profile = Profile(device=kinds[0], processes=per_node, software=run.software)
     if profile.device not in kinds:
         raise UserError(f"the profile is of {profile.device}, but the run was on {', '.join(kinds)}")
     cost = CostModel(run.spec, profile.model_copy(update={"corrections": ()}))

@@ -64,10 +64,9 @@ def micro_batches(kind: Kind, work: CallWork) -> tuple[int, ...]:
     Of generation, where they count what the key/value cache has room for, and each token of a larger one costs
     less, up to all sequences.
     """
-    sequences = -(-work.sequences // work.minibatches)
-    longest = max(work.lengths) + work.room
-    whole = sequences * longest
-    sizes = [max(longest, min(_SMALLEST_BATCH, whole // 4))]
+    records = -(-work.items // work.minibatches)
+    whole = records * work.longest
+    sizes = [max(work.longest, min(_SMALLEST_BATCH, whole // 4))]
     most, step = (whole, 4) if kind is Kind.GENERATE else (min(whole, _LARGEST_PASS), 2)
     while sizes[-1] < most:
         sizes.append(min(most, sizes[-1] * step))

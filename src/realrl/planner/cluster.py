@@ -117,6 +117,14 @@ class ClusterSpec:
                 yield from (Mesh(first + n * per, nodes * per) for n in range(group.nodes - nodes + 1))
             first += group.size
 
+    def cheapest_first(self) -> "ClusterSpec":
+        """With its groups in the order of their prices; as it is where those are not given."""
+        prices = [group.price_per_device_hour for group in self.groups]
+        ordered = sorted(self.groups, key=lambda group: group.price_per_device_hour or 0.0)
+        if None in prices or list(self.groups) == ordered:
+            return self
+        return ClusterSpec("+".join(map(str, ordered)), tuple(ordered))
+
     @property
     def price_per_hour(self) -> float | None:
         """Price of all devices; None unless that of each is given."""
@@ -250,6 +258,13 @@ def load_cluster(path: str) -> ClusterSpec:
             group = _Group.model_validate(entry)
         with mistakes_in(f"{where}: device", _Device):
             groups.append(group.group())
+    priced = [group.price_per_device_hour is not None for group in groups]
+    if any(priced) and not all(priced):
+        number = priced.index(False) + 1
+        raise UserError(
+            f"cluster file {path}: group {number}: price_per_device_hour is missing; give it for all groups, or for"
+            " none"
+        )
     return ClusterSpec(file.name or Path(path).stem, tuple(groups))
 
 

@@ -1,6 +1,6 @@
 """What a plan costs in seconds, by named terms."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -66,7 +66,7 @@ class CostModel:
     def call(self, call: Call, model: Stored, placement: Placement, workload: Workload) -> CallCost:
         """Time of one execution of a call in a step, all mini-batches and epochs included.
 
-        UserError where there are fewer sequences than data-parallel ranks.
+        UserError where there are fewer records than data-parallel ranks.
         """
         group = self.spec.group_index(placement.mesh.first)
         key = (call, model, placement.strategy, group, workload)
@@ -94,17 +94,18 @@ class CostModel:
     def transfers(self, models: Mapping[str, Stored]) -> LinkTransfers:
         """Reallocations of roles, whose parameters travel in their own type."""
         weights = {role: Weights.of(model, model.element_bytes) for role, model in models.items()}
-        return LinkTransfers(self.spec.cluster, weights, self.links)
+        return LinkTransfers(self.spec.cluster, weights, self._node_links)
 
     def exact_reallocation(self, model: Stored, source: Placement, target: Placement) -> float:
         """The same from the very routes that workers use; takes 1 to 100 milliseconds."""
         before, after = (layout(model.shape, model.head, place) for place in (source, target))
-        routes = reallocate(before, after, self.spec.cluster, self.links)
-        return routes.seconds(self.links, _narrower(model, source, target))
+        links = _slowest(self._node_links[self.spec.node(place.mesh.first)] for place in (source, target))
+        routes = reallocate(before, after, self.spec.cluster, links)
+        return routes.seconds(links, _narrower(model, source, target))
 
     def exchange(self, graph: DataflowGraph, workload: Workload) -> Exchange:
         """What the calls of a graph hand to each other."""
-        host, links = self.efficiency.host_bytes_per_s, self.links
+        host, links = self.efficiency.host_bytes_per_s, _slowest(self._node_links)
         slower = Links(
             min(host, links.device_bytes_per_s), min(host, links.node_bytes_per_s), links.latency_s
         )
@@ -118,12 +119,13 @@ class CostModel:
         return number_bytes / width if measured is None else measured
 
     @cached_property
-    def links(self) -> Links:
-        """Bandwidths between devices and between nodes that messages achieve, those of the slowest group."""
+    def _node_links(self) -> tuple[Links, ...]:
+        """Of each node, bandwidths between devices and to other nodes that messages achieve."""
         fraction = self.efficiency.link
-        return Links(
-            min(group.device.link_bytes_per_s for group in self.spec.groups) * fraction,
-            min(group.node_bytes_per_s for group in self.spec.groups) * fraction,
+        return tuple(
+            Links(group.device.link_bytes_per_s * fraction, group.node_bytes_per_s * fraction)
+            for group in self.spec.groups
+            for _ in range(group.nodes)
         )
 
     def _setting(self, call: Call, model: Stored, placement: Placement, workload: Workload) -> Setting:
@@ -141,7 +143,7 @@ class CostModel:
     def _transfers_of(self, model: Stored, source: Placement, target: Placement) -> LinkTransfers:
         key = (model, _narrower(model, source, target))
         if key not in self._transfers:
-            self._transfers[key] = LinkTransfers(self.spec.cluster, {"": Weights.of(*key)}, self.links)
+            self._transfers[key] = LinkTransfers(self.spec.cluster, {"": Weights.of(*key)}, self._node_links)
         return self._transfers[key]
 
     def _correction(self, call: Call, model: Stored, placement: Placement) -> float:
@@ -152,6 +154,15 @@ class CostModel:
         """The profile, if it is of such devices as a rank's."""
         device = self.spec.device(rank).name
         return self.profile if self.profile and self.profile.device == device else None
+
+
+def _slowest(links: Iterable[Links]) -> Links:
+    given = list(links)
+    return Links(
+        min(one.device_bytes_per_s for one in given),
+        min(one.node_bytes_per_s for one in given),
+        max(one.latency_s for one in given),
+    )
 
 
 def _narrower(model: Stored, source: Placement, target: Placement) -> int:

@@ -80,8 +80,8 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
             DeviceKind(
                 "rtx-4090", int(23.5 * _GIB), 165e12, 82.6e12, 1008e9, 16e9, _PCIE_HOP, _PCIE4, 1.25e9
             ),
-            # One process on one core of the machine of docs/design.md: gloo over loopback, about 105 and 325
-            # GFLOP/s, a small all-reduce about 1 ms. A profile says it better.
+            # One process on one core of a 2-core AMD EPYC virtual machine, torch 2.13: about 105 and 325 GFLOP/s;
+            # gloo over loopback, a small all-reduce about 1 ms. A profile says it better.
             DeviceKind(
                 "cpu",
                 8 * _GIB,

@@ -13,7 +13,7 @@ def footprints(scenario: Scenario, held: Memory, programs: Sequence[Program]) ->
     """The memory of every rank through a step of its program.
 
     `held` knows what lies where between steps, roles that the graph of `scenario` does not use among them. Models
-    that are not in `scenario.models` count nothing. UserError where a call has fewer sequences than
+    that are not in `scenario.models` count nothing. UserError where a call has fewer records than
     data-parallel ranks.
     """
     devices = _Devices(scenario, held)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +74,15 @@ class _Boxes:
 
 
 @dataclass(frozen=True)
+class _Ports:
+    """Bytes per second that devices and nodes take in or send, and seconds of a message; of nodes, or of pairs."""
+
+    device: Floats
+    node: Floats
+    latency: Floats
+
+
+@dataclass(frozen=True)
 class LinkTransfers:
     """Transfers as `layout.reallocate` schedules them, whoever sends what.
 
@@ -84,7 +94,8 @@ class LinkTransfers:
     cluster: Cluster
     weights: Mapping[str, Weights]
     """By role."""
-    links: Links
+    links: tuple[Links, ...]
+    """Of each node; the slower ones count between unlike nodes."""
     _cuts: dict[str, Floats] = field(default_factory=dict, compare=False, repr=False)
 
     def seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
@@ -111,6 +122,21 @@ class LinkTransfers:
         entering, _ = self._lacking(role, source, target, self.cluster.devices_per_node)
         return np.asarray(received.sum(axis=0)), np.asarray(entering.sum(axis=0))
 
+    @cached_property
+    def _ports_of_nodes(self) -> _Ports:
+        rows = [(links.device_bytes_per_s, links.node_bytes_per_s, links.latency_s) for links in self.links]
+        return _Ports(*np.array(rows).T)
+
+    def _slower(self, source: Layouts, target: Layouts) -> _Ports:
+        """Of the nodes where both meshes of pairs begin; a mesh lies on like nodes."""
+        ports, per_node = self._ports_of_nodes, self.cluster.devices_per_node
+        nodes = source.first // per_node, target.first // per_node
+        return _Ports(
+            np.minimum(*(ports.device[node] for node in nodes)),
+            np.minimum(*(ports.node[node] for node in nodes)),
+            np.maximum(*(ports.latency[node] for node in nodes)),
+        )
+
     @staticmethod
     def _parts(pairs: Ints, blocks: int) -> Iterator[Ints]:
         """So few pairs at a time that what is computed of them and so many blocks stays in the caches."""
@@ -118,12 +144,12 @@ class LinkTransfers:
         return (pairs[i : i + step] for i in range(0, len(pairs), step))
 
     def _seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
-        links, per_node = self.links, self.cluster.devices_per_node
+        per_node, ports = self.cluster.devices_per_node, self._slower(source, target)
         entering, distinct = self._lacking(role, source, target, per_node)
         everything = entering.sum(axis=0)
         leaving = np.maximum(distinct / self._nodes(source), everything / self._nodes(source, target))
-        network = np.maximum(entering.max(axis=0), leaving) / links.node_bytes_per_s
-        device = self._needed(role, target) / links.device_bytes_per_s
+        network = np.maximum(entering.max(axis=0), leaving) / ports.node
+        device = self._needed(role, target) / ports.device
         # Nothing that a device needs can take longer.
         for part in self._parts(np.flatnonzero(device > network), self.cluster.size):
             device[part] = self._ports(role, source[part], target[part])
@@ -132,7 +158,7 @@ class LinkTransfers:
         return np.where(_same(source, target, where=True), 0.0, seconds)
 
     def _least(self, role: str, source: Layouts, target: Layouts) -> Floats:
-        weights, links = self.weights[role], self.links
+        weights = self.weights[role]
         held = self._boxes(role, source, self.cluster.devices_per_node)
         needed = self._boxes(role, target, self.cluster.devices_per_node)
         layers = (held.high - held.low).max(axis=0)
@@ -141,11 +167,11 @@ class LinkTransfers:
         lacking = needed.whole[0] - common[0] * common[1]
         lacking += weights.embedding * (needed.whole[1] - needed.embeds * common[1])
         most = np.maximum(lacking.max(axis=0), _into_empty(held, needed, weights))
-        network = most / links.node_bytes_per_s
+        network = most / self._ports_of_nodes.node.max()
         stage, before = self._largest(role, target.pp), self._largest(role, source.pp)
         kept = np.minimum(stage, before) * np.minimum(1 / target.tp, 1 / source.tp)
         new = np.where(target.size > source.size, self._smallest(role, target.pp) / target.tp, 0.0)
-        device = np.maximum(stage / target.tp - kept, new) / links.device_bytes_per_s
+        device = np.maximum(stage / target.tp - kept, new) / self._ports_of_nodes.device.max()
         return np.where(_same(source, target, where=False), 0.0, np.maximum(network, device))
 
     def _ports(self, role: str, source: Layouts, target: Layouts) -> Floats:
@@ -155,13 +181,13 @@ class LinkTransfers:
         last = np.maximum(source.first + source.size, target.first + target.size)
         spread = np.minimum(source.size + target.size, last - first)
         out = np.maximum(distinct / source.size, received.sum(axis=0) / spread)
-        return np.asarray(np.maximum(received.max(axis=0), out) / self.links.device_bytes_per_s)
+        return np.asarray(np.maximum(received.max(axis=0), out) / self._slower(source, target).device)
 
     def _latency(self, source: Layouts, target: Layouts) -> Floats:
         """Of the messages that a rank gets: one for each stage and tensor rank that has some of its part."""
         stages = -(-source.pp // target.pp) + 1 + (target.pp < 3)
         ranks = np.minimum(np.lcm(source.tp, target.tp) // target.tp, source.tp)
-        return np.asarray(2 * stages * ranks * self.links.latency_s)
+        return np.asarray(2 * stages * ranks * self._slower(source, target).latency)
 
     def _nodes(self, *places: Layouts) -> Ints:
         """Nodes that meshes lie on, from the first to the last."""

@@ -97,7 +97,7 @@ class MemoryModel:
         """Need of a device of each pipeline stage while it holds the call's role and runs the call; static
         includes gradients and optimizer for a train call only.
 
-        UserError where there are fewer sequences than data-parallel ranks.
+        UserError where there are fewer records than data-parallel ranks.
         """
         cpu = self.spec.device(placement.mesh.first).cpu
         key = (call, model, placement.strategy, cpu, workload)

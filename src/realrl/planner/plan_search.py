@@ -37,6 +37,8 @@ class Wanted:
     """Whether presets compute activations again."""
     choices: Choices = field(default_factory=Choices)
     """What a search may vary besides."""
+    own: Mapping[str, Plan] = field(default_factory=dict)
+    """Plans of the recipe's author by the names of their files, compared with presets as they are."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,8 @@ def find_plan(
 
 
 def preset_plans(scenario: Scenario, wanted: Wanted | None = None) -> dict[str, Plan | UserError]:
-    """Every preset by name, at its best, or why there is no such plan: it needs more devices, or fewer
-    data-parallel ranks."""
+    """Every preset by name, at its best, and plans of one's own as they are; or why there is no such plan: it needs
+    more devices, or fewer data-parallel ranks."""
     wanted, graph, models = wanted or Wanted(), scenario.graph, scenario.models
     shapes = {role: stored.shape for role, stored in models.items()}
     found: dict[str, Plan | UserError] = {}
@@ -143,12 +145,26 @@ def preset_plans(scenario: Scenario, wanted: Wanted | None = None) -> dict[str, 
                 shapes,
                 recompute=wanted.recompute,
             )
-            for call in graph.calls:
-                scenario.cost.call(call, models[call.role], plan[call.name], scenario.workload)
+            _check_calls(scenario, plan)
             found[name] = at_its_best(scenario, plan)
         except UserError as error:
             found[name] = error
+    for name, plan in wanted.own.items():
+        try:
+            if plan.cluster != scenario.spec.cluster:
+                raise UserError(f"it is for cluster {plan.cluster}; this is {scenario.spec.cluster}")
+            plan.check(graph, shapes)
+            _check_calls(scenario, plan)
+            found[name] = plan
+        except UserError as error:
+            found[name] = error
     return found
+
+
+def _check_calls(scenario: Scenario, plan: Plan) -> None:
+    """UserError where a call leaves ranks without a record, or has a mesh on unlike nodes."""
+    for call in scenario.graph.calls:
+        scenario.cost.call(call, scenario.models[call.role], plan[call.name], scenario.workload)
 
 
 def at_its_best(scenario: Scenario, plan: Plan) -> Plan:

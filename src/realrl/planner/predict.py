@@ -17,7 +17,7 @@ from realrl.program.memory import Memory
 def estimate(scenario: Scenario, plan: Plan) -> Estimate:
     """What a step takes under a plan that `Plan.check` accepts.
 
-    UserError where a call has fewer sequences than data-parallel ranks, or a mesh lies on unlike nodes.
+    UserError where a call has fewer records than data-parallel ranks, or a mesh lies on unlike nodes.
     """
     graph = scenario.graph
     homes = home_placements(graph, plan)
@@ -30,7 +30,7 @@ def estimate(scenario: Scenario, plan: Plan) -> Estimate:
         plan,
         simulation.step_seconds,
         simulation.repeated_seconds,
-        scenario.workload.tokens,
+        scenario.workload.tokens(graph),
         _calls(scenario, plan, durations, simulation),
         tuple(_moves(scenario, programs, simulation)),
         simulation.slices(0),

@@ -168,7 +168,7 @@ class Profile(Settings):
     processes: PositiveInt = 1
     """That measured side by side on each node."""
     software: dict[str, str]
-    """Package -> version; a profile of other versions is still used, but said to be old."""
+    """Package -> version; a profile of other versions is used, and that is said."""
     layers: tuple[LayerTimes, ...] = Field(default=(), strict=False)
     collectives: tuple[CollectiveTime, ...] = Field(default=(), strict=False)
     corrections: tuple[Correction, ...] = Field(default=(), strict=False)
@@ -194,6 +194,11 @@ class Profile(Settings):
         """Interpolated time; None where it was not measured among so many ranks on so many nodes."""
         curve = self._curves.get((kind, ranks, nodes))
         return None if curve is None else curve(number_bytes)
+
+    def degrees(self, shape: ModelShape, element_bytes: int) -> set[int]:
+        """Tensor-parallel degrees of which layers of a model were measured in a precision."""
+        key = (_key(shape), element_bytes, "forward")
+        return {tp for *found, tp in self._surfaces if tuple(found) == key}
 
     def save(self, path: str | Path) -> None:
         """Write the file that `load` reads."""

@@ -44,9 +44,10 @@ def no_plan(
     """What to tell the user where a search raised DoesNotFit; looks for changes for so many `seconds`."""
     found = [str(remedy) for remedy in remedies(scenario, wanted, seconds=seconds)]
     helps = f"it fits {', or '.join(found)}" if found else "no change that was tried would be enough"
+    none = "no plan fits" if shortage.proven else "no plan was found that fits"
     even = ", even with recomputation and offloading" if (wanted or Wanted()).choices.offload else ""
     return UserError(
-        f"no plan fits {_models(scenario)} on {scenario.spec.name}{even}: what comes nearest"
+        f"{none} {_models(scenario)} on {scenario.spec.name}{even}: what comes nearest"
         f" {shortage_text(scenario, shortage)}, {shortage.factor:.3g} times what a device has; {helps}"
     )
 
@@ -96,6 +97,9 @@ class _Trials:
 def _narrower(scenario: Scenario, trials: _Trials) -> Remedy | None:
     """Frozen roles in bfloat16, or all of them."""
     wide = [role for role, model in scenario.models.items() if model.element_bytes > 2]
+    # A moving average needs all digits of float32.
+    averages = {average.role for average in scenario.graph.averages}
+    wide = [role for role in wide if role not in averages]
     frozen = [role for role in wide if not scenario.models[role].trained]
 
     def candidates() -> Iterator[tuple[str, Scenario]]:
@@ -171,13 +175,13 @@ def _shorter(scenario: Scenario, trials: _Trials) -> Remedy | None:
 
 
 def _fewer(scenario: Scenario, trials: _Trials) -> Remedy | None:
-    """A smaller batch."""
+    """A smaller batch, which mini-batches still share out equally."""
     items = scenario.workload.items
-    least = max(call.minibatches for call in scenario.graph.calls)
+    minibatches = max(call.minibatches for call in scenario.graph.calls)
 
     def candidates() -> Iterator[tuple[str, Scenario]]:
         for part in (2, 4, 8):
-            if items % part == 0 and items // part >= least:
+            if items % (part * minibatches) == 0:
                 workload = replace(scenario.workload, items=items // part)
                 yield f"with data.batch={items // part}", replace(scenario, workload=workload)
 

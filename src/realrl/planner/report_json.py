@@ -8,7 +8,7 @@ import yaml
 from realrl.planner.cluster import ClusterSpec
 from realrl.planner.estimate import CallEstimate, Estimate, MoveEstimate
 from realrl.planner.report import Alternative, PlanReport, Preset, SizeReport
-from realrl.planner.workload import Workload
+from realrl.planner.scenario import Scenario
 
 
 def report_json(report: PlanReport) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def report_json(report: PlanReport) -> dict[str, Any]:
         "presets": {name: _preset(preset) for name, preset in report.presets.items()},
         "alternatives": [_alternative(of) for of in report.alternatives],
         "cluster": _cluster(report.scenario.spec),
-        "workload": _workload(report.scenario.workload),
+        "workload": _workload(report.scenario),
     }
     return found | ({"nodes": [_size(size) for size in report.sizes]} if report.sizes else {})
 
@@ -130,10 +130,11 @@ def _cluster(spec: ClusterSpec) -> dict[str, Any]:
     }
 
 
-def _workload(workload: Workload) -> dict[str, Any]:
+def _workload(scenario: Scenario) -> dict[str, Any]:
+    workload = scenario.workload
     return {
         "items": workload.items,
-        "tokens": workload.tokens,
+        "tokens": workload.tokens(scenario.graph),
         "prompts": _lengths(workload.prompts),
         "answers": _lengths(workload.answers),
         "epochs": workload.epochs,

@@ -24,15 +24,17 @@ def make_report(
     """Plan a step and compare the plan with presets, other ways to run its calls, and other numbers of nodes.
 
     `nodes`: numbers of nodes, the first ones of the scenario's cluster, of which that is planned which is best by
-    `objective`; without them, `time` plans for the whole cluster, and `cost` for as many nodes as make a step
-    cheapest. `seconds`: for the search, and before it as much for each of `nodes`, or for all together that look
-    for the cheapest number. DoesNotFit if no plan fits; UserError where a call cannot run on the cluster at all.
+    `objective`; without them, `time` plans for the whole cluster, and `cost` for as many nodes, the cheapest
+    first, as make a step cheapest. `seconds`: for the search, and before it as much for each of `nodes`, or for
+    all together that look for the cheapest number. DoesNotFit if no plan fits; UserError where a call cannot run
+    on the cluster at all.
     """
     wanted = wanted or Wanted()
     if not nodes and objective == "time":
         return _report(scenario, best_plan(scenario, seconds=seconds, seed=seed, wanted=wanted), wanted)
-    counts = sorted(set(nodes)) or range(1, scenario.spec.nodes + 1)
-    largest = scenario.spec.with_nodes(counts[-1])
+    spec = scenario.spec if nodes else scenario.spec.cheapest_first()
+    counts = sorted(set(nodes)) or range(1, spec.nodes + 1)
+    largest = spec.with_nodes(counts[-1])
     seconds = enough_seconds(largest) if seconds is None else seconds
     each = seconds if nodes else seconds / len(counts)
     scenario = on_cluster(scenario, largest)

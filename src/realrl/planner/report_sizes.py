@@ -69,4 +69,5 @@ def _part_report(scenario: Scenario, part: ClusterSize, *, wanted: Wanted, secon
             return size_report(scenario, None, None, str(error))
         else:
             return size_report(scenario, estimate(scenario, found.plan), found.result.gap)
-    return size_report(scenario, None, None, shortage_text(scenario, shortage))
+    unsure = "" if shortage.proven else "; this is the plan nearest to fitting of those that were tried"
+    return size_report(scenario, None, None, shortage_text(scenario, shortage) + unsure)

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from realrl.config.experiment import Experiment, PPOExperiment
 from realrl.dataflow.call import Call, Kind
+from realrl.dataflow.graph import DataflowGraph
 
 QUANTILES = 64
 """Lengths by which a distribution is represented."""
@@ -17,8 +18,8 @@ _GOLDEN = 0.6180339887498949
 class CallWork:
     """What one call processes in a step."""
 
-    sequences: int
-    """In the whole step, over all mini-batches, once."""
+    items: int
+    """Records in the whole step, over all mini-batches, once. Ranks share out records, not sequences."""
     lengths: tuple[int, ...]
     """Sample of tokens per sequence that is passed through the model at once: whole sequences, or prompts
     where the call generates."""
@@ -32,6 +33,18 @@ class CallWork:
     """Times that the sequences are gone through."""
     episode: int = 0
     """Most tokens of an answer that a train call learns from, where it was generated."""
+    per_item: int = 1
+    """Sequences of each record."""
+
+    @property
+    def sequences(self) -> int:
+        """In the whole step, over all mini-batches, once."""
+        return self.items * self.per_item
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest record, with room for what is generated: the least that a micro-batch holds."""
+        return self.per_item * (max(self.lengths) + self.room)
 
     @property
     def mean(self) -> float:
@@ -91,20 +104,20 @@ class Workload:
 
     def work(self, call: Call) -> CallWork:
         """What a call has to do. Each of its `work` keys is one sequence per record."""
-        sequences = self.items * len(call.work)
         if call.kind is Kind.GENERATE:
             prompts, answers = zip(*self.pairs, strict=True)
-            return CallWork(sequences, prompts, answers, self.max_new_tokens, 1, 1)
+            return CallWork(self.items, prompts, answers, self.max_new_tokens, 1, 1, per_item=len(call.work))
         passes = self.epochs if call.kind is Kind.TRAIN else 1
         lengths = tuple(sorted(prompt + answer for prompt, answer in self.pairs))
         episode = max(self.answers) if call.kind is Kind.TRAIN else 0
-        return CallWork(sequences, lengths, (), 0, call.minibatches, passes, episode)
+        return CallWork(
+            self.items, lengths, (), 0, call.minibatches, passes, episode, per_item=len(call.work)
+        )
 
-    @property
-    def tokens(self) -> float:
-        """Mean tokens per step, prompts and answers together."""
+    def tokens(self, graph: DataflowGraph) -> float:
+        """Mean tokens of a step of a graph, prompts and answers together, each sequence once."""
         mean = sum(self.prompts) / len(self.prompts) + sum(self.answers) / len(self.answers)
-        return self.items * mean
+        return mean * max(self.work(call).sequences for call in graph.calls)
 
     @cached_property
     def pairs(self) -> tuple[tuple[int, int], ...]:

@@ -61,6 +61,10 @@ class Memory:
         self._layouts: dict[tuple[str, str], Layout] = {}
         self._numbers: dict[tuple[str, str, int, int], int] = {}
 
+    def without_offloading(self) -> "Memory":
+        """The same where host memory is device memory, so that offloading moves things but frees nothing."""
+        return Memory(self.stored, self._homes, (), self._kept)
+
     def home(self, role: str) -> str:
         """The layout in which a role lives."""
         return self._homes[role].layout
@@ -94,7 +98,7 @@ class Memory:
             match instruction:
                 case Release(role, placement):
                     held.pop(Item(role, placement.layout, "parameters"), None)
-                case Offload(role, placement, what):
+                case Offload(role, placement, what) if (role, what) in self._offloaded:
                     held.pop(Item(role, placement.layout, what), None)
 
     def _item(self, role: str, placement: Placement, what: What, rank: int) -> dict[Item, int]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realrl.algorithms.graphs import build_eval_graph, build_graph
-from realrl.checkpoint.directory import known_shape
+from realrl.checkpoint.directory import known_shape, shape_of
 from realrl.config.errors import UserError
 from realrl.config.experiment import Experiment
 from realrl.config.model import HEADS, ModelConfig
@@ -106,6 +106,20 @@ def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None =
         evaluation = _phase(eval_graph, plan.evaluation(eval_graph, graph), homes, kept)
     memory = Memory(stored, homes, offloaded(plan), kept)
     return Compiled(train, evaluation, homes, kept, start, memory)
+
+
+def with_sizes(experiment: Experiment, compiled: Compiled) -> Compiled:
+    """The same plan with the sizes of all models: what this machine does not know of them, the hub is asked for, of
+    their files `config.json` alone. UserError where it does not answer."""
+    if not compiled.unknown:
+        return compiled
+    for role, config in models(experiment).items():
+        try:
+            shape_of(config)
+        except UserError as error:
+            raise UserError(f"models.{role}: {error}") from None
+    plan = compiled.train.plan
+    return compile_recipe(experiment, plan.cluster, plan)
 
 
 def _phase(

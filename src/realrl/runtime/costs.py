@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-import torch
-
-from realrl import __version__
 from realrl.config.experiment import Experiment
 from realrl.dataflow.call import Kind
 from realrl.planner.comparison import Comparison
+from realrl.planner.coverage import describe_times
 from realrl.planner.profile import Profile
+from realrl.planner.versions import versions
 from realrl.program.lower import WRITER
 from realrl.runtime.compare import Facts, compare
 from realrl.runtime.compile import Compiled
@@ -55,12 +54,15 @@ class Costs:
         """When the next comparison may be made."""
 
     @property
-    def unused_profile(self) -> str | None:
-        """Why the profile changes no prediction, if there is one that does not."""
-        kinds = [group.device.name for group in self.spec.groups] if self.spec else ["an unknown kind"]
-        if self._profile is None or self._profile.device in kinds:
+    def source(self) -> str | None:
+        """Where predicted times come from, if there is a profile that they should come from."""
+        if self._profile is None:
             return None
-        return f"it is of {self._profile.device}, but the devices are of {', '.join(kinds)}"
+        path, stored = str(self._experiment.profile), self._compiled.memory.stored
+        if self.spec is None:
+            return f"no times, since these devices are of an unknown kind; the profile {path} was not used"
+        models = {role: stored[role] for role in self._compiled.train.graph.roles if role in stored}
+        return "; ".join(describe_times(self._profile, path, self.spec, models))
 
     @contextmanager
     def step(self, store: Store) -> Iterator[None]:
@@ -90,7 +92,7 @@ class Costs:
             self._compiled,
             self._roles.shapes,
             self.spec,
-            {"realrl": __version__, "torch": str(torch.__version__)},
+            versions(),
             prompts,
             answers,
             max(reserved for _, reserved, *_ in everyone),

@@ -7,7 +7,7 @@ from realrl.planner.cluster import ClusterSpec
 from realrl.planner.estimate import DeviceMemory
 from realrl.planner.footprints import footprints
 from realrl.runtime.compile import Compiled
-from realrl.runtime.scenario import phase_scenarios
+from realrl.runtime.scenario import host_is_device, phase_scenarios
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,13 @@ def device_memory(
 ) -> dict[str, tuple[DeviceMemory, ...]]:
     """The memory of every device through each kind of step, by the names of `Compiled.phases`.
 
-    UserError where a call has fewer sequences than data-parallel ranks.
+    UserError where a call has fewer records than data-parallel ranks.
     """
-    scenarios = phase_scenarios(experiment, compiled, spec)
+    scenarios, memory = phase_scenarios(experiment, compiled, spec), compiled.memory
+    if host_is_device(experiment, spec):
+        memory = memory.without_offloading()
     return {
-        name: footprints(scenarios[name], compiled.memory, phase.programs)
-        for name, phase in compiled.phases.items()
+        name: footprints(scenarios[name], memory, phase.programs) for name, phase in compiled.phases.items()
     }
 
 

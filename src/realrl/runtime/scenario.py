@@ -13,10 +13,13 @@ from realrl.config.units import parse_bytes
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import ELEMENT_BYTES
+from realrl.plan.plan import Plan
+from realrl.planner.build import Choices
 from realrl.planner.cluster import ClusterSpec, NodeGroup
 from realrl.planner.cost import CostModel
 from realrl.planner.devices import DEVICES, DeviceKind, kind_of_gpu
 from realrl.planner.memory import MemoryModel
+from realrl.planner.plan_search import Wanted
 from realrl.planner.profile import Profile
 from realrl.planner.scenario import Scenario
 from realrl.planner.workload import Workload
@@ -61,7 +64,7 @@ def spec_of(experiment: Experiment, cluster: Cluster, here: Here | None = None) 
             return None
         spec = _spec(cluster, kind)
     if experiment.device_memory is not None:
-        return _with_memory(spec, parse_bytes(experiment.device_memory))
+        return with_memory(spec, experiment.device_memory)
     if here is None or len(spec.groups) > 1 or not _may_be(here, spec.groups[0].device):
         return spec
     size = here.memory_bytes if isinstance(here, Gpu) else host_memory() // cluster.devices_per_node
@@ -82,7 +85,7 @@ def memory_spec(experiment: Experiment, cluster: Cluster, here: Here | None = No
     if spec is not None:
         return spec
     if experiment.device_memory is not None:
-        return _with_memory(_spec(cluster, _ANY_GPU), parse_bytes(experiment.device_memory))
+        return with_memory(_spec(cluster, _ANY_GPU), experiment.device_memory)
     size = here.memory_bytes if isinstance(here, Gpu) else _ANY_GPU.memory_bytes
     return _with_memory(_spec(cluster, _ANY_GPU), size)
 
@@ -107,6 +110,15 @@ def host_is_device(experiment: Experiment, spec: ClusterSpec) -> bool:
     return experiment.device_memory is None and spec.groups[0].device.cpu
 
 
+def wanted_plans(experiment: Experiment, spec: ClusterSpec) -> Wanted:
+    """What a recipe says about plans that it does not give."""
+    choices = Choices(offload=not host_is_device(experiment, spec))
+    tokens, own = experiment.micro_batch_tokens, {}
+    if Path(experiment.plan).suffix in (".yaml", ".yml"):
+        own[experiment.plan] = Plan.load(experiment.plan, tokens)
+    return Wanted(tokens, experiment.recompute, choices, own)
+
+
 def search_spec(experiment: Experiment, cluster: Cluster, here: Here) -> ClusterSpec:
     """The same for a search; UserError where the kind of device is not known."""
     spec = spec_of(experiment, cluster, here)
@@ -129,6 +141,12 @@ def _cpu(experiment: Experiment, cluster: Cluster, here: Here | None) -> DeviceK
 def _spec(cluster: Cluster, kind: DeviceKind) -> ClusterSpec:
     group = NodeGroup(cluster.nodes, cluster.devices_per_node, kind, kind.node_bytes_per_s)
     return ClusterSpec(str(group), (group,))
+
+
+def with_memory(spec: ClusterSpec, device_memory: str) -> ClusterSpec:
+    """The same devices with so much memory each, as a recipe's `device_memory` says. UserError if it is less than
+    drivers take."""
+    return _with_memory(spec, parse_bytes(device_memory))
 
 
 def _with_memory(spec: ClusterSpec, size: int) -> ClusterSpec:

@@ -13,14 +13,13 @@ from realrl import __version__
 from realrl.config.errors import UserError
 from realrl.config.experiment import Experiment
 from realrl.plan.plan import Plan
-from realrl.planner.build import Choices
 from realrl.planner.cluster import ClusterSpec
 from realrl.planner.plan_search import Wanted, best_plan
 from realrl.planner.profile import Profile
 from realrl.planner.remedies import no_plan
 from realrl.planner.scenario import Scenario
 from realrl.planner.search.shortage import DoesNotFit
-from realrl.runtime.scenario import host_is_device, make_scenario
+from realrl.runtime.scenario import make_scenario, wanted_plans
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ def cached_plan(experiment: Experiment, spec: ClusterSpec, say: Callable[[str], 
 
     `say` is told where the plan is from and what is expected of it. UserError where no plan fits.
     """
-    scenario, wanted = _scenario(experiment, spec), _wanted(experiment, spec)
+    scenario, wanted = _scenario(experiment, spec), wanted_plans(experiment, spec)
     file = plans_directory() / f"{_key(scenario, wanted)}.yaml"
     kept = _read(file, scenario)
     if kept is not None:
@@ -53,7 +52,7 @@ def cached_plan(experiment: Experiment, spec: ClusterSpec, say: Callable[[str], 
 
 def search_plan(experiment: Experiment, spec: ClusterSpec, *, seconds: float) -> SearchedPlan:
     """Search for a recipe's plan; nothing is read or kept. UserError where no plan fits."""
-    return _search(_scenario(experiment, spec), _wanted(experiment, spec), seconds)
+    return _search(_scenario(experiment, spec), wanted_plans(experiment, spec), seconds)
 
 
 def plans_directory() -> Path:
@@ -65,11 +64,6 @@ def plans_directory() -> Path:
 def _scenario(experiment: Experiment, spec: ClusterSpec) -> Scenario:
     profile = None if experiment.profile is None else Profile.load(experiment.profile)
     return make_scenario(experiment, spec, profile=profile)
-
-
-def _wanted(experiment: Experiment, spec: ClusterSpec) -> Wanted:
-    choices = Choices(offload=not host_is_device(experiment, spec))
-    return Wanted(experiment.micro_batch_tokens, experiment.recompute, choices)
 
 
 def _search(scenario: Scenario, wanted: Wanted, seconds: float | None = None) -> SearchedPlan:

@@ -18,7 +18,7 @@ from realrl.planner.comparison import Comparison
 from realrl.planner.profile import Profile
 from realrl.program.lower import WRITER
 from realrl.program.trace import write_trace
-from realrl.runtime.compile import Compiled, compile_recipe, models
+from realrl.runtime.compile import Compiled, compile_recipe, models, with_sizes
 from realrl.runtime.costs import Costs
 from realrl.runtime.evaluate import Evaluation, flatten, load_judge
 from realrl.runtime.fit_check import check_fit
@@ -85,7 +85,7 @@ def train(experiment: Experiment, observer: Observer) -> None:
                 compiled = compile_recipe(experiment, cluster, plan)
         with process.together():
             if process.rank == WRITER:
-                check_fit(experiment, compiled, here)
+                check_fit(experiment, with_sizes(experiment, compiled), here)
         # Every rank has read everything before the directory of an earlier run may be deleted.
         with process.together():
             run = Run(experiment, compiled, process, observer if process.rank == WRITER else None)
@@ -159,8 +159,8 @@ class Run:
         for role, tensors in fresh.items():
             if tensors:
                 observer.note(f"models.{role}: initialised {', '.join(tensors)}, which the checkpoint lacks")
-        if self.costs.unused_profile is not None:
-            observer.note(f"profile={self.experiment.profile} is not used: {self.costs.unused_profile}")
+        if self.costs.source is not None:
+            observer.note(f"predictions: {self.costs.source}")
         observer.begin(self.experiment, self.steps)
 
     def execute(self, started: float) -> None:

@@ -8,7 +8,7 @@ from realrl.layout.tensors import model_tensors
 from realrl.plan.placement import Placement
 from realrl.planner.cluster import ClusterSpec
 from realrl.planner.estimate import DeviceMemory
-from realrl.planner.workload import Workload
+from realrl.planner.scenario import Scenario
 from realrl.program.memory import Stored
 
 _FACTORS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -35,11 +35,6 @@ def format_count(number: float) -> str:
     value = number / factor
     digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
     return f"{value:.{digits}f} {letter}"
-
-
-def join(words: Sequence[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def count_of(number: int, noun: str) -> str:
@@ -85,10 +80,14 @@ def devices(spec: ClusterSpec) -> str:
     return " + ".join(f"{g.nodes} × {g.devices_per_node} {g.device.name}" for g in spec.groups)
 
 
-def batch(workload: Workload) -> str:
+def batch(scenario: Scenario) -> str:
     """Records of a step and their lengths in tokens."""
+    workload = scenario.workload
     if not any(workload.answers):
-        return f"{count_of(workload.items, 'sequence')} of {_lengths(workload.prompts)} tokens"
+        each = max(workload.work(call).per_item for call in scenario.graph.calls)
+        records = f"{count_of(workload.items, 'record')} of {each} sequences"
+        sequences = count_of(workload.items, "sequence") if each == 1 else records
+        return f"{sequences} of {_lengths(workload.prompts)} tokens"
     prompts, answers = _lengths(workload.prompts), _lengths(workload.answers)
     return f"{count_of(workload.items, 'prompt')} of {prompts} tokens, answers of {answers}"
 

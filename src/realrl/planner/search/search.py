@@ -1,7 +1,7 @@
 """Find a good plan and prove how good it is."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -86,7 +86,8 @@ def search(
     choice = {name: int(kept[name][i]) for name, i in zip(names, best, strict=True)}
     evaluation = Timeline(problem).evaluate(choice)
     if scorer.best is None:
-        raise DoesNotFit(plan_shortage(problem, choice, evaluation))
+        shortage = plan_shortage(problem, choice, evaluation)
+        raise DoesNotFit(replace(shortage, proven=bool(np.isinf(proof.lower_bound))))
     return SearchResult(
         choice,
         evaluation,

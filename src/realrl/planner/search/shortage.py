@@ -22,6 +22,8 @@ class Shortage:
     """Role -> what it keeps on the device all the time."""
     choice: Choice | None
     """The plan; None where the call alone fits no device."""
+    proven: bool = True
+    """Whether no plan fits at all; if not, none was found in the time there was."""
 
     @property
     def factor(self) -> float:
@@ -30,7 +32,7 @@ class Shortage:
 
 
 class DoesNotFit(Exception):
-    """No plan of a problem fits the memory of its devices. Commands make a sentence of `shortage`."""
+    """No plan of a problem is known that fits the memory of its devices. Commands make a sentence of `shortage`."""
 
     def __init__(self, shortage: Shortage) -> None:
         self.shortage = shortage

@@ -1,7 +1,6 @@
 """Measures what a request asks for and is not known yet, and writes the profile."""
 
 import os
-import platform
 import re
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -9,10 +8,10 @@ from typing import Protocol
 
 import torch
 
-from realrl import __version__
 from realrl.config.errors import UserError
 from realrl.planner.devices import kind_of_gpu
 from realrl.planner.profile import Profile, ShapeKey
+from realrl.planner.versions import versions
 from realrl.runtime.process import Process, connect
 from realrl.runtime.profiler import machine
 from realrl.runtime.profiler.bench import Bench
@@ -114,7 +113,7 @@ def local_processes(world: int) -> int:
 
 def _notebook(request: Request, process: Process, observer: Observer | None) -> Notebook:
     """What is known already."""
-    software = {"python": platform.python_version(), "realrl": __version__, "torch": torch.__version__}
+    software = versions()
     fresh = Profile(
         device=_device_name(request, process.device),
         processes=local_processes(process.world),

@@ -1,5 +1,6 @@
 """What is asked of the profiler. No torch."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,8 @@ def make_request(
         raise UserError(f"--out {out}: there is no directory {file.parent}")
     if file.is_dir():
         raise UserError(f"--out {out}: this is a directory; name a file in it")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UserError(f"--out {out}: this file cannot be written")
     sampling = experiment.generation if isinstance(experiment, PPOExperiment) else GenerationConfig()
     # What is measured depends on the number of layers hardly, and not on what else a key leaves out.
     deepest = {(ShapeKey.of(shape), dtype): shape for shape, dtype in sorted(found, key=_layers)}
