@@ -17,6 +17,7 @@ from realrl.cli.page.text import (
     largest,
     model_name,
 )
+from realrl.cli.page.words import remarks
 from realrl.cli.plan_bars import memory_bars, time_bars
 from realrl.cli.plan_sizes import format_gap, size_table
 from realrl.config.units import format_bytes
@@ -113,12 +114,7 @@ def _calls(chosen: Estimate) -> RenderableType:
             format_seconds(call.seconds),
             _largest_terms(call),
         )
-    plan = chosen.plan
-    waiting = {"parameters": plan.offload, "gradients and optimizer": plan.offload_optimizer}
-    away = [f"{what} of {join(roles)}" for what, roles in waiting.items() if roles]
-    notes = [f"In host memory while not in use: {'; '.join(away)}."] if away else []
-    notes += [f"Kept copies outside the home of {join(plan.keep)}."] if plan.keep else []
-    return Group(rows, *map(Text, notes))
+    return Group(rows, *map(Text, remarks(chosen.plan)))
 
 
 def _largest_terms(call: CallEstimate) -> str:

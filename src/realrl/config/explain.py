@@ -93,7 +93,7 @@ def _text(value: Any) -> str:
 def _section(location: tuple[int | str, ...], cls: type[Settings]) -> type[Settings] | None:
     """The class that the section at `location` is read into."""
     for part in location:
-        if isinstance(part, int):  # of a list, whose field is the section's class already
+        if isinstance(part, int):  # a place in a list: the class is that of its items
             continue
         field = cls.model_fields.get(str(part))
         inner = section_class(field) if field else None

@@ -20,13 +20,13 @@ def describe_times(
     kinds = {group.device.name for group in spec.groups}
     if profile.device not in kinds:
         return _SHEETS, f"the profile {path} is of {profile.device}, so it was not used"
-    missing = _missing(profile, spec, models)
+    missing = _missing(profile, models)
     if len(missing) == len(models):
         corrected = (
             f", corrected by runs ({path})" if profile.corrections else f"; {path} has none of these models"
         )
         return _SHEETS + corrected, *_doubts(profile, spec)
-    sheets = list(missing)
+    sheets = [*missing]
     if len(kinds) > 1:
         sheets.append("the other devices")
     degrees = _degrees(profile, spec, {role: model for role, model in models.items() if role not in missing})
@@ -36,7 +36,7 @@ def describe_times(
     return f"times of {profile.device} measured ({path}){rest}", *_doubts(profile, spec)
 
 
-def _missing(profile: Profile, spec: ClusterSpec, models: Mapping[str, Stored]) -> list[str]:
+def _missing(profile: Profile, models: Mapping[str, Stored]) -> list[str]:
     """Roles whose models were not measured at all."""
     return [role for role, model in models.items() if not profile.degrees(model.shape, model.element_bytes)]
 

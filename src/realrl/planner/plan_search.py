@@ -121,7 +121,7 @@ def find_plan(
     wanted = wanted or Wanted()
     if presets is None:
         presets = preset_plans(scenario, wanted)
-    plans = [_as_candidates(plan) for plan in presets.values() if isinstance(plan, Plan)]
+    plans = [as_candidates(plan) for plan in presets.values() if isinstance(plan, Plan)]
     problem = build_problem(scenario, choices=wanted.choices, include=plans)
     starts = [choice for plan in plans if (choice := problem.choice(plan)) is not None]
     left = max(0.1 * seconds, seconds - (time.monotonic() - begin))
@@ -231,7 +231,7 @@ def _variants(call: Call, place: Placement, workload: Workload) -> Iterator[Plac
             yield replace(place, strategy=strategy)
 
 
-def _as_candidates(plan: Plan) -> Plan:
+def as_candidates(plan: Plan) -> Plan:
     """A preset in the form of candidates, which keep no copies and cut activations wherever they cut tensors.
 
     Calls that share parameters must agree on the latter, and a search may mix what it begins with.

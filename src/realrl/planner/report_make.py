@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from realrl.config.errors import UserError
 from realrl.planner.estimate import Estimate
-from realrl.planner.plan_search import BestPlan, Wanted, best_plan, enough_seconds
+from realrl.planner.plan_search import BestPlan, Wanted, as_candidates, best_plan, enough_seconds
 from realrl.planner.report import Objective, PlanReport, Preset
 from realrl.planner.report_alternatives import alternatives
 from realrl.planner.report_sizes import compare_sizes, on_cluster, size_report
@@ -50,8 +50,9 @@ def make_report(
 
 def _report(scenario: Scenario, best: BestPlan, wanted: Wanted) -> PlanReport:
     found, result, plan = best.found, best.found.result, best.estimate.plan
-    # A preset that is better may have no place in the problem, so that nothing is known of its neighbours.
-    choice = result.choice if plan == found.plan else found.problem.choice(plan)
+    choice = result.choice if plan == found.plan else found.problem.choice(as_candidates(plan))
+    if plan.keep:  # which searches do not, so that nothing is known of its neighbours
+        choice = None
     step_seconds = best.estimate.step_seconds
     others = () if choice is None else alternatives(scenario, found.problem, choice, step_seconds)
     return PlanReport(

@@ -30,7 +30,12 @@ def remarks(plan: Plan) -> list[str]:
     away = {"parameters": plan.offload, "gradients and optimizer": plan.offload_optimizer}
     texts = [f"{what} of {join(roles)}" for what, roles in away.items() if roles]
     found = [f"In host memory while not in use: {'; '.join(texts)}."] if texts else []
-    return [*found, *([f"Copies of {join(plan.keep)} in other layouts are kept."] if plan.keep else [])]
+    if plan.keep:
+        found.append(
+            f"Copies of {join(plan.keep)} in other layouts are kept. A search keeps none, so there is nothing to"
+            " say of other ways to run the calls."
+        )
+    return found
 
 
 def notes(report: "PlanReport", source: str) -> list[tuple[str, str]]:
