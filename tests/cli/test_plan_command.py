@@ -136,14 +136,6 @@ def test_the_objective_cost_takes_as_many_nodes_as_are_cheapest(
     assert int(found["plan"]["cluster"][0]) == min(prices, key=lambda nodes: prices[nodes]) <= 2
 
 
-def test_the_cheapest_nodes_come_first_wherever_they_stand_in_the_file(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    found = planned(capsys, "--cluster", priced(tmp_path, 9.0, 1.0), "--objective", "cost")
-    groups = [group["price_per_device_hour"] for group in found["cluster"]["groups"]]
-    assert groups[0] == 1.0 and min(size["price"] for size in found["nodes"] if size["price"]) > 0
-
-
 def test_a_plan_file_of_ones_own_is_compared_as_it_is(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -154,6 +146,31 @@ def test_a_plan_file_of_ones_own_is_compared_as_it_is(
     assert again["step_seconds"] <= found["step_seconds"] * (1 + 1e-9)
     elsewhere = planned(capsys, f"plan={file}", "--cluster", "a100-40g:1x2")
     assert "it is for cluster 1x4; this is 1x2" in elsewhere["presets"][str(file)]["refused"]
+    file.write_text("cluster: 1x4\ncals: {}\n")
+    wrong = planned(capsys, f"plan={file}", "--cluster", "a100-40g:1x4")
+    assert "cals: unknown key; did you mean calls?" in wrong["presets"][str(file)]["refused"]
+    file.unlink()
+    assert str(file) not in planned(capsys, f"plan={file}", "--cluster", "a100-40g:1x4")["presets"]
+
+
+def test_a_plan_that_offloads_is_refused_where_that_frees_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.yaml"
+    calls = (
+        "actor.generate",
+        "reward.inference",
+        "ref.inference",
+        "critic.inference",
+        "actor.train",
+        "critic.train",
+    )
+    entries = "".join(f"  {call}: {{mesh: 0-3, dp: 4, micro_batch_tokens: 1024}}\n" for call in calls)
+    file.write_text(f"cluster: 1x4\ncalls:\n{entries}offload: [ref]\n")
+    found = planned(capsys, f"plan={file}", "--cluster", "cpu:1x4")
+    assert "it offloads, which frees nothing" in found["presets"][str(file)]["refused"]
+    found = planned(capsys, f"plan={file}", "--cluster", "a100-40g:1x4")
+    assert found["presets"][str(file)]["fits"]
 
 
 def test_device_memory_of_the_recipe_counts_on_any_cluster(capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,7 +81,6 @@ def test_a_file_describes_devices_of_ones_own_and_prices(tmp_path: Path) -> None
         DEVICES["h100"], name="h100-pcie", memory_bytes=90 << 30, link_bytes_per_s=32e9
     )
     assert spec.with_nodes(2).price_per_hour == 20 and spec.price_per_hour == 28
-    assert [group.device.name for group in spec.cheapest_first().groups] == ["l40s", "h100-pcie"]
 
 
 @pytest.mark.parametrize(

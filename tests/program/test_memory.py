@@ -100,3 +100,14 @@ def test_what_is_offloaded_counts_only_while_it_is_in_use() -> None:
     call, held = most(plan, 0)
     assert call == "actor.train"
     assert sum(held.values()) == 22 * number("actor")
+
+
+def test_where_devices_share_the_memory_of_the_host_copies_there_count_all_the_time() -> None:
+    plan = Plan(Cluster(1, 1), plan_of(place(0, 1)), ("ref",), ("actor", "critic"))
+    of, apart = memory(plan).in_host_memory(), memory(plan)
+    copies = {item: size for item, size in of.at_rest(0).items() if item.host}
+    moments = {role: 12 * number(role) for role in ("actor", "critic")}
+    assert {item.role: size for item, size in copies.items()} == {"ref": 2 * number("ref"), **moments}
+    (program,) = lower(PPO, plan, home_placements(PPO, plan), {})
+    for (_, held), (_, without) in zip(of.timeline(program), apart.timeline(program), strict=True):
+        assert held == {**without, **copies}

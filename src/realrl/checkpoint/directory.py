@@ -54,6 +54,8 @@ def shape_of(config: ModelConfig) -> ModelShape:
         return known
     assert config.path is not None, "a model has a path or a shape"
     if is_local(config.path):
+        if Path(config.path).expanduser().is_dir():
+            return read_shape(config.path)  # says what is missing
         raise UserError(f"{config.path}: no such model directory")
     from huggingface_hub import hf_hub_download
 

@@ -49,8 +49,8 @@ ObjectiveText = Annotated[
     str,
     typer.Option(
         metavar="time|cost",
-        help="time: the fastest step. cost: the cheapest, on no more of the nodes than that takes; without prices,"
-        " the one of fewest device-hours.",
+        help="time: the fastest step. cost: the cheapest, on as many of the first nodes as that takes; without"
+        " prices, the one of fewest device-hours.",
     ),
 ]
 Seconds = Annotated[

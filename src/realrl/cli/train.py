@@ -61,5 +61,6 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     if compiled is None:
         plan = cached_plan(experiment, search_spec(experiment, cluster, here), partial(typer.echo, err=True))
         compiled = compile_recipe(experiment, cluster, plan)
-    check_fit(experiment, with_sizes(experiment, compiled), here)
+    # The processes then know these sizes, too, and presets may depend on them.
+    check_fit(experiment, with_sizes(experiment, compiled, plan), here)
     return plan

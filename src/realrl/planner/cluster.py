@@ -117,14 +117,6 @@ class ClusterSpec:
                 yield from (Mesh(first + n * per, nodes * per) for n in range(group.nodes - nodes + 1))
             first += group.size
 
-    def cheapest_first(self) -> "ClusterSpec":
-        """With its groups in the order of their prices; as it is where those are not given."""
-        prices = [group.price_per_device_hour for group in self.groups]
-        ordered = sorted(self.groups, key=lambda group: group.price_per_device_hour or 0.0)
-        if None in prices or list(self.groups) == ordered:
-            return self
-        return ClusterSpec("+".join(map(str, ordered)), tuple(ordered))
-
     @property
     def price_per_hour(self) -> float | None:
         """Price of all devices; None unless that of each is given."""

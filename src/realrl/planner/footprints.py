@@ -61,6 +61,8 @@ class _Devices:
         return {self._name(item): size for item, size in holdings.items() if size}
 
     def _name(self, item: Item) -> str:
+        if item.host:
+            return f"{item.role} {'optimizer' if item.what == 'optimizer' else 'parameters'} (host copy)"
         if item.what == "optimizer":
             return f"{item.role} gradients and optimizer"
         copy = f" (copy {item.layout})" if item.layout != self._held.home(item.role) else ""

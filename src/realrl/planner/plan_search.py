@@ -37,8 +37,9 @@ class Wanted:
     """Whether presets compute activations again."""
     choices: Choices = field(default_factory=Choices)
     """What a search may vary besides."""
-    own: Mapping[str, Plan] = field(default_factory=dict)
-    """Plans of the recipe's author by the names of their files, compared with presets as they are."""
+    own: Mapping[str, Plan | UserError] = field(default_factory=dict)
+    """Plans of the recipe's author by the names of their files, compared with presets as they are; or what is wrong
+    with the file."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def find_plan(
     wanted = wanted or Wanted()
     if presets is None:
         presets = preset_plans(scenario, wanted)
-    plans = [as_candidates(plan) for plan in presets.values() if isinstance(plan, Plan)]
+    plans = [_as_candidates(plan) for plan in presets.values() if isinstance(plan, Plan)]
     problem = build_problem(scenario, choices=wanted.choices, include=plans)
     starts = [choice for plan in plans if (choice := problem.choice(plan)) is not None]
     left = max(0.1 * seconds, seconds - (time.monotonic() - begin))
@@ -149,22 +150,31 @@ def preset_plans(scenario: Scenario, wanted: Wanted | None = None) -> dict[str, 
             found[name] = at_its_best(scenario, plan)
         except UserError as error:
             found[name] = error
-    for name, plan in wanted.own.items():
+    for name, own in wanted.own.items():
         try:
-            if plan.cluster != scenario.spec.cluster:
-                raise UserError(f"it is for cluster {plan.cluster}; this is {scenario.spec.cluster}")
-            plan.check(graph, shapes)
-            _check_calls(scenario, plan)
-            found[name] = plan
+            found[name] = own if isinstance(own, UserError) else _checked(scenario, own, wanted)
         except UserError as error:
             found[name] = error
     return found
 
 
+def _checked(scenario: Scenario, plan: Plan, wanted: Wanted) -> Plan:
+    """The plan; UserError where it is for something else."""
+    if plan.cluster != scenario.spec.cluster:
+        raise UserError(f"it is for cluster {plan.cluster}; this is {scenario.spec.cluster}")
+    if offloaded(plan) and not wanted.choices.offload:
+        raise UserError("it offloads, which frees nothing where host and devices share their memory")
+    plan.check(scenario.graph, {role: stored.shape for role, stored in scenario.models.items()})
+    _check_calls(scenario, plan)
+    return plan
+
+
 def _check_calls(scenario: Scenario, plan: Plan) -> None:
     """UserError where a call leaves ranks without a record, or has a mesh on unlike nodes."""
     for call in scenario.graph.calls:
-        scenario.cost.call(call, scenario.models[call.role], plan[call.name], scenario.workload)
+        place = plan[call.name]
+        scenario.spec.group(place.mesh)
+        scenario.cost.call(call, scenario.models[call.role], place, scenario.workload)
 
 
 def at_its_best(scenario: Scenario, plan: Plan) -> Plan:
@@ -231,7 +241,7 @@ def _variants(call: Call, place: Placement, workload: Workload) -> Iterator[Plac
             yield replace(place, strategy=strategy)
 
 
-def as_candidates(plan: Plan) -> Plan:
+def _as_candidates(plan: Plan) -> Plan:
     """A preset in the form of candidates, which keep no copies and cut activations wherever they cut tensors.
 
     Calls that share parameters must agree on the latter, and a search may mix what it begins with.

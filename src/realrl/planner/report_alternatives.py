@@ -26,22 +26,26 @@ _WORTH_SAYING, _NAMED = 0.15, 2
 
 
 def alternatives(
-    scenario: Scenario, problem: Problem, choice: Choice, step_seconds: float
+    scenario: Scenario, problem: Problem, choice: Choice, step_seconds: float, *, offload: bool
 ) -> tuple[Alternative, ...]:
     """For each call, the best of those that differ in one respect: devices, degrees, micro-batch, recomputation,
     or what is offloaded; and the fastest of those that would be faster and do not fit.
 
     `step_seconds`: of the plan that `choice` stands for; those of others differ from it as their time lines do.
+    `offload`: whether it frees anything.
     """
     found: list[Alternative] = []
+    choices = Choices(micro_batch_tokens=(), offload=offload)
     for call in scenario.graph.order:
-        extended = _with_neighbours(scenario, problem, choice, call)
+        extended = _with_neighbours(scenario, problem, choice, call, choices)
         view = _View(scenario, extended, dict.fromkeys(choice, 0), call, step_seconds)
         found += view.alternatives()
     return tuple(found)
 
 
-def _with_neighbours(scenario: Scenario, problem: Problem, choice: Choice, call: Call) -> Problem:
+def _with_neighbours(
+    scenario: Scenario, problem: Problem, choice: Choice, call: Call, choices: Choices
+) -> Problem:
     """The problem with only what was chosen for other calls, and for this one, the first of all, besides what
     there is, its neighbours whether they fit or not."""
     fixed = {name: (option,) for name, option in problem.chosen(choice).items()}
@@ -50,9 +54,7 @@ def _with_neighbours(scenario: Scenario, problem: Problem, choice: Choice, call:
         replace(plan, placements={**plan.placements, call.name: placement})
         for placement in _neighbours(scenario, call, plan[call.name])
     ]
-    extra = build_problem(
-        scenario, choices=Choices(micro_batch_tokens=()), include=_possible(scenario, plans)
-    )
+    extra = build_problem(scenario, choices=choices, include=_possible(scenario, plans))
     everything = (*fixed[call.name], *problem.options[call.name], *extra.options[call.name])
     return replace(problem, options={**fixed, call.name: tuple(dict.fromkeys(everything))})
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from realrl.config.errors import UserError
 from realrl.planner.estimate import Estimate
-from realrl.planner.plan_search import BestPlan, Wanted, as_candidates, best_plan, enough_seconds
+from realrl.planner.plan_search import BestPlan, Wanted, best_plan, enough_seconds
 from realrl.planner.report import Objective, PlanReport, Preset
 from realrl.planner.report_alternatives import alternatives
 from realrl.planner.report_sizes import compare_sizes, on_cluster, size_report
@@ -24,17 +24,16 @@ def make_report(
     """Plan a step and compare the plan with presets, other ways to run its calls, and other numbers of nodes.
 
     `nodes`: numbers of nodes, the first ones of the scenario's cluster, of which that is planned which is best by
-    `objective`; without them, `time` plans for the whole cluster, and `cost` for as many nodes, the cheapest
-    first, as make a step cheapest. `seconds`: for the search, and before it as much for each of `nodes`, or for
+    `objective`; without them, `time` plans for the whole cluster, and `cost` for as many of the first
+    nodes as make a step cheapest. `seconds`: for the search, and before it as much for each of `nodes`, or for
     all together that look for the cheapest number. DoesNotFit if no plan fits; UserError where a call cannot run
     on the cluster at all.
     """
     wanted = wanted or Wanted()
     if not nodes and objective == "time":
         return _report(scenario, best_plan(scenario, seconds=seconds, seed=seed, wanted=wanted), wanted)
-    spec = scenario.spec if nodes else scenario.spec.cheapest_first()
-    counts = sorted(set(nodes)) or range(1, spec.nodes + 1)
-    largest = spec.with_nodes(counts[-1])
+    counts = sorted(set(nodes)) or range(1, scenario.spec.nodes + 1)
+    largest = scenario.spec.with_nodes(counts[-1])
     seconds = enough_seconds(largest) if seconds is None else seconds
     each = seconds if nodes else seconds / len(counts)
     scenario = on_cluster(scenario, largest)
@@ -50,11 +49,14 @@ def make_report(
 
 def _report(scenario: Scenario, best: BestPlan, wanted: Wanted) -> PlanReport:
     found, result, plan = best.found, best.found.result, best.estimate.plan
-    choice = result.choice if plan == found.plan else found.problem.choice(as_candidates(plan))
-    if plan.keep:  # which searches do not, so that nothing is known of its neighbours
-        choice = None
+    # A preset that is better may have no place in the problem, so that nothing is known of its neighbours.
+    choice = result.choice if plan == found.plan else found.problem.choice(plan)
     step_seconds = best.estimate.step_seconds
-    others = () if choice is None else alternatives(scenario, found.problem, choice, step_seconds)
+    others = (
+        ()
+        if choice is None
+        else alternatives(scenario, found.problem, choice, step_seconds, offload=wanted.choices.offload)
+    )
     return PlanReport(
         scenario,
         best.estimate,

@@ -37,10 +37,12 @@ class Item:
     role: str
     layout: str
     what: What
+    host: bool = False
+    """Whether it is the copy in host memory of what is offloaded, where that is device memory."""
 
     def __str__(self) -> str:
         about = "parameters" if self.what == "parameters" else "gradients and optimizer"
-        return f"{self.role} {about} ({self.layout})"
+        return f"{self.role} {about} ({self.layout}{', host' if self.host else ''})"
 
 
 Holdings = Mapping[Item, int]
@@ -56,14 +58,19 @@ class Memory:
         homes: Mapping[str, Placement],
         offloaded: Collection[tuple[str, What]],
         kept: Mapping[str, Sequence[Placement]],
+        *,
+        shared: bool = False,
     ) -> None:
+        """`shared`: whether devices are processes that share the host's memory, so that what is offloaded stays
+        there: copies in host memory are never given back."""
+        self._shared = shared
         self.stored, self._homes, self._offloaded, self._kept = stored, homes, offloaded, kept
         self._layouts: dict[tuple[str, str], Layout] = {}
         self._numbers: dict[tuple[str, str, int, int], int] = {}
 
-    def without_offloading(self) -> "Memory":
-        """The same where host memory is device memory, so that offloading moves things but frees nothing."""
-        return Memory(self.stored, self._homes, (), self._kept)
+    def in_host_memory(self) -> "Memory":
+        """The same on devices that are processes which share the host's memory."""
+        return Memory(self.stored, self._homes, self._offloaded, self._kept, shared=True)
 
     def home(self, role: str) -> str:
         """The layout in which a role lives."""
@@ -81,6 +88,8 @@ class Memory:
             for what in get_args(What):
                 if (role, what) not in self._offloaded:
                     held |= self._item(role, home, what, rank)
+                elif self._shared:
+                    held |= self._item(role, home, what, rank, host=True)
             for copy in self._kept.get(role, ()):
                 held |= self._item(role, copy, "parameters", rank)
         return held
@@ -98,20 +107,23 @@ class Memory:
             match instruction:
                 case Release(role, placement):
                     held.pop(Item(role, placement.layout, "parameters"), None)
-                case Offload(role, placement, what) if (role, what) in self._offloaded:
+                case Offload(role, placement, what):
                     held.pop(Item(role, placement.layout, what), None)
 
-    def _item(self, role: str, placement: Placement, what: What, rank: int) -> dict[Item, int]:
+    def _item(
+        self, role: str, placement: Placement, what: What, rank: int, *, host: bool = False
+    ) -> dict[Item, int]:
         stored = self.stored.get(role)
         if stored is None or rank not in placement.ranks or (what == "optimizer" and not stored.trained):
             return {}
         dp, number = placement.strategy.dp, self._parameters(role, placement, rank)
         size = number * stored.width(placement.strategy)
         if what == "optimizer":
-            # Gradients whole; of its shard gradient, two moments, and the master copy of a lower precision.
-            parts = 3 + (stored.element_bytes < _FLOAT32)
-            size = _FLOAT32 * (number + parts * number // dp)
-        return {Item(role, placement.layout, what): size}
+            # Of its shard two moments, and the master copy of a lower precision; on the device, gradients whole
+            # and of its shard besides.
+            parts = 2 + (stored.element_bytes < _FLOAT32)
+            size = _FLOAT32 * (parts * number // dp if host else number + (parts + 1) * number // dp)
+        return {Item(role, placement.layout, what, host): size}
 
     def _parameters(self, role: str, placement: Placement, rank: int) -> int:
         """Parameters of a role that a rank stores, padded so that data-parallel ranks can share them out."""

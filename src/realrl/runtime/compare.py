@@ -4,10 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from realrl.config.experiment import Experiment
-from realrl.config.model import HEADS
 from realrl.config.shape import ModelShape
 from realrl.dataflow.call import Call
-from realrl.plan.placement import ELEMENT_BYTES
 from realrl.planner.cluster import ClusterSpec
 from realrl.planner.comparison import CallCosts, Comparison, MoveCosts, Seconds
 from realrl.planner.cost import CostModel
@@ -18,9 +16,8 @@ from realrl.planner.profile import Profile
 from realrl.planner.scenario import Scenario
 from realrl.planner.workload import Workload
 from realrl.program.instructions import Program, Reallocate
-from realrl.program.memory import Stored
 from realrl.program.text import format_instruction
-from realrl.runtime.compile import Compiled, models
+from realrl.runtime.compile import Compiled, stored_models
 from realrl.runtime.ledger import Ledger
 
 
@@ -45,10 +42,7 @@ class Facts:
 def compare(facts: Facts, profile: Profile | None, ledger: Ledger) -> Comparison:
     """What the training steps took, and what they were to take with the lengths that occurred."""
     graph, plan = facts.compiled.train.graph, facts.compiled.train.plan
-    stored = {
-        role: Stored(facts.shapes[role], HEADS[role], ELEMENT_BYTES[config.dtype], graph.trained(role))
-        for role, config in models(facts.experiment).items()
-    }
+    stored = stored_models(facts.experiment, graph, facts.shapes)
     workload = Workload.of(facts.experiment, prompts=facts.prompts, answers=facts.answers)
     expected: Estimate | None = None
     if facts.spec is not None:

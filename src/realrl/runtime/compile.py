@@ -10,6 +10,7 @@ from realrl.config.errors import UserError
 from realrl.config.experiment import Experiment
 from realrl.config.model import HEADS, ModelConfig
 from realrl.config.paths import is_local
+from realrl.config.shape import ModelShape
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import ELEMENT_BYTES, Placement
@@ -66,6 +67,17 @@ def models(experiment: Experiment) -> dict[str, ModelConfig]:
     return {role: getattr(experiment.models, role) for role in type(experiment.models).model_fields}
 
 
+def stored_models(
+    experiment: Experiment, graph: DataflowGraph, shapes: Mapping[str, ModelShape]
+) -> dict[str, Stored]:
+    """How roles are stored whose sizes are given."""
+    return {
+        role: Stored(shapes[role], HEADS[role], ELEMENT_BYTES[config.dtype], graph.trained(role))
+        for role, config in models(experiment).items()
+        if role in shapes
+    }
+
+
 def check_directories(experiment: Experiment) -> None:
     """UserError if a model, or a tokenizer, is to come from a directory that is not there."""
     fields = type(experiment.models).model_fields
@@ -84,11 +96,8 @@ def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None =
     models is checked for those whose sizes are known without the network; what they need of memory is not.
     """
     graph = build_graph(experiment)
-    stored = {
-        role: Stored(shape, HEADS[role], ELEMENT_BYTES[config.dtype], graph.trained(role))
-        for role, config in models(experiment).items()
-        if (shape := known_shape(config)) is not None
-    }
+    known = {role: known_shape(config) for role, config in models(experiment).items()}
+    stored = stored_models(experiment, graph, {role: shape for role, shape in known.items() if shape})
     shapes = {role: of.shape for role, of in stored.items()}
     if plan is None:
         assert experiment.plan != SEARCH, "whoever compiles searches first"
@@ -108,9 +117,9 @@ def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None =
     return Compiled(train, evaluation, homes, kept, start, memory)
 
 
-def with_sizes(experiment: Experiment, compiled: Compiled) -> Compiled:
-    """The same plan with the sizes of all models: what this machine does not know of them, the hub is asked for, of
-    their files `config.json` alone. UserError where it does not answer."""
+def with_sizes(experiment: Experiment, compiled: Compiled, plan: Plan | None) -> Compiled:
+    """Compiled once more where this machine does not know the sizes of all models: the hub is asked for them, of
+    its files for `config.json` alone. `plan`: as for `compile_recipe`. UserError where it does not answer."""
     if not compiled.unknown:
         return compiled
     for role, config in models(experiment).items():
@@ -118,8 +127,7 @@ def with_sizes(experiment: Experiment, compiled: Compiled) -> Compiled:
             shape_of(config)
         except UserError as error:
             raise UserError(f"models.{role}: {error}") from None
-    plan = compiled.train.plan
-    return compile_recipe(experiment, plan.cluster, plan)
+    return compile_recipe(experiment, compiled.train.plan.cluster, plan)
 
 
 def _phase(

@@ -14,7 +14,7 @@ from realrl.planner.profile import Profile
 from realrl.planner.versions import versions
 from realrl.program.lower import WRITER
 from realrl.runtime.compare import Facts, compare
-from realrl.runtime.compile import Compiled
+from realrl.runtime.compile import Compiled, stored_models
 from realrl.runtime.ledger import Ledger
 from realrl.runtime.measure import Meter, clock_offsets
 from realrl.runtime.process import Process
@@ -58,11 +58,11 @@ class Costs:
         """Where predicted times come from, if there is a profile that they should come from."""
         if self._profile is None:
             return None
-        path, stored = str(self._experiment.profile), self._compiled.memory.stored
+        path, graph = str(self._experiment.profile), self._compiled.train.graph
         if self.spec is None:
             return f"no times, since these devices are of an unknown kind; the profile {path} was not used"
-        models = {role: stored[role] for role in self._compiled.train.graph.roles if role in stored}
-        return "; ".join(describe_times(self._profile, path, self.spec, models))
+        stored = stored_models(self._experiment, graph, self._roles.shapes)
+        return "; ".join(describe_times(self._profile, path, self.spec, stored))
 
     @contextmanager
     def step(self, store: Store) -> Iterator[None]:

@@ -33,7 +33,7 @@ def device_memory(
     """
     scenarios, memory = phase_scenarios(experiment, compiled, spec), compiled.memory
     if host_is_device(experiment, spec):
-        memory = memory.without_offloading()
+        memory = memory.in_host_memory()
     return {
         name: footprints(scenarios[name], memory, phase.programs) for name, phase in compiled.phases.items()
     }

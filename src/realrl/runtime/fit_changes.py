@@ -79,7 +79,11 @@ def _plan_changes(
         elif offload and part == f"{role} gradients and optimizer" and peak.during != f"{role}.train":
             yield [_listed("offload_optimizer", role)]
         elif role in plan.keep and part.startswith(f"{role} parameters (copy"):
-            yield [Change(f"{role} removed from keep", _without_copies(role))]
+            yield [_unlisted("keep", role)]
+        elif part == f"{role} parameters (host copy)":
+            yield [_unlisted("offload", role)]
+        elif part == f"{role} optimizer (host copy)":
+            yield [_unlisted("offload_optimizer", role)]
     if call is not None and call.name in plan.placements:
         yield [
             _strategy(f"dp: {s.dp}, tp: {s.tp}, pp: {s.pp}", together, dp=s.dp, tp=s.tp, pp=s.pp)
@@ -122,13 +126,15 @@ def _listed(key: str, role: str) -> Change:
     return Change(f"{role} in {key}", apply)
 
 
-def _without_copies(role: str) -> Callable[[Draft], Draft]:
+def _unlisted(key: str, role: str) -> Change:
+    """A role out of a list of the plan file."""
+
     def apply(draft: Draft) -> Draft:
         assert draft.plan is not None, "only plan files have such lists"
-        keep = tuple(other for other in draft.plan.keep if other != role)
-        return replace(draft, plan=replace(draft.plan, keep=keep))
+        others = tuple(other for other in getattr(draft.plan, key) if other != role)
+        return replace(draft, plan=replace(draft.plan, **{key: others}))  # type: ignore[arg-type]
 
-    return apply
+    return Change(f"{role} removed from {key}", apply)
 
 
 def _more_parts(place: Placement, devices_per_node: int) -> list[Strategy]:

@@ -8,11 +8,9 @@ from realrl.algorithms.graphs import build_graph
 from realrl.checkpoint.directory import shape_of
 from realrl.config.errors import UserError
 from realrl.config.experiment import Experiment
-from realrl.config.model import HEADS
 from realrl.config.units import parse_bytes
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
-from realrl.plan.placement import ELEMENT_BYTES
 from realrl.plan.plan import Plan
 from realrl.planner.build import Choices
 from realrl.planner.cluster import ClusterSpec, NodeGroup
@@ -24,7 +22,7 @@ from realrl.planner.profile import Profile
 from realrl.planner.scenario import Scenario
 from realrl.planner.workload import Workload
 from realrl.program.memory import Stored
-from realrl.runtime.compile import Compiled, models
+from realrl.runtime.compile import Compiled, models, stored_models
 from realrl.runtime.gpu import NO_GPU, Gpu, Here
 from realrl.runtime.host import host_memory
 
@@ -113,10 +111,18 @@ def host_is_device(experiment: Experiment, spec: ClusterSpec) -> bool:
 def wanted_plans(experiment: Experiment, spec: ClusterSpec) -> Wanted:
     """What a recipe says about plans that it does not give."""
     choices = Choices(offload=not host_is_device(experiment, spec))
-    tokens, own = experiment.micro_batch_tokens, {}
-    if Path(experiment.plan).suffix in (".yaml", ".yml"):
-        own[experiment.plan] = Plan.load(experiment.plan, tokens)
-    return Wanted(tokens, experiment.recompute, choices, own)
+    return Wanted(experiment.micro_batch_tokens, experiment.recompute, choices, _own_plan(experiment))
+
+
+def _own_plan(experiment: Experiment) -> dict[str, Plan | UserError]:
+    """The plan file that a recipe names, once there is one."""
+    name = experiment.plan
+    if Path(name).suffix not in (".yaml", ".yml") or not Path(name).exists():
+        return {}
+    try:
+        return {name: Plan.load(name, experiment.micro_batch_tokens)}
+    except UserError as error:
+        return {name: error}
 
 
 def search_spec(experiment: Experiment, cluster: Cluster, here: Here) -> ClusterSpec:
@@ -196,14 +202,13 @@ def make_scenario(
 
 
 def _all_stored(experiment: Experiment, graph: DataflowGraph) -> dict[str, Stored]:
-    found = {}
+    shapes = {}
     for role, config in models(experiment).items():
         try:
-            shape = shape_of(config)
+            shapes[role] = shape_of(config)
         except UserError as error:
             raise UserError(
                 f"models.{role}: planning needs the size of the model: {error}; or set models.{role}.path=null and"
                 f" models.{role}.shape to a size, for example llama-2-7b"
             ) from None
-        found[role] = Stored(shape, HEADS[role], ELEMENT_BYTES[config.dtype], graph.trained(role))
-    return found
+    return stored_models(experiment, graph, shapes)

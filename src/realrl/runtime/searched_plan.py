@@ -4,7 +4,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -51,8 +51,9 @@ def cached_plan(experiment: Experiment, spec: ClusterSpec, say: Callable[[str], 
 
 
 def search_plan(experiment: Experiment, spec: ClusterSpec, *, seconds: float) -> SearchedPlan:
-    """Search for a recipe's plan; nothing is read or kept. UserError where no plan fits."""
-    return _search(_scenario(experiment, spec), wanted_plans(experiment, spec), seconds)
+    """Search for a plan in place of a recipe's; nothing is read or kept. UserError where no plan fits."""
+    wanted = replace(wanted_plans(experiment, spec), own={})
+    return _search(_scenario(experiment, spec), wanted, seconds)
 
 
 def plans_directory() -> Path:

@@ -83,9 +83,15 @@ def train(experiment: Experiment, observer: Observer) -> None:
             # What is known of models may differ between nodes.
             with process.together():
                 compiled = compile_recipe(experiment, cluster, plan)
+        else:
+            # So may the shares that a preset gives models by their sizes.
+            plan = process.gather(compiled.train.plan)[WRITER]
+            with process.together():
+                if plan != compiled.train.plan:
+                    compiled = compile_recipe(experiment, cluster, plan)
         with process.together():
             if process.rank == WRITER:
-                check_fit(experiment, with_sizes(experiment, compiled), here)
+                check_fit(experiment, with_sizes(experiment, compiled, plan), here)
         # Every rank has read everything before the directory of an earlier run may be deleted.
         with process.together():
             run = Run(experiment, compiled, process, observer if process.rank == WRITER else None)

@@ -31,10 +31,7 @@ def remarks(plan: Plan) -> list[str]:
     texts = [f"{what} of {join(roles)}" for what, roles in away.items() if roles]
     found = [f"In host memory while not in use: {'; '.join(texts)}."] if texts else []
     if plan.keep:
-        found.append(
-            f"Copies of {join(plan.keep)} in other layouts are kept. A search keeps none, so there is nothing to"
-            " say of other ways to run the calls."
-        )
+        found.append(f"Copies of {join(plan.keep)} in other layouts are kept.")
     return found
 
 

@@ -35,7 +35,8 @@ def anneal(scorer: Scorer, starts: Ints, *, rounds: int, chains: int, seed: int,
     for i in range(rounds):
         if (used := scorer.used(part)) >= 1:
             break
-        done = max(i / rounds, (used - before) / (1 - before))
+        late = (used - before) / (1 - before)
+        done = late if late > (i + 1) / rounds else i / rounds
         call = rng.integers(0, len(sizes), chains)
         far = np.exp(rng.random(chains) * np.log(sizes[call])).astype(np.int64)
         moved = (place[call, plans[call, each]] + far * rng.choice((-1, 1), chains)) % sizes[call]

@@ -63,7 +63,7 @@ def search(
 
     Chains start from `starts` (for example presets) and at random; their ends are polished, then branch and
     bound looks for what they missed and stops when the plan is within `tolerance` (relative) of the bound.
-    The same seed gives the same result where `seconds` do not cut it short. Raises DoesNotFit if no plan is
+    The same seed gives the same result where `seconds` do not make it hurry. Raises DoesNotFit if no plan is
     found that fits the memory of the devices.
     """
     effort = effort or Effort()

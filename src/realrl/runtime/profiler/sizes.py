@@ -32,7 +32,7 @@ class Sizes:
         data = experiment.data
         per_item = 2 if isinstance(experiment, RewardExperiment) else 1
         most = min(experiment.micro_batch_tokens, per_item * data.batch * data.max_tokens)
-        most = max(data.max_tokens, most)
+        most = max(per_item * data.max_tokens, most)
         if not isinstance(experiment, PPOExperiment):
             return cls(most, data.max_tokens, 0, 0, 0, thin)
         answer = experiment.generation.max_new_tokens
