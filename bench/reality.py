@@ -89,7 +89,7 @@ PLANS: Mapping[str, Plan] = {
 
 
 SEARCHED = "searched"
-FINALISTS, TURNS = 2, 3
+FINALISTS, TURNS = 2, 7
 """Plans beside the searched one that run again, and how often."""
 
 

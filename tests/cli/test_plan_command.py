@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from realrl.algorithms.ppo.graph import train_graph
 from realrl.cli.app import run_app
 from realrl.plan.plan import Plan
 
@@ -157,15 +158,8 @@ def test_a_plan_that_offloads_is_refused_where_that_frees_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.yaml"
-    calls = (
-        "actor.generate",
-        "reward.inference",
-        "ref.inference",
-        "critic.inference",
-        "actor.train",
-        "critic.train",
-    )
-    entries = "".join(f"  {call}: {{mesh: 0-3, dp: 4, micro_batch_tokens: 1024}}\n" for call in calls)
+    names = [call.name for call in train_graph(minibatches=2).calls]
+    entries = "".join(f"  {name}: {{mesh: 0-3, dp: 4, micro_batch_tokens: 1024}}\n" for name in names)
     file.write_text(f"cluster: 1x4\ncalls:\n{entries}offload: [ref]\n")
     found = planned(capsys, f"plan={file}", "--cluster", "cpu:1x4")
     assert "it offloads, which frees nothing" in found["presets"][str(file)]["refused"]
