@@ -1,6 +1,7 @@
 """Figures of a plan as people read them."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from realrl.config.shapes import SHAPES
 from realrl.config.units import format_bytes
@@ -8,8 +9,10 @@ from realrl.layout.tensors import model_tensors
 from realrl.plan.placement import Placement
 from realrl.planner.cluster import ClusterSpec
 from realrl.planner.estimate import DeviceMemory
-from realrl.planner.scenario import Scenario
 from realrl.program.memory import Stored
+
+if TYPE_CHECKING:
+    from realrl.planner.scenario import Scenario
 
 _FACTORS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -80,7 +83,7 @@ def devices(spec: ClusterSpec) -> str:
     return " + ".join(f"{g.nodes} × {g.devices_per_node} {g.device.name}" for g in spec.groups)
 
 
-def batch(scenario: Scenario) -> str:
+def batch(scenario: "Scenario") -> str:
     """Records of a step and their lengths in tokens."""
     workload = scenario.workload
     if not any(workload.answers):
