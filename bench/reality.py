@@ -11,7 +11,8 @@ A round of all sizes takes about 35 minutes, and profiles the machine anew; figu
 Everything goes to a directory of its own; with `--keep` it stays, and what is there already is not measured again.
 Answers have one length, so that all runs do the same work.
 
-    python bench/reality.py [--json FILE] [--steps 5] [--sizes small medium large] [--rounds 1] [--keep DIR]
+    python bench/reality.py [--json FILE] [--steps 5] [--sizes small medium large] [--rounds 1] [--turns 7]
+        [--keep DIR]
 """
 
 import argparse
@@ -89,8 +90,10 @@ PLANS: Mapping[str, Plan] = {
 
 
 SEARCHED = "searched"
-FINALISTS, TURNS = 2, 7
-"""Plans beside the searched one that run again, and how often."""
+FINALISTS = 2
+"""Plans beside the searched one that run again."""
+FINAL = "final "
+"""Begins the name of such a turn."""
 
 
 @dataclass(frozen=True)
@@ -235,20 +238,23 @@ def realrl(*arguments: object) -> None:
         sys.exit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
 
 
-def rounds_of(world: World, size: str, rounds: int) -> tuple[list[Row], float]:
-    """A row per plan, and what the searched plan takes over the fastest one."""
+def rounds_of(world: World, size: str, rounds: int, turns: int) -> tuple[list[Row], float]:
+    """A row per plan, and what the searched plan takes over the fastest one. What is there already counts, even if
+    it is more than is asked for."""
     found: list[Row] = []
     profile = world.profile(size, "0")
     plans = {**PLANS, SEARCHED: world.search(size, profile)}
-    before = {row.turn for row in world.rows(size) if row.turn.isdecimal()}
-    for i in range(max(rounds, len(before))):
+    before = {row.turn for row in world.rows(size)}
+    for i in range(max(rounds, sum(turn.isdecimal() for turn in before))):
         profile = world.profile(size, str(i))
         found += [world.run(size, name, str(i), chosen, profile) for name, chosen in plans.items()]
     rows = merged(found)
     fastest = sorted((row for row in rows if row.plan != SEARCHED), key=lambda row: row.measured)
     finalists = [SEARCHED, *(row.plan for row in fastest[:FINALISTS])]
     again = [
-        world.run(size, name, f"final {i}", plans[name], profile) for i in range(TURNS) for name in finalists
+        world.run(size, name, f"{FINAL}{i}", plans[name], profile)
+        for i in range(max(turns, sum(turn.startswith(FINAL) for turn in before)))
+        for name in finalists
     ]
     seconds = {row.plan: row.measured for row in merged(again)}
     return rows, seconds[SEARCHED] / min(seconds.values())
@@ -300,6 +306,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--turns", type=int, default=7, help="of the searched plan and the fastest ones")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--keep", type=Path, help="work in this directory, and leave everything there")
     arguments = parser.parse_args()
@@ -309,7 +316,7 @@ def main() -> None:
         print(f"{'size':8} {'plan':26} {'measured':>9} {'predicted':>9} {'error':>7} {'MiB':>7} {'error':>7}")
         world, found, ratios = World(root, arguments.steps), [], {}
         for size in arguments.sizes:
-            rows, ratios[size] = rounds_of(world, size, arguments.rounds)
+            rows, ratios[size] = rounds_of(world, size, arguments.rounds, arguments.turns)
             found += rows
     figures = summary(found, ratios)
     print(json.dumps(figures, indent=1))
