@@ -1,10 +1,12 @@
 """Where no plan fits: what would have to be different, each change found by a search."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
+from realrl.algorithms.ppo.graph import train_graph as ppo_graph
 from realrl.algorithms.sft.graph import train_graph
 from realrl.config.errors import UserError
 from realrl.config.model import HEADS
@@ -15,7 +17,7 @@ from realrl.planner.cluster import ClusterSpec
 from realrl.planner.cost import CostModel
 from realrl.planner.memory import MemoryModel
 from realrl.planner.plan_search import Wanted, find_plan
-from realrl.planner.remedies import no_plan, remedies
+from realrl.planner.remedies import _fewer, _narrower, no_plan, remedies
 from realrl.planner.scenario import Scenario
 from realrl.planner.search.shortage import DoesNotFit
 from realrl.planner.workload import Workload
@@ -59,6 +61,42 @@ def test_the_fewest_nodes_that_suffice_are_found() -> None:
     find_plan(_on(of, nodes), seconds=2.0, wanted=LEAN)
     with pytest.raises(DoesNotFit):
         find_plan(_on(of, nodes - 1), seconds=2.0, wanted=LEAN)
+
+
+class Named:
+    """Trials that only remember what would be tried."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def first(self, candidates: Iterator[tuple[str, Scenario]]) -> None:
+        self.texts += [text for text, _ in candidates]
+
+
+def test_a_smaller_batch_is_one_that_mini_batches_share_out() -> None:
+    minibatches = max(call.minibatches for call in GRAPH.calls)
+    for items, wanted in ((8 * minibatches, (4, 2, 1)), (6 * minibatches, (3,)), (5 * minibatches, ())):
+        named, of = Named(), scenario("a100-80g:1x1")
+        _fewer(replace(of, workload=replace(of.workload, items=items)), named)
+        assert named.texts == [f"with data.batch={n * minibatches}" for n in wanted]
+
+
+def test_a_moving_average_stays_in_float32() -> None:
+    for rate, roles in ((None, {"reward", "ref"}), (0.01, {"reward"})):
+        named, of = Named(), scenario("a100-80g:1x1", element_bytes=4)
+        _narrower(replace(of, graph=ppo_graph(minibatches=4, ref_ema=rate)), named)
+        frozen, everything = (set(re.findall(r"models\.(\w+)\.", text)) for text in named.texts)
+        assert frozen == roles and everything == roles | {"actor", "critic"}
+
+
+def test_a_search_that_ran_out_of_time_proves_nothing() -> None:
+    of = scenario("a100-40g:1x1", "llama-2-70b")
+    with pytest.raises(DoesNotFit) as caught:
+        find_plan(of, seconds=2.0, wanted=LEAN)
+    shortage = caught.value.shortage
+    for proven, words in ((True, "no plan fits llama"), (False, "no plan was found that fits llama")):
+        error = no_plan(of, replace(shortage, proven=proven), LEAN, seconds=0.0)
+        assert str(error).startswith(words)
 
 
 def _on(of: Scenario, nodes: int) -> Scenario:

@@ -6,13 +6,16 @@ from dataclasses import replace
 import pytest
 
 from realrl.algorithms.ppo.graph import train_graph
+from realrl.config.errors import UserError
 from realrl.config.shapes import SHAPES
-from realrl.plan.placement import Strategy
+from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.plan.plan import Plan
 from realrl.plan.presets import make_plan
+from realrl.planner.build import Choices
 from realrl.planner.cluster import ClusterSpec
 from realrl.planner.cost import CostModel
 from realrl.planner.memory import MemoryModel
-from realrl.planner.plan_search import at_its_best
+from realrl.planner.plan_search import Wanted, at_its_best, preset_plans
 from realrl.planner.predict import estimate
 from realrl.planner.report import PlanReport, SizeReport
 from realrl.planner.report_json import report_json
@@ -97,6 +100,22 @@ def test_alternatives_run_one_call_otherwise_and_are_slower_or_do_not_fit(report
     for other in report.alternatives:
         assert other.fits == ("slower" in other.reason)
         assert not other.fits or other.step_seconds > report.chosen.step_seconds
+
+
+def test_where_offloading_frees_nothing_no_alternative_offloads() -> None:
+    wanted = Wanted(choices=Choices(offload=False))
+    tight = make_report(scenario("a100-40g:1x2", 14 << 30), seconds=0.5, wanted=wanted)
+    assert tight.alternatives and not any(other.offload for other in tight.alternatives)
+    free = make_report(scenario("a100-40g:1x2", 14 << 30), seconds=0.5)
+    assert any(other.offload or other.on_device for other in free.alternatives)
+
+
+def test_a_plan_of_ones_own_with_a_mesh_on_unlike_nodes_is_refused() -> None:
+    mixed = scenario("h100:1x2+a100-40g:1x2")
+    mesh = Placement(Mesh(0, 4), Strategy(4, micro_batch_tokens=4096))
+    mine = Plan(mixed.spec.cluster, {call.name: mesh for call in GRAPH.calls})
+    found = preset_plans(mixed, Wanted(own={"mine.yaml": mine}))["mine.yaml"]
+    assert isinstance(found, UserError) and "does not lie inside one group" in str(found)
 
 
 def test_an_alternative_takes_about_what_its_own_estimate_says(report: PlanReport) -> None:

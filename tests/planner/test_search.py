@@ -1,5 +1,6 @@
 """The search against exhaustive enumeration, and what its bound promises."""
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -10,7 +11,9 @@ import pytest
 from realrl.planner.problem import Problem
 from realrl.planner.search.bound import Bound
 from realrl.planner.search.groups import ALONE
+from realrl.planner.search.mcmc import anneal
 from realrl.planner.search.nodes import by_nodes
+from realrl.planner.search.scorer import Scorer
 from realrl.planner.search.search import Effort, search
 from realrl.planner.search.shortage import DoesNotFit
 from realrl.planner.tables import Tables
@@ -73,6 +76,17 @@ def test_no_plan_of_a_set_is_below_the_bound_of_the_set(seed: int) -> None:
             plans.append(groups.option[[rng.randrange(low, high) for _ in range(50)]])
         seconds, fill = timeline(np.array(plans))
         assert np.where(fill <= 1, seconds, np.inf).min() >= limit * (1 - 1e-9)
+
+
+def test_chains_that_must_hurry_cool_down_in_the_time_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = Timeline(sampled_problem(random.Random(3), combinations=5_000))
+    starts = np.zeros((len(timeline.tables.sizes), 1), dtype=np.int64)
+    calm = anneal(Scorer(timeline, 1e9), starts, rounds=40, chains=16, seed=0)
+    asked = itertools.count()
+    monkeypatch.setattr(Scorer, "used", lambda self, part=1.0: max(0, next(asked) - 1) / 40)
+    # Asked before the rounds, and by each: of 4,000 there is time for 40.
+    hurried = anneal(Scorer(timeline, 1e9), starts, rounds=4000, chains=16, seed=0)
+    assert (hurried == calm).all()
 
 
 def test_the_same_seed_finds_the_same_plan() -> None:

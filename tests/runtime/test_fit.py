@@ -11,9 +11,12 @@ from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.config.experiment import Experiment
 from realrl.config.load import load_experiment
+from realrl.config.model import ModelConfig
+from realrl.config.shape import ModelShape
 from realrl.plan.cluster import Cluster
+from realrl.planner.cluster import ClusterSpec
 from realrl.planner.devices import DEVICES, kind_of_gpu
-from realrl.runtime.compile import Compiled, compile_recipe
+from realrl.runtime.compile import Compiled, compile_recipe, with_sizes
 from realrl.runtime.fit import device_memory, fullest
 from realrl.runtime.fit_check import check_fit
 from realrl.runtime.gpu import Gpu
@@ -60,6 +63,33 @@ def plan_file(directory: Path, extra: str = "", **calls: str) -> str:
     lines = [f"  {name}: {{{entry}}}" for name, entry in named.items()]
     (directory / "plan.yaml").write_text("\n".join(["cluster: 1x8", "calls:", *lines, extra]))
     return f"plan={directory / 'plan.yaml'}"
+
+
+def test_sizes_that_only_the_hub_knows_are_asked_for_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: set[str] = set()
+    shape = load_experiment(PPO, []).models.actor.shape
+    assert shape is not None
+
+    def known(config: ModelConfig) -> ModelShape | None:
+        return config.shape or (shape if config.path in asked else None)
+
+    def ask(config: ModelConfig) -> ModelShape:
+        asked.update([config.path] if config.path else [])
+        return known(config) or shape
+
+    monkeypatch.setattr("realrl.runtime.compile.known_shape", known)
+    monkeypatch.setattr("realrl.runtime.compile.shape_of", ask)
+    model = ("models.actor.path=some/model", "models.actor.shape=null", "plan=symmetric")
+    experiment, before = compiled(*model)
+    assert before.unknown == ("actor", "ref") and not asked
+    after = with_sizes(experiment, before, None)
+    assert not after.unknown and asked == {"some/model"}
+    assert after.memory.stored["ref"].shape == shape
+    assert with_sizes(experiment, after, None) is after
+    missing = [fullest(experiment, one, ClusterSpec.parse("a100-80g:1x8")).missing for one in (before, after)]
+    assert missing[0] < missing[1]
 
 
 def test_the_sentence_names_device_call_and_what_is_largest() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.cli.app import run_app
 from realrl.config.algorithms import GenerationConfig
+from realrl.config.load import load_experiment
 from realrl.config.model import HEADS
 from realrl.config.shape import ModelShape
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -283,6 +284,12 @@ def test_of_several_sweeps_the_time_in_the_middle_counts() -> None:
 
 def bench() -> Bench:
     return Bench(Process(0, 1, CPU), patience=0.0, repetitions=(1, 1))
+
+
+def test_the_largest_micro_batch_holds_a_pair(world: World, tmp_path: Path) -> None:
+    recipe = world.recipe("reward", tmp_path, micro_batch_tokens=16)
+    experiment = load_experiment(str(recipe))
+    assert Sizes.of(experiment).micro_batch == 2 * experiment.data.max_tokens
 
 
 @given(

@@ -117,7 +117,7 @@ def plan(
         from realrl.cli.plan_calibrate import calibrate_profile
 
         profile = calibrate_profile(calibrate, profile or (experiment.profile if experiment else None))
-    if recipe is None or experiment is None:
+    if experiment is None:
         return
     files = plan_input.files_to_write(recipe, cluster, profile, lengths, out=out, html=html, trace=trace)
     counts, goal = plan_input.parse_nodes(nodes), plan_input.parse_objective(objective)

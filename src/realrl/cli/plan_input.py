@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from realrl.config.errors import UserError
+from realrl.config.units import parse_bytes
 
 if TYPE_CHECKING:
     from realrl.config.experiment import Experiment
@@ -78,8 +79,8 @@ def choose_devices(cluster: str | None, experiment: "Experiment") -> tuple["Clus
     from realrl.runtime.scenario import named_cluster, spec_of, with_memory, written_cluster
 
     if cluster is not None:
-        named = ClusterSpec.parse(cluster)
-        return with_memory(named, experiment.device_memory) if experiment.device_memory else named, ""
+        named, memory = ClusterSpec.parse(cluster), experiment.device_memory
+        return named if memory is None else with_memory(named, parse_bytes(memory)), ""
     on_cpus = experiment.model_copy(update={"device": "cpu"})
     spec = spec_of(on_cpus, written_cluster(experiment.cluster) or Cluster(1, 1))
     assert spec is not None, "CPUs are a kind"

@@ -62,11 +62,11 @@ def spec_of(experiment: Experiment, cluster: Cluster, here: Here | None = None) 
             return None
         spec = _spec(cluster, kind)
     if experiment.device_memory is not None:
-        return with_memory(spec, experiment.device_memory)
+        return with_memory(spec, parse_bytes(experiment.device_memory))
     if here is None or len(spec.groups) > 1 or not _may_be(here, spec.groups[0].device):
         return spec
     size = here.memory_bytes if isinstance(here, Gpu) else host_memory() // cluster.devices_per_node
-    return _with_memory(spec, size)
+    return with_memory(spec, size)
 
 
 def _may_be(here: Here, kind: DeviceKind) -> bool:
@@ -83,9 +83,9 @@ def memory_spec(experiment: Experiment, cluster: Cluster, here: Here | None = No
     if spec is not None:
         return spec
     if experiment.device_memory is not None:
-        return with_memory(_spec(cluster, _ANY_GPU), experiment.device_memory)
+        return with_memory(_spec(cluster, _ANY_GPU), parse_bytes(experiment.device_memory))
     size = here.memory_bytes if isinstance(here, Gpu) else _ANY_GPU.memory_bytes
-    return _with_memory(_spec(cluster, _ANY_GPU), size)
+    return with_memory(_spec(cluster, _ANY_GPU), size)
 
 
 def check_kind(experiment: Experiment, cluster: Cluster, here: Here) -> None:
@@ -149,13 +149,8 @@ def _spec(cluster: Cluster, kind: DeviceKind) -> ClusterSpec:
     return ClusterSpec(str(group), (group,))
 
 
-def with_memory(spec: ClusterSpec, device_memory: str) -> ClusterSpec:
-    """The same devices with so much memory each, as a recipe's `device_memory` says. UserError if it is less than
-    drivers take."""
-    return _with_memory(spec, parse_bytes(device_memory))
-
-
-def _with_memory(spec: ClusterSpec, size: int) -> ClusterSpec:
+def with_memory(spec: ClusterSpec, size: int) -> ClusterSpec:
+    """The same devices with so many bytes of memory each. UserError if it is less than drivers take."""
     groups = (replace(group, device=replace(group.device, memory_bytes=size)) for group in spec.groups)
     spec = replace(spec, groups=tuple(groups))
     try:
