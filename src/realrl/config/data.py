@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from realrl.config.base import Settings
 
@@ -41,6 +41,12 @@ class TrainingConfig(Settings):
     """Evaluate after every so many steps, besides at the start and at the end; null for only those."""
     save_every: PositiveInt | None = None
     """Save the trained models after every so many steps, besides at the end; null for only at the end."""
+    eval_min_new_tokens: NonNegativeInt | None = None
+    """What evaluation takes in place of `generation.min_new_tokens`; null for the same. With 0 the model is
+    evaluated as it will be used, where training keeps it from ending at once. For algorithms that generate text."""
+    max_skipped: PositiveInt = 10
+    """Stop the run when this many optimizer steps of a call in a row were skipped because their gradient was not
+    finite. A run whose last step could not be applied at all is stopped, too."""
     samples: PositiveInt = 16
     """Samples written per evaluation; applies to algorithms that generate text."""
     judge: str | None = None

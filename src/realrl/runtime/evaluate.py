@@ -69,7 +69,7 @@ class Evaluation:
         for indices in self._batches:
             store = Store(self._phase.graph, self._phase.plan)
             noise = Noise(self._seed, _NOISE_STEP, first=indices[0])
-            step = StepInput(self._records.batch(indices), noise, {})
+            step = StepInput(self._records.batch(indices), noise, {}, evaluation=True)
             figures = self._worker.run(program, store, step)
             for call, metrics in figures.items():
                 totals.setdefault(call, Metrics()).update(metrics)

@@ -53,16 +53,17 @@ class Roles:
         *,
         temperature: float,
         seed: int,
+        max_skipped: int | None = None,
         verify: bool = False,
     ) -> None:
         """Load or initialise every role whose home includes this rank, and offload what `plan` says.
 
-        `verify` is for reallocations. UserError when a model cannot be loaded, or when a role that follows
-        another has other tensors.
+        `max_skipped` is for trainers, `verify` for reallocations. UserError when a model cannot be loaded, or when
+        a role that follows another has other tensors.
         """
         self._configs, self._homes, self._groups = configs, homes, groups
         self._process, self._temperature, self._verify = process, temperature, verify
-        self._cluster = plan.cluster
+        self._cluster, self._max_skipped = plan.cluster, max_skipped
         self.shapes = {role: role_shape(config) for role, config in configs.items()}
         for average in averages:
             if self._specs(average.role) != self._specs(average.source):
@@ -99,7 +100,7 @@ class Roles:
         absent = [tensor for tensor in tensors if tensor.name in missing and tensor.name in regions]
         initialise(model.parameters, absent, model.shape, seed, regions)
         if isinstance(config, TrainedModelConfig):
-            self.trainers[role] = Trainer(model, config.optimizer)
+            self.trainers[role] = Trainer(model, config.optimizer, max_skipped=self._max_skipped)
 
     def _build(self, role: str, placement: Placement) -> Model:
         rank = self._process.rank

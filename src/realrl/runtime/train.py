@@ -1,16 +1,19 @@
 """The training loop of one rank."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Any, Protocol
 
 from realrl.algorithms.registry import build_algorithm
+from realrl.config.errors import RunError
 from realrl.config.experiment import Experiment
 from realrl.config.model import TrainedModelConfig
 from realrl.data.dataset import Order
 from realrl.engine.generate import Noise
+from realrl.engine.not_finite import SkippedStepsError
 from realrl.engine.parallel import all_rank_sets
 from realrl.engine.schedule import learning_rate
 from realrl.plan.presets import SEARCH
@@ -28,6 +31,7 @@ from realrl.runtime.rundir import RunDirectory
 from realrl.runtime.scenario import check_kind
 from realrl.runtime.setup import load_data, load_shared_tokenizer
 from realrl.runtime.startup import agreed_plan, least_device
+from realrl.runtime.stopped import learning_stopped
 from realrl.runtime.store import Store
 from realrl.runtime.trace import Trace
 from realrl.runtime.worker import StepInput, Worker
@@ -126,6 +130,7 @@ class Run:
             compiled.train.graph.averages,
             temperature=algorithm.temperature,
             seed=experiment.seed,
+            max_skipped=experiment.training.max_skipped,
             verify=experiment.debug.verify_reallocation,
         )
         profile = None if experiment.profile is None else Profile.load(experiment.profile)
@@ -146,6 +151,8 @@ class Run:
                 judge=judge,
             )
         self.directory = RunDirectory(experiment.run_dir)
+        self._said: set[str] = set()
+        self._skipped = Counter[str]()
 
     def open(self) -> None:
         """On the rank that writes, start the run's directory and tell the observer; UserError when the
@@ -165,6 +172,12 @@ class Run:
         for role, tensors in fresh.items():
             if tensors:
                 observer.note(f"models.{role}: initialised {', '.join(tensors)}, which the checkpoint lacks")
+        for role, config in models(self.experiment).items():
+            if isinstance(config, TrainedModelConfig) and config.optimizer.warmup_steps >= self.steps > 1:
+                observer.note(
+                    f"models.{role}.optimizer.warmup_steps={config.optimizer.warmup_steps} is not below the"
+                    f" {self.steps} steps of this run, so the learning rate only rises"
+                )
         if self.costs.source is not None:
             observer.note(f"predictions: {self.costs.source}")
         observer.begin(self.experiment, self.steps)
@@ -185,6 +198,7 @@ class Run:
                 self._evaluate(done)
             if saves:
                 self._save(done)
+        self._check_learning()
         self._save(None)
         self._finish(started)
 
@@ -201,8 +215,45 @@ class Run:
         inputs = StepInput(records, Noise(self.experiment.seed, step), rates)
         with self.costs.step(store):
             program = phase.programs[self.process.rank]
-            figures = flatten(self.worker.run(program, store, inputs, self.costs.meter))
+            try:
+                figures = flatten(self.worker.run(program, store, inputs, self.costs.meter))
+            except SkippedStepsError as error:
+                raise self._stopped(error, step + 1) from None
         self._record(Record(step + 1, "train", time.monotonic() - start, figures))
+        self._remark(step + 1, figures)
+
+    def _remark(self, step: int, figures: Mapping[str, float]) -> None:
+        """Tell the observer what the figures of a training step give reason to."""
+        if self.observer is None:
+            return
+        for call in self.compiled.train.graph.calls:
+            skipped = int(figures.get(f"{call.name}/skipped_steps", 0))
+            self._skipped[call.name] += skipped
+            if skipped:
+                self.observer.note(
+                    f"step {step}: {call.name} skipped {skipped} optimizer step{'s' if skipped > 1 else ''}, whose"
+                    " gradient was not finite"
+                )
+        for text in self.algorithm.remarks(figures):
+            if text not in self._said:
+                self._said.add(text)
+                self.observer.note(f"step {step}: {text}")
+
+    def _check_learning(self) -> None:
+        """RunError, on all ranks, if the last training step could not be learned from by one of its roles."""
+        mistake: str | None = None
+        for trainer in self.roles.trainers.values():
+            try:
+                trainer.check_learning()
+            except SkippedStepsError as error:
+                mistake = str(self._stopped(error, self.steps))
+        mistakes = [text for text in self.process.gather(mistake) if text is not None]
+        if mistakes:
+            raise RunError(mistakes[0])
+
+    def _stopped(self, error: SkippedStepsError, step: int) -> RunError:
+        """The end of a run whose numbers are not finite."""
+        return learning_stopped(error, step=step, rank=self.process.rank, run_dir=self.directory.path)
 
     def _collect(self, *, last: bool) -> Comparison | None:
         """Write down what steps have cost so far, and return it, on the rank that writes."""
@@ -255,7 +306,8 @@ class Run:
                 self.observer.costs(comparison)
             write_trace(self.directory.path / "trace.json", events, "measured")
             seconds = time.monotonic() - started
+            summary: dict[str, Any] = {"algorithm": self.experiment.algorithm, "steps": self.steps}
             self.directory.finish(
-                {"algorithm": self.experiment.algorithm, "steps": self.steps, "seconds": round(seconds, 2)}
+                summary | {"seconds": round(seconds, 2), "skipped_steps": dict(+self._skipped)}
             )
             self.observer.end(self.experiment.run_dir, seconds)

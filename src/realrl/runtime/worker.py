@@ -35,11 +35,13 @@ from realrl.runtime.trace import Trace
 
 @dataclass(frozen=True)
 class StepInput:
-    """What a step depends on besides parameters: its records, its noise, and learning rates by role."""
+    """What a step depends on besides parameters: its records, its noise, and learning rates by role; `evaluation`
+    for one that trains nothing."""
 
     records: Batch
     noise: Noise
     rates: Mapping[str, float]
+    evaluation: bool = False
 
 
 class Worker:
@@ -108,7 +110,7 @@ class Worker:
                 model,
                 batch,
                 method.prompts,
-                sampling=method.sampling,
+                sampling=method.eval_sampling if step.evaluation else method.sampling,
                 eos=self._eos,
                 noise=step.noise,
                 budget=budget,
@@ -140,4 +142,5 @@ class Worker:
             budget=strategy.micro_batch_tokens,
             recompute=strategy.recompute,
             turn=turn,
+            call=call.name,
         )
