@@ -1,10 +1,10 @@
 """PPO with reward models whose scores are shifted: what is learned must not depend on where zero is.
 
-Bradley-Terry leaves a reward model's scores open up to a constant, so that a mean of 4 or -4 is as good as any. The
-demo's reward model is shifted along the direction of its hidden states that is nearest to a constant; the critic starts
-from it, and both predict on the shifted scale. A few steps of the demo's PPO run with each, and are compared with those
-of the model as it is: how much of the returns' variance the critic explains, how many answers end by themselves, and
-what the independent judge says.
+Bradley-Terry leaves a reward model's scores open up to a constant, so that a mean of 4 or -4 is as good as any.
+The demo's reward model is shifted along the direction of its hidden states that is nearest to a constant; the
+critic starts from it, and both predict on the shifted scale. A few steps of the demo's PPO run with each, and are
+compared with those of the model as it is: how much of the returns' variance the critic explains, how many answers
+end by themselves, and what the independent judge says.
 
     make demo && python bench/shifted_scores.py [--steps N] [--shift S] [--json FILE]
 """
