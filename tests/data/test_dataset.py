@@ -39,13 +39,13 @@ def test_items_keep_the_order_of_the_file_across_chunks(tokenizer, write, settin
 def test_a_record_over_a_limit_is_named(tokenizer, write, settings, limit, complaint):
     source = write([{"prompt": "q", "answer": "q"}, {"prompt": "qzqz", "answer": "zqz"}])
     with pytest.raises(UserError, match=rf"data\.jsonl:2: {complaint}"):
-        Dataset.load(source, ("tokens", "prompt_length"), tokenizer, settings(**limit), 1)
+        Dataset.load(source, ("tokens", "trained"), tokenizer, settings(**limit), 1)
 
 
 def test_a_record_at_the_limits_is_kept(tokenizer, write, settings):
     source = write([{"prompt": "qzqz", "answer": "zqz"}])
     limits = settings(max_prompt_tokens=5, max_tokens=9)
-    assert len(Dataset.load(source, ("tokens", "prompt_length"), tokenizer, limits, 1)) == 1
+    assert len(Dataset.load(source, ("tokens", "trained"), tokenizer, limits, 1)) == 1
 
 
 def test_skipped_records_are_counted_with_reasons(tokenizer, write, settings):
@@ -77,7 +77,7 @@ def test_an_empty_prompt_without_bos_is_named(tokenizer, write, settings):
     tokenizer.bos_token = None
     source = write([{"prompt": "a", "answer": "b"}, {"prompt": "", "answer": "b"}])
     with pytest.raises(UserError, match=r"data\.jsonl:2: an empty prompt needs .*beginning-of-sequence"):
-        Dataset.load(source, ("tokens", "prompt_length"), tokenizer, settings(), 1)
+        Dataset.load(source, ("tokens", "trained"), tokenizer, settings(), 1)
 
 
 def test_a_tokenizer_must_be_able_to_end_a_sequence(tokenizer, write, settings):
