@@ -149,7 +149,7 @@ class _Notes:
         notes = [plain_text_note(self._tokenizer, self._applied, option)] if self._plain else []
         if self._joined:
             notes.append(
-                f"the tokenizer joins the end of the prompt with the beginning of the answer in {self._joined} "
+                f"the tokenizer cuts the end of the prompt differently once the answer follows in {self._joined} "
                 f"conversations, first {self._first_joined}: generation starts from other tokens than training"
             )
         return [note for note in notes if note is not None]
