@@ -7,9 +7,9 @@ existence of a bos_token) is the beginning. Neither beginning nor end is added w
 Conversations are tokenised whole, exactly as `apply_chat_template(tokenize=True)` does, and cut by character
 offsets: a token belongs to whom its last character belongs to, so one that joins the end of a prompt with the
 beginning of an answer is the answer's. Where the prompt's own tokens, which generation starts from, are not the
-beginning of the row, template and tokenizer do not fit each other; that is noted (`Row.joined`), not repaired, since
-other tokens would not be the template's. An answer ends with its end of sequence; where the template writes none, an
-earlier turn ends where the template ends it, and the last one gets an end of sequence.
+beginning of the row, template and tokenizer do not fit each other; that is noted (`Row.joined`), not repaired,
+since other tokens would not be the template's. An answer ends with its end of sequence; where the template
+writes none, an earlier turn ends where the template ends it, and the last one gets an end of sequence.
 """
 
 from bisect import bisect_right
