@@ -21,7 +21,7 @@ class DataConfig(Settings):
     max_tokens: PositiveInt = 1024
     """Longest training sequence, in tokens, prompt and answer together."""
     max_prompt_tokens: PositiveInt = 512
-    """Longest prompt, in tokens."""
+    """Longest prompt, in tokens: all that comes before the first answer to learn."""
     on_error: Literal["fail", "skip"] = "fail"
     """What to do with a record that is malformed or too long. Skipped records are counted and reported."""
     apply_chat_template: bool = False
