@@ -1,6 +1,7 @@
 """What a run leaves behind: one directory that tells everything about it."""
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,23 @@ def test_skipped_records_are_counted_and_the_first_is_named(
     notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
     assert len(notes) == 1
     assert f"data.train: skipped 2 records, first {data}:4: not valid JSON" in notes[0]
+
+
+def test_a_run_says_once_what_becomes_of_plain_prompts(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(world.tokenizer, tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    records = str(world.root / "sft.jsonl")
+    recipe = world.recipe(
+        "sft",
+        tmp_path,
+        models__actor__tokenizer=str(tmp_path / "tokenizer"),
+        data__eval=records,
+        training__steps=1,
+    )
+    assert run_app(["train", str(recipe)]) == 0
+    assert capsys.readouterr().err.count("note: prompts are plain text and are used as they stand") == 1
 
 
 def test_a_new_head_is_noted(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,8 +128,9 @@ class TrainMethod(Protocol):
     def sequences(self, batch: Batch) -> Ragged:
         """Token rows to run the model on; a fixed number of consecutive rows per item."""
 
-    def weight(self, batch: Batch) -> int:
-        """Number of terms the loss of these items is a sum of; the engine divides by its global total."""
+    def weight(self, batch: Batch) -> float:
+        """Weight of the terms that the loss of these items is a sum of, such as their number; the engine
+        divides by its global total."""
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
         """Sum of the loss terms of a micro-batch, a scalar, and figures about it."""

@@ -21,11 +21,20 @@ class DataConfig(Settings):
     max_tokens: PositiveInt = 1024
     """Longest training sequence, in tokens, prompt and answer together."""
     max_prompt_tokens: PositiveInt = 512
-    """Longest prompt, in tokens."""
+    """Longest prompt, in tokens: all that comes before the first answer to learn."""
     on_error: Literal["fail", "skip"] = "fail"
     """What to do with a record that is malformed or too long. Skipped records are counted and reported."""
+    apply_chat_template: bool = False
+    """Write prompts of plain text with the tokenizer's chat template, as one user turn, and answers to them as
+    the assistant turn. False uses text as it stands. Messages always take the template."""
+    train_on: Literal["all", "last"] = "all"
+    """Assistant turns of a {messages} record that are trained on; applies to fine-tuning. `all` needs a template
+    that writes a turn the same way whatever follows it; `last` has the other turns as the prompt."""
     max_pairs_per_prompt: PositiveInt = 8
     """Most pairs made out of one record with `pos_answers` and `neg_answers`."""
+    pair_weight: Literal["pair", "prompt"] = "pair"
+    """What weighs the same in reward modelling: every `pair`, or every `prompt`, each of the n pairs of one
+    record weighing 1/n."""
     shuffle: bool = True
     """Draw records in an order that depends on the seed; false keeps the order of the file."""
 

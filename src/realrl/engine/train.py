@@ -124,7 +124,8 @@ class Trainer:
         """Accumulate the gradient of one mini-batch; its figures over data-parallel ranks, on every stage."""
         model = self.model
         weight = torch.tensor(float(method.weight(batch)), device=model.device)
-        weight = model.parallel.data.sum(weight).clamp_min(1.0)
+        weight = model.parallel.data.sum(weight)
+        weight = torch.where(weight > 0, weight, 1.0)  # losses of nothing add up to 0
         costs = item_tokens(batch, method.sequences(batch))
         parts = model.split(costs, budget)
         tokens = [sum(costs[i] for i in positions) for positions in parts]

@@ -169,6 +169,9 @@ class Run:
         for name, records in (("train", self.records), ("eval", self.eval_records)):
             if records is not None and records.skipped:
                 observer.note(f"data.{name}: skipped {records.skipped} records, first {records.reasons[0]}")
+        sets = [records for records in (self.records, self.eval_records) if records is not None]
+        for note in dict.fromkeys(note for records in sets for note in records.notes):
+            observer.note(note)
         for role, tensors in fresh.items():
             if tensors:
                 observer.note(f"models.{role}: initialised {', '.join(tensors)}, which the checkpoint lacks")
