@@ -16,7 +16,7 @@ from realrl.plan.plan import Plan
 from realrl.program.lower import home_placements
 from realrl.program.text import parse_program
 from realrl.program.validate import validate
-from realrl.runtime.evaluate import load_judge
+from realrl.runtime.judge import Judge
 from realrl.runtime.rundir import RunDirectory
 from tests.conftest import World, figures
 from tests.runtime.conftest import run
@@ -190,7 +190,7 @@ def test_a_judge_that_cannot_be_used_is_named(tmp_path: Path, case: str) -> None
     code, sentence = JUDGES[case]
     (tmp_path / "judge.py").write_text(code)
     with pytest.raises(UserError, match=sentence):
-        load_judge(f"{tmp_path / 'judge.py'}:judge")
+        Judge(f"{tmp_path / 'judge.py'}:judge")
 
 
 def test_a_judge_must_give_a_number_for_each_completion(
@@ -200,7 +200,7 @@ def test_a_judge_must_give_a_number_for_each_completion(
     judge = {"judge": f"{tmp_path / 'short.py'}:judge"}
     recipe = world.recipe("ppo", tmp_path, data__eval=str(world.root / "ppo.jsonl"), training=judge)
     assert run_app(["train", str(recipe)]) == 2
-    assert "training.judge gave 1 numbers for 80 completions" in capsys.readouterr().err
+    assert "gave 1 numbers for 80 completions" in capsys.readouterr().err
 
 
 def earlier_run(directory: Path) -> None:
