@@ -12,7 +12,14 @@ from realrl.config.errors import UserError
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A path to write to in the block, which takes the place of `path` if the block ends well, else is removed."""
+    """A path to write to in the block, which takes the place of `path` if the block ends well, else is removed.
+
+    What is no file of its own, such as /dev/stdout, is written to as it is.
+    """
+    if _is_special(path):
+        yield path
+        return
+    path = path.resolve()
     partial = path.with_name(f".{path.name}.partial")
     try:
         yield partial
@@ -43,6 +50,16 @@ def reason_of(error: OSError) -> str:
     return error.strerror or str(error) or type(error).__name__
 
 
+def check_file(name: str, path: Path) -> None:
+    """UserError, beginning with `name`, if a file could not be written, in a directory that may have to be made."""
+    if path.is_dir():
+        raise UserError(f"{name}: this is a directory; name a file in it")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise UserError(f"{name}: this file cannot be written")
+    if not _is_special(path):
+        check_directory(name, path.parent)
+
+
 def check_directory(name: str, path: Path) -> None:
     """UserError, beginning with `name`, if a directory could not be made or written; leaves nothing behind."""
     nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
@@ -54,3 +71,7 @@ def check_directory(name: str, path: Path) -> None:
             pass
     except OSError as error:
         raise UserError(f"{name} cannot be written: {reason_of(error)}") from None
+
+
+def _is_special(path: Path) -> bool:
+    return path.exists() and not path.is_file()

@@ -52,7 +52,8 @@ def describe(error: Exception) -> Ending:
     if isinstance(error, MemoryError) or name == "OutOfMemoryError":
         return Ending(f"{who}out of memory{text and ': '}{text}", RUN_STATUS, rank, time.time())
     if _complains_of_a_peer(error):
-        sentence = f"{who}another rank has gone: {name}: {text}"
+        # Gloo's second sentence is advice, and ends with a picture.
+        sentence = f"{who}another rank has gone: {name}: {text.partition('. ')[0]}"
         return Ending(sentence, RUN_STATUS, rank, time.time(), CONSEQUENCE)
     if refusal is not None and refusal.errno in _DISK:
         file = f"{refusal.filename} cannot be written: " if refusal.filename else ""
@@ -67,7 +68,7 @@ def report(error: Exception) -> int:
     ending = describe(error)
     scratch = os.environ.get(SCRATCH_VARIABLE)
     if scratch is None:
-        _tell_torchrun(ending, error)
+        _tell_torchrun(ending)
         if _speaks(ending):
             show(ending, prefix="" if is_writer() else f"rank {ending.rank}: ")
         return ending.status
@@ -78,10 +79,11 @@ def report(error: Exception) -> int:
     return ending.status
 
 
-def show(ending: Ending, prefix: str = "") -> None:
+def show(ending: Ending, *, prefix: str = "", logs: Path | None = None) -> None:
     """Print an ending, its sentence last."""
     sentence = ending.sentence if ending.sentence.startswith(prefix) else prefix + ending.sentence
-    print(f"{ending.trace}realrl: {sentence}", file=sys.stderr, flush=True)
+    note = "" if logs is None else f"note: the logs of all ranks are in {logs}\n"
+    print(f"{ending.trace}{note}realrl: {sentence}", file=sys.stderr, flush=True)
 
 
 def read_endings(scratch: Path) -> list[Ending]:
@@ -116,16 +118,16 @@ def _log(error: Exception) -> None:
         os.write(2, text.encode())
 
 
-def _tell_torchrun(ending: Ending, error: Exception) -> None:
+def _tell_torchrun(ending: Ending) -> None:
     """Leave the sentence where torchrun looks for it; its summary then names the rank that failed first."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:
         return
-    trace = "".join(traceback.format_exception(error))
-    more = {"py_callstack": trace, "timestamp": str(int(ending.time))}
+    # It reads whole seconds, so that a consequence has to come later to be told from its cause.
+    stamp = str(int(ending.time) + ending.distance)
     with suppress(OSError):
         Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).write_text(json.dumps({"message": {"message": ending.sentence, "extraInfo": more}}))
+        Path(file).write_text(json.dumps({"message": ending.sentence, "timestamp": stamp}))
 
 
 def _rank() -> int:

@@ -65,12 +65,11 @@ def launch(
         for rank, noticed in failed.items():
             endings.setdefault(rank, _death(rank, processes[rank].returncode, noticed))
         cause = first_cause(endings.values())
+        kept = None
         if cause.status != USER_STATUS or cause.trace:
-            top = run_dir()
-            kept = keep_logs(Path(scratch), None if top is None else top / "logs")
-            if kept is not None:
-                print(f"note: the logs of all ranks are in {kept}", file=sys.stderr)
-        show(cause)
+            directory = run_dir()
+            kept = keep_logs(Path(scratch), None if directory is None else directory / "logs")
+        show(cause, logs=kept)
         return cause.status
 
 
