@@ -42,8 +42,8 @@ def launch(
     """Run `realrl ARGUMENTS` in one local process per device of `cluster`; the exit status of the run.
 
     `plan` is what has been found for a recipe that says `plan: search`. When one process fails, the others are
-    ended, and the first cause is printed, once; the logs of all then go to `run_dir()`, which may be None if the
-    run has not made one. As in a shell, the status is 128 + N where signal N ended a process of the run. Raises
+    ended, and the first cause is printed, once. What else they print goes to `logs` in `run_dir()`, which may be
+    None if the run has not made one. As in a shell, the status is 128 + N where signal N ended a process of the run. Raises
     Interrupted when this process is to end, after the others have.
     """
     with tempfile.TemporaryDirectory(prefix="realrl-") as scratch:
@@ -59,7 +59,11 @@ def launch(
             failed = _wait(processes)
         finally:
             _end(processes)
+        directory = run_dir()
+        logs = None if directory is None else directory / "logs"
         if not failed:
+            if logs is not None:
+                keep_logs(Path(scratch), logs)
             return 0
         endings = {ending.rank: ending for ending in read_endings(Path(scratch))}
         for rank, noticed in failed.items():
@@ -67,8 +71,7 @@ def launch(
         cause = first_cause(endings.values())
         kept = None
         if cause.status != USER_STATUS or cause.trace:
-            directory = run_dir()
-            kept = keep_logs(Path(scratch), None if directory is None else directory / "logs")
+            kept = keep_logs(Path(scratch), logs)
         show(cause, logs=kept)
         return cause.status
 

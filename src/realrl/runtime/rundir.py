@@ -96,11 +96,13 @@ class RunDirectory:
         """Append one line to metrics.jsonl; not-a-number and infinite figures become null there. RunError, and no
         part of the line is left, when it cannot be written."""
         line = {"step": step, "kind": kind, "seconds": round(seconds, 4), "figures": _finite(figures)}
-        with self.writing(self._metrics), self._metrics.open("ab") as file:
+        rest = (json.dumps(line) + "\n").encode()
+        # A buffer would be written once more when the file is closed.
+        with self.writing(self._metrics), self._metrics.open("ab", buffering=0) as file:
             end = file.tell()
             try:
-                file.write((json.dumps(line) + "\n").encode())
-                file.flush()
+                while rest:
+                    rest = rest[file.write(rest) :]
             except OSError:
                 os.ftruncate(file.fileno(), end)
                 raise
