@@ -17,6 +17,7 @@ from realrl.plan.plan import Plan
 from realrl.runtime.endings import CAUSE, DEATH, USER_STATUS, Ending, first_cause, read_endings, show
 from realrl.runtime.environment import LAUNCHER_VARIABLE, PLAN_VARIABLE, SCRATCH_VARIABLE, STORE_VARIABLE
 from realrl.runtime.logs import keep_logs, log_file
+from realrl.runtime.signals import show_cursor
 
 POLL = 0.05
 """Seconds between looks at the processes."""
@@ -43,8 +44,8 @@ def launch(
 
     `plan` is what has been found for a recipe that says `plan: search`. When one process fails, the others are
     ended, and the first cause is printed, once. What else they print goes to `logs` in `run_dir()`, which may be
-    None if the run has not made one. As in a shell, the status is 128 + N where signal N ended a process of the run. Raises
-    Interrupted when this process is to end, after the others have.
+    None if the run has not made one. As in a shell, the status is 128 + N where signal N ended a process of the
+    run. Raises Interrupted when this process is to end, after the others have.
     """
     with tempfile.TemporaryDirectory(prefix="realrl-") as scratch:
         processes: list[subprocess.Popen[bytes]] = []
@@ -59,6 +60,8 @@ def launch(
             failed = _wait(processes)
         finally:
             _end(processes)
+            if processes and processes[0].returncode and processes[0].returncode < 0:
+                show_cursor()
         directory = run_dir()
         logs = None if directory is None else directory / "logs"
         if not failed:

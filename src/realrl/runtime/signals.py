@@ -61,9 +61,16 @@ def raise_signals() -> None:
     os.register_at_fork(after_in_child=_forget_signals)
 
 
+def show_cursor() -> None:
+    """Give the terminal back its cursor, on a new line, after a process with a progress bar was killed."""
+    if os.isatty(2):
+        os.write(2, b"\x1b[?25h\n")
+
+
 def _end_at_last(reader: int) -> None:
     first = _await_signal(reader, None)
     _await_signal(reader, PATIENCE)
+    show_cursor()
     os._exit(128 + first)
 
 
