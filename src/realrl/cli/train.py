@@ -24,20 +24,19 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
 
     quiet_profiler()
     experiment = load_experiment(recipe, overrides or [])
-    if not under_launcher():
-        cluster = cluster_of(experiment)
-        plan = _check(experiment, cluster)
-        if cluster.size > 1:
-            from realrl.runtime.launch import launch
+    with _tidied(experiment) as run_dir:
+        if not under_launcher():
+            cluster = cluster_of(experiment)
+            plan = _check(experiment, cluster)
+            if cluster.size > 1:
+                from realrl.runtime.launch import launch
 
-            with _tidied(experiment) as run_dir:
-                status = launch(cluster, ["train", recipe, *(overrides or [])], plan, run_dir)
-            raise typer.Exit(status)
-    from realrl.cli.progress import Progress
-    from realrl.runtime.train import train as run
+                raise typer.Exit(launch(cluster, ["train", recipe, *(overrides or [])], plan, run_dir))
+        from realrl.cli.progress import Progress
+        from realrl.runtime.train import train as run
 
-    with _tidied(experiment), Progress() as progress:
-        run(experiment, progress)
+        with Progress() as progress:
+            run(experiment, progress)
 
 
 @contextmanager
