@@ -88,21 +88,18 @@ def _shown(prompt: str | list[dict[str, Any]], chat: bool) -> str:
 
 
 def _write(path: Path, lines: Iterable[str]) -> None:
-    """Write a file that appears whole or not at all. UserError, before the first line, where it cannot."""
-    from realrl.config.errors import UserError
+    """Write a file that appears whole or not at all. UserError, before the first line, where it cannot; RunError if
+    there is no room for it."""
+    from realrl.config.errors import RunError
+    from realrl.config.files import check_file, reason_of, whole_file
 
-    partial = path.with_name(f".{path.name}.partial")
+    check_file(str(path), path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = partial.open("w", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from None
-    try:
-        with file:
+        with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
             file.writelines(lines)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {reason_of(error)}") from error
 
 
 def _read_prompts(path: str) -> "list[Record]":

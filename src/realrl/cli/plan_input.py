@@ -1,13 +1,13 @@
 """What `realrl plan` is given besides a recipe: a cluster, measured lengths, a profile, and files to write."""
 
 import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from realrl.config.errors import UserError
+from realrl.config.files import check_file
 from realrl.config.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -131,10 +131,7 @@ def files_to_write(*sources: str | None, **paths: str | None) -> dict[str, Path]
         files[option] = file = Path(path)
         if not file.parent.is_dir():
             raise UserError(f"--{option} {path}: there is no directory {file.parent}")
-        if file.is_dir():
-            raise UserError(f"--{option} {path}: this is a directory; name a file in it")
-        if not os.access(file if file.exists() else file.parent, os.W_OK):
-            raise UserError(f"--{option} {path}: this file cannot be written")
+        check_file(f"--{option} {path}", file)
         if file.resolve() in taken:
             raise UserError(f"--{option} {path}: this file is {taken[file.resolve()]}; name another one")
         taken[file.resolve()] = f"that of --{option}"

@@ -30,6 +30,7 @@ def report(
     from realrl.cli.report_figures import report_figures
     from realrl.cli.report_runs import read_runs
     from realrl.config.errors import UserError
+    from realrl.config.files import check_directory
 
     if find_spec("matplotlib") is None:
         raise UserError("the report's curves need matplotlib: pip install 'realrl[demo]'")
@@ -37,6 +38,7 @@ def report(
 
     runs = read_runs(run_dirs)
     folder = Path(out)
+    check_directory(f"--out {out}", folder)
     folder.mkdir(parents=True, exist_ok=True)
     figures = report_figures(runs)
     (folder / "report.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")

@@ -17,14 +17,15 @@ from realrl.engine.not_finite import SkippedStepsError
 from realrl.engine.parallel import all_rank_sets
 from realrl.engine.schedule import learning_rate
 from realrl.plan.presets import SEARCH
-from realrl.planner.comparison import Comparison
+from realrl.planner.comparison import COSTS, Comparison
 from realrl.planner.profile import Profile
 from realrl.program.lower import WRITER
 from realrl.program.trace import write_trace
 from realrl.runtime.compile import Compiled, compile_recipe, models, with_sizes
 from realrl.runtime.costs import Costs
-from realrl.runtime.evaluate import Evaluation, flatten, load_judge
+from realrl.runtime.evaluate import Evaluation, flatten
 from realrl.runtime.fit_check import check_fit
+from realrl.runtime.judge import Judge
 from realrl.runtime.process import Process, connect, resolve_cluster
 from realrl.runtime.roles import Roles
 from realrl.runtime.rundir import RunDirectory
@@ -74,7 +75,8 @@ class Observer(Protocol):
 
 
 def train(experiment: Experiment, observer: Observer) -> None:
-    """Run a recipe as one rank of its cluster. UserError for what the user has to mend."""
+    """Run a recipe as one rank of its cluster. UserError for what the user has to mend, RunError for what stops the
+    run and is no bug."""
     started = time.monotonic()
     cluster = resolve_cluster(experiment.cluster, experiment.device)
     # Before the ranks meet, where there is nothing to search for: mistakes in a plan need no meeting.
@@ -96,6 +98,10 @@ def train(experiment: Experiment, observer: Observer) -> None:
         with process.together():
             if process.rank == WRITER:
                 check_fit(experiment, with_sizes(experiment, compiled, plan), here)
+                # Loading models may take minutes.
+                RunDirectory(experiment.run_dir).check(experiment)
+                if experiment.profile is not None:
+                    Profile.load(experiment.profile)
         # Every rank has read everything before the directory of an earlier run may be deleted.
         with process.together():
             run = Run(experiment, compiled, process, observer if process.rank == WRITER else None)
@@ -119,7 +125,7 @@ class Run:
         data = experiment.data
         self.order = Order(len(self.records), data.batch, experiment.seed, data.shuffle)
         self.steps = experiment.training.steps or max(1, self.order.steps(experiment.training.epochs))
-        judge = load_judge(experiment.training.judge) if experiment.training.judge else None
+        judge = Judge(experiment.training.judge) if experiment.training.judge else None
         self.algorithm = algorithm = build_algorithm(experiment)
         self.roles = Roles(
             models(experiment),
@@ -150,7 +156,9 @@ class Run:
                 tokenizer=self.tokenizer,
                 judge=judge,
             )
-        self.directory = RunDirectory(experiment.run_dir)
+        graph = compiled.train.graph
+        self.trained = [role for role in graph.roles if graph.trained(role)]
+        self.directory = RunDirectory(experiment.run_dir, self.trained)
         self._said: set[str] = set()
         self._skipped = Counter[str]()
 
@@ -262,7 +270,8 @@ class Run:
         """Write down what steps have cost so far, and return it, on the rank that writes."""
         comparison = self.costs.collect(last=last)
         if comparison is not None:
-            comparison.save(self.directory.path)
+            with self.directory.writing(self.directory.path / COSTS):
+                comparison.save(self.directory.path)
         return comparison
 
     def _evaluate(self, done: int) -> None:
@@ -290,16 +299,13 @@ class Run:
         state = max(states, key=lambda state: state.get("steps", 0))
         if self.observer is not None and state:
             self.directory.write_state(done, state)
-        trained = [
-            role for role in self.compiled.train.graph.roles if self.compiled.train.graph.trained(role)
-        ]
-        for role in trained:
+        for role in self.trained:
             home = self.compiled.homes[role]
             if self.process.rank not in home.ranks:
                 continue
-            top = self.directory.checkpoint(done)
-            path = top if role == trained[0] else top.with_name(f"{top.name}-{role}")
-            self.roles.save(role, path, self.tokenizer)
+            path = self.directory.checkpoint(done, "" if role == self.trained[0] else role)
+            with self.directory.writing(path):
+                self.roles.save(role, path, self.tokenizer)
 
     def _finish(self, started: float) -> None:
         comparison = self._collect(last=True)
@@ -307,7 +313,9 @@ class Run:
         if self.observer is not None:
             if comparison is not None:
                 self.observer.costs(comparison)
-            write_trace(self.directory.path / "trace.json", events, "measured")
+            trace = self.directory.path / "trace.json"
+            with self.directory.writing(trace):
+                write_trace(trace, events, "measured")
             seconds = time.monotonic() - started
             summary: dict[str, Any] = {"algorithm": self.experiment.algorithm, "steps": self.steps}
             self.directory.finish(

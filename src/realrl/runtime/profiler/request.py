@@ -1,6 +1,5 @@
 """What is asked of the profiler. No torch."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from realrl.config.algorithms import GenerationConfig
 from realrl.config.errors import UserError
 from realrl.config.experiment import Experiment, PPOExperiment
 from realrl.config.explain import nearest
+from realrl.config.files import check_file
 from realrl.config.shape import ModelShape
 from realrl.config.shapes import SHAPES
 from realrl.plan.placement import DTYPES, Dtype
@@ -67,10 +67,7 @@ def make_request(
     file = Path(out)
     if not file.parent.is_dir():
         raise UserError(f"--out {out}: there is no directory {file.parent}")
-    if file.is_dir():
-        raise UserError(f"--out {out}: this is a directory; name a file in it")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise UserError(f"--out {out}: this file cannot be written")
+    check_file(f"--out {out}", file)
     sampling = experiment.generation if isinstance(experiment, PPOExperiment) else GenerationConfig()
     # What is measured depends on the number of layers hardly, and not on what else a key leaves out.
     deepest = {(ShapeKey.of(shape), dtype): shape for shape, dtype in sorted(found, key=_layers)}
