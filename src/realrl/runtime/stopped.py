@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from realrl.config.errors import RunError
+from realrl.config.files import as_os_error, reason_of
 from realrl.data.batch import Batch
 from realrl.engine.not_finite import SkippedStepsError
 
@@ -19,14 +20,21 @@ def learning_stopped(error: SkippedStepsError, *, step: int, rank: int, run_dir:
     step: the training step that could not be learned from, counted from 1.
     """
     folder = run_dir / FOLDER
+    kept = f"the last mini-batch is kept in {folder}"
     if error.minibatch is not None:
-        write_minibatch(folder / f"step-{step:06}-{error.call}-rank-{rank}.safetensors", error.minibatch)
+        try:
+            write_minibatch(folder / f"step-{step:06}-{error.call}-rank-{rank}.safetensors", error.minibatch)
+        except Exception as trouble:
+            refusal = as_os_error(trouble)
+            if refusal is None:
+                raise
+            kept = f"the last mini-batch cannot be kept in {folder}: {reason_of(refusal)}"
     skipped = (
         "its last optimizer step was" if error.steps == 1 else f"{error.steps} optimizer steps in a row were"
     )
     return RunError(
         f"{error.call}, step {step}: {skipped} skipped because numbers are not finite, first of all"
-        f" {error.quantity}; the last mini-batch is kept in {folder}"
+        f" {error.quantity}; {kept}"
     )
 
 

@@ -252,15 +252,12 @@ class Run:
 
     def _check_learning(self) -> None:
         """RunError, on all ranks, if the last training step could not be learned from by one of its roles."""
-        mistake: str | None = None
-        for trainer in self.roles.trainers.values():
-            try:
-                trainer.check_learning()
-            except SkippedStepsError as error:
-                mistake = str(self._stopped(error, self.steps))
-        mistakes = [text for text in self.process.gather(mistake) if text is not None]
-        if mistakes:
-            raise RunError(mistakes[0])
+        with self.process.together():
+            for trainer in self.roles.trainers.values():
+                try:
+                    trainer.check_learning()
+                except SkippedStepsError as error:
+                    raise self._stopped(error, self.steps) from None
 
     def _stopped(self, error: SkippedStepsError, step: int) -> RunError:
         """The end of a run whose numbers are not finite."""
