@@ -1,6 +1,7 @@
 """Everything a run writes, in one directory."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from glob import glob
@@ -29,7 +30,8 @@ class RunDirectory:
 
     def check(self, experiment: Experiment) -> None:
         """UserError when the directory is in use and the recipe does not say `overwrite`, is not a run's, or
-        holds a model, data or another file that the run reads."""
+        holds a model, data or another file that the run reads, and when it cannot be written."""
+        self._check_writable()
         if not self.path.exists():
             return
         if not self.path.is_dir():
@@ -49,6 +51,17 @@ class RunDirectory:
                 raise UserError(
                     f"{name}={source} lies in run_dir={self.path}, which overwrite=true would delete;"
                     " choose another run_dir"
+                )
+
+    def _check_writable(self) -> None:
+        path = self.path.absolute()
+        above = next(parent for parent in path.parents if parent.exists())
+        if not above.is_dir():
+            raise UserError(f"run_dir={self.path} cannot be written: {above} is a file")
+        for directory in (above, path) if path.is_dir() else (above,):
+            if not os.access(directory, os.W_OK | os.X_OK):
+                raise UserError(
+                    f"run_dir={self.path} cannot be written: no permission to write in {directory}"
                 )
 
     def start(self, experiment: Experiment, plan: Plan, programs: Mapping[str, Sequence[Program]]) -> None:

@@ -2,9 +2,12 @@
 
 from typing import Any
 
+from realrl.checkpoint.origin import read_origin
+from realrl.checkpoint.special_tokens import end_ids
 from realrl.config.errors import UserError
 from realrl.config.experiment import Experiment, PPOExperiment
 from realrl.data.dataset import Dataset
+from realrl.data.tokenization import check_tokenizer
 from realrl.data.tokenizer import load_tokenizer
 from realrl.runtime.compile import Compiled, models
 from realrl.runtime.roles import role_shape
@@ -38,6 +41,15 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
             )
     assert first is not None, "every recipe has a model"
     return first[1]
+
+
+def load_ends(experiment: Experiment, tokenizer: Any) -> tuple[int, ...]:
+    """All tokens that end what the run's first role writes: the actor, where there is one. UserError if there is
+    none, or one is not in the model's vocabulary."""
+    check_tokenizer(tokenizer)
+    config = next(iter(models(experiment).values()))
+    origin = None if config.path is None else read_origin(config.path)
+    return end_ids(tokenizer, origin, role_shape(config).vocab_size)
 
 
 def load_data(experiment: Experiment, compiled: Compiled, tokenizer: Any) -> tuple[Dataset, Dataset | None]:

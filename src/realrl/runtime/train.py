@@ -7,8 +7,9 @@ from importlib.util import find_spec
 from typing import Protocol
 
 from realrl.algorithms.registry import build_algorithm
+from realrl.checkpoint.remarks import remarks
 from realrl.config.experiment import Experiment
-from realrl.config.model import TrainedModelConfig
+from realrl.config.model import HEADS, TrainedModelConfig
 from realrl.data.dataset import Order
 from realrl.engine.generate import Noise
 from realrl.engine.parallel import all_rank_sets
@@ -26,7 +27,7 @@ from realrl.runtime.process import Process, connect, resolve_cluster
 from realrl.runtime.roles import Roles
 from realrl.runtime.rundir import RunDirectory
 from realrl.runtime.scenario import check_kind
-from realrl.runtime.setup import load_data, load_shared_tokenizer
+from realrl.runtime.setup import load_data, load_ends, load_shared_tokenizer
 from realrl.runtime.startup import agreed_plan, least_device
 from realrl.runtime.store import Store
 from realrl.runtime.trace import Trace
@@ -95,27 +96,31 @@ def train(experiment: Experiment, observer: Observer) -> None:
         # Every rank has read everything before the directory of an earlier run may be deleted.
         with process.together():
             run = Run(experiment, compiled, process, observer if process.rank == WRITER else None)
+        # Mistakes that show without weights are found before any rank takes minutes to load some.
+        with process.together():
+            run.load()
         with process.together():
             run.open()
         run.execute(started)
 
 
 class Run:
-    """One rank of a run: everything loaded, ready for the first step."""
+    """One rank of a run."""
 
     def __init__(
         self, experiment: Experiment, compiled: Compiled, process: Process, observer: Observer | None
     ) -> None:
+        """Everything but weights and the run's directory, with the mistakes that show without them as UserError."""
         self.experiment, self.compiled, self.process, self.observer = experiment, compiled, process, observer
         # All ranks make groups together, so before anything that one of them may fail at.
         placements = [p for phase in compiled.phases.values() for p in phase.plan.placements.values()]
         groups = process.groups(all_rank_sets(placements))
+        self.directory = RunDirectory(experiment.run_dir)
+        if observer is not None:
+            self.directory.check(experiment)
+        profile = None if experiment.profile is None else Profile.load(experiment.profile)
         self.tokenizer = load_shared_tokenizer(experiment)
-        self.records, self.eval_records = load_data(experiment, compiled, self.tokenizer)
-        data = experiment.data
-        self.order = Order(len(self.records), data.batch, experiment.seed, data.shuffle)
-        self.steps = experiment.training.steps or max(1, self.order.steps(experiment.training.epochs))
-        judge = load_judge(experiment.training.judge) if experiment.training.judge else None
+        self.ends = load_ends(experiment, self.tokenizer)
         self.algorithm = algorithm = build_algorithm(experiment)
         self.roles = Roles(
             models(experiment),
@@ -128,11 +133,15 @@ class Run:
             seed=experiment.seed,
             verify=experiment.debug.verify_reallocation,
         )
-        profile = None if experiment.profile is None else Profile.load(experiment.profile)
+        self.records, self.eval_records = load_data(experiment, compiled, self.tokenizer)
+        data = experiment.data
+        self.order = Order(len(self.records), data.batch, experiment.seed, data.shuffle)
+        self.steps = experiment.training.steps or max(1, self.order.steps(experiment.training.epochs))
+        judge = load_judge(experiment.training.judge) if experiment.training.judge else None
         say: Callable[[str], None] = observer.note if observer is not None else lambda text: None
         self.costs = Costs(experiment, compiled, process, self.roles, profile, say)
         self.trace = Trace(process.rank)
-        self.worker = Worker(process, self.roles, algorithm, self.tokenizer.eos_token_id, self.trace)
+        self.worker = Worker(process, self.roles, algorithm, self.ends, self.trace)
         self.evaluation: Evaluation | None = None
         if compiled.evaluation is not None and self.eval_records is not None:
             self.evaluation = Evaluation(
@@ -145,7 +154,10 @@ class Run:
                 tokenizer=self.tokenizer,
                 judge=judge,
             )
-        self.directory = RunDirectory(experiment.run_dir)
+
+    def load(self) -> None:
+        """Load the weights; UserError when they cannot be used."""
+        self.roles.load_weights()
 
     def open(self) -> None:
         """On the rank that writes, start the run's directory and tell the observer; UserError when the
@@ -165,6 +177,10 @@ class Run:
         for role, tensors in fresh.items():
             if tensors:
                 observer.note(f"models.{role}: initialised {', '.join(tensors)}, which the checkpoint lacks")
+        for role in self._trained:
+            origin, vocabulary = self.roles.origins[role], self.roles.shapes[role].vocab_size
+            for text in remarks(origin, HEADS[role], self.tokenizer, self.ends, vocabulary):
+                observer.note(f"models.{role}: {text}")
         if self.costs.source is not None:
             observer.note(f"predictions: {self.costs.source}")
         observer.begin(self.experiment, self.steps)
@@ -236,16 +252,18 @@ class Run:
         state = max(states, key=lambda state: state.get("steps", 0))
         if self.observer is not None and state:
             self.directory.write_state(done, state)
-        trained = [
-            role for role in self.compiled.train.graph.roles if self.compiled.train.graph.trained(role)
-        ]
-        for role in trained:
+        for role in self._trained:
             home = self.compiled.homes[role]
             if self.process.rank not in home.ranks:
                 continue
             top = self.directory.checkpoint(done)
-            path = top if role == trained[0] else top.with_name(f"{top.name}-{role}")
-            self.roles.save(role, path, self.tokenizer)
+            path = top if role == self._trained[0] else top.with_name(f"{top.name}-{role}")
+            self.roles.save(role, path, self.tokenizer, self.ends)
+
+    @property
+    def _trained(self) -> list[str]:
+        graph = self.compiled.train.graph
+        return [role for role in graph.roles if graph.trained(role)]
 
     def _finish(self, started: float) -> None:
         comparison = self._collect(last=True)
