@@ -124,6 +124,17 @@ def test_a_tokenizer_whose_files_are_gone_is_written_without_anything_of_ours(
     )
 
 
+def test_a_tokenizer_of_the_hub_is_copied_from_the_cache(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.name_or_path = "someone/model"
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: str(source / file))
+    write_tokenizer(tokenizer, tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / name).read_bytes() == (source / name).read_bytes()
+
+
 def test_files_that_need_another_models_config_are_not_copied(source: Path, tmp_path: Path) -> None:
     """Without `tokenizer_class`, transformers looks for the class of the model beside it."""
     make_tokenizer(tmp_path / "gpt2", {"pad_token": "<pad>"})

@@ -1,5 +1,4 @@
-"""Which tensors a model's safetensors files hold, by their headers: everything that can be checked before weights
-are read."""
+"""The headers of a model's safetensors files, checked before weights are read."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a model's directory says besides its weights, which stays when the model is saved. No torch."""
+"""Settings of the directory that a model was opened from, to be kept when it is saved. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

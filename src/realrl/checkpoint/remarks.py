@@ -1,5 +1,4 @@
-"""What a user should know of a trained model's settings: what training does not do, and what is saved otherwise. No
-torch."""
+"""Settings of a trained model that are ignored or saved otherwise, as sentences for the user. No torch."""
 
 from collections.abc import Collection, Iterator
 

@@ -1,7 +1,7 @@
 """The training loop of one rank."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Protocol
@@ -133,6 +133,8 @@ class Run:
             seed=experiment.seed,
             verify=experiment.debug.verify_reallocation,
         )
+        # Also what saving would stumble over, hours later.
+        self.remarks = [f"models.{role}: {text}" for role in self._trained for text in self._remarks(role)]
         self.records, self.eval_records = load_data(experiment, compiled, self.tokenizer)
         data = experiment.data
         self.order = Order(len(self.records), data.batch, experiment.seed, data.shuffle)
@@ -177,10 +179,8 @@ class Run:
         for role, tensors in fresh.items():
             if tensors:
                 observer.note(f"models.{role}: initialised {', '.join(tensors)}, which the checkpoint lacks")
-        for role in self._trained:
-            origin, vocabulary = self.roles.origins[role], self.roles.shapes[role].vocab_size
-            for text in remarks(origin, HEADS[role], self.tokenizer, self.ends, vocabulary):
-                observer.note(f"models.{role}: {text}")
+        for text in self.remarks:
+            observer.note(text)
         if self.costs.source is not None:
             observer.note(f"predictions: {self.costs.source}")
         observer.begin(self.experiment, self.steps)
@@ -259,6 +259,10 @@ class Run:
             top = self.directory.checkpoint(done)
             path = top if role == self._trained[0] else top.with_name(f"{top.name}-{role}")
             self.roles.save(role, path, self.tokenizer, self.ends)
+
+    def _remarks(self, role: str) -> Iterator[str]:
+        origin, vocabulary = self.roles.origins[role], self.roles.shapes[role].vocab_size
+        return remarks(origin, HEADS[role], self.tokenizer, self.ends, vocabulary)
 
     @property
     def _trained(self) -> list[str]:
