@@ -126,7 +126,7 @@ def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:
             local,
             "tokens",
             sampling=SAMPLING,
-            eos=3,
+            ends=(3,),
             noise=Noise(1, 2),
             budget=strategy.micro_batch_tokens,
         )

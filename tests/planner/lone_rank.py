@@ -144,7 +144,7 @@ class LoneRank:
             sequences.batch,
             "tokens",
             sampling=GenerationConfig(max_new_tokens=new_tokens),
-            eos=3,
+            ends=(3,),
             noise=Noise(1, 1),
             budget=self.placement.strategy.micro_batch_tokens,
         )

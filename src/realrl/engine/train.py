@@ -14,10 +14,10 @@ from realrl.engine.early_reduce import EarlyReduce
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.gradients import complete_gradients, needs_completion, owned
 from realrl.engine.model import Model, item_tokens, reduce_metrics
-from realrl.engine.not_finite import SkippedStepsError, first_not_finite
 from realrl.engine.offload import Offloadable
 from realrl.engine.optimizer import ShardedAdamW
 from realrl.engine.pipeline_schedule import one_forward_one_backward
+from realrl.engine.skipped_steps import SkippedStepsError, first_not_finite
 from realrl.layout.tensors import bucket_count
 from realrl.model.packing import Packing
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from realrl.checkpoint import huggingface
+from realrl.checkpoint.origin import read_origin
+from realrl.checkpoint.special_tokens import end_ids
 from realrl.config.algorithms import GenerationConfig
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
@@ -15,6 +17,7 @@ from realrl.data.records import Record
 from realrl.data.rejects import BadRecordError
 from realrl.data.tokenization import EMPTY_PROMPT, check_tokenizer, tokenize
 from realrl.data.tokenizer import load_tokenizer
+from realrl.engine.finite import NotFiniteError
 from realrl.engine.generate import Noise, generate
 from realrl.engine.model import whole_model
 
@@ -47,20 +50,24 @@ def generate_text(
     given, encoded = _encode(prompts, tokenizer, chat, say)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = huggingface.read_shape(model_dir)
+    ends = end_ids(tokenizer, read_origin(model_dir), shape.vocab_size)
     # A CPU is no faster at bfloat16, and float32 repeats what training computed.
     dtype = huggingface.read_dtype(model_dir) if device.type == "cuda" else torch.float32
     model = whole_model(shape, "lm", dtype=dtype, device=device)
     huggingface.load(model_dir, model.layout.specs, model.parameters)
     rows = Ragged.of([ids for ids in encoded for _ in range(n)], dtype=torch.int64)
-    batch = generate(
-        model,
-        Batch(tuple(range(len(rows))), {"prompts": rows}),
-        "prompts",
-        sampling=sampling,
-        eos=tokenizer.eos_token_id,
-        noise=Noise(seed, 0),
-        budget=CACHE_TOKENS,
-    )
+    try:
+        batch = generate(
+            model,
+            Batch(tuple(range(len(rows))), {"prompts": rows}),
+            "prompts",
+            sampling=sampling,
+            ends=ends,
+            noise=Noise(seed, 0),
+            budget=CACHE_TOKENS,
+        )
+    except NotFiniteError as error:
+        raise UserError(f"{model_dir} cannot generate: {error}") from None
     for i, prompt in enumerate(prompt for prompt in given for _ in range(n)):
         tokens = batch["sequences"].row(i)[len(rows.row(i)) :].tolist()
         yield {

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from realrl.config.errors import RunError
 from realrl.config.files import as_os_error, reason_of
 from realrl.data.batch import Batch
-from realrl.engine.not_finite import SkippedStepsError
+from realrl.engine.skipped_steps import SkippedStepsError
 
 FOLDER = "minibatches"
 """Where a run's directory keeps mini-batches that could not be learned from."""

@@ -2,20 +2,21 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
 
 from realrl.algorithms.registry import build_algorithm
+from realrl.checkpoint.remarks import remarks
 from realrl.config.errors import RunError
 from realrl.config.experiment import Experiment
-from realrl.config.model import TrainedModelConfig
+from realrl.config.model import HEADS, TrainedModelConfig
 from realrl.data.dataset import Order
 from realrl.engine.generate import Noise
-from realrl.engine.not_finite import SkippedStepsError
 from realrl.engine.parallel import all_rank_sets
 from realrl.engine.schedule import learning_rate
+from realrl.engine.skipped_steps import SkippedStepsError
 from realrl.plan.presets import SEARCH
 from realrl.planner.comparison import COSTS, Comparison
 from realrl.planner.profile import Profile
@@ -30,7 +31,7 @@ from realrl.runtime.process import Process, connect, resolve_cluster
 from realrl.runtime.roles import Roles
 from realrl.runtime.rundir import RunDirectory
 from realrl.runtime.scenario import check_kind
-from realrl.runtime.setup import load_data, load_shared_tokenizer
+from realrl.runtime.setup import load_data, load_ends, load_shared_tokenizer
 from realrl.runtime.startup import agreed_plan, least_device
 from realrl.runtime.stopped import learning_stopped
 from realrl.runtime.store import Store
@@ -105,27 +106,33 @@ def train(experiment: Experiment, observer: Observer) -> None:
         # Every rank has read everything before the directory of an earlier run may be deleted.
         with process.together():
             run = Run(experiment, compiled, process, observer if process.rank == WRITER else None)
+        # Mistakes that show without weights are found before any rank takes minutes to load some.
+        with process.together():
+            run.load()
         with process.together():
             run.open()
         run.execute(started)
 
 
 class Run:
-    """One rank of a run: everything loaded, ready for the first step."""
+    """One rank of a run."""
 
     def __init__(
         self, experiment: Experiment, compiled: Compiled, process: Process, observer: Observer | None
     ) -> None:
+        """Everything but weights and the run's directory, with the mistakes that show without them as UserError."""
         self.experiment, self.compiled, self.process, self.observer = experiment, compiled, process, observer
         # All ranks make groups together, so before anything that one of them may fail at.
         placements = [p for phase in compiled.phases.values() for p in phase.plan.placements.values()]
         groups = process.groups(all_rank_sets(placements))
+        graph = compiled.train.graph
+        self.trained = [role for role in graph.roles if graph.trained(role)]
+        self.directory = RunDirectory(experiment.run_dir, self.trained)
+        if observer is not None:
+            self.directory.check(experiment)
+        profile = None if experiment.profile is None else Profile.load(experiment.profile)
         self.tokenizer = load_shared_tokenizer(experiment)
-        self.records, self.eval_records = load_data(experiment, compiled, self.tokenizer)
-        data = experiment.data
-        self.order = Order(len(self.records), data.batch, experiment.seed, data.shuffle)
-        self.steps = experiment.training.steps or max(1, self.order.steps(experiment.training.epochs))
-        judge = Judge(experiment.training.judge) if experiment.training.judge else None
+        self.ends = load_ends(experiment, self.tokenizer)
         self.algorithm = algorithm = build_algorithm(experiment)
         self.roles = Roles(
             models(experiment),
@@ -139,11 +146,17 @@ class Run:
             max_skipped=experiment.training.max_skipped,
             verify=experiment.debug.verify_reallocation,
         )
-        profile = None if experiment.profile is None else Profile.load(experiment.profile)
+        # Also what saving would stumble over, hours later.
+        self.remarks = [f"models.{role}: {text}" for role in self.trained for text in self._remarks(role)]
+        self.records, self.eval_records = load_data(experiment, compiled, self.tokenizer, self.ends)
+        data = experiment.data
+        self.order = Order(len(self.records), data.batch, experiment.seed, data.shuffle)
+        self.steps = experiment.training.steps or max(1, self.order.steps(experiment.training.epochs))
+        judge = Judge(experiment.training.judge) if experiment.training.judge else None
         say: Callable[[str], None] = observer.note if observer is not None else lambda text: None
         self.costs = Costs(experiment, compiled, process, self.roles, profile, say)
         self.trace = Trace(process.rank)
-        self.worker = Worker(process, self.roles, algorithm, self.tokenizer.eos_token_id, self.trace)
+        self.worker = Worker(process, self.roles, algorithm, self.ends, self.trace)
         self.evaluation: Evaluation | None = None
         if compiled.evaluation is not None and self.eval_records is not None:
             self.evaluation = Evaluation(
@@ -156,11 +169,12 @@ class Run:
                 tokenizer=self.tokenizer,
                 judge=judge,
             )
-        graph = compiled.train.graph
-        self.trained = [role for role in graph.roles if graph.trained(role)]
-        self.directory = RunDirectory(experiment.run_dir, self.trained)
         self._said: set[str] = set()
         self._skipped = Counter[str]()
+
+    def load(self) -> None:
+        """Load the weights; UserError when they cannot be used."""
+        self.roles.load_weights()
 
     def open(self) -> None:
         """On the rank that writes, start the run's directory and tell the observer; UserError when the
@@ -183,6 +197,8 @@ class Run:
         for role, tensors in fresh.items():
             if tensors:
                 observer.note(f"models.{role}: initialised {', '.join(tensors)}, which the checkpoint lacks")
+        for text in self.remarks:
+            observer.note(text)
         for role, config in models(self.experiment).items():
             if isinstance(config, TrainedModelConfig) and config.optimizer.warmup_steps >= self.steps > 1:
                 observer.note(
@@ -302,7 +318,11 @@ class Run:
                 continue
             path = self.directory.checkpoint(done, "" if role == self.trained[0] else role)
             with self.directory.writing(path):
-                self.roles.save(role, path, self.tokenizer)
+                self.roles.save(role, path, self.tokenizer, self.ends)
+
+    def _remarks(self, role: str) -> Iterator[str]:
+        origin, vocabulary = self.roles.origins[role], self.roles.shapes[role].vocab_size
+        return remarks(origin, HEADS[role], self.tokenizer, self.ends, vocabulary)
 
     def _finish(self, started: float) -> None:
         comparison = self._collect(last=True)

@@ -1,12 +1,11 @@
-"""Numbers that are not finite: what of a mini-batch was the first one, and the error when they do not end."""
+"""Optimizer steps that are skipped because a gradient is not finite: what was so first, and the error for many."""
 
 from collections.abc import Iterator
 from math import isfinite
 
-from torch import Tensor
-
 from realrl.algorithms.method import Metrics
 from realrl.data.batch import Batch
+from realrl.engine.finite import all_finite
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.model import Model
 
@@ -52,15 +51,11 @@ def _suspects(model: Model, minibatch: Batch, figures: Metrics, gradients: FlatB
     """Whether each of `_names` is finite, as far as this rank holds it."""
     held = {tensor.name for tensor in model.parameters.tensors}
     for field in minibatch.fields.values():
-        yield _finite(field.values)
+        yield all_finite(field.values)
     for spec in model.layout.specs:
-        yield spec.name not in held or _finite(model.parameters[spec.name])
+        yield spec.name not in held or all_finite(model.parameters[spec.name])
     results = figures.result()
     for name in figures.means:
         yield isfinite(results[name])
     for spec in model.layout.specs:
-        yield spec.name not in held or _finite(gradients[spec.name])
-
-
-def _finite(values: Tensor) -> bool:
-    return bool(values.isfinite().all())
+        yield spec.name not in held or all_finite(gradients[spec.name])
