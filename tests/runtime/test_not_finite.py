@@ -66,7 +66,7 @@ def test_one_score_costs_its_mini_batch_and_nothing_more(
     )
     notes = run(recipe)
     assert notes == [
-        f"step 2: {call} skipped 1 optimizer step, whose gradient was not finite"
+        f"step 2: {call} skipped 1 optimizer step because the gradient was not finite"
         for call in ("actor.train", "critic.train")
     ]
     lines = figures(tmp_path / "run")

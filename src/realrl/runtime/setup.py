@@ -55,8 +55,10 @@ def load_ends(experiment: Experiment, tokenizer: Any) -> tuple[int, ...]:
 def load_data(
     experiment: Experiment, compiled: Compiled, tokenizer: Any, ends: tuple[int, ...]
 ) -> tuple[Dataset, Dataset | None]:
-    """Training and evaluation records, tokenized; `ends` are the ids that end a sequence. UserError names the record
-    that is wrong, or the role whose model is declared for shorter sequences."""
+    """Training and evaluation records, tokenized; `ends` are the ids that end a sequence.
+
+    UserError names the record that is wrong, or the role whose model is declared for shorter sequences.
+    """
     _check_positions(experiment)
     data, seed = experiment.data, experiment.seed
     train = Dataset.load(data.train, compiled.train.graph.sources, tokenizer, data, seed, ends)

@@ -1,7 +1,6 @@
 """The training loop of one rank."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -27,6 +26,7 @@ from realrl.runtime.costs import Costs
 from realrl.runtime.evaluate import Evaluation, flatten
 from realrl.runtime.fit_check import check_fit
 from realrl.runtime.judge import Judge
+from realrl.runtime.notes import StepNotes, data_notes, model_notes
 from realrl.runtime.process import Process, connect, resolve_cluster
 from realrl.runtime.roles import Roles
 from realrl.runtime.rundir import RunDirectory
@@ -99,10 +99,6 @@ def train(experiment: Experiment, observer: Observer) -> None:
         with process.together():
             if process.rank == WRITER:
                 check_fit(experiment, with_sizes(experiment, compiled, plan), here)
-                # Loading models may take minutes.
-                RunDirectory(experiment.run_dir).check(experiment)
-                if experiment.profile is not None:
-                    Profile.load(experiment.profile)
         # Every rank has read everything before the directory of an earlier run may be deleted.
         with process.together():
             run = Run(experiment, compiled, process, observer if process.rank == WRITER else None)
@@ -169,8 +165,7 @@ class Run:
                 tokenizer=self.tokenizer,
                 judge=judge,
             )
-        self._said: set[str] = set()
-        self._skipped = Counter[str]()
+        self.notes = StepNotes(algorithm)
 
     def load(self) -> None:
         """Load the weights; UserError when they cannot be used."""
@@ -188,23 +183,13 @@ class Run:
         self.directory.start(self.experiment, self.compiled.train.plan, self.compiled.programs)
         if find_spec("tensorboard") is not None:
             self.directory.open_tensorboard()
-        for name, records in (("train", self.records), ("eval", self.eval_records)):
-            if records is not None and records.skipped:
-                observer.note(f"data.{name}: skipped {records.skipped} records, first {records.reasons[0]}")
-        sets = [records for records in (self.records, self.eval_records) if records is not None]
-        for note in dict.fromkeys(note for records in sets for note in records.notes):
+        notes = [
+            *data_notes({"train": self.records, "eval": self.eval_records}),
+            *model_notes(self.experiment, self.steps, fresh),
+            *self.remarks,
+        ]
+        for note in notes:
             observer.note(note)
-        for role, tensors in fresh.items():
-            if tensors:
-                observer.note(f"models.{role}: initialised {', '.join(tensors)}, which the checkpoint lacks")
-        for text in self.remarks:
-            observer.note(text)
-        for role, config in models(self.experiment).items():
-            if isinstance(config, TrainedModelConfig) and config.optimizer.warmup_steps >= self.steps > 1:
-                observer.note(
-                    f"models.{role}.optimizer.warmup_steps={config.optimizer.warmup_steps} is not below the"
-                    f" {self.steps} steps of this run, so the learning rate only rises"
-                )
         if self.costs.source is not None:
             observer.note(f"predictions: {self.costs.source}")
         observer.begin(self.experiment, self.steps)
@@ -247,24 +232,9 @@ class Run:
             except SkippedStepsError as error:
                 raise self._stopped(error, step + 1) from None
         self._record(Record(step + 1, "train", time.monotonic() - start, figures))
-        self._remark(step + 1, figures)
-
-    def _remark(self, step: int, figures: Mapping[str, float]) -> None:
-        """Tell the observer what the figures of a training step give reason to."""
-        if self.observer is None:
-            return
-        for call in self.compiled.train.graph.calls:
-            skipped = int(figures.get(f"{call.name}/skipped_steps", 0))
-            self._skipped[call.name] += skipped
-            if skipped:
-                self.observer.note(
-                    f"step {step}: {call.name} skipped {skipped} optimizer step{'s' if skipped > 1 else ''}, whose"
-                    " gradient was not finite"
-                )
-        for text in self.algorithm.remarks(figures):
-            if text not in self._said:
-                self._said.add(text)
-                self.observer.note(f"step {step}: {text}")
+        if self.observer is not None:
+            for note in self.notes.of(step + 1, figures):
+                self.observer.note(note)
 
     def _check_learning(self) -> None:
         """RunError, on all ranks, if the last training step could not be learned from by one of its roles."""
@@ -336,6 +306,6 @@ class Run:
             seconds = time.monotonic() - started
             summary: dict[str, Any] = {"algorithm": self.experiment.algorithm, "steps": self.steps}
             self.directory.finish(
-                summary | {"seconds": round(seconds, 2), "skipped_steps": dict(+self._skipped)}
+                summary | {"seconds": round(seconds, 2), "skipped_steps": self.notes.skipped}
             )
             self.observer.end(self.experiment.run_dir, seconds)
