@@ -122,5 +122,5 @@ def test_content_that_cannot_be_read_is_named_by_file_and_line(tmp_path, name, c
 
 
 def test_a_folder_that_is_no_data_set_is_the_users_mistake(tmp_path):
-    with pytest.raises(UserError, match="is not a saved data set"):
+    with pytest.raises(UserError, match=r"is a directory that .* has not written"):
         read(tmp_path)

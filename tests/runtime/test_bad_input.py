@@ -42,7 +42,7 @@ CASES: dict[str, Case] = {
         lambda w, d: {"data__btach": 3},
         "data.btach: unknown key; did you mean data.batch?",
     ),
-    "wrong type": ("sft", lambda w, d: {"data__batch": True}, "data.batch: True is not a whole number"),
+    "wrong type": ("sft", lambda w, d: {"data__batch": True}, "data.batch: true is not a whole number"),
     "no model": (
         "ppo",
         lambda w, d: {"models__reward__path": "/nowhere/model"},

@@ -11,7 +11,9 @@ def tokenizer(
     vocab_size: Annotated[int, typer.Option(help="Number of tokens, special ones included.")] = 32000,
 ) -> None:
     """Train a byte-level BPE tokenizer on the text of a data set."""
+    from realrl.config.outputs import check_directory
     from realrl.data.tokenizer import train_tokenizer
 
+    check_directory("--out", out)
     size = train_tokenizer(data, out, vocab_size)
     typer.echo(f"wrote a tokenizer of {size} tokens to {out}")

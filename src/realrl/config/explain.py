@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, get_args
@@ -18,6 +19,7 @@ _WANTED = {
     "float": "a number",
     "bool": "true or false",
     "string": "text",
+    "timestamp": "text",
     "model": "a section of keys",
     "dict": "a section of keys",
     "tuple": "a list",
@@ -36,6 +38,28 @@ _BOUNDS = {
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """The most similar of `names`, if any is similar at all."""
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)), None)
+
+
+def brief(value: Any) -> str:
+    """A value as YAML writes it, on one line, and shortened where it is long."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return _BRIEF.repr(value)
+
+
+class _Brief(reprlib.Repr):
+    """Few entries and characters of anything, however large, deep, or inside itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxdict, self.maxlist, self.maxtuple = 2, 3, 3, 3
+        self.maxstring, self.maxlong, self.maxother = 80, 40, 60
+
+    def repr1(self, x: Any, level: int) -> str:
+        return brief(x) if x is None or isinstance(x, bool) else super().repr1(x, level)
+
+
+_BRIEF = _Brief()
 
 
 def section_class(field: FieldInfo) -> type[Settings] | None:
@@ -71,6 +95,8 @@ def _complaint(error: ErrorDetails, location: tuple[int | str, ...], cls: type[S
     if kind == "extra_forbidden":
         return "; ".join(filter(None, ("unknown key", _suggestion(location, cls))))
     if kind == "missing":
+        if isinstance(location[-1], int):
+            return "missing; the list has too few entries"
         field = _field(location, cls)
         about = f" ({field.description.split('. ')[0].rstrip('.')})" if field and field.description else ""
         return f"missing{about}"
@@ -78,16 +104,29 @@ def _complaint(error: ErrorDetails, location: tuple[int | str, ...], cls: type[S
         return str(context["error"])
     if kind == "literal_error":
         hint = nearest(str(value), re.findall(r"'([^']*)'", context["expected"]))
-        return f"{_text(value)} is not {context['expected']}" + (f"; did you mean {hint}?" if hint else "")
+        return f"{brief(value)} is not {context['expected']}" + (f"; did you mean {hint}?" if hint else "")
     if kind in _BOUNDS:
         words, limit = _BOUNDS[kind]
-        return f"{_text(value)} must be {words} {context[limit]:g}"
+        return f"{brief(value)} must be {words} {_number(context[limit])}"
+    if kind == "string_too_short":
+        return "must not be empty"
+    if kind == "too_short":
+        return f"{brief(value)} has {context['actual_length']} entries; at least {context['min_length']} are needed"
+    if kind == "too_long":
+        return f"{brief(value)} has {context['actual_length']} entries; at most {context['max_length']} can be used"
+    if kind == "invalid_key":
+        return f"{brief(location[-1])} is not text, so it is no name of a key"
+    if kind == "recursion_loop":
+        return "this contains itself"
     wanted = _WANTED.get(kind.split("_")[0])
-    return f"{_text(value)} is not {wanted}" if wanted else error["msg"]
+    if kind == "string_type" and isinstance(value, int | float):
+        wanted = f"text; in quotes, '{brief(value)}', it would be"
+    return f"{brief(value)} is not {wanted}" if wanted else error["msg"]
 
 
-def _text(value: Any) -> str:
-    return "null" if value is None else repr(value)
+def _number(limit: float) -> str:
+    """A bound as people write it: 1000000000, 0.01."""
+    return str(limit) if isinstance(limit, int) else f"{limit:g}"
 
 
 def _section(location: tuple[int | str, ...], cls: type[Settings]) -> type[Settings] | None:

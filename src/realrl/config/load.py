@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
 from realrl.config.experiment import EXPERIMENT, Experiment
-from realrl.config.explain import explain, nearest
+from realrl.config.explain import brief, explain, nearest
 from realrl.config.yaml_file import parse_yaml, read_yaml
 
 
@@ -25,7 +25,7 @@ def experiment_class(algorithm: str) -> type[Settings]:
     if algorithm not in classes:
         hint = nearest(algorithm, classes)
         suffix = f"; did you mean {hint}?" if hint else ""
-        raise UserError(f"algorithm: {algorithm!r} is not one of {', '.join(classes)}{suffix}")
+        raise UserError(f"algorithm: {brief(algorithm)} is not one of {', '.join(classes)}{suffix}")
     return classes[algorithm]
 
 
@@ -71,7 +71,7 @@ def apply_override(settings: dict[str, Any], override: str) -> dict[str, Any]:
         section = section[part]
         if not isinstance(section, dict):
             inner = ".".join(sections[: depth + 1])
-            raise UserError(f"override {override}: {inner} is {section!r}, which has no keys inside")
+            raise UserError(f"override {override}: {inner} is {brief(section)}, which has no keys inside")
     section[last] = value
     return settings
 

@@ -10,6 +10,14 @@ Head = Literal["lm", "scalar"]
 """`lm`: a next-token distribution per position; `scalar`: one number per position (reward and critic)."""
 
 
+Family = Literal["llama", "qwen2", "mistral"]
+"""What `model_type` in a `config.json` calls a family of models whose sizes can be described."""
+
+TRAINABLE: tuple[Family, ...] = ("llama",)
+"""Families that can be loaded, trained and saved. The others differ by a few biases or by which tokens see which:
+their sizes are enough to plan for them, but a model made from these would be a Llama."""
+
+
 class RopeScaling(Settings):
     """Llama 3's stretched rotary frequencies (Hugging Face `rope_type: llama3`)."""
 
@@ -22,12 +30,21 @@ class RopeScaling(Settings):
     original_max_position_embeddings: PositiveInt
     """Length, in tokens, the model was first trained for."""
 
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor:g} must be below high_freq_factor={self.high_freq_factor:g}"
+            )
+        return self
+
 
 class ModelShape(Settings):
     """Sizes of a decoder-only transformer."""
 
-    family: Literal["llama"] = "llama"
-    """Model family: decides the Hugging Face names and configuration class."""
+    family: Family = "llama"
+    """Model family: decides the Hugging Face names and configuration class. All can be planned for; only `llama`
+    can be trained yet."""
     vocab_size: PositiveInt
     """Rows of the embedding table."""
     hidden_size: PositiveInt
@@ -52,7 +69,7 @@ class ModelShape(Settings):
     """Epsilon inside RMSNorm."""
     tied_embeddings: bool = False
     """Whether the language-model head shares the embedding table."""
-    init_std: PositiveFloat = Field(default=0.02)
+    init_std: float = Field(default=0.02, gt=0, le=10)
     """Standard deviation of a freshly initialised weight."""
 
     @model_validator(mode="after")

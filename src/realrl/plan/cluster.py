@@ -29,7 +29,7 @@ class Cluster:
     @classmethod
     def parse(cls, text: str) -> "Cluster":
         """Read `NODESxDEVICES`, for example `2x8`; UserError for anything else."""
-        match = re.fullmatch(r"(\d+)x(\d+)", text.strip())
+        match = re.fullmatch(r"(\d{1,9})x(\d{1,9})", text.strip())
         if match is None:
             raise UserError(
                 f"cluster={text!r} is not understood; write nodes x devices per node, for example 1x2"

@@ -11,6 +11,7 @@ from typing import Any
 from realrl.config.errors import UserError
 from realrl.config.experiment import Experiment
 from realrl.config.load import dump_experiment
+from realrl.config.paths import local_path
 from realrl.plan.plan import Plan
 from realrl.program.instructions import Program
 from realrl.program.text import format_program
@@ -44,7 +45,7 @@ class RunDirectory:
             )
         inside = self.path.resolve()
         for name, source in _sources(experiment):
-            files = [Path(file).expanduser() for file in (source, *glob(source, recursive=True))]
+            files = [local_path(file) for file in (source, *glob(source, recursive=True))]
             if any(file.exists() and file.resolve().is_relative_to(inside) for file in files):
                 raise UserError(
                     f"{name}={source} lies in run_dir={self.path}, which overwrite=true would delete;"

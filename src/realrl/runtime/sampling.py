@@ -8,6 +8,8 @@ import torch
 from realrl.checkpoint import huggingface
 from realrl.config.algorithms import GenerationConfig
 from realrl.config.errors import UserError
+from realrl.config.explain import brief
+from realrl.config.shape import ModelShape
 from realrl.data.batch import Batch, Ragged
 from realrl.data.forms import Text
 from realrl.data.tokenization import check_tokenizer, tokenize
@@ -17,6 +19,29 @@ from realrl.engine.model import whole_model
 
 CACHE_TOKENS = 65536
 """Most tokens in the key/value cache at a time."""
+_CHARACTERS = 64
+"""More than a token has, in text that means something."""
+
+
+def _check_limits(
+    prompts: Sequence[str], tokenizer: Any, shape: ModelShape, sampling: GenerationConfig
+) -> None:
+    """UserError for what the model is too small for. Needs no weights."""
+    if sampling.top_k > shape.vocab_size:
+        raise UserError(
+            f"top_k={sampling.top_k} is more than the {shape.vocab_size} tokens of the vocabulary"
+        )
+    enough = _CHARACTERS * shape.max_positions
+    for number, prompt in enumerate(prompts, 1):
+        # Of a text of megabytes the beginning is too long already, and takes no seconds to tokenise.
+        for text in (prompt[:enough], prompt) if len(prompt) > enough else (prompt,):
+            tokens = len(tokenize([Text(text, None)], tokenizer)[0].ids)
+            if tokens + sampling.max_new_tokens > shape.max_positions:
+                raise UserError(
+                    f"prompt {number} ({brief(prompt)}) has {tokens}{'' if text == prompt else ' or more'} tokens;"
+                    f" with max_new_tokens={sampling.max_new_tokens} that is more than the {shape.max_positions}"
+                    " positions that the model is declared for"
+                )
 
 
 def generate_text(
@@ -24,12 +49,14 @@ def generate_text(
 ) -> Iterator[dict[str, Any]]:
     """Continue each prompt `n` times. Yields {prompt, completion, tokens, finished}, in the order of prompts.
 
-    UserError when the directory holds no model that can be loaded.
+    UserError when the directory holds no model that can be loaded, or the model has fewer positions, or tokens,
+    than are asked for.
     """
+    shape = huggingface.read_shape(model_dir)
     tokenizer = load_tokenizer(model_dir)
     check_tokenizer(tokenizer)
+    _check_limits(prompts, tokenizer, shape, sampling)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shape = huggingface.read_shape(model_dir)
     # A CPU is no faster at bfloat16, and float32 repeats what training computed.
     dtype = huggingface.read_dtype(model_dir) if device.type == "cuda" else torch.float32
     model = whole_model(shape, "lm", dtype=dtype, device=device)

@@ -1,6 +1,5 @@
 """What is asked of the profiler. No torch."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,9 @@ from realrl.checkpoint.directory import shape_of
 from realrl.config.algorithms import GenerationConfig
 from realrl.config.errors import UserError
 from realrl.config.experiment import Experiment, PPOExperiment
-from realrl.config.explain import nearest
+from realrl.config.outputs import check_file
 from realrl.config.shape import ModelShape
-from realrl.config.shapes import SHAPES
+from realrl.config.shape_source import find_shape
 from realrl.plan.placement import DTYPES, Dtype
 from realrl.planner.cluster import ClusterSpec, NodeGroup
 from realrl.planner.profile import ShapeKey
@@ -64,13 +63,7 @@ def make_request(
     device: Literal["auto", "cpu", "cuda"] = "auto" if experiment is None else experiment.device
     if group is not None:
         device = "cpu" if group.device.cpu else "cuda"
-    file = Path(out)
-    if not file.parent.is_dir():
-        raise UserError(f"--out {out}: there is no directory {file.parent}")
-    if file.is_dir():
-        raise UserError(f"--out {out}: this is a directory; name a file in it")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise UserError(f"--out {out}: this file cannot be written")
+    file = check_file("--out", out)
     sampling = experiment.generation if isinstance(experiment, PPOExperiment) else GenerationConfig()
     # What is measured depends on the number of layers hardly, and not on what else a key leaves out.
     deepest = {(ShapeKey.of(shape), dtype): shape for shape, dtype in sorted(found, key=_layers)}
@@ -114,11 +107,10 @@ def _group(cluster: str) -> NodeGroup | None:
 
 
 def _shape(name: str) -> ModelShape:
-    if name not in SHAPES:
-        hint = nearest(name, SHAPES)
-        suffix = f"did you mean {hint}?" if hint else f"known models are {', '.join(SHAPES)}"
-        raise UserError(f"--shape: {name!r} is no model whose sizes are known; {suffix}")
-    return SHAPES[name]
+    try:
+        return find_shape(name)
+    except UserError as error:
+        raise UserError(f"--shape: {error}") from None
 
 
 def _dtype(name: str) -> Dtype:
