@@ -63,6 +63,8 @@ def _write(path: Path, lines: Iterable[str]) -> None:
     from realrl.config.errors import UserError
 
     partial = path.with_name(f".{path.name}.partial")
+    if path.is_dir():
+        raise UserError(f"{path} cannot be written: it is a directory; name a file in it")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = partial.open("w", encoding="utf-8")

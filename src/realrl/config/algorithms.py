@@ -10,7 +10,7 @@ from realrl.config.base import Settings
 class GenerationConfig(Settings):
     """How tokens are sampled."""
 
-    max_new_tokens: PositiveInt = 128
+    max_new_tokens: int = Field(default=128, gt=0, le=10**7)
     """Generation stops here even without an end-of-sequence token."""
     min_new_tokens: NonNegativeInt = 0
     """End of sequence is not sampled before this many tokens."""

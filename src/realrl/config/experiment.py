@@ -7,6 +7,7 @@ from pydantic import Field, PositiveInt, TypeAdapter, field_validator, model_val
 from realrl.config.algorithms import GenerationConfig, PPOConfig
 from realrl.config.base import Settings
 from realrl.config.data import DataConfig, TrainingConfig
+from realrl.config.explain import brief
 from realrl.config.model import ModelConfig, TrainedModelConfig
 from realrl.config.units import check_size
 from realrl.config.words import join
@@ -63,9 +64,9 @@ class _Run(Settings):
     @field_validator("cluster", mode="before")
     @classmethod
     def _devices(cls, value: Any) -> Any:
-        if type(value) is int:
+        if not isinstance(value, str):
             raise ValueError(
-                f"{value} is a number; write nodes x devices per node, for example 1x{max(1, value)}"
+                f"{brief(value)} is not understood; write nodes x devices per node, for example 1x2"
             )
         return value
 

@@ -5,6 +5,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import date
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -13,6 +14,12 @@ from pydantic_core import ErrorDetails
 
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
+
+_KEY = "[key]"
+"""The end of pydantic's location of a key that is wrong itself."""
+
+_LONG = 80
+"""Characters of a value that an error message repeats at most."""
 
 _WANTED = {
     "int": "a whole number",
@@ -47,15 +54,22 @@ def brief(value: Any) -> str:
     return _BRIEF.repr(value)
 
 
+def shorten(text: str) -> str:
+    """Text as it is, but cut where it is long."""
+    return text if len(text) <= _LONG else f"{text[:_LONG]}..."
+
+
 class _Brief(reprlib.Repr):
     """Few entries and characters of anything, however large, deep, or inside itself."""
 
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel, self.maxdict, self.maxlist, self.maxtuple = 2, 3, 3, 3
-        self.maxstring, self.maxlong, self.maxother = 80, 40, 60
+        self.maxstring, self.maxlong, self.maxother = _LONG, 40, 60
 
     def repr1(self, x: Any, level: int) -> str:
+        if isinstance(x, date):
+            return str(x)
         return brief(x) if x is None or isinstance(x, bool) else super().repr1(x, level)
 
 
@@ -77,13 +91,16 @@ def explain(error: ValidationError, cls: type[Settings], *, skip: int = 0) -> st
     location that are not keys.
     """
     # A misspelt key often also shows up as a missing one; the spelling is what has to be mended.
-    errors = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+    errors = sorted(error.errors(), key=lambda e: e["type"] not in ("extra_forbidden", "invalid_key"))
     sentence = _sentence(errors[0], errors[0]["loc"][skip:], cls)
     others = len(errors) - 1
     return sentence if not others else f"{sentence} (and {others} more mistake{'s' if others > 1 else ''})"
 
 
 def _sentence(error: ErrorDetails, location: tuple[int | str, ...], cls: type[Settings]) -> str:
+    if location and location[-1] == _KEY:
+        key = brief(location[-2])
+        return f"{'.'.join(map(str, location[:-2]))}: {key} is not text, so it is no name of a key"
     path = ".".join(str(part) for part in location)
     complaint = _complaint(error, location, cls)
     return f"{path}: {complaint}" if path else complaint

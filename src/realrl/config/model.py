@@ -70,6 +70,8 @@ class ModelConfig(Settings):
     @field_validator("shape", mode="before")
     @classmethod
     def _named(cls, value: Any) -> Any:
+        if value == "":
+            raise ValueError("must not be empty")
         if isinstance(value, int | float | list):
             raise ValueError(
                 f"{brief(value)} is neither the name of a published model, nor a config.json, nor a section of"

@@ -4,12 +4,22 @@ import os
 import re
 from pathlib import Path
 
+from realrl.config.errors import UserError
+from realrl.config.explain import shorten
+
 _HUB_NAME = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
 
 
+_LONGEST = 255
+"""Bytes of a name, in every usual file system; asking about a longer one is an error of its own."""
+
+
 def local_path(path: str) -> Path:
-    """A path with `~` resolved, where there is such a home."""
-    return Path(os.path.expanduser(path))
+    """A path with `~` resolved, where there is such a home. UserError where no file system could hold it."""
+    found = Path(os.path.expanduser(path))
+    if any(len(os.fsencode(part)) > _LONGEST for part in found.parts):
+        raise UserError(f"{shorten(path)} is too long for a path: a name has at most {_LONGEST} bytes")
+    return found
 
 
 def is_local(path: str) -> bool:

@@ -1,6 +1,6 @@
 """The shape of a decoder model: sizes only, no weights and no torch."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -16,6 +16,13 @@ Family = Literal["llama", "qwen2", "mistral"]
 TRAINABLE: tuple[Family, ...] = ("llama",)
 """Families that can be loaded, trained and saved. The others differ by a few biases or by which tokens see which:
 their sizes are enough to plan for them, but a model made from these would be a Llama."""
+
+
+Size = Annotated[int, Field(gt=0, le=10**9)]
+"""A width; a thousand times what there is."""
+
+Count = Annotated[int, Field(gt=0, le=10**4)]
+"""Of layers and of heads, which are gone through one by one; some ten times what there is."""
 
 
 class RopeScaling(Settings):
@@ -45,21 +52,21 @@ class ModelShape(Settings):
     family: Family = "llama"
     """Model family: decides the Hugging Face names and configuration class. All can be planned for; only `llama`
     can be trained yet."""
-    vocab_size: PositiveInt
+    vocab_size: Size
     """Rows of the embedding table."""
-    hidden_size: PositiveInt
+    hidden_size: Size
     """Width of the residual stream."""
-    intermediate_size: PositiveInt
+    intermediate_size: Size
     """Width inside the feed-forward block."""
-    layers: PositiveInt
+    layers: Count
     """Number of decoder layers."""
-    heads: PositiveInt
+    heads: Count
     """Number of query heads."""
-    kv_heads: PositiveInt
+    kv_heads: Count
     """Number of key/value heads; `heads` must be a multiple of it."""
-    head_dim: PositiveInt
+    head_dim: Size
     """Width of one attention head."""
-    max_positions: PositiveInt = 2048
+    max_positions: Size = 2048
     """Longest sequence, in tokens, the model is declared for."""
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""

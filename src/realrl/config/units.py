@@ -28,7 +28,8 @@ def check_size(value: Any) -> Any:
     """A value where a size is wanted, before its type is checked: UserError for text that is no size, and for a
     number without a unit."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        raise UserError(f"{value} has no unit; write for example {value}GiB or {value}MiB")
+        example = value if 1 <= value < 10**6 else 80
+        raise UserError(f"{brief(value)} has no unit; write for example {example}GiB")
     if isinstance(value, str):
         parse_bytes(value)
     return value

@@ -8,6 +8,9 @@ import yaml
 
 from realrl.config.errors import UserError
 
+_MOST = 10**20
+"""Larger whole numbers are mistakes, and overflow where arithmetic is not that of Python."""
+
 
 class _Loader(yaml.SafeLoader):
     """Safe loader that refuses a key given twice in one mapping, and text that no file name can hold."""
@@ -23,12 +26,22 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
-    def construct_scalar(self, node: Any) -> Any:
-        value = super().construct_scalar(node)
-        if isinstance(value, str) and "\0" in value:
-            raise yaml.MarkedYAMLError(problem="text with a NUL character", problem_mark=node.start_mark)
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        value = super().construct_yaml_int(node)
+        if abs(value) > _MOST:
+            raise yaml.MarkedYAMLError(problem="a number above 10^20", problem_mark=node.start_mark)
         return value
 
+    def construct_scalar(self, node: Any) -> Any:
+        value = super().construct_scalar(node)
+        if isinstance(value, str) and re.search("[\\0\\ud800-\\udfff]", value):
+            raise yaml.MarkedYAMLError(
+                problem="text with a character that no file can have", problem_mark=node.start_mark
+            )
+        return value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 # YAML 1.1, which PyYAML follows, reads 2024-01-01 as a date, 0x2 and 010 as other numbers than they look, 1:30 as
 # 90, and wants 1.0e-5 where everybody else, and everybody's recipes, write 1e-5.

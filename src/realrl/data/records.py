@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from realrl.config.errors import UserError
+from realrl.config.paths import local_path
 from realrl.data.rejects import Rejects
 
 Record = tuple[str, dict[str, Any]]
@@ -25,7 +26,7 @@ def read_records(source: str, rejects: Rejects) -> Iterator[Record]:
     splits), or a hub data set (`NAME:SPLIT` or `NAME:CONFIG:SPLIT`). Lines that are not a JSON object go to
     `rejects`. UserError where the source does not exist or cannot be opened.
     """
-    suffix = Path(source).suffix
+    suffix = local_path(source).suffix
     if suffix in _READERS:
         files = sorted(glob(source, recursive=True)) or ([source] if Path(source).is_file() else [])
         if not files:

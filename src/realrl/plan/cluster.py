@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from realrl.config.errors import UserError
+from realrl.config.explain import brief
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Cluster:
         match = re.fullmatch(r"(\d{1,9})x(\d{1,9})", text.strip())
         if match is None:
             raise UserError(
-                f"cluster={text!r} is not understood; write nodes x devices per node, for example 1x2"
+                f"cluster={brief(text)} is not understood; write nodes x devices per node, for example 1x2"
             )
         return cls(int(match[1]), int(match[2]))
 

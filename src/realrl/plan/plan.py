@@ -74,8 +74,10 @@ class _File(Settings):
     @field_validator("cluster", mode="before")
     @classmethod
     def _devices(cls, value: Any) -> Any:
-        if type(value) is int:
-            raise ValueError(f"{value} is a number; write nodes x devices per node, for example 2x8")
+        if not isinstance(value, str):
+            raise ValueError(
+                f"{brief(value)} is not understood; write nodes x devices per node, for example 2x8"
+            )
         return value
 
 

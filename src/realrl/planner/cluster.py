@@ -157,7 +157,7 @@ class ClusterSpec:
             match = re.fullmatch(r"\s*([\w.-]+):(\d{1,9})x(\d{1,9})\s*", part)
             if match is None:
                 raise UserError(
-                    f"cluster {text!r} is not understood; write kind:nodes x devices per node, for example"
+                    f"cluster {brief(text)} is not understood; write kind:nodes x devices per node, for example"
                     " a100-80g:2x8, or name a .yaml file"
                 )
             kind = device_kind(match[1].lower())

@@ -24,7 +24,7 @@ class RunDirectory:
     """Paths of a run, and its writers. Only the rank that writes may open one."""
 
     def __init__(self, path: str) -> None:
-        self.path = Path(path)
+        self.path = local_path(path)
         self._metrics = self.path / "metrics.jsonl"
         self._board: Any = None
 

@@ -59,7 +59,8 @@ def make_request(
     if types:
         found = [(shape, dtype) for shape, _ in found for dtype in types]
     found += [(_shape(name), dtype) for name in shapes for dtype in types or [DTYPES["bfloat16"]]]
-    group = _group(cluster or ("" if experiment is None else experiment.cluster))
+    spec = ClusterSpec.parse(cluster) if cluster else named_cluster(experiment.cluster if experiment else "")
+    group = None if spec is None else _group(spec)
     device: Literal["auto", "cpu", "cuda"] = "auto" if experiment is None else experiment.device
     if group is not None:
         device = "cpu" if group.device.cpu else "cuda"
@@ -96,11 +97,8 @@ def _models(experiment: Experiment) -> list[tuple[ModelShape, Dtype]]:
     return found
 
 
-def _group(cluster: str) -> NodeGroup | None:
-    """The devices that a cluster names; None where it only counts them, or says nothing."""
-    spec: ClusterSpec | None = named_cluster(cluster) if cluster else None
-    if spec is None:
-        return None
+def _group(spec: ClusterSpec) -> NodeGroup:
+    """The devices of a cluster; UserError where they are of several kinds."""
     if len({group.device.name for group in spec.groups}) > 1:
         raise UserError(f"cluster {spec.name} has several kinds of devices; name one, for example h100:1x8")
     return spec.groups[0]
