@@ -137,6 +137,15 @@ def test_the_objective_cost_takes_as_many_nodes_as_are_cheapest(
     assert int(found["plan"]["cluster"][0]) == min(prices, key=lambda nodes: prices[nodes]) <= 2
 
 
+def test_models_that_cannot_be_trained_yet_are_planned_and_said_to_be_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = planned(capsys, "--cluster", "a100-40g:1x2")["source"]
+    assert "models of family qwen2 can be planned for and not trained yet (trained are: llama)" in source
+    llama = ("models.actor.shape=llama-3.2-1b", "models.reward.shape=llama-3.2-1b")
+    assert "trained" not in planned(capsys, *llama, "--cluster", "a100-80g:1x2")["source"]
+
+
 def test_a_plan_file_of_ones_own_is_compared_as_it_is(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
