@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from realrl.config.errors import UserError
 from realrl.config.explain import brief
+from realrl.config.files import check_file
 from realrl.config.json_file import read_json
-from realrl.config.outputs import check_file
 from realrl.config.shape import TRAINABLE
 from realrl.config.units import parse_bytes
 from realrl.config.words import join
@@ -146,7 +146,10 @@ def files_to_write(*sources: str | None, **paths: str | None) -> dict[str, Path]
     for option, path in paths.items():
         if path is None:
             continue
-        files[option] = file = check_file(f"--{option}", path)
+        files[option] = file = Path(path)
+        if not file.parent.is_dir():
+            raise UserError(f"--{option} {path}: there is no directory {file.parent}")
+        check_file(f"--{option} {path}", file)
         if file.resolve() in taken:
             raise UserError(f"--{option} {path}: this file is {taken[file.resolve()]}; name another one")
         taken[file.resolve()] = f"that of --{option}"

@@ -1,6 +1,7 @@
 """`realrl report`."""
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -29,14 +30,15 @@ def report(
     from realrl.cli.report_figures import report_figures
     from realrl.cli.report_runs import read_runs
     from realrl.config.errors import UserError
-    from realrl.config.outputs import check_directory
+    from realrl.config.files import check_directory
 
     if find_spec("matplotlib") is None:
         raise UserError("the report's curves need matplotlib: pip install 'realrl[demo]'")
     from realrl.cli.report_picture import draw_picture
 
     runs = read_runs(run_dirs)
-    folder = check_directory("--out", out)
+    folder = Path(out)
+    check_directory(f"--out {out}", folder)
     folder.mkdir(parents=True, exist_ok=True)
     figures = report_figures(runs)
     (folder / "report.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")

@@ -1,5 +1,6 @@
 """`realrl tokenizer`."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,9 +12,9 @@ def tokenizer(
     vocab_size: Annotated[int, typer.Option(help="Number of tokens, special ones included.")] = 32000,
 ) -> None:
     """Train a byte-level BPE tokenizer on the text of a data set."""
-    from realrl.config.outputs import check_directory
+    from realrl.config.files import check_directory
     from realrl.data.tokenizer import train_tokenizer
 
-    check_directory("--out", out)
+    check_directory(f"--out {out}", Path(out))
     size = train_tokenizer(data, out, vocab_size)
     typer.echo(f"wrote a tokenizer of {size} tokens to {out}")

@@ -9,7 +9,7 @@ from realrl.checkpoint.directory import shape_of
 from realrl.config.algorithms import GenerationConfig
 from realrl.config.errors import UserError
 from realrl.config.experiment import Experiment, PPOExperiment
-from realrl.config.outputs import check_file
+from realrl.config.files import check_file
 from realrl.config.shape import ModelShape
 from realrl.config.shape_source import find_shape
 from realrl.plan.placement import DTYPES, Dtype
@@ -64,7 +64,10 @@ def make_request(
     device: Literal["auto", "cpu", "cuda"] = "auto" if experiment is None else experiment.device
     if group is not None:
         device = "cpu" if group.device.cpu else "cuda"
-    file = check_file("--out", out)
+    file = Path(out)
+    if not file.parent.is_dir():
+        raise UserError(f"--out {out}: there is no directory {file.parent}")
+    check_file(f"--out {out}", file)
     sampling = experiment.generation if isinstance(experiment, PPOExperiment) else GenerationConfig()
     # What is measured depends on the number of layers hardly, and not on what else a key leaves out.
     deepest = {(ShapeKey.of(shape), dtype): shape for shape, dtype in sorted(found, key=_layers)}
