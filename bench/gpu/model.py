@@ -57,9 +57,8 @@ def training(model: Model) -> float:
     trainer = Trainer(model, OptimizerConfig())
     count = TOKENS // LENGTH
     rows = Ragged(torch.randint(0, model.shape.vocab_size, (TOKENS,)), (LENGTH,) * count)
-    batch = Batch(
-        tuple(range(count)), {"tokens": rows, "prompt_length": Ragged.scalars(torch.ones(count).long())}
-    )
+    trained = Ragged(torch.ones_like(rows.values), rows.lengths)
+    batch = Batch(tuple(range(count)), {"tokens": rows, "trained": trained})
     everything = [list(range(count))]
     elapsed = seconds(lambda: trainer.train(batch, SFTTrain(), everything, lr=1e-5, budget=TOKENS), 5)
     shape = model.shape

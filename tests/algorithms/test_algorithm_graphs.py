@@ -26,8 +26,8 @@ def experiment(algorithm: str, *, evaluate: bool = True, **settings: object) -> 
 @pytest.mark.parametrize(
     ("algorithm", "calls", "sources"),
     [
-        ("sft", ["actor.train"], ("tokens", "prompt_length")),
-        ("reward", ["reward.train"], ("chosen", "rejected")),
+        ("sft", ["actor.train"], ("tokens", "trained")),
+        ("reward", ["reward.train"], ("chosen", "rejected", "pairs")),
         (
             "ppo",
             [
@@ -54,8 +54,8 @@ def test_a_step_runs_these_calls_on_these_columns(
 @pytest.mark.parametrize(
     ("algorithm", "calls", "sources"),
     [
-        ("sft", ["actor.inference"], ("tokens", "prompt_length")),
-        ("reward", ["reward.inference"], ("chosen", "rejected")),
+        ("sft", ["actor.inference"], ("tokens", "trained")),
+        ("reward", ["reward.inference"], ("chosen", "rejected", "pairs")),
         ("ppo", ["actor.generate", "reward.inference", "ref.inference"], ("prompts",)),
     ],
 )

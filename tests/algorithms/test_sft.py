@@ -12,23 +12,25 @@ from realrl.data.batch import Batch, Ragged
 def random_batch(seed: int, count: int) -> Batch:
     rng = random.Random(seed)
     rows = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 9))] for _ in range(count)]
-    prompts = torch.tensor([rng.randint(0, len(row)) for row in rows])
-    fields = {"tokens": Ragged.of(rows, dtype=torch.int64), "prompt_length": Ragged.scalars(prompts)}
+    trained = [[rng.randint(0, 1) for _ in row] for row in rows]
+    fields = {
+        key: Ragged.of(value, dtype=torch.int64) for key, value in (("tokens", rows), ("trained", trained))
+    }
     return Batch(tuple(range(count)), fields)
 
 
 def reference_nll(batch: Batch, model: TableModel) -> tuple[list[float], int]:
-    """Per item, and the number of answer tokens."""
+    """Per item, and the number of tokens to learn."""
     losses, answers = [], 0
-    for tokens, prompt in zip(batch["tokens"].rows(), batch["prompt_length"].values.tolist(), strict=True):
-        learnt = [t for t in range(len(tokens)) if t >= prompt and t != 0]
+    for tokens, trained in zip(batch["tokens"].rows(), batch["trained"].rows(), strict=True):
+        learnt = [t for t in range(len(tokens)) if trained[t] and t != 0]
         losses.append(sum(-float(model.table[0, tokens[t]].detach()) for t in learnt))
         answers += len(learnt)
     return losses, answers
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_loss_is_the_nll_of_answer_tokens_only(seed: int) -> None:
+def test_loss_is_the_nll_of_the_tokens_to_learn_but_a_rows_first(seed: int) -> None:
     batch, model, method = random_batch(seed, 6), TableModel(), SFTTrain()
     losses, answers = reference_nll(batch, model)
     prepared, _ = method.prepare(batch, alone)
@@ -51,7 +53,7 @@ def test_evaluation_reports_the_same_loss_as_training() -> None:
 def test_an_item_without_answer_adds_nothing_and_keeps_gradients_finite() -> None:
     fields = {
         "tokens": Ragged.of([[1, 2, 3]], dtype=torch.int64),
-        "prompt_length": Ragged.scalars(torch.tensor([3])),
+        "trained": Ragged.of([[0, 0, 0]], dtype=torch.int64),
     }
     batch, model, method = Batch((0,), fields), TableModel(), SFTTrain()
     loss, metrics = method.loss(batch, model(method.sequences(batch)))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,9 @@ from realrl.config.errors import UserError
 from realrl.config.llama import shape_to_hf
 from realrl.config.model import ModelConfig
 from realrl.config.shape import Head, ModelShape
+from realrl.engine.finite import NotFiniteError
 from realrl.engine.flat import FlatBuffer
+from realrl.layout.region import Region
 from realrl.layout.tensors import model_tensors
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 4}
@@ -139,6 +142,7 @@ def test_a_save_that_dies_leaves_the_old_directory_whole(tmp_path: Path) -> None
     before = sorted(entry.name for entry in path.iterdir())
 
     class Dying:
+        name_or_path = ""
         bos_token_id = eos_token_id = pad_token_id = None
 
         def save_pretrained(self, _: str) -> None:
@@ -148,7 +152,6 @@ def test_a_save_that_dies_leaves_the_old_directory_whole(tmp_path: Path) -> None
     with pytest.raises(KeyboardInterrupt):
         huggingface.save(path, shape, "lm", random_buffer(shape, "lm"), Dying(), torch.float32)
     assert sorted(entry.name for entry in path.iterdir()) == before and loaded(path)[1] == []
-    saved(path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
 
 
@@ -197,6 +200,57 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "bad-index": (lambda p: (p / huggingface.INDEX).write_text("{}"), "weight_map is missing"),
 }
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_refused(value: float, tmp_path: Path) -> None:
+    path = saved(tmp_path / "m")
+    weights = torch.ones(16)
+    weights[5] = value
+    change(path, NORM, weights)
+    with pytest.raises(UserError) as caught:
+        loaded(path)
+    expected = f"{path / 'model.safetensors'}: tensor {NORM} has values that are not finite (NaN or infinity)"
+    assert str(caught.value) == expected
+
+
+def test_weights_that_the_runs_type_cannot_hold_are_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path / "m")
+    change(path, NORM, torch.full((16,), 1e300, dtype=torch.float64))
+    with pytest.raises(UserError, match=r"tensor model\.norm\.weight has values that float32 cannot hold"):
+        loaded(path)
+
+
+def test_only_the_regions_that_are_read_are_looked_at(tmp_path: Path) -> None:
+    path = saved(tmp_path / "m")
+    table = torch.ones(37, 16)
+    table[30] = float("nan")
+    change(path, "model.embed_tokens.weight", table)
+    tensors = model_tensors(shape_of(), "lm")
+    for rows, finite in (((0, 30), True), ((20, 17), False)):
+        region = Region("model.embed_tokens.weight", (rows[0], 0), (rows[1], 16))
+        buffer = FlatBuffer(tensors, torch.float32, "cpu")
+        with nullcontext() if finite else pytest.raises(UserError, match="not finite"):
+            huggingface.load(path, tensors, buffer, {region.tensor: region})
+
+
+@pytest.mark.parametrize("shard", [5e9, 2000.0], ids=["one-file", "sharded"])
+def test_a_model_that_is_not_finite_is_not_saved(shard: float, tmp_path: Path) -> None:
+    path, shape = saved(tmp_path / "m"), shape_of()
+    buffer = random_buffer(shape, "lm")
+    buffer[NORM][3] = float("nan")
+    with pytest.raises(NotFiniteError, match=NORM):
+        huggingface.save(path, shape, "lm", buffer, tokenizer(), torch.float32, shard)
+    assert loaded(path)[1] == [] and [entry.name for entry in tmp_path.iterdir()] == ["m"]
+
+
+def test_headers_alone_show_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path / "m")
+    monkeypatch.setattr(huggingface, "_read", None)
+    assert huggingface.check(path, model_tensors(shape_of(), "scalar")) == ["score.weight"]
+    change(path, NORM, torch.ones(3))
+    with pytest.raises(UserError, match=r"norm\.weight has shape \[3\]"):
+        huggingface.check(path, model_tensors(shape_of(), "lm"))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

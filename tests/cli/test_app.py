@@ -102,6 +102,7 @@ def test_prompts_come_from_text_files_and_from_records(tmp_path: Path) -> None:
 
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("one", "two")))
-    assert (
-        _read_prompts(str(tmp_path / "a.txt")) == _read_prompts(str(tmp_path / "a.jsonl")) == ["one", "two"]
-    )
+    for name, lines in (("a.txt", (1, 3)), ("a.jsonl", (1, 2))):
+        origins = [f"{tmp_path / name}:{line}" for line in lines]
+        prompts = [{"prompt": "one"}, {"prompt": "two"}]
+        assert _read_prompts(str(tmp_path / name)) == list(zip(origins, prompts, strict=True))

@@ -1,6 +1,7 @@
 """`realrl generate` from a saved model to text."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,84 @@ def test_without_a_file_the_text_is_printed(
     assert run_app([*command, *(f"--prompt={prompt}" for prompt in PROMPTS)]) == 0
     printed = capsys.readouterr().out
     assert printed == "".join(f"{row['prompt']}{row['completion']}\n\n" for row in rows)
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+ASKED = "<|user|>the film</s>\n<|assistant|>"
+TURNS = [{"role": "user", "content": "the film"}, {"role": "assistant", "content": "is great"}]
+
+
+@pytest.fixture(scope="module")
+def chat_model(world: World, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The actor, with a chat template."""
+    path = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(world.actor, path)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return str(path)
+
+
+def generated(model: str, tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
+    out = tmp_path / "out.jsonl"
+    assert run_app(["generate", model, "--max-new-tokens", "6", "--out", str(out), *arguments]) == 0
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_a_chat_prompt_is_a_user_turn_and_the_command_says_so(
+    chat_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (chat,) = generated(chat_model, tmp_path, "--chat", "--prompt", "the film", "--greedy")
+    error = capsys.readouterr().err
+    assert "note: prompts of plain text are written with the tokenizer's chat template" in error
+    (plain,) = generated(chat_model, tmp_path, "--prompt", ASKED, "--greedy")
+    assert "note: prompts are plain text and are used as they stand" in capsys.readouterr().err
+    assert chat["prompt"] == "the film" and chat["tokens"] == plain["tokens"]
+
+
+def test_conversations_are_continued_after_their_last_user_turn(
+    chat_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    records = [{"prompt": TURNS[:1]}, {"messages": TURNS}]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    rows = generated(chat_model, tmp_path, "--prompts", str(file), "--greedy")
+    assert "note:" not in capsys.readouterr().err
+    assert [row["prompt"] for row in rows] == [TURNS[:1]] * 2
+    (asked,) = generated(chat_model, tmp_path, "--chat", "--prompt", "the film", "--greedy")
+    assert [row["tokens"] for row in rows] == [asked["tokens"]] * 2
+
+
+def test_conversations_are_printed_turn_by_turn(
+    chat_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"messages": TURNS}) + "\n")
+    assert run_app(["generate", chat_model, "--max-new-tokens", "3", "--prompts", str(file)]) == 0
+    assert capsys.readouterr().out.startswith("user: the film\n")
+
+
+@pytest.mark.parametrize(
+    ("record", "complaint"),
+    [({"question": "a"}, "no field 'prompt'"), ({"messages": TURNS[1:]}, "messages has no user turn")],
+)
+def test_a_record_without_prompt_is_named(
+    chat_model: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    record: dict[str, Any],
+    complaint: str,
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(record) + "\n")
+    assert run_app(["generate", chat_model, "--prompts", str(file)]) == 2
+    assert f"prompts.jsonl:1: {complaint}" in capsys.readouterr().err
+
+
+def test_a_chat_needs_a_template(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["generate", world.actor, "--chat", "--prompt", "a"]) == 2
+    assert "has no chat template" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

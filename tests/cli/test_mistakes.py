@@ -810,10 +810,10 @@ COMMANDS: list[tuple[str, str]] = [
     ("generate ACTOR --prompt a --max-new-tokens 0", "max_new_tokens: 0 must be above 0"),
     (
         "generate ACTOR --prompt a --max-new-tokens 2048",
-        "prompt 1 ('a') has 2 tokens; with max_new_tokens=2048",
+        "--prompt 'a': the prompt has at least 2 tokens",
     ),
     ("generate ACTOR --prompt a --max-new-tokens 5 --min-new-tokens 6", "is above max_new_tokens=5"),
-    ("generate ACTOR --prompt a --prompts DIR/huge.jsonl", "prompt 2 ("),
+    ("generate ACTOR --prompt a --prompts DIR/huge.jsonl", "huge.jsonl:1: the prompt has at least"),
     ("generate ACTOR --prompt a --out /proc/x", "/proc/x cannot be written"),
     ("generate ACTOR --prompt a --out DIR/folder", "is a directory; name a file in it"),
     ("generate ACTOR --prompt a --out DIR/text.txt/x", "cannot be written"),

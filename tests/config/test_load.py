@@ -70,6 +70,32 @@ def test_critic_and_reference_default_to_reward_and_actor(recipe: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "critic", "ref"),
+    [
+        ([], "bfloat16", "bfloat16"),
+        (["models.ref.dtype=float32"], "bfloat16", "float32"),
+        (["models.critic.path=c", "models.critic.dtype=float32"], "float32", "bfloat16"),
+        (["models.critic.path=c"], "bfloat16", "bfloat16"),
+    ],
+)
+def test_critic_and_reference_have_the_actors_type_unless_told_otherwise(
+    recipe: str, overrides: list[str], critic: str, ref: str
+) -> None:
+    experiment = load_experiment(recipe, ["models.actor.dtype=bfloat16", *overrides])
+    models = experiment.models
+    assert (models.critic.dtype, models.ref.dtype, models.reward.dtype) == (critic, ref, "float32")
+    assert parse_experiment(yaml.safe_load(dump_experiment(experiment))) == experiment
+
+
+def test_evaluation_may_let_answers_end_earlier_than_training(recipe: str) -> None:
+    experiment = load_experiment(recipe, ["generation.min_new_tokens=9", "training.eval_min_new_tokens=0"])
+    assert experiment.generation.min_new_tokens == 9
+    assert experiment.eval_generation == experiment.generation.model_copy(update={"min_new_tokens": 0})
+    same = load_experiment(recipe, ["generation.min_new_tokens=9"])
+    assert same.eval_generation == same.generation
+
+
+@pytest.mark.parametrize(
     ("override", "sentence"),
     [
         ("data.btach=3", "data.btach: unknown key; did you mean data.batch?"),
@@ -92,6 +118,10 @@ def test_critic_and_reference_default_to_reward_and_actor(recipe: str) -> None:
         ("models.actor.optimizer.schedule=cosin", "did you mean cosine?"),
         ("ppo.minibatches=3", "data.batch=64 is not divisible by ppo.minibatches=3"),
         ("generation.min_new_tokens=300", "generation: min_new_tokens=300 is above max_new_tokens=128"),
+        (
+            "training.eval_min_new_tokens=500",
+            "training.eval_min_new_tokens=500 is above generation.max_new_tokens=128",
+        ),
         (
             "ppo.ref_ema=0.1; models.ref.dtype=bfloat16",
             "ppo.ref_ema needs models.ref.dtype=float32; in bfloat16",
@@ -193,4 +223,7 @@ def test_what_generates_no_text_takes_no_judge(algorithm: str) -> None:
     with pytest.raises(
         UserError, match=f"training.judge scores generated text, and {algorithm} generates none"
     ):
+        parse_experiment(settings)
+    settings["training"] = {"eval_min_new_tokens": 0}
+    with pytest.raises(UserError, match=f"training.eval_min_new_tokens .* {algorithm} generates none"):
         parse_experiment(settings)

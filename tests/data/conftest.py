@@ -28,6 +28,15 @@ def chat_tokenizer(tokenizer: Any) -> Any:
 
 
 @pytest.fixture
+def bare(tokenizer: Any) -> Any:
+    """Has a bos_token but puts nothing before a text, as SmolLM2's."""
+    from tokenizers import processors
+
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel()
+    return tokenizer
+
+
+@pytest.fixture
 def write(tmp_path: Path) -> Callable[[Iterable[Any]], str]:
     """Writes records, or raw lines, to a JSON-lines file, and returns its name."""
 

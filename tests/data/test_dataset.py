@@ -8,6 +8,7 @@ from realrl.data import dataset
 from realrl.data.dataset import Dataset
 
 PROMPTS = ("prompts",)
+PAIRS = ("chosen", "rejected", "pairs")
 
 
 def test_a_batch_holds_the_items_asked_for_as_int64(tokenizer, write, settings):
@@ -19,7 +20,7 @@ def test_a_batch_holds_the_items_asked_for_as_int64(tokenizer, write, settings):
 
 
 def test_items_keep_the_order_of_the_file_across_chunks(tokenizer, write, settings, monkeypatch):
-    records = [{"prompt": "", "chosen": str(i), "rejected": "x" * (i % 3)} for i in range(10)]
+    records = [{"prompt": "", "chosen": str(i), "rejected": "x" * (1 + i % 3)} for i in range(10)]
     source = write(records)
     whole = Dataset.load(source, ("chosen", "rejected"), tokenizer, settings(), 1).batch(range(10))
     monkeypatch.setattr(dataset, "CHUNK", 3)
@@ -39,13 +40,13 @@ def test_items_keep_the_order_of_the_file_across_chunks(tokenizer, write, settin
 def test_a_record_over_a_limit_is_named(tokenizer, write, settings, limit, complaint):
     source = write([{"prompt": "q", "answer": "q"}, {"prompt": "qzqz", "answer": "zqz"}])
     with pytest.raises(UserError, match=rf"data\.jsonl:2: {complaint}"):
-        Dataset.load(source, ("tokens", "prompt_length"), tokenizer, settings(**limit), 1)
+        Dataset.load(source, ("tokens", "trained"), tokenizer, settings(**limit), 1)
 
 
 def test_a_record_at_the_limits_is_kept(tokenizer, write, settings):
     source = write([{"prompt": "qzqz", "answer": "zqz"}])
     limits = settings(max_prompt_tokens=5, max_tokens=9)
-    assert len(Dataset.load(source, ("tokens", "prompt_length"), tokenizer, limits, 1)) == 1
+    assert len(Dataset.load(source, ("tokens", "trained"), tokenizer, limits, 1)) == 1
 
 
 def test_skipped_records_are_counted_with_reasons(tokenizer, write, settings):
@@ -73,11 +74,83 @@ def test_a_source_without_usable_records_is_the_users_mistake(tokenizer, write, 
         Dataset.load(write(records), PROMPTS, tokenizer, settings(on_error="skip"), 1)
 
 
-def test_an_empty_prompt_without_bos_is_named(tokenizer, write, settings):
-    tokenizer.bos_token = None
-    source = write([{"prompt": "a", "answer": "b"}, {"prompt": "", "answer": "b"}])
-    with pytest.raises(UserError, match=r"data\.jsonl:2: an empty prompt needs .*beginning-of-sequence"):
-        Dataset.load(source, ("tokens", "prompt_length"), tokenizer, settings(), 1)
+def test_an_empty_prompt_to_generate_from_is_named_where_nothing_stands_before_a_text(bare, write, settings):
+    source = write([{"prompt": "a"}, {"prompt": ""}])
+    with pytest.raises(UserError, match=r"data\.jsonl:2: the prompt is empty.* no beginning of sequence"):
+        Dataset.load(source, PROMPTS, bare, settings(), 1)
+
+
+def test_without_beginning_of_sequence_the_first_token_of_an_answer_alone_is_not_learnt(
+    bare, write, settings
+):
+    data = Dataset.load(write([{"prompt": "", "answer": "qz"}]), ("tokens", "trained"), bare, settings(), 1)
+    batch = data.batch([0])
+    assert bare.convert_ids_to_tokens(batch["tokens"].values.tolist()) == ["q", "z", "</s>"]
+    assert batch["trained"].values.tolist() == [0, 1, 1]
+
+
+def test_nothing_to_learn_is_named(bare, write, settings):
+    source = write([{"prompt": "", "answer": ""}])
+    with pytest.raises(UserError, match=r"data\.jsonl:1: prompt and answer are empty"):
+        Dataset.load(source, ("tokens", "trained"), bare, settings(), 1)
+
+
+@pytest.mark.parametrize(
+    ("weight", "skip", "pairs"),
+    [
+        ("pair", [], [1, 1, 1, 1, 1, 1, 1]),
+        ("prompt", [], [6, 6, 6, 6, 6, 6, 1]),
+        ("prompt", "y", [4, 4, 4, 4, 1]),
+    ],
+)
+def test_pairs_of_a_record_know_how_many_are_left(tokenizer, write, settings, weight, skip, pairs):
+    """Pairs over a limit are skipped one by one, and do not count."""
+    bad = ["x", "yyyyyyyyyy" if skip else "y", "z"]
+    records = [
+        {"prompt": "", "pos_answers": ["a", "b"], "neg_answers": bad},
+        {"prompt": "", "chosen": "a", "rejected": "b"},
+    ]
+    config = settings(pair_weight=weight, max_tokens=8, on_error="skip")
+    data = Dataset.load(write(records), PAIRS, tokenizer, config, 1)
+    assert data.batch(range(len(data)))["pairs"].values.tolist() == pairs
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"chosen": "fine", "rejected": "fine</s>"}, "the chosen and the rejected answer are the same"),
+        ({"chosen": "fine", "rejected": ""}, "an answer in 'rejected' is empty"),
+        ({"chosen": "\n", "rejected": "fine"}, "an answer in 'chosen' is empty"),
+        ({"chosen": "</s>", "rejected": "fine"}, "the chosen answer is empty"),
+        (
+            {"pos_answers": ["a", "b"], "neg_answers": ["b"]},
+            "the chosen and the rejected answer are the same",
+        ),
+    ],
+)
+def test_pairs_that_say_nothing_are_named_or_skipped(tokenizer, write, settings, record, reason):
+    source = write([{"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", **record}])
+    with pytest.raises(UserError, match=rf"data\.jsonl:2: {reason}"):
+        Dataset.load(source, PAIRS, tokenizer, settings(), 1)
+    data = Dataset.load(source, PAIRS, tokenizer, settings(on_error="skip"), 1)
+    assert data.skipped == 1
+
+
+def test_a_note_says_what_becomes_of_plain_prompts_where_there_is_a_choice(chat_tokenizer, write, settings):
+    source = write([{"prompt": "a"}])
+
+    def notes(**fields):
+        return Dataset.load(source, PROMPTS, chat_tokenizer, settings(**fields), 1).notes
+
+    assert "used as they stand" in notes()[0] and "data.apply_chat_template=true" in notes()[0]
+    assert "are written with the tokenizer's chat template" in notes(apply_chat_template=True)[0]
+    chat_tokenizer.chat_template = None
+    assert notes() == ()
+
+
+def test_conversations_need_no_note(chat_tokenizer, write, settings):
+    source = write([{"messages": [{"role": "user", "content": "a"}]}])
+    assert Dataset.load(source, PROMPTS, chat_tokenizer, settings(), 1).notes == ()
 
 
 def test_a_tokenizer_must_be_able_to_end_a_sequence(tokenizer, write, settings):

@@ -7,7 +7,7 @@ import pytest
 from realrl.config.errors import UserError
 from realrl.data.dataset import Dataset
 
-SFT = ("tokens", "prompt_length")
+SFT = ("tokens", "trained")
 PAIRS = ("chosen", "rejected")
 PROMPTS = ("prompts",)
 
@@ -16,15 +16,16 @@ TURNS = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content"
 
 @pytest.fixture
 def rows(tokenizer, write, settings):
-    """The decoded rows of every item, by key; lengths stay numbers."""
+    """The decoded rows of every item, by key; of `trained`, the texts of the tokens to learn."""
 
     def rows(records: list[Any], keys: tuple[str, ...], seed: int = 1, **fields: Any) -> dict[str, list[Any]]:
         data = Dataset.load(write(records), keys, tokenizer, settings(**fields), seed)
         batch = data.batch(range(len(data)))
         return {
-            key: batch[key].values.tolist()
-            if key == "prompt_length"
-            else [tokenizer.decode(row) for row in batch[key].rows()]
+            key: [
+                tokenizer.decode(batch["tokens"].row(i)[row.bool()] if key == "trained" else row)
+                for i, row in enumerate(batch[key].rows())
+            ]
             for key in keys
         }
 
@@ -37,14 +38,56 @@ def test_prompt_and_answer_are_tokenised_apart_between_bos_and_eos(tokenizer, wr
     batch = data.batch([0])
     ids = [tokenizer.bos_token_id, *prompt, *answer, tokenizer.eos_token_id]
     assert batch["tokens"].values.tolist() == ids
-    assert batch["prompt_length"].values.tolist() == [1 + len(prompt)]
+    learnt = len(answer) + 1
+    assert batch["trained"].values.tolist() == [0] * (len(ids) - learnt) + [1] * learnt
 
 
 def test_an_empty_prompt_is_the_beginning_of_sequence(rows):
     assert rows([{"prompt": "", "answer": "a dog"}], SFT) == {
         "tokens": ["<s>a dog</s>"],
-        "prompt_length": [1],
+        "trained": ["a dog</s>"],
     }
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "<s>the cat", "answer": " sat</s>"},
+        {"prompt": "the cat", "answer": " sat</s>\n"},
+        {"prompt": "the cat", "answer": " sat</s></s>"},
+    ],
+)
+def test_beginning_and_end_of_sequence_are_not_doubled(rows, record):
+    assert rows([record], SFT) == {"tokens": ["<s>the cat sat</s>"], "trained": [" sat</s>"]}
+
+
+def test_a_whole_text_as_the_answer_keeps_its_own_beginning(rows):
+    record = {"prompt": "", "answer": "<s>the cat</s>"}
+    assert rows([record], SFT) == {"tokens": ["<s>the cat</s>"], "trained": ["the cat</s>"]}
+
+
+def test_an_end_of_sequence_inside_an_answer_does_not_end_it(rows):
+    assert rows([{"prompt": "", "answer": "the</s>cat"}], SFT)["trained"] == ["the</s>cat</s>"]
+
+
+def test_both_sides_of_a_pair_end_alike_whoever_wrote_the_end(rows):
+    record = {"prompt": "the cat", "chosen": " sat</s>", "rejected": " ate"}
+    assert rows([record], PAIRS) == {"chosen": ["<s>the cat sat</s>"], "rejected": ["<s>the cat ate</s>"]}
+
+
+def test_a_beginning_of_sequence_that_the_tokenizer_does_not_write_is_not_written(bare, write, settings):
+    data = Dataset.load(write([{"prompt": "the cat"}]), PROMPTS, bare, settings(), 1)
+    assert bare.bos_token == "<s>"
+    assert data.batch([0])["prompts"].values.tolist() == bare("the cat").input_ids
+
+
+def test_an_answer_may_end_with_any_end_of_sequence(tokenizer, write, settings):
+    """The first of several is the one that is appended."""
+    ends = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    source = write([{"prompt": "", "answer": text} for text in ("a", "a</s>", "a<pad>")])
+    data = Dataset.load(source, SFT, tokenizer, settings(), 1, ends)
+    texts = [tokenizer.decode(row) for row in data.batch(range(3))["tokens"].rows()]
+    assert texts == ["<s>a<pad>", "<s>a</s>", "<s>a<pad>"]
 
 
 def test_a_preference_pair_shares_its_prompt(rows):
@@ -70,20 +113,112 @@ def test_pairs_above_the_limit_are_drawn_by_the_seed(rows):
     assert len(set(zip(drawn[0]["chosen"], drawn[0]["rejected"], strict=True))) == 5
 
 
-def test_a_conversation_teaches_its_last_turn(rows, chat_tokenizer):
-    question = [{"role": "system", "content": "a mat"}, *TURNS, {"role": "user", "content": "dog"}]
-    out = rows([{"messages": [*question, {"role": "assistant", "content": "ate"}]}], SFT)
+LONG = [
+    {"role": "system", "content": "a mat"},
+    *TURNS,
+    {"role": "user", "content": "dog"},
+    {"role": "assistant", "content": "ate"},
+]
+
+
+@pytest.mark.parametrize(("train_on", "learnt"), [("all", "sat</s>ate</s>"), ("last", "ate</s>")])
+def test_a_conversation_teaches_its_answers(rows, chat_tokenizer, train_on, learnt):
+    out = rows([{"messages": LONG}], SFT, train_on=train_on)
     prompt = "<|system|>a mat</s>\n<|user|>the cat</s>\n<|assistant|>sat</s>\n<|user|>dog</s>\n<|assistant|>"
-    assert out["tokens"] == [prompt + "ate</s>"]
-    assert out["prompt_length"] == [len(chat_tokenizer(prompt, add_special_tokens=False).input_ids)]
+    assert out == {"tokens": [prompt + "ate</s>\n"], "trained": [learnt]}
+
+
+def test_an_answer_to_messages_is_all_that_is_learnt(rows, chat_tokenizer):
+    out = rows([{"prompt": LONG[:-1], "answer": "ate"}], SFT)
+    assert out["trained"] == ["ate</s>"]
+
+
+def test_an_opening_assistant_turn_answers_nothing_and_is_not_learnt(rows, chat_tokenizer):
+    assert rows([{"messages": [TURNS[1], *TURNS]}], SFT)["trained"] == ["sat</s>"]
+
+
+OPEN_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 
 
 def test_eos_is_added_where_the_template_does_not_write_it(rows, tokenizer):
-    tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
-    assert rows([{"messages": TURNS}], SFT)["tokens"] == ["[user]the cat[assistant]sat</s>"]
+    tokenizer.chat_template = OPEN_TEMPLATE
+    assert rows([{"messages": TURNS}], SFT) == {
+        "tokens": ["[user]the cat[assistant]sat</s>"],
+        "trained": ["sat</s>"],
+    }
+
+
+def test_an_earlier_turn_without_eos_is_learnt_as_the_template_writes_it(rows, tokenizer):
+    tokenizer.chat_template = OPEN_TEMPLATE
+    assert rows([{"messages": LONG[1:]}], SFT)["trained"] == ["satate</s>"]
+
+
+def test_an_end_of_sequence_inside_a_turn_does_not_end_it(rows, tokenizer):
+    tokenizer.chat_template = OPEN_TEMPLATE
+    messages = [TURNS[0], {"role": "assistant", "content": "the</s>cat"}]
+    assert rows([{"messages": messages}], SFT)["trained"] == ["the</s>cat</s>"]
+
+
+def test_a_content_with_its_own_end_of_sequence_ends_there(rows, chat_tokenizer):
+    replies = [[{"role": "assistant", "content": text}] for text in ("sat</s>", "ate")]
+    record = {"prompt": TURNS[:1], "chosen": replies[0], "rejected": replies[1]}
+    start = "<|user|>the cat</s>\n<|assistant|>"
+    assert rows([record], PAIRS) == {"chosen": [start + "sat</s>"], "rejected": [start + "ate</s>"]}
+
+
+THINKING_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_a_template_that_shortens_earlier_turns_can_teach_the_last_only(rows, tokenizer):
+    tokenizer.chat_template = THINKING_TEMPLATE
+    turns = [{**turn, "content": f"<think>mat</think>{turn['content']}"} for turn in TURNS]
+    record = {"messages": [TURNS[0], turns[1], TURNS[0], turns[1]]}
+    with pytest.raises(
+        UserError, match=r"data\.jsonl:1: .*differently once others follow.*data\.train_on=last"
+    ):
+        rows([record], SFT)
+    assert rows([record], SFT, train_on="last")["trained"] == ["<think>mat</think>sat</s>"]
+
+
+CONVERSED = "<|user|>the cat</s>\n<|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("keys", "record", "expected"),
+    [
+        (SFT, {"answer": "sat"}, {"tokens": [CONVERSED + "sat</s>\n"], "trained": ["sat</s>"]}),
+        (
+            PAIRS,
+            {"chosen": "sat", "rejected": "ate"},
+            {"chosen": [CONVERSED + "sat</s>"], "rejected": [CONVERSED + "ate</s>"]},
+        ),
+        (
+            PAIRS,
+            {"pos_answers": ["sat"], "neg_answers": ["ate"]},
+            {"chosen": [CONVERSED + "sat</s>"], "rejected": [CONVERSED + "ate</s>"]},
+        ),
+        (PROMPTS, {}, {"prompts": [CONVERSED]}),
+    ],
+)
+def test_plain_text_takes_the_template_where_asked(rows, chat_tokenizer, keys, record, expected):
+    assert rows([{"prompt": "the cat", **record}], keys, apply_chat_template=True) == expected
+
+
+def test_a_template_that_is_asked_for_must_exist(rows):
+    with pytest.raises(UserError, match=r"no chat template, which data\.apply_chat_template"):
+        rows([{"prompt": "the cat"}], PROMPTS, apply_chat_template=True)
+
+
+def test_the_text_prompt_of_a_conversation_prompts_as_one(rows, chat_tokenizer):
+    record = {"prompt": "the cat", "chosen": REPLIES[0], "rejected": REPLIES[1]}
+    assert rows([record], PROMPTS) == {"prompts": [CONVERSED]}
 
 
 @pytest.mark.parametrize("field", ["messages", "prompt"])
@@ -99,9 +234,12 @@ REPLIES = [[{"role": "assistant", "content": text}] for text in ("sat", "ate")]
     [
         {"prompt": TURNS[:1], "chosen": REPLIES[0], "rejected": REPLIES[1]},
         {"prompt": "the cat", "chosen": REPLIES[0], "rejected": REPLIES[1]},
+        {"prompt": "the cat", "chosen": REPLIES[0], "rejected": "ate"},
+        {"prompt": TURNS[:1], "chosen": "sat", "rejected": "ate"},
+        {"prompt": TURNS[:1], "pos_answers": ["sat"], "neg_answers": ["ate"]},
         {"chosen": TURNS[:1] + REPLIES[0], "rejected": TURNS[:1] + REPLIES[1]},
     ],
-    ids=["prompt messages", "prompt text", "whole conversations"],
+    ids=["all messages", "prompt text", "one side text", "prompt messages", "several", "whole conversations"],
 )
 def test_preferred_conversations_may_be_written_in_any_usual_way(rows, chat_tokenizer, record):
     start = "<|user|>the cat</s>\n<|assistant|>"
@@ -145,6 +283,6 @@ def test_a_template_that_rewrites_earlier_turns_names_the_record(rows, tokenizer
     ],
 )
 def test_a_record_of_the_wrong_form_is_named_with_what_is_accepted(rows, keys, record, complaint):
-    good = {SFT: {"prompt": "", "answer": ""}, PAIRS: {"prompt": "", "chosen": "", "rejected": ""}}
+    good = {SFT: {"prompt": "", "answer": ""}, PAIRS: {"prompt": "", "chosen": "a", "rejected": "b"}}
     with pytest.raises(UserError, match=rf"data\.jsonl:2: .*({complaint})"):
         rows([good.get(keys, {"prompt": "a"}), record], keys)

@@ -109,6 +109,9 @@ def test_a_source_that_is_not_there_is_the_users_mistake(tmp_path, monkeypatch, 
         ("x.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', r"x\.jsonl:2: not valid JSON"),
         ("x.jsonl", b"[1, 2]\n", r"x\.jsonl:1: not a JSON object but \[1, 2\]"),
         ("x.jsonl", b"[" * 100_000, r"x\.jsonl:1: not valid JSON"),
+        ("x.jsonl", b'{"a": 1}\n{"a": 1, "b": 2, "a": 3}\n', r"x\.jsonl:2: the key 'a' occurs twice"),
+        ("x.jsonl", b'{"a": [{"b": 1, "b": 1}]}\n', r"x\.jsonl:1: the key 'b' occurs twice"),
+        ("x.json", b'[{"a": 1},\n{"a": 1, "a": 3}]', r"x\.json:2: the key 'a' occurs twice"),
         ("x.json", b'[{"a": 1},\n{"a": 2', r"x\.json:2: not valid JSON"),
         ("x.json", b'[{"a": 1},\n3]', r"x\.json:2: not a JSON object but 3"),
         ("x.json", b"[\xff]", r"cannot read data file .*x\.json"),
@@ -119,6 +122,16 @@ def test_content_that_cannot_be_read_is_named_by_file_and_line(tmp_path, name, c
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=complaint):
         read(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
+def test_records_with_a_key_twice_can_be_skipped(tmp_path, name):
+    lines = ['{"a": 1}', '{"a": 2, "a": 3}', '{"a": 4}']
+    text = "\n".join(lines) if name == "x.jsonl" else "[" + ",\n".join(lines) + "]"
+    (tmp_path / name).write_text(text)
+    rejects = Rejects("skip")
+    assert [record["a"] for _, record in read_records(str(tmp_path / name), rejects)] == [1, 4]
+    assert rejects.reasons == [f"{tmp_path / name}:2: the key 'a' occurs twice in one JSON object"]
 
 
 def test_a_folder_that_is_no_data_set_is_the_users_mistake(tmp_path):

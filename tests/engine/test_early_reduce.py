@@ -17,7 +17,7 @@ SHAPE = ModelShape(
 )
 ROWS = Ragged.of([torch.arange(1 + i, 8 + 2 * i) for i in range(6)])
 BATCH = Batch(
-    tuple(range(6)), {"tokens": ROWS, "prompt_length": Ragged.scalars(torch.ones(6, dtype=torch.int64))}
+    tuple(range(6)), {"tokens": ROWS, "trained": Ragged(torch.ones_like(ROWS.values), ROWS.lengths)}
 )
 
 

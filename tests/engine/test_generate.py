@@ -11,13 +11,14 @@ from realrl.checkpoint import huggingface
 from realrl.config.algorithms import GenerationConfig
 from realrl.data.batch import Batch, Ragged
 from realrl.engine import generate as engine
+from realrl.engine.finite import NotFiniteError
 from realrl.engine.generate import Noise
 from realrl.engine.model import Model, whole_model
 from realrl.model.packing import Packing
 from tests.conftest import World
 
-NEVER = -1
-"""An end of sequence that is never drawn."""
+NEVER = ()
+"""Nothing ends a sequence."""
 
 NOISE = Noise(seed=1, step=2)
 
@@ -46,12 +47,13 @@ def generate(
     batch: Batch,
     *,
     budget: int = 100_000,
-    eos: int = NEVER,
+    eos: int | tuple[int, ...] = NEVER,
     noise: Noise = NOISE,
     **sampling: object,
 ) -> Batch:
     settings = GenerationConfig.model_validate({"max_new_tokens": 12, **sampling})
-    return engine.generate(model, batch, "prompts", sampling=settings, eos=eos, noise=noise, budget=budget)
+    ends = (eos,) if isinstance(eos, int) else eos
+    return engine.generate(model, batch, "prompts", sampling=settings, ends=ends, noise=noise, budget=budget)
 
 
 def continuations(batch: Batch) -> list[list[int]]:
@@ -158,6 +160,47 @@ def test_greedy_gives_the_tokens_that_transformers_gives(
             pad_token_id=0,
         )
         assert row.tolist() == expected[0].tolist()
+
+
+@pytest.mark.parametrize("min_new_tokens", [0, 5])
+def test_greedy_with_several_ends_gives_the_tokens_that_transformers_gives(
+    world: World, model: Model, min_new_tokens: int
+) -> None:
+    greedy = partial(generate, model, prompts(), greedy=True, max_new_tokens=16)
+    drawn = [token for row in continuations(greedy()) for token in row]
+    ends = tuple(sorted(set(drawn), key=drawn.count)[-3:])
+    ours = greedy(eos=ends, min_new_tokens=min_new_tokens)
+    theirs = AutoModelForCausalLM.from_pretrained(world.actor)
+    last = []
+    for row, prompt in zip(ours["sequences"].rows(), prompts()["prompts"].rows(), strict=True):
+        expected = theirs.generate(
+            prompt[None],
+            attention_mask=torch.ones_like(prompt[None]),
+            do_sample=False,
+            max_new_tokens=16,
+            min_new_tokens=min_new_tokens,
+            eos_token_id=list(ends),
+            pad_token_id=0,
+        )
+        assert row.tolist() == expected[0].tolist()
+        last.append(int(row[-1]))
+    assert [bool(row) for row in ours["finished"].rows()] == [token in ends for token in last]
+    assert set(ends) & set(last)
+
+
+def test_no_end_of_several_comes_before_the_minimum(model: Model) -> None:
+    drawn = [token for row in continuations(generate(model, prompts())) for token in row]
+    ends = tuple(sorted(set(drawn), key=drawn.count)[-3:])
+    rows = continuations(generate(model, prompts(), eos=ends, min_new_tokens=6))
+    assert not any(set(row[:6]) & set(ends) for row in rows) and any(row[-1] in ends for row in rows)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_logits_that_are_not_finite_are_an_error(world: World, greedy: bool) -> None:
+    broken = load(world)
+    broken.parameters["model.norm.weight"][0] = float("nan")
+    with pytest.raises(NotFiniteError, match="logits of token 1 after prompt 0 are not finite"):
+        generate(broken, prompts(), greedy=greedy)
 
 
 def test_a_sequence_stops_at_its_first_end(common: int, whole: Batch) -> None:

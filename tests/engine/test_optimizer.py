@@ -12,7 +12,7 @@ from torch import Tensor
 from realrl.config.model import OptimizerConfig
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.optimizer import ShardedAdamW
-from realrl.layout.tensors import TensorSpec
+from realrl.layout.tensors import SCALAR_HEAD, TensorSpec
 from realrl.model.group import Group, alone
 from realrl.runtime.environment import leave
 from realrl.runtime.process import wait_to_be_scheduled
@@ -59,6 +59,9 @@ def sharded(case: str, dtype: torch.dtype, group: Group, ranks: Sequence[int]) -
             for rank in ranks:
                 gradients[name].add_(gradient(name, step, rank))
         norms.append(optimizer.step(lr))
+        if step == BAD_STEP:
+            assert gradients.data.any(), "they can still be looked at"
+            optimizer.discard()
         assert not gradients.data.any()
     return parameters, torch.tensor(norms)
 
@@ -144,6 +147,8 @@ def test_a_gradient_that_is_not_finite_leaves_everything_alone(value: float) -> 
     gradients["b"][0, 0] = value
     norm = torch.tensor(optimizer.step(0.1))
     assert not norm.isfinite() and torch.equal(parameters.data, before)
+    assert gradients["b"][0, 0].equal(torch.tensor(value)) or value != value, "it can still be looked at"
+    optimizer.discard()
     gradients["b"][0, 0] = 1.0
     assert optimizer.step(0.1) == 1.0
     assert parameters.data.isfinite().all() and not torch.equal(parameters.data, before)
@@ -158,6 +163,28 @@ def test_bfloat16_parameters_keep_updates_too_small_for_them() -> None:
         gradients.data.fill_(1.0)
         optimizer.step(1e-3)  # a quarter of the distance to the next smaller bfloat16
     torch.testing.assert_close(parameters.data.float(), torch.full((67,), 1 - 0.064), rtol=0, atol=2**-8)
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+def test_a_scaled_head_moves_as_its_multiple_would(dtype: torch.dtype) -> None:
+    """Adam on `head / scale`, with the gradients that has, is Adam on the head at a rate times the scale."""
+    scale, tensors = 3.0, (TensorSpec("norm", (7,)), TensorSpec(SCALAR_HEAD, (1, 6)))
+    parameters = FlatBuffer(tensors, dtype, "cpu")
+    gradients = FlatBuffer(tensors, torch.float32, "cpu")
+    parameters.data.normal_(generator=torch.Generator().manual_seed(1))
+    config = OptimizerConfig(weight_decay=0.1, grad_clip=None, eps=1e-30)
+    optimizer = ShardedAdamW(parameters, gradients, config, alone())
+    small = torch.nn.Parameter(parameters[SCALAR_HEAD].float() / scale)
+    other = torch.nn.Parameter(parameters["norm"].float())
+    groups = [{"params": [small]}, {"params": [other], "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(groups, lr=0.02, betas=config.betas, eps=config.eps, weight_decay=0.1)
+    for step in range(4):
+        gradients.data.normal_(generator=torch.Generator().manual_seed(step))
+        small.grad, other.grad = gradients[SCALAR_HEAD] * scale, gradients["norm"].clone()
+        optimizer.step(0.02, head_scale=scale)
+        reference.step()
+    torch.testing.assert_close(parameters[SCALAR_HEAD], (small * scale).detach().to(dtype), **CLOSE[dtype])
+    torch.testing.assert_close(parameters["norm"], other.detach().to(dtype), **CLOSE[dtype])
 
 
 def test_discarded_gradients_count_for_nothing() -> None:

@@ -88,11 +88,12 @@ def batch(head: Head, shape: ModelShape) -> Batch:
 
     ids = tuple(range(ITEMS))
     if head == "scalar":
-        return Batch(ids, {"chosen": rows(ITEMS), "rejected": rows(ITEMS)})
+        # Weights of 1, 1/2, 1/3, and 1/4, whose sum over a micro-batch or a rank can be less than 1.
+        pairs = Ragged.scalars(torch.arange(ITEMS) % 4 + 1)
+        return Batch(ids, {"chosen": rows(ITEMS), "rejected": rows(ITEMS), "pairs": pairs})
     tokens = rows(ITEMS)
-    return Batch(
-        ids, {"tokens": tokens, "prompt_length": Ragged.scalars(torch.ones(ITEMS, dtype=torch.int64))}
-    )
+    trained = torch.randint(0, 3, tokens.values.shape, generator=generator).clamp(max=1)
+    return Batch(ids, {"tokens": tokens, "trained": Ragged(trained, tokens.lengths)})
 
 
 def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:
@@ -125,7 +126,7 @@ def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:
             local,
             "tokens",
             sampling=SAMPLING,
-            eos=3,
+            ends=(3,),
             noise=Noise(1, 2),
             budget=strategy.micro_batch_tokens,
         )

@@ -36,9 +36,13 @@ def rows(seed: int) -> Ragged:
 
 
 ONES = Ragged.scalars(torch.ones(len(LENGTHS), dtype=torch.int64))
+TRAINED = Ragged(torch.ones(sum(LENGTHS), dtype=torch.int64), LENGTHS)
 WORK: dict[Head, tuple[Batch, TrainMethod]] = {
-    "lm": (Batch(tuple(range(6)), {"tokens": rows(1), "prompt_length": ONES}), SFTTrain()),
-    "scalar": (Batch(tuple(range(6)), {"chosen": rows(1), "rejected": rows(2)}), RewardTrain()),
+    "lm": (Batch(tuple(range(6)), {"tokens": rows(1), "trained": TRAINED}), SFTTrain()),
+    "scalar": (
+        Batch(tuple(range(6)), {"chosen": rows(1), "rejected": rows(2), "pairs": ONES}),
+        RewardTrain(),
+    ),
 }
 
 

@@ -79,11 +79,12 @@ class Sequences:
             [torch.randint(4, model.shape.vocab_size, (n,), generator=generator) for n in lengths]
         )
         if model.head == "lm":
-            ones = Ragged.scalars(torch.ones(len(rows), dtype=torch.int64))
-            batch = Batch(tuple(range(len(rows))), {"tokens": rows, "prompt_length": ones})
+            trained = Ragged(torch.ones_like(rows.values), rows.lengths)
+            batch = Batch(tuple(range(len(rows))), {"tokens": rows, "trained": trained})
             return cls(batch, SFTTrain(), SFTInference())
         pairs = {"chosen": range(0, len(rows), 2), "rejected": range(1, len(rows), 2)}
         fields = {name: rows.select(which) for name, which in pairs.items()}
+        fields["pairs"] = Ragged.scalars(torch.ones(len(rows) // 2, dtype=torch.int64))
         return cls(Batch(tuple(range(len(rows) // 2)), fields), RewardTrain(), RewardInference())
 
 
@@ -143,7 +144,7 @@ class LoneRank:
             sequences.batch,
             "tokens",
             sampling=GenerationConfig(max_new_tokens=new_tokens),
-            eos=3,
+            ends=(3,),
             noise=Noise(1, 1),
             budget=self.placement.strategy.micro_batch_tokens,
         )

@@ -12,13 +12,14 @@ PATIENCE = 60.0
 """Seconds after which a command that should have ended is taken to hang."""
 
 
-def start(*arguments: str, module: str = "realrl") -> "subprocess.Popen[str]":
-    """Start `python -m MODULE ARGUMENTS` in a process group of its own."""
+def start(*arguments: str, module: str = "realrl", **variables: str) -> "subprocess.Popen[str]":
+    """Start `python -m MODULE ARGUMENTS` in a process group of its own, with more environment variables."""
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env={**os.environ, **variables},
         start_new_session=True,
         # Tests that a shell runs in the background ignore interrupts, and so would what they start.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),

@@ -13,7 +13,8 @@ from realrl.runtime.environment import LAUNCHER_VARIABLE, STORE_VARIABLE
 from tests.runtime.processes import PATIENCE
 
 Tokens = dict[str, list[list[int]]]
-"""`step/item` -> the sequences that were generated for it; evaluations share their step's number."""
+"""`step/item` -> the sequences that were generated for it, and `step/item prompt` -> how many tokens of each are
+its prompt; evaluations share their step's number."""
 
 
 class Silent:
@@ -90,8 +91,11 @@ def _run(rank: int, recipe: Path) -> None:
     def watched(*args: Any, **kwargs: Any) -> Any:
         batch, model, noise = generate(*args, **kwargs), args[0], kwargs["noise"]
         if model.shard.last:
-            for item, row in zip(batch.ids, batch["sequences"].rows(), strict=True):
-                tokens.setdefault(f"{noise.step}/{noise.first + item}", []).append(row.tolist())
+            fields = zip(batch.ids, batch["sequences"].rows(), batch["prompt_length"].rows(), strict=True)
+            for item, row, prompt in fields:
+                name = f"{noise.step}/{noise.first + item}"
+                tokens.setdefault(name, []).append(row.tolist())
+                tokens.setdefault(f"{name} prompt", []).append(prompt.tolist())
         return batch
 
     worker.generate = watched  # type: ignore[attr-defined]

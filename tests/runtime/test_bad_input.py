@@ -161,6 +161,33 @@ def test_what_only_one_rank_finds_ends_all(world: World, tmp_path: Path) -> None
     assert_nothing_lost(tmp_path)
 
 
+@pytest.mark.parametrize("under_launcher", [False, True])
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("run_dir", "/proc/nowhere", "run_dir=/proc/nowhere cannot be written"),
+        ("profile", "/nowhere/profile.json", "profile /nowhere/profile.json: no such file"),
+    ],
+)
+def test_what_needs_no_data_is_checked_before_data_is_read(
+    world: World,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    under_launcher: bool,
+    field: str,
+    value: str,
+    words: str,
+) -> None:
+    if under_launcher:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "1")
+    file = world.recipe("sft", tmp_path, data__train=str(tmp_path / "nowhere.jsonl"), **{field: value})
+    assert run_app(["train", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
 def test_a_directory_that_cannot_be_written_is_a_sentence(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,62 +1,168 @@
-"""Processes start together and end together, however one of them ends."""
+"""Processes start together and end together, however one of them ends, and one error message tells why."""
 
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from realrl.config.errors import UserError
-from realrl.runtime.launch import report_user_error
 from tests.conftest import World, figures
 from tests.runtime.conftest import changes
 from tests.runtime.processes import alive, end, ranks, start, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
+Launcher = subprocess.Popen[str]
+
 
 @pytest.fixture
-def launcher(world: World, tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
-    """A run in two processes that is under way and would go on for hours."""
-    recipe = world.recipe("sft", tmp_path, cluster="1x2", training__steps=1_000_000)
-    process = start("train", str(recipe))
-    try:
-        metrics = tmp_path / "run" / "metrics.jsonl"
-        until(lambda: metrics.exists() or process.poll() is not None)
-        yield process
-    finally:
+def temporary(tmp_path: Path) -> Path:
+    """Where a command makes its temporary files."""
+    (tmp_path / "temporary").mkdir()
+    return tmp_path / "temporary"
+
+
+@pytest.fixture
+def launch(world: World, tmp_path: Path, temporary: Path) -> Iterator[Callable[[str], Launcher]]:
+    """Starts a run on a cluster that is under way, has saved a checkpoint, and would go on for hours."""
+    started = []
+
+    def launch(cluster: str) -> Launcher:
+        recipe = world.recipe(
+            "sft", tmp_path, cluster=cluster, training__steps=1_000_000, training__save_every=2
+        )
+        arguments = ["train", str(recipe)]
+        if cluster == "auto":
+            arguments = ["--standalone", "--nproc-per-node", "2", "-m", "realrl", *arguments]
+        module = "torch.distributed.run" if cluster == "auto" else "realrl"
+        process = start(*arguments, module=module, TMPDIR=str(temporary))
+        started.append(process)
+        checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
+        until(lambda: checkpoint.exists() or process.poll() is not None)
+        return process
+
+    yield launch
+    for process in started:
         for pid in (*ranks(process.pid).values(), process.pid):
             if alive(pid):
                 os.kill(pid, signal.SIGKILL)
         process.communicate()
 
 
-def test_a_rank_that_dies_ends_the_command(launcher: "subprocess.Popen[str]") -> None:
+def test_a_rank_that_dies_ends_the_command(
+    launch: Callable[[str], Launcher], tmp_path: Path, temporary: Path
+) -> None:
+    launcher = launch("1x2")
     processes = ranks(launcher.pid)
     assert processes.keys() == {0, 1}
     os.kill(processes[1], signal.SIGKILL)
     status, error = end(launcher)
     assert status == 128 + signal.SIGKILL
-    assert "realrl: signal 9 (Killed) ended the process of rank 1\n" in error
-    assert not any(map(alive, processes.values()))
+    assert error.endswith("realrl: signal 9 (Killed) ended the process of rank 1\n")
+    logs = tmp_path / "run" / "logs"
+    assert f"note: the logs of all ranks are in {logs}\n" in error
+    # What the other rank complains of is there, and there alone.
+    assert "gloo" not in error and "gloo" in (logs / "rank-0.log").read_text()
+    assert not any(map(alive, processes.values())) and not list(temporary.glob("realrl-*"))
 
 
-def test_ranks_do_not_outlive_the_launcher(launcher: "subprocess.Popen[str]") -> None:
+def test_ranks_do_not_outlive_the_launcher(launch: Callable[[str], Launcher], temporary: Path) -> None:
+    launcher = launch("1x2")
     processes = ranks(launcher.pid)
     assert len(processes) == 2
     launcher.kill()
     until(lambda: not any(map(alive, processes.values())))
+    until(lambda: not list(temporary.glob("realrl-*")))
 
 
-def test_an_interrupt_ends_all_quietly(launcher: "subprocess.Popen[str]") -> None:
+@pytest.mark.parametrize(
+    ("cluster", "number", "to_all"),
+    [("1x2", signal.SIGINT, True), ("1x2", signal.SIGTERM, False), ("1x1", signal.SIGTERM, False)],
+)
+def test_a_signal_ends_all_and_what_was_saved_is_said(
+    launch: Callable[[str], Launcher],
+    tmp_path: Path,
+    temporary: Path,
+    cluster: str,
+    number: signal.Signals,
+    to_all: bool,
+) -> None:
+    launcher = launch(cluster)
     processes = ranks(launcher.pid)
-    os.killpg(launcher.pid, signal.SIGINT)
+    (os.killpg if to_all else os.kill)(launcher.pid, number)
     status, error = end(launcher)
-    assert status == 128 + signal.SIGINT and "Traceback" not in error
-    assert not any(map(alive, processes.values()))
+    assert status == 128 + number
+    message = error.splitlines()[-1]
+    verb = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
+    assert message.startswith(f"realrl: {verb} after step ") and " of 1000000; " in message
+    assert f"; saved: {tmp_path / 'run' / 'checkpoints' / 'step-'}" in message
+    assert f"metrics up to step {len(figures(tmp_path / 'run'))} in {tmp_path / 'run'}" in message
+    assert "Traceback" not in error and error.count("realrl: ") == 1
+    assert not any(map(alive, processes.values())) and not list(temporary.glob("realrl-*"))
+    assert not list((tmp_path / "run").rglob(".*")) and not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_under_torchrun_the_rank_that_writes_says_what_was_saved(
+    launch: Callable[[str], Launcher], tmp_path: Path
+) -> None:
+    agent = launch("auto")
+    agent.terminate()
+    _, error = end(agent)
+    messages = [line for line in error.splitlines() if line.startswith("realrl: ")]
+    assert len(messages) == 1 and messages[0].startswith("realrl: ended by SIGTERM after step ")
+    assert not list((tmp_path / "run").rglob(".*"))
+
+
+FAILURES = {
+    "a bug on one rank": (
+        "if rank == '1': Worker.run = lambda *_: 1 / 0",
+        1,
+        "realrl: rank 1: unexpected ZeroDivisionError: division by zero; see the traceback above",
+        "ZeroDivisionError: division by zero\nnote: ",
+    ),
+    "a failure of all ranks": (
+        "def stop(*_): raise RunError('learning has gone wrong')\nWorker.run = stop",
+        1,
+        "realrl: learning has gone wrong",
+        "",
+    ),
+    "a judge that fails": (
+        "",
+        2,
+        "realrl: training.judge=DIR/judge.py:judge raised ZeroDivisionError: division by zero"
+        " (DIR/judge.py:9)",
+        "in judge\n",
+    ),
+}
+"""What is done to the ranks, the exit status, the last line on the screen, and what is above it."""
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_the_first_cause_is_the_last_line_and_told_once(
+    world: World, tmp_path: Path, temporary: Path, case: str
+) -> None:
+    code, status, message, above = FAILURES[case]
+    lines = [
+        "import os",
+        "from realrl.config.errors import RunError",
+        "from realrl.runtime.worker import Worker",
+    ]
+    lines += ["rank = os.environ['RANK']", *code.splitlines()]
+    lines += [""] * (7 - len(lines)) + ["def judge(completions):", "    return 1 / 0", ""]
+    (tmp_path / "judge.py").write_text("\n".join(lines))
+    more = {"data__eval": str(world.root / "ppo.jsonl"), "training__judge": f"{tmp_path / 'judge.py'}:judge"}
+    recipe = world.recipe("ppo", tmp_path, cluster="1x2", **more)
+    found, error = end(start("train", str(recipe), TMPDIR=str(temporary)))
+    assert (found, error.splitlines()[-1]) == (status, message.replace("DIR", str(tmp_path)))
+    assert above in error and error.count("realrl: ") == 1 and "gloo" not in error
+    assert ("Traceback" in error) == bool(above)
+    logs = tmp_path / "run" / "logs"
+    assert f"note: the logs of all ranks are in {logs}\n" in error
+    assert "Traceback" in (logs / "rank-0.log").read_text()
+    assert not list(temporary.glob("realrl-*")) and not (tmp_path / "run" / "summary.json").exists()
 
 
 def test_torchrun_learns_what_our_launcher_does(world: World, tmp_path: Path, finished_on_two: Path) -> None:
@@ -69,20 +175,3 @@ def test_torchrun_learns_what_our_launcher_does(world: World, tmp_path: Path, fi
         pairs = zip(figures(tmp_path / "run", kind), figures(finished_on_two, kind), strict=True)
         for ours, expected in pairs:
             assert ours == pytest.approx(expected, rel=1e-4, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("rank", "local_rank", "printed"),
-    [("0", "0", "realrl: mend this\n"), ("1", "1", ""), ("8", "0", "realrl: rank 8: mend this\n")],
-)
-def test_under_torchrun_one_rank_of_each_node_speaks(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    rank: str,
-    local_rank: str,
-    printed: str,
-) -> None:
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("LOCAL_RANK", local_rank)
-    report_user_error(UserError("mend\nthis"))
-    assert capsys.readouterr().err == printed

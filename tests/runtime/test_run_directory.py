@@ -1,13 +1,16 @@
 """What a run leaves behind: one directory that tells everything about it."""
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 
 from realrl.algorithms.graphs import build_eval_graph, build_graph
+from realrl.checkpoint import huggingface
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.config.load import dump_experiment, load_experiment
@@ -16,7 +19,7 @@ from realrl.plan.plan import Plan
 from realrl.program.lower import home_placements
 from realrl.program.text import parse_program
 from realrl.program.validate import validate
-from realrl.runtime.evaluate import load_judge
+from realrl.runtime.judge import Judge
 from realrl.runtime.rundir import RunDirectory
 from tests.conftest import World, figures
 from tests.runtime.conftest import run
@@ -161,6 +164,23 @@ def test_skipped_records_are_counted_and_the_first_is_named(
     assert f"data.train: skipped 2 records, first {data}:4: not valid JSON" in notes[0]
 
 
+def test_a_run_says_once_what_becomes_of_plain_prompts(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(world.tokenizer, tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    records = str(world.root / "sft.jsonl")
+    recipe = world.recipe(
+        "sft",
+        tmp_path,
+        models__actor__tokenizer=str(tmp_path / "tokenizer"),
+        data__eval=records,
+        training__steps=1,
+    )
+    assert run_app(["train", str(recipe)]) == 0
+    assert capsys.readouterr().err.count("note: prompts are plain text and are used as they stand") == 1
+
+
 def test_a_new_head_is_noted(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(world, "reward", tmp_path, training__steps=1)
     assert "note: models.reward: initialised score.weight" in capsys.readouterr().err
@@ -190,7 +210,7 @@ def test_a_judge_that_cannot_be_used_is_named(tmp_path: Path, case: str) -> None
     code, sentence = JUDGES[case]
     (tmp_path / "judge.py").write_text(code)
     with pytest.raises(UserError, match=sentence):
-        load_judge(f"{tmp_path / 'judge.py'}:judge")
+        Judge(f"{tmp_path / 'judge.py'}:judge")
 
 
 def test_a_judge_must_give_a_number_for_each_completion(
@@ -200,7 +220,36 @@ def test_a_judge_must_give_a_number_for_each_completion(
     judge = {"judge": f"{tmp_path / 'short.py'}:judge"}
     recipe = world.recipe("ppo", tmp_path, data__eval=str(world.root / "ppo.jsonl"), training=judge)
     assert run_app(["train", str(recipe)]) == 2
-    assert "training.judge gave 1 numbers for 80 completions" in capsys.readouterr().err
+    assert "gave 1 numbers for 80 completions" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_what_was_saved_and_is_named(
+    world: World,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    save_file = huggingface.save_file
+
+    def full(content: Any, file: Path, **more: Any) -> None:
+        save_file(content, file, **more)
+        if "step-000004-critic" in str(file):
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(huggingface, "save_file", full)
+    recipe = world.recipe("ppo", tmp_path, training__save_every=2)
+    assert run_app(["train", str(recipe)]) == 1
+    run_dir = tmp_path / "run"
+    checkpoints = run_dir / "checkpoints"
+    error = capsys.readouterr().err
+    assert error.splitlines()[-1] == (
+        f"realrl: {checkpoints}/step-000004-critic cannot be written: No space left on device;"
+        f" the last complete checkpoint is {checkpoints}/step-000002"
+    )
+    assert "Traceback" not in error
+    assert not list(run_dir.rglob(".*")) and not (run_dir / "summary.json").exists()
+    assert len(lines(run_dir / "metrics.jsonl")) == 4
+    assert huggingface.read_shape(checkpoints / "step-000002-critic").hidden_size == 32
 
 
 def earlier_run(directory: Path) -> None:

@@ -1,5 +1,7 @@
 """What most algorithms and train methods have in common."""
 
+from collections.abc import Mapping
+
 from realrl.algorithms.method import Method, Metrics, Sum
 from realrl.data.batch import Batch
 from realrl.dataflow.graph import DataflowGraph
@@ -25,6 +27,10 @@ class StatelessAlgorithm:
         """The method of a call of either graph; KeyError if there is none of that name."""
         return self._methods[call]
 
+    def remarks(self, figures: Mapping[str, float]) -> list[str]:
+        """Nothing to say."""
+        return []
+
     def state_dict(self) -> dict[str, float]:
         """Nothing."""
         return {}
@@ -38,6 +44,11 @@ class PlainTrain:
 
     epochs: int = 1
     entropy: bool = False
+
+    @property
+    def head_scale(self) -> float:
+        """The same learning rate for the head as for everything else."""
+        return 1.0
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
         """The batch as it is."""

@@ -1,6 +1,6 @@
 """What an algorithm says about each of its calls: tensors in, tensors out, nothing about devices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -87,10 +87,12 @@ class GenerateMethod:
     """A `generate` call: continues `prompts` and yields the keys of `outputs`, renamed from the engine's.
 
     The engine yields sequences (prompt and continuation), logprobs (aligned with sequences, 0 on the prompt),
-    prompt_length and finished (1 where the sequence ends with end-of-sequence, else 0).
+    prompt_length and finished (1 where the sequence ends with end-of-sequence, else 0). Steps of evaluation
+    sample as `eval_sampling` says.
     """
 
     sampling: GenerationConfig
+    eval_sampling: GenerationConfig
     prompts: str = "prompts"
 
 
@@ -115,14 +117,20 @@ class TrainMethod(Protocol):
     entropy: bool
     """Whether `loss` looks at the entropy, which costs time to compute."""
 
+    @property
+    def head_scale(self) -> float:
+        """The scalar head's learning rate is multiplied by this; 1 but where its outputs have a scale of their own.
+        Asked after `prepare`."""
+
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
         """Called once per step with all items of this rank; adds what the loss needs."""
 
     def sequences(self, batch: Batch) -> Ragged:
         """Token rows to run the model on; a fixed number of consecutive rows per item."""
 
-    def weight(self, batch: Batch) -> int:
-        """Number of terms the loss of these items is a sum of; the engine divides by its global total."""
+    def weight(self, batch: Batch) -> float:
+        """Weight of the terms that the loss of these items is a sum of, such as their number; the engine
+        divides by its global total."""
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
         """Sum of the loss terms of a micro-batch, a scalar, and figures about it."""
@@ -150,6 +158,9 @@ class Algorithm(Protocol):
 
     def method(self, call: str) -> Method:
         """The method of a call of either graph."""
+
+    def remarks(self, figures: Mapping[str, float]) -> list[str]:
+        """What the user should know about a training step with these figures, by `call/name`; each is said once."""
 
     def state_dict(self) -> dict[str, float]:
         """Numbers that must survive a restart, such as an adaptive coefficient."""

@@ -20,7 +20,11 @@ def build_algorithm(experiment: Experiment) -> Algorithm:
             return reward_algorithm(graph, eval_graph)
         case PPOExperiment():
             return PPOAlgorithm(
-                graph=graph, eval_graph=eval_graph, config=experiment.ppo, generation=experiment.generation
+                graph=graph,
+                eval_graph=eval_graph,
+                config=experiment.ppo,
+                generation=experiment.generation,
+                eval_generation=experiment.eval_generation,
             )
         case _:
             assert_never(experiment)

@@ -2,40 +2,32 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from realrl.checkpoint.directory import local_directory, read_shape
+from realrl.checkpoint.headers import EMBEDDING, INDEX, SINGLE, Contents, Stored, find_tensors, open_file
+from realrl.checkpoint.origin import CONFIG, GENERATION_CONFIG, Origin
+from realrl.checkpoint.special_tokens import classifier_padding, end_ids, saved_ids
+from realrl.checkpoint.tokenizer_files import Tokenizer, set_padding, write_tokenizer
 from realrl.config.errors import UserError
 from realrl.config.json_file import read_json
-from realrl.config.llama import shape_to_hf
+from realrl.config.llama import UNTOUCHED, shape_to_hf
 from realrl.config.shape import Head, ModelShape
+from realrl.engine.finite import NotFiniteError, all_finite
 from realrl.engine.flat import FlatBuffer
 from realrl.layout.region import Region
 from realrl.layout.tensors import TensorSpec, model_tensors
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-EMBEDDING, LM_HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+__all__ = ["Tokenizer", "check", "load", "read_dtype", "read_shape", "save", "shards"]
+
 SHARD_BYTES = 5e9
 """Most bytes in one file of tensors."""
-FLOATS = ("F64", "F32", "F16", "BF16")
-
-
-class Tokenizer(Protocol):
-    """What is saved beside the weights; a transformers tokenizer is one."""
-
-    bos_token_id: int | None
-    eos_token_id: int | None
-    pad_token_id: int | None
-
-    def save_pretrained(self, save_directory: str) -> Any:
-        """Write the tokenizer's files into a directory."""
 
 
 def read_dtype(path: str | Path) -> torch.dtype:
@@ -43,6 +35,11 @@ def read_dtype(path: str | Path) -> torch.dtype:
     config = read_json(local_directory(path) / "config.json")
     name = config.get("dtype", config.get("torch_dtype"))
     return torch.bfloat16 if name in ("bfloat16", "float16") else torch.float32
+
+
+def check(path: str | Path, tensors: Sequence[TensorSpec]) -> list[str]:
+    """What `load` would say of a model's files, but for the weights in them, and return."""
+    return find_tensors(local_directory(path), tensors).absent
 
 
 def load(
@@ -57,83 +54,46 @@ def load(
     from the first row on; nothing else is read.
 
     Only `score.weight` may be missing: a language model has none when a scalar head is put on it. Everything
-    else that does not fit is a UserError naming file and tensor.
+    else that does not fit is a UserError naming file and tensor, and so are weights that are not finite.
     """
     directory = local_directory(path)
-    wanted = {tensor.name: tensor for tensor in tensors}
-    files = _tensor_files(directory)
-    if SCORE in files and SCORE not in wanted:
-        raise UserError(f"{directory} is a sequence classifier, not a language model: it has a {SCORE}")
-    untied = LM_HEAD in wanted and LM_HEAD not in files and read_shape(directory).tied_embeddings
-    for name, spec in wanted.items():
-        if (regions is not None and name not in regions) or (name == SCORE and name not in files):
-            continue
-        source = EMBEDDING if untied and name == LM_HEAD else name
-        part = regions[name] if regions is not None else None
-        values = _read(files.get(source), spec, source, directory, part)
-        into[name][: len(values)].copy_(values)
-    _check_rest(files, wanted, directory)
-    return [name for name in wanted if name not in files and not (untied and name == LM_HEAD)]
+    contents = find_tensors(directory, tensors)
+    for name, stored in contents.tensors.items():
+        if regions is None or name in regions:
+            values = _read(stored, regions[name] if regions is not None else None)
+            own = into[name][: len(values)]
+            own.copy_(values)
+            if not all_finite(own):
+                raise _not_finite(stored, values, own.dtype)
+    _check_repeated_head(contents, directory)
+    return contents.absent
 
 
-def _check_rest(files: dict[str, Path], wanted: dict[str, TensorSpec], directory: Path) -> None:
-    """UserError if the files hold tensors that would be lost without notice."""
-    known = {EMBEDDING, LM_HEAD, SCORE}
-    for name, file in files.items():
-        if name not in wanted and name not in known and not name.endswith("rotary_emb.inv_freq"):
-            raise UserError(f"{file}: tensor {name} does not belong to the model that config.json describes")
-    if LM_HEAD in files and LM_HEAD not in wanted and SCORE not in wanted:
-        spec = wanted[EMBEDDING]
-        head, table = (_read(files[n], spec, n, directory) for n in (LM_HEAD, EMBEDDING))
-        if not torch.equal(head, table):
-            raise UserError(
-                f"{files[LM_HEAD]}: lm_head.weight differs from the embeddings it is said to be tied to;"
-                f" set tie_word_embeddings to false in {directory / 'config.json'}"
-            )
-
-
-def _tensor_files(directory: Path) -> dict[str, Path]:
-    """Which file holds each tensor."""
-    index = directory / INDEX
-    if index.is_file():
-        names = read_json(index).get("weight_map")
-        if not isinstance(names, dict):
-            raise UserError(f"{index}: weight_map is missing")
-        return {name: directory / file for name, file in names.items()}
-    single = directory / SINGLE
-    if not single.is_file():
-        raise UserError(f"{directory}: there is neither {SINGLE} nor {INDEX}; only safetensors are read")
-    with _open(single) as reader:
-        return dict.fromkeys(reader.keys(), single)
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: not a complete safetensors file ({error})") from error
-
-
-def _read(
-    file: Path | None, spec: TensorSpec, name: str, directory: Path, region: Region | None = None
-) -> Tensor:
-    if file is None:
-        raise UserError(f"{directory}: tensor {name} is missing from the safetensors files")
-    with _open(file) as reader:
-        try:
-            piece = reader.get_slice(name)
-        except SafetensorError as error:
-            raise UserError(f"{file}: tensor {name} is missing") from error
-        if piece.get_dtype() not in FLOATS:
-            raise UserError(
-                f"{file}: tensor {name} has type {piece.get_dtype()}; accepted are {', '.join(FLOATS)}"
-            )
-        if tuple(piece.get_shape()) != spec.shape:
-            found, needed = list(piece.get_shape()), list(spec.shape)
-            raise UserError(f"{file}: tensor {name} has shape {found}, but the model needs {needed}")
+def _read(stored: Stored, region: Region | None) -> Tensor:
+    with open_file(stored.file) as reader:
         if region is None:
-            return reader.get_tensor(name)
+            return reader.get_tensor(stored.name)
+        piece = reader.get_slice(stored.name)
         return piece[region.slices] if region.numel else torch.empty(region.size)
+
+
+def _not_finite(stored: Stored, values: Tensor, dtype: torch.dtype) -> UserError:
+    if all_finite(values):
+        name = str(dtype).removeprefix("torch.")
+        return UserError(f"{stored.file}: tensor {stored.name} has values that {name} cannot hold")
+    return UserError(f"{stored.file}: tensor {stored.name} has values that are not finite (NaN or infinity)")
+
+
+def _check_repeated_head(contents: Contents, directory: Path) -> None:
+    """UserError if a stored head would be lost that is not what config.json says."""
+    repeated = contents.repeated_head
+    if repeated is None:
+        return
+    if not torch.equal(_read(repeated, None), _read(contents.tensors[EMBEDDING], None)):
+        raise UserError(
+            f"{repeated.file}: lm_head.weight differs from the embeddings it is said to be tied to;"
+            f" set tie_word_embeddings to false in {directory / CONFIG}"
+        )
 
 
 def save(
@@ -144,32 +104,67 @@ def save(
     tokenizer: Tokenizer | None,
     dtype: torch.dtype,
     max_shard_bytes: float = SHARD_BYTES,
+    *,
+    origin: Origin | None = None,
+    ends: Collection[int] = (),
 ) -> None:
     """Write a model directory, replacing one that is there. The directory appears whole or not at all.
 
-    `weights` holds all tensors, or is called for those of one file at a time (see `shards`), in order. A scalar
-    head becomes a sequence classifier with one label, scored at the last token that is not padding,
-    so a tokenizer whose padding token is its end of sequence would make transformers score one token early.
+    `weights` holds all tensors, or is called for those of one file at a time (see `shards`), in order.
+    NotFiniteError if a value of them is not finite. `origin` is what the model was opened from: all of its
+    settings that training does not touch stay as they were.
+
+    A scalar head becomes a sequence classifier with one label. It and its tokenizer get another padding token
+    where sequences can end with the tokenizer's own; `ends` are tokens that they can end with besides those that
+    tokenizer and origin name.
     """
     final = Path(directory)
     partial = final.with_name(f".{final.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    fetch = (lambda _: weights) if isinstance(weights, FlatBuffer) else weights
-    _save_tensors(partial, shards(model_tensors(shape, head), dtype, max_shard_bytes), fetch, dtype)
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    special = {name: getattr(tokenizer, name, None) for name in names}
-    _write_json(partial / "config.json", shape_to_hf(shape, head, str(dtype).removeprefix("torch."), special))
-    if head == "lm":
-        _write_json(partial / "generation_config.json", {k: v for k, v in special.items() if v is not None})
-    if tokenizer is not None:
-        tokenizer.save_pretrained(str(partial))
+    try:
+        fetch = (lambda _: weights) if isinstance(weights, FlatBuffer) else weights
+        _save_tensors(partial, shards(model_tensors(shape, head), dtype, max_shard_bytes), fetch, dtype)
+        _save_settings(partial, shape, head, tokenizer, dtype, origin, ends)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     replaced = final.with_name(f".{final.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
         final.rename(replaced)
     partial.rename(final)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _save_settings(
+    directory: Path,
+    shape: ModelShape,
+    head: Head,
+    tokenizer: Tokenizer | None,
+    dtype: torch.dtype,
+    origin: Origin | None,
+    ends: Collection[int],
+) -> None:
+    """Everything beside the tensors."""
+    special = saved_ids(tokenizer, origin)
+    if tokenizer is not None:
+        write_tokenizer(tokenizer, directory)
+        ends = dict.fromkeys([*end_ids(tokenizer, origin, shape.vocab_size), *ends])
+        if head == "scalar":
+            pad = special["pad_token_id"] = classifier_padding(tokenizer, ends, shape.vocab_size)
+            if pad != tokenizer.pad_token_id:
+                set_padding(directory, None if pad is None else tokenizer.convert_ids_to_tokens(pad))
+    kept = {key: origin.config[key] for key in UNTOUCHED if key in origin.config} if origin else {}
+    name = str(dtype).removeprefix("torch.")
+    _write_json(directory / CONFIG, shape_to_hf(shape, head, name, kept | special))
+    if head == "lm":
+        if origin is not None and origin.generation is not None:
+            _write_json(directory / GENERATION_CONFIG, origin.generation)
+        else:
+            ended = {"eos_token_id": [*ends] if len(ends) > 1 else next(iter(ends), None)}
+            written = {key: value for key, value in (special | ended).items() if value is not None}
+            _write_json(directory / GENERATION_CONFIG, written)
 
 
 def shards(
@@ -199,6 +194,9 @@ def _save_tensors(
         file = SINGLE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         buffer = fetch(i - 1)
         content = {t.name: buffer[t.name].detach().to("cpu", dtype).contiguous() for t in shard}
+        for name, values in content.items():
+            if not all_finite(values):
+                raise NotFiniteError(f"not saved: {name} has values that are not finite (NaN or infinity)")
         save_file(content, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(content, file)
     if len(shards) > 1:
@@ -206,5 +204,5 @@ def _save_tensors(
         _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _write_json(file: Path, content: dict[str, Any]) -> None:
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,5 +1,6 @@
 """The `realrl` command. Command modules import what they run only once the arguments are understood."""
 
+import sys
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -14,7 +15,8 @@ from realrl.cli.report import report
 from realrl.cli.show import show
 from realrl.cli.tokenizer import tokenizer
 from realrl.cli.train import train
-from realrl.config.errors import UserError
+from realrl.runtime.environment import is_writer
+from realrl.runtime.signals import Interrupted
 
 app = typer.Typer(
     name="realrl",
@@ -37,14 +39,18 @@ def _options(
 
 
 def run_app(arguments: Sequence[str]) -> int:
-    """Run a command line and give its exit status: 2 for what the user has to mend, 130 when interrupted."""
+    """Run a command line, print how it failed if it does, and give its exit status: 2 for a mistake that the
+    user can correct, 1 for any other failure, 130 or 143 when interrupted."""
     try:
         app(args=list(arguments), prog_name="realrl")
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-    except UserError as error:
-        from realrl.runtime.launch import report_user_error
+    except Interrupted as interrupted:
+        if interrupted.sentence and is_writer():
+            print(f"realrl: {interrupted.sentence}", file=sys.stderr)
+        return interrupted.status
+    except Exception as error:  # nothing may end on a traceback
+        from realrl.runtime.endings import report as report_ending
 
-        report_user_error(error)
-        return 2
+        return report_ending(error)
     return 0

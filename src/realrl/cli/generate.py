@@ -3,9 +3,12 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from realrl.data.records import Record
 
 
 def generate(
@@ -13,8 +16,18 @@ def generate(
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
     prompts: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="A .txt with a prompt per line, or records with a prompt."),
+        typer.Option(
+            metavar="FILE", help="A .txt with a prompt per line, or {prompt} or {messages} records."
+        ),
     ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Write prompts of plain text with the tokenizer's chat template, as a user turn; without it "
+            "they are used as they stand. Messages always take the template.",
+        ),
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 128,
     min_new_tokens: Annotated[int, typer.Option(help="Do not end before this many tokens.")] = 0,
     temperature: Annotated[float, typer.Option(help="Logits are divided by this.")] = 1.0,
@@ -45,41 +58,52 @@ def generate(
         )
     except ValidationError as error:
         raise UserError(explain(error, GenerationConfig)) from None
-    texts = [*(prompt or []), *(_read_prompts(prompts) if prompts else [])]
-    if not texts:
+    records = [(f"--prompt {text!r}", {"prompt": text}) for text in prompt or []]
+    records += _read_prompts(prompts) if prompts else []
+    if not records:
         raise UserError("there is nothing to continue: give --prompt TEXT or --prompts FILE")
     from realrl.runtime.sampling import generate_text
 
-    rows = generate_text(model_dir, texts, sampling, seed, n)
+    rows = generate_text(
+        model_dir,
+        records,
+        sampling,
+        seed,
+        n,
+        chat=chat,
+        say=lambda text: typer.echo(f"note: {text}", err=True),
+    )
     if out is None:
         for row in rows:
-            typer.echo(f"{typer.style(row['prompt'], dim=True)}{row['completion']}\n")
+            typer.echo(f"{typer.style(_shown(row['prompt'], chat), dim=True)}{row['completion']}\n")
     else:
         _write(Path(out), (json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def _write(path: Path, lines: Iterable[str]) -> None:
-    """Write a file that appears whole or not at all. UserError, before the first line, where it cannot."""
-    from realrl.config.errors import UserError
+def _shown(prompt: str | list[dict[str, Any]], chat: bool) -> str:
+    """A prompt as people read it; the answer of a conversation has a line of its own."""
+    if isinstance(prompt, str):
+        return f"{prompt}\n" if chat else prompt
+    return "".join(f"{message['role']}: {message['content']}\n" for message in prompt)
 
-    partial = path.with_name(f".{path.name}.partial")
-    if path.is_dir():
-        raise UserError(f"{path} cannot be written: it is a directory; name a file in it")
+
+def _write(path: Path, lines: Iterable[str]) -> None:
+    """Write a file that appears whole or not at all. UserError, before the first line, where it cannot; RunError if
+    there is no room for it."""
+    from realrl.config.errors import RunError
+    from realrl.config.files import check_file, reason_of, whole_file
+
+    check_file(str(path), path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = partial.open("w", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from None
-    try:
-        with file:
+        with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
             file.writelines(lines)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {reason_of(error)}") from error
 
 
-def _read_prompts(path: str) -> list[str]:
-    """One prompt per line of a .txt file, or the `prompt` of each record of a data file."""
+def _read_prompts(path: str) -> "list[Record]":
+    """A record per line of a .txt file that is not blank, or the records of a data file."""
     from realrl.config.errors import UserError
     from realrl.data.records import read_records
     from realrl.data.rejects import Rejects
@@ -89,11 +113,5 @@ def _read_prompts(path: str) -> list[str]:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} cannot be read: {error}") from None
-        return [line for line in lines if line.strip()]
-    texts = []
-    for origin, record in read_records(path, Rejects("fail")):
-        text = record.get("prompt")
-        if not isinstance(text, str):
-            raise UserError(f"{origin}: a record needs a text in its field prompt")
-        texts.append(text)
-    return texts
+        return [(f"{path}:{i}", {"prompt": line}) for i, line in enumerate(lines, 1) if line.strip()]
+    return list(read_records(path, Rejects("fail")))

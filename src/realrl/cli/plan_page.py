@@ -20,6 +20,7 @@ from realrl.cli.page.tables import (
 from realrl.cli.page.text import batch, devices
 from realrl.cli.page.timeline import draw_timeline
 from realrl.cli.page.words import legend, notes, remarks
+from realrl.config.files import write_whole
 
 if TYPE_CHECKING:
     from realrl.planner.report import PlanReport
@@ -55,7 +56,7 @@ def write_page(report: "PlanReport", path: Path, title: str, *, source: str = ""
         alternatives=alternatives_table(report),
         notes=notes(report, source),
     )
-    path.write_text(page, encoding="utf-8")
+    write_whole(path, page)
 
 
 def timeline_svg(report: "PlanReport", title: str) -> str:

@@ -20,7 +20,9 @@ _HEADLINES = {
     "reward": ("reward.train/loss", "reward.train/accuracy", "reward.inference/accuracy"),
     "ppo": (
         "reward.inference/score",
+        "reward.inference/finished",
         "actor.train/score",
+        "actor.train/finished",
         "actor.train/kl",
         "actor.train/response_tokens",
         "critic.train/value_loss",

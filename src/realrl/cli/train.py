@@ -1,11 +1,15 @@
 """`realrl train`."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from realrl.cli.recipe import Overrides, Recipe, cluster_of
+from realrl.runtime.signals import Interrupted
 
 if TYPE_CHECKING:
     from realrl.config.experiment import Experiment
@@ -20,18 +24,47 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
 
     quiet_profiler()
     experiment = load_experiment(recipe, overrides or [])
-    if not under_launcher():
-        cluster = cluster_of(experiment)
-        plan = _check(experiment, cluster)
-        if cluster.size > 1:
-            from realrl.runtime.launch import launch
+    with _tidied(experiment) as run_dir:
+        if not under_launcher():
+            cluster = cluster_of(experiment)
+            plan = _check(experiment, cluster)
+            if cluster.size > 1:
+                from realrl.runtime.launch import launch
 
-            raise typer.Exit(launch(cluster, ["train", recipe, *(overrides or [])], plan))
-    from realrl.cli.progress import Progress
-    from realrl.runtime.train import train as run
+                raise typer.Exit(launch(cluster, ["train", recipe, *(overrides or [])], plan, run_dir))
+        from realrl.cli.progress import Progress
+        from realrl.runtime.train import train as run
 
-    with Progress() as progress:
-        run(experiment, progress)
+        with Progress() as progress:
+            run(experiment, progress)
+
+
+@contextmanager
+def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
+    """A block that runs a recipe. When it is interrupted, the exception says what has been saved; nothing half
+    written is left. Yields a function for the run's directory, None as long as the run has not made it."""
+    from realrl.algorithms.graphs import build_graph
+    from realrl.runtime.environment import is_writer
+    from realrl.runtime.rundir import RunDirectory
+    from realrl.runtime.saved import find_saved, remove_partial
+
+    directory, graph = RunDirectory(experiment.run_dir), build_graph(experiment)
+    before = directory.mark()
+
+    def run_dir() -> Path | None:
+        return directory.path if directory.mark() not in (None, before) else None
+
+    try:
+        yield run_dir
+    except Interrupted as interrupted:
+        interrupted.saved = "before the first step; nothing was saved"
+        if run_dir() is not None:
+            saved = find_saved(directory.path, [role for role in graph.roles if graph.trained(role)])
+            interrupted.saved = saved.describe(experiment.training.steps)
+        raise
+    finally:
+        if is_writer() and run_dir() is not None:
+            remove_partial(directory.path)
 
 
 def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
@@ -41,6 +74,7 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     One process finds that out itself, since it may ask its GPU.
     """
     from realrl.plan.presets import SEARCH
+    from realrl.planner.profile import Profile
     from realrl.runtime.compile import check_directories, check_trainable, compile_recipe, with_sizes
     from realrl.runtime.fit_check import check_fit
     from realrl.runtime.gpu import ask_machine
@@ -54,6 +88,8 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     compiled = None if searches else compile_recipe(experiment, cluster)
     check_directories(experiment)
     RunDirectory(experiment.run_dir).check(experiment)
+    if experiment.profile is not None:
+        Profile.load(experiment.profile)
     if cluster.size == 1:
         return None
     check_local(cluster)

@@ -25,6 +25,11 @@ class GenerationConfig(Settings):
     greedy: bool = False
     """Take the most likely token instead of sampling."""
 
+    @property
+    def restricted(self) -> bool:
+        """Whether some tokens that have a probability are never drawn."""
+        return self.greedy or self.top_k > 0 or self.top_p < 1 or self.min_new_tokens > 0
+
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.min_new_tokens > self.max_new_tokens:
@@ -43,8 +48,9 @@ class KLConfig(Settings):
     """Steer `coef` so that the KL per sequence approaches `target` (Ziegler et al. 2019, section 2.2)."""
     target: PositiveFloat = 6.0
     """Wanted KL per sequence, in nats."""
-    horizon: PositiveInt = 10000
-    """Sequences over which the adaptive controller acts."""
+    horizon: PositiveInt = 1000
+    """Sequences, over all devices, within which the adaptive coefficient changes by about 20 % at most: with 128
+    of them in a step it takes at least 27 steps to double."""
 
 
 class PPOConfig(Settings):
@@ -60,7 +66,8 @@ class PPOConfig(Settings):
     clip: PositiveFloat = 0.2
     """The probability ratio is clipped to [1 - clip, 1 + clip]."""
     value_clip: PositiveFloat | None = 0.2
-    """Values may move this far from the old ones before the loss is clipped; null for no clipping."""
+    """Values may move this far from the old ones before the loss is clipped, in rewards or, with `value_norm`, in
+    deviations of the returns; null for no clipping."""
     minibatches: PositiveInt = 4
     """Optimizer steps per pass over a batch; must divide `data.batch`."""
     epochs: PositiveInt = 1
@@ -68,16 +75,18 @@ class PPOConfig(Settings):
     advantage_norm: bool = True
     """Normalise advantages to mean 0 and deviation 1 over the whole batch."""
     value_norm: Literal["none", "running", "exponential"] = "none"
-    """Let the critic predict returns normalised by their mean and deviation: over all returns seen so far
-    (`running`) or an exponential average of them."""
+    """Measure the critic's errors in standard deviations of the returns, over all returns seen so far (`running`)
+    or an exponential average of them. The critic itself predicts rewards whatever the statistics are."""
     value_norm_beta: float = Field(default=0.99, gt=0, lt=1)
     """Decay of the exponential average."""
     reward_scale: PositiveFloat = 1.0
-    """Rewards are used as `clip((score - reward_bias) * reward_scale)`."""
+    """Rewards are used as `clip((score - reward_bias) * reward_scale)`, and the critic's output as
+    `(output - reward_bias) * reward_scale`: a critic speaks on the scale of the reward model's scores, on which it
+    starts and is saved."""
     reward_bias: float = 0.0
     """Subtracted from the score."""
     reward_clip: PositiveFloat | None = 10.0
-    """Bound on the absolute reward; null for no bound."""
+    """Bound on the absolute reward; null for no bound. Values have none."""
     early_stop_ratio: PositiveFloat | None = 5.0
     """Skip what is left of a batch when the mean probability ratio of a mini-batch exceeds this."""
     truncated: Literal["score", "bootstrap"] = "bootstrap"

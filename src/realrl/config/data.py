@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from realrl.config.base import Settings
 
@@ -21,11 +21,21 @@ class DataConfig(Settings):
     max_tokens: PositiveInt = 1024
     """Longest training sequence, in tokens, prompt and answer together."""
     max_prompt_tokens: PositiveInt = 512
-    """Longest prompt, in tokens; as `max_tokens` where that is less and this is not given."""
+    """Longest prompt, in tokens: all that comes before the first answer to learn. Where it is not given, at most
+    `max_tokens`."""
     on_error: Literal["fail", "skip"] = "fail"
     """What to do with a record that is malformed or too long. Skipped records are counted and reported."""
+    apply_chat_template: bool = False
+    """Write prompts of plain text with the tokenizer's chat template, as one user turn, and answers to them as
+    the assistant turn. False uses text as it stands. Messages always take the template."""
+    train_on: Literal["all", "last"] = "all"
+    """Assistant turns of a {messages} record that are trained on; applies to fine-tuning. `all` needs a template
+    that writes a turn the same way whatever follows it; `last` has the other turns as the prompt."""
     max_pairs_per_prompt: PositiveInt = 8
     """Most pairs made out of one record with `pos_answers` and `neg_answers`."""
+    pair_weight: Literal["pair", "prompt"] = "pair"
+    """What weighs the same in reward modelling: every `pair`, or every `prompt`, each of the n pairs of one
+    record weighing 1/n."""
     shuffle: bool = True
     """Draw records in an order that depends on the seed; false keeps the order of the file."""
 
@@ -53,6 +63,12 @@ class TrainingConfig(Settings):
     """Evaluate after every so many steps, besides at the start and at the end; null for only those."""
     save_every: PositiveInt | None = None
     """Save the trained models after every so many steps, besides at the end; null for only at the end."""
+    eval_min_new_tokens: NonNegativeInt | None = None
+    """What evaluation takes in place of `generation.min_new_tokens`; null for the same. With 0 the model is
+    evaluated as it will be used, where training keeps it from ending at once. For algorithms that generate text."""
+    max_skipped: PositiveInt = 10
+    """Stop the run when this many optimizer steps of a call in a row were skipped because their gradient was not
+    finite. A run whose last step could not be applied at all is stopped, too."""
     samples: PositiveInt = 16
     """Samples written per evaluation; applies to algorithms that generate text."""
     judge: str | None = None

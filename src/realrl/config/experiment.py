@@ -72,9 +72,15 @@ class _Run(Settings):
 
     @model_validator(mode="after")
     def _judged(self) -> Self:
+        generates = "generation" in type(self).model_fields
+        if self.training.eval_min_new_tokens is not None and not generates:
+            raise ValueError(
+                f"training.eval_min_new_tokens is about generated text, and {self.algorithm} generates none;"
+                " leave it out"
+            )
         if self.training.judge is None:
             return self
-        if "generation" not in type(self).model_fields:
+        if not generates:
             raise ValueError(
                 f"training.judge scores generated text, and {self.algorithm} generates none; leave it out"
             )
@@ -142,20 +148,23 @@ class PPOModels(_Models):
     actor: TrainedModelConfig
     """The policy."""
     critic: TrainedModelConfig = TrainedModelConfig()
-    """Value model; starts from the reward model when it has no `path`."""
+    """Value model; starts from the reward model when it has no `path`. Its `dtype` is the actor's if not given."""
     ref: ModelConfig = ModelConfig()
-    """Frozen reference policy; the actor's starting point when it has no `path`."""
+    """Frozen reference policy; the actor's starting point when it has no `path`. Its `dtype` is the actor's if not
+    given."""
     reward: ModelConfig
     """Frozen reward model, a sequence classifier with one label."""
 
     @model_validator(mode="after")
     def _defaults(self) -> Self:
         for role, source in (("critic", self.reward), ("ref", self.actor)):
-            model = getattr(self, role)
+            model, fill = getattr(self, role), {}
             if not model.has_source:
                 fill = {name: getattr(source, name) for name in ("path", "shape", "tokenizer")}
-                # Before anyone else sees the object, so it is still as good as immutable.
-                object.__setattr__(self, role, model.model_copy(update=fill))
+            if "dtype" not in model.model_fields_set:
+                fill["dtype"] = self.actor.dtype
+            # Before anyone else sees the object, so it is still as good as immutable.
+            object.__setattr__(self, role, model.model_copy(update=fill))
         return self
 
 
@@ -197,6 +206,23 @@ class PPOExperiment(_Run):
                 "ppo.ref_ema needs models.ref.dtype=float32; in bfloat16 small steps are rounded away"
             )
         return self
+
+    @model_validator(mode="after")
+    def _evaluated(self) -> Self:
+        fewest, most = self.training.eval_min_new_tokens, self.generation.max_new_tokens
+        if fewest is not None and fewest > most:
+            raise ValueError(
+                f"training.eval_min_new_tokens={fewest} is above generation.max_new_tokens={most}"
+            )
+        return self
+
+    @property
+    def eval_generation(self) -> GenerationConfig:
+        """How evaluation samples."""
+        fewest = self.training.eval_min_new_tokens
+        if fewest is None:
+            return self.generation
+        return self.generation.model_copy(update={"min_new_tokens": fewest})
 
 
 Experiment = SFTExperiment | RewardExperiment | PPOExperiment

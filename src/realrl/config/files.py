@@ -1,10 +1,48 @@
-"""Whether a file or a directory can be written, asked before the work whose result it is to hold."""
+"""Files that appear whole or not at all, and why one could not be written."""
 
 import os
+import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from realrl.config.errors import UserError
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A path to write to in the block, which takes the place of `path` if the block ends well, else is removed.
+
+    What is no file of its own, such as /dev/stdout, is written to as it is.
+    """
+    if _is_special(path):
+        yield path
+        return
+    path = path.resolve()
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file in UTF-8; a reader sees the old one or the new one, whatever happens. OSError."""
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def as_os_error(error: BaseException) -> OSError | None:
+    """The operating system's refusal that an exception stands for; None where it is something else.
+
+    The Rust code of safetensors and tokenizers knows only its own exceptions, and puts the number into their text.
+    """
+    if isinstance(error, OSError):
+        return error
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return None if found is None else OSError(int(found[1]), os.strerror(int(found[1])))
 
 
 def reason_of(error: OSError) -> str:

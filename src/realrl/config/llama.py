@@ -14,6 +14,10 @@ from realrl.config.shape import TRAINABLE, Family, Head, ModelShape, RopeScaling
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}
 """Settings of LlamaConfig that our model has no other value for, at LlamaConfig's defaults."""
 
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+UNTOUCHED = ("attention_dropout", "use_cache", *SPECIAL_TOKENS)
+"""Settings of LlamaConfig that a shape does not hold and training leaves as they are."""
+
 SCALING_FIELDS = tuple(RopeScaling.model_fields)
 
 
@@ -91,13 +95,11 @@ def _rope(config: Mapping[str, Any], where: str) -> tuple[float, dict[str, Any] 
     return theta, {key: rope[key] for key in SCALING_FIELDS}
 
 
-def shape_to_hf(
-    shape: ModelShape, head: Head, dtype: str, special_tokens: Mapping[str, int | list[int] | None]
-) -> dict[str, Any]:
+def shape_to_hf(shape: ModelShape, head: Head, dtype: str, others: Mapping[str, Any]) -> dict[str, Any]:
     """The contents of `config.json`, understood by transformers 5 and 4 and by inference servers.
 
-    `dtype` is torch's name, such as `float32`; `special_tokens` holds bos_token_id, eos_token_id and
-    pad_token_id. A scalar head is a sequence classifier with one label.
+    `dtype` is torch's name, such as `float32`; `others` are values of UNTOUCHED settings, of which absent ones are
+    left to LlamaConfig. A scalar head is a sequence classifier with one label.
     """
     rope: dict[str, Any] = {"rope_type": "default"}
     if shape.rope_scaling is not None:
@@ -119,12 +121,10 @@ def shape_to_hf(
         "rms_norm_eps": shape.norm_eps,
         "tie_word_embeddings": shape.tied_embeddings,
         "initializer_range": shape.init_std,
-        "attention_dropout": 0.0,
-        "use_cache": True,
         "dtype": dtype,
         "torch_dtype": dtype,
         **FIXED,
-        **{name: special_tokens.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        **{name: others[name] for name in UNTOUCHED if name in others},
     }
     if head == "scalar":
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

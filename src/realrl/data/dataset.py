@@ -4,7 +4,7 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -12,11 +12,11 @@ import torch
 from realrl.config.data import DataConfig
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
-from realrl.data.forms import BadRecordError, Item, Reader, form_of
+from realrl.data.forms import Item, Reader, Text, form_of, plain_text_note
 from realrl.data.records import read_records
-from realrl.data.rejects import Rejects
+from realrl.data.rejects import BadRecordError, Rejects
 from realrl.data.shuffle import permutation
-from realrl.data.tokenization import check_tokenizer, complaint, field, tokenize
+from realrl.data.tokenization import Row, check_tokenizer, complaint, field, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -28,13 +28,22 @@ CHUNK = 4096
 class Dataset:
     """All items of a source, tokenised: one row of numbers per item for every source key of a graph."""
 
-    def __init__(self, fields: dict[str, Ragged], *, skipped: int = 0, reasons: Sequence[str] = ()) -> None:
-        """`fields`: integer rows per key, equally many for each. `skipped` and `reasons`: see attributes."""
+    def __init__(
+        self,
+        fields: dict[str, Ragged],
+        *,
+        skipped: int = 0,
+        reasons: Sequence[str] = (),
+        notes: Sequence[str] = (),
+    ) -> None:
+        """`fields`: integer rows per key, equally many for each. The rest: see attributes."""
         self._fields = fields
         self.skipped = skipped
         """How many records, or pairs made of a record, were left out."""
         self.reasons = tuple(reasons)
         """Why the first few of them were, each as FILE:LINE: sentence."""
+        self.notes = tuple(notes)
+        """What the user should know of how the records were read."""
 
     def __len__(self) -> int:
         return len(next(iter(self._fields.values())))
@@ -53,54 +62,112 @@ class Dataset:
         tokenizer: "PreTrainedTokenizerFast",
         config: DataConfig,
         seed: int,
+        ends: tuple[int, ...] | None = None,
     ) -> "Dataset":
         """Read and tokenise `source` (see `read_records`) into the rows that `keys` name.
 
-        UserError where the source or the tokenizer cannot be used, nothing is left, or, under
-        `config.on_error=fail`, at the first record that is malformed or too long.
+        `ends` are the ids that end a sequence, the tokenizer's own by default. UserError where the source or the
+        tokenizer cannot be used, nothing is left, or, under `config.on_error=fail`, at the first record that is
+        malformed or too long.
         """
         check_tokenizer(tokenizer)
-        rejects = Rejects(config.on_error)
-        values = {key: array("i") for key in keys}
-        lengths: dict[str, list[int]] = {key: [] for key in keys}
-        items = _items(source, keys, Reader(tokenizer, config.max_pairs_per_prompt, seed), rejects)
+        rejects, columns, notes = Rejects(config.on_error), _Columns(keys), _Notes(tokenizer, config)
+        reader = Reader(
+            tokenizer, config.apply_chat_template, config.train_on, config.max_pairs_per_prompt, seed
+        )
+        items = _items(source, keys, reader, rejects)
         while chunk := list(islice(items, CHUNK)):
-            rows = iter(tokenize([text for _, item in chunk for text in item], tokenizer))
-            for origin, item in chunk:
+            rows = iter(tokenize([text for _, _, item in chunk for text in item], tokenizer, ends))
+            for origin, record, item in chunk:
                 item_rows = list(islice(rows, len(item)))
                 reason = complaint(item_rows, config)
                 if reason is not None:
                     rejects(origin, reason)
                     continue
-                for key in keys:
-                    row = field(key, item_rows)
-                    values[key].extend(row)
-                    lengths[key].append(len(row))
-        if not lengths[keys[0]]:
+                columns.add(record, item_rows)
+                notes.add(origin, item, item_rows)
+        if not columns.records:
             why = (
                 f"all {rejects.count} were skipped, first {rejects.reasons[0]}"
                 if rejects.count
                 else "it is empty"
             )
             raise UserError(f"no usable records in {source}: {why}")
-        fields = {key: Ragged(torch.from_numpy(np.array(values[key])), tuple(lengths[key])) for key in keys}
-        return cls(fields, skipped=rejects.count, reasons=rejects.reasons)
+        fields = columns.fields(config.pair_weight)
+        return cls(fields, skipped=rejects.count, reasons=rejects.reasons, notes=notes.result())
+
+
+class _Columns:
+    """The rows of every source key, as they come in."""
+
+    def __init__(self, keys: tuple[str, ...]) -> None:
+        self.records = array("q")
+        """Which record each item was made of."""
+        self._weighted = "pairs" in keys
+        self._values = {key: array("i") for key in keys if key != "pairs"}
+        self._lengths: dict[str, list[int]] = {key: [] for key in self._values}
+
+    def add(self, record: int, rows: Sequence[Row]) -> None:
+        """Add an item of the `record`-th record."""
+        self.records.append(record)
+        for key, values in self._values.items():
+            row = field(key, rows)
+            values.extend(row)
+            self._lengths[key].append(len(row))
+
+    def fields(self, pair_weight: Literal["pair", "prompt"]) -> dict[str, Ragged]:
+        """All rows by key; `pairs` is 1 or, where prompts weigh the same, how many items their record has."""
+        fields = {
+            key: Ragged(torch.from_numpy(np.array(values)), tuple(self._lengths[key]))
+            for key, values in self._values.items()
+        }
+        if self._weighted:
+            _, which, counts = np.unique(np.array(self.records), return_inverse=True, return_counts=True)
+            pairs = counts[which] if pair_weight == "prompt" else np.ones(len(which), dtype=np.int64)
+            fields["pairs"] = Ragged.scalars(torch.from_numpy(pairs))
+        return fields
+
+
+class _Notes:
+    """What to say of records that can be read in more than one way."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", config: DataConfig) -> None:
+        self._tokenizer, self._applied = tokenizer, config.apply_chat_template
+        self._plain = self._applied
+        self._joined, self._first_joined = 0, ""
+
+    def add(self, origin: str, item: Item, rows: Sequence[Row]) -> None:
+        """Take notice of an item."""
+        self._plain = self._plain or any(isinstance(text, Text) for text in item)
+        if any(row.joined for row in rows):
+            self._first_joined = self._first_joined or origin
+            self._joined += 1
+
+    def result(self) -> list[str]:
+        """Each as a sentence."""
+        option = "data.apply_chat_template=true"
+        notes = [plain_text_note(self._tokenizer, self._applied, option)] if self._plain else []
+        if self._joined:
+            notes.append(
+                f"the tokenizer cuts the end of the prompt differently once the answer follows in {self._joined} "
+                f"conversations, first {self._first_joined}: generation starts from other tokens than training"
+            )
+        return [note for note in notes if note is not None]
 
 
 def _items(
     source: str, keys: tuple[str, ...], reader: Reader, rejects: Rejects
-) -> Iterator[tuple[str, Item]]:
+) -> Iterator[tuple[str, int, Item]]:
+    """Where it comes from, the number of its record, and the item."""
     form = form_of(keys)
-    for origin, record in read_records(source, rejects):
-        # A table has every column in every row: an absent field is null there.
-        present = {name: value for name, value in record.items() if value is not None}
+    for number, (origin, record) in enumerate(read_records(source, rejects)):
         try:
-            items = form(reader, present)
+            items = form(reader, record)
         except BadRecordError as error:
             rejects(origin, str(error))
             continue
         for item in items:
-            yield origin, item
+            yield origin, number, item
 
 
 class Order:

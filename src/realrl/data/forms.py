@@ -1,25 +1,28 @@
 """The forms of records, and what each becomes: texts that are tokenised into the rows of one item.
 
     {prompt, answer}                          fine-tuning
-    {messages}                                fine-tuning on the last assistant turn; or a prompt
+    {messages}                                fine-tuning on assistant turns; or a prompt
     {prompt, chosen, rejected}                preference pair
     {prompt, pos_answers, neg_answers}        several preference pairs
     {prompt}                                  prompt to generate from
 
-As `prompt`, `chosen` and `rejected`, a list of {role, content} messages may take the place of text, and is
-written with the tokenizer's chat template. Chosen and rejected messages are either the turns that follow
-`prompt` or, when they do not begin with an assistant turn, whole conversations. Other fields are ignored.
+`prompt`, `chosen` and `rejected` are text, or lists of {role, content} messages. A record in which one of them
+is a list is a conversation: it is written with the tokenizer's chat template, a text `prompt` in it is the user
+turn, and a text answer the assistant turn. Chosen and rejected messages are either the turns that follow
+`prompt` or, when they do not begin with an assistant turn, whole conversations. All other text is used as it
+stands, unless `data.apply_chat_template` makes every record a conversation. Other fields are ignored.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from zlib import crc32
 
-import jinja2
-
 from realrl.config.errors import UserError
+from realrl.data.conversation import Conversation, Message, write_conversation, write_prompt
+from realrl.data.rejects import BadRecordError
 from realrl.data.shuffle import permutation
 
 if TYPE_CHECKING:
@@ -28,23 +31,15 @@ if TYPE_CHECKING:
 Fields = dict[str, Any]
 
 
-class BadRecordError(ValueError):
-    """A record that does not have the form it should have; the text says what is accepted."""
-
-
 @dataclass(frozen=True)
 class Text:
-    """One row to be: a prompt and perhaps the answer to it.
-
-    `templated`: the chat template wrote the special tokens, so no beginning of sequence is added.
-    """
+    """Plain text: a prompt and perhaps the answer to it."""
 
     prompt: str
     answer: str | None
-    templated: bool = False
 
 
-Item = tuple[Text, ...]
+Item = tuple[Text | Conversation, ...]
 """The rows of one item: one to train on or to generate from, or the chosen one and the rejected one."""
 
 
@@ -53,18 +48,29 @@ class Reader:
     """Turns records into items. At most `max_pairs` pairs are drawn from a record, depending on `seed`."""
 
     tokenizer: "PreTrainedTokenizerFast"
-    max_pairs: int
-    seed: int
+    apply_chat_template: bool = False
+    train_on: Literal["all", "last"] = "all"
+    max_pairs: int = 1
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if self.apply_chat_template and not self.tokenizer.chat_template:
+            name = self.tokenizer.name_or_path
+            raise UserError(
+                f"tokenizer {name} has no chat template, which data.apply_chat_template and --chat need"
+            )
 
     def answers(self, record: Fields) -> list[Item]:
-        """A prompt and an answer to learn."""
+        """A prompt and an answer to learn, or a conversation."""
         if "messages" in record:
-            return [(self._exchange(_messages(record, "messages")),)]
+            messages = _messages(record, "messages")
+            return [(write_conversation(self.tokenizer, messages, self.train_on),)]
         _require(record, ("prompt", "answer"), "{prompt, answer} or {messages}")
-        if isinstance(record["prompt"], list):
-            reply = {"role": "assistant", "content": _string(record, "answer")}
-            return [(self._exchange([*_messages(record, "prompt"), reply]),)]
-        return [(Text(_string(record, "prompt"), _string(record, "answer")),)]
+        answer = _string(record, "answer")
+        if self._is_conversation(record):
+            messages = [*_prompt_turns(record), _reply(answer)]
+            return [(write_conversation(self.tokenizer, messages, "last"),)]
+        return [(Text(_string(record, "prompt"), answer),)]
 
     def pairs(self, record: Fields) -> list[Item]:
         """Preferred and other answers to one prompt."""
@@ -72,68 +78,64 @@ class Reader:
         if "pos_answers" in record or "neg_answers" in record:
             _require(record, ("prompt", "pos_answers", "neg_answers"), forms)
             return self._expanded(record)
-        if isinstance(record.get("chosen"), list) and isinstance(record.get("rejected"), list):
-            return [(self._conversation(record, "chosen"), self._conversation(record, "rejected"))]
-        _require(record, ("prompt", "chosen", "rejected"), forms)
-        prompt = _string(record, "prompt")
-        return [(Text(prompt, _string(record, "chosen")), Text(prompt, _string(record, "rejected")))]
+        sides = ("chosen", "rejected")
+        if all(isinstance(record.get(field), list) for field in sides):
+            _require(record, sides, forms)
+        else:
+            _require(record, ("prompt", *sides), forms)
+        if not self._is_conversation(record):
+            prompt = _string(record, "prompt")
+            return [tuple(Text(prompt, _answer(_string(record, field), field)) for field in sides)]
+        return [tuple(self._side(_whole_conversation(record, field), field) for field in sides)]
 
     def prompts(self, record: Fields) -> list[Item]:
         """A prompt to generate from."""
+        prompt = self.prompt(record)
+        if isinstance(prompt, str) and not self._is_conversation(record):
+            return [(Text(prompt, None),)]
+        turns = [_user(prompt)] if isinstance(prompt, str) else prompt
+        return [(write_prompt(self.tokenizer, turns),)]
+
+    def prompt(self, record: Fields) -> str | list[Message]:
+        """The prompt of a record: text, or turns of which the last one is the user's."""
         field = "messages" if "messages" in record else "prompt"
         _require(record, (field,), "{prompt} or {messages}")
-        if isinstance(record[field], str):
-            return [(Text(_string(record, field), None),)]
+        if field == "prompt" and not isinstance(record[field], list):
+            return _string(record, field)
         messages = _messages(record, field)
         users = [i for i, message in enumerate(messages) if message["role"] == "user"]
         if not users:
             raise BadRecordError(f"{field} has no user turn to answer")
-        return [(Text(self._render(messages[: users[-1] + 1], prompt=True), None, templated=True),)]
+        return messages[: users[-1] + 1]
+
+    def _is_conversation(self, record: Fields) -> bool:
+        """Whether a record without `messages` is written with the chat template."""
+        fields = ("prompt", "chosen", "rejected")
+        return self.apply_chat_template or any(isinstance(record.get(field), list) for field in fields)
 
     def _expanded(self, record: Fields) -> list[Item]:
-        prompt = _string(record, "prompt")
-        good, bad = (_strings(record, field) for field in ("pos_answers", "neg_answers"))
+        answers = ("pos_answers", "neg_answers")
+        good, bad = ([_answer(text, field) for text in _strings(record, field)] for field in answers)
         pairs = list(product(good, bad))
+        as_text = isinstance(record["prompt"], str)
+        prompt = _string(record, "prompt") if as_text else json.dumps(record["prompt"])
         order = permutation(len(pairs), seed=self.seed, stream=crc32(prompt.encode())).tolist()
         kept = [pairs[i] for i in sorted(order[: self.max_pairs])]
-        return [(Text(prompt, chosen), Text(prompt, rejected)) for chosen, rejected in kept]
-
-    def _conversation(self, record: Fields, field: str) -> Text:
-        messages = _messages(record, field)
-        if messages[0]["role"] != "assistant":
-            return self._exchange(messages)
-        _require(record, ("prompt",), f"{field} that begins with a user turn, or {{prompt, {field}}}")
-        before = record["prompt"]
-        if isinstance(before, str):
-            before = [{"role": "user", "content": _string(record, "prompt")}]
-        else:
-            before = _messages(record, "prompt")
-        return self._exchange([*before, *messages])
-
-    def _exchange(self, messages: list[Fields]) -> Text:
-        """The last turn of a conversation as the answer to the turns before it."""
-        if messages[-1]["role"] != "assistant" or len(messages) == 1:
-            raise BadRecordError(
-                "a conversation to learn from must have several turns, and end with an assistant turn"
+        if not self._is_conversation(record):
+            _string(record, "prompt")
+            return [tuple(Text(prompt, text) for text in pair) for pair in kept]
+        turns = _prompt_turns(record)
+        return [
+            tuple(
+                self._side([*turns, _reply(text)], field) for text, field in zip(pair, answers, strict=True)
             )
-        prompt, whole = self._render(messages[:-1], prompt=True), self._render(messages, prompt=False)
-        if not whole.startswith(prompt):
-            raise BadRecordError(
-                "the chat template writes the turns before the answer differently once it follows, so the "
-                "answer cannot be told apart; use {prompt, answer} or another template"
-            )
-        return Text(prompt, whole[len(prompt) :], templated=True)
+            for pair in kept
+        ]
 
-    def _render(self, messages: list[Fields], *, prompt: bool) -> str:
-        if not self.tokenizer.chat_template:
-            name = self.tokenizer.name_or_path
-            raise UserError(f"tokenizer {name} has no chat template, which records with messages need")
-        try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-        except jinja2.TemplateError as error:
-            raise BadRecordError(f"the chat template refuses the messages: {error}") from None
-        assert isinstance(text, str)
-        return text
+    def _side(self, messages: list[Message], field: str) -> Conversation:
+        """One side of a pair, which ends where generation would end."""
+        _answer(messages[-1]["content"], field)
+        return write_conversation(self.tokenizer, messages, "last", cut=True)
 
 
 Form = Callable[[Reader, Fields], list[Item]]
@@ -142,13 +144,30 @@ Form = Callable[[Reader, Fields], list[Item]]
 def form_of(keys: tuple[str, ...]) -> Form:
     """The form of record from which a graph's source keys can be made; ValueError where there is none."""
     for made, form in (
-        ({"tokens", "prompt_length"}, Reader.answers),
-        ({"chosen", "rejected"}, Reader.pairs),
+        ({"tokens", "trained"}, Reader.answers),
+        ({"chosen", "rejected", "pairs"}, Reader.pairs),
         ({"prompts"}, Reader.prompts),
     ):
         if set(keys) <= made:
             return form
     raise ValueError(f"no form of record yields the keys {', '.join(keys)}")
+
+
+def plain_text_note(tokenizer: "PreTrainedTokenizerFast", applied: bool, option: str) -> str | None:
+    """What becomes of prompts of plain text; None for a tokenizer without chat template, which leaves no choice.
+
+    `applied` is whether `option` makes conversations of them.
+    """
+    if not tokenizer.chat_template:
+        return None
+    if applied:
+        return (
+            f"prompts of plain text are written with the tokenizer's chat template, as a user turn ({option})"
+        )
+    return (
+        "prompts are plain text and are used as they stand; the tokenizer has a chat template: "
+        f"{option} applies it"
+    )
 
 
 def _require(record: Fields, fields: tuple[str, ...], accepted: str) -> None:
@@ -181,7 +200,14 @@ def _text(value: Any, field: str) -> str:
     return value
 
 
-def _messages(record: Fields, field: str) -> list[Fields]:
+def _answer(text: str, field: str) -> str:
+    """An answer of a pair, which has to be one."""
+    if not text.strip():
+        raise BadRecordError(f"an answer in {field!r} is empty")
+    return text
+
+
+def _messages(record: Fields, field: str) -> list[Message]:
     value = record[field]
     if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
         raise BadRecordError(f"field {field!r} must be a list of {{role, content}} messages")
@@ -189,3 +215,26 @@ def _messages(record: Fields, field: str) -> list[Fields]:
         for part in ("role", "content"):
             _text(turn.get(part), f"{field}.{part}")
     return value
+
+
+def _whole_conversation(record: Fields, field: str) -> list[Message]:
+    """The turns of one side of a pair, from the first to the answer."""
+    turns = _messages(record, field) if isinstance(record[field], list) else [_reply(_string(record, field))]
+    if turns[0]["role"] != "assistant":
+        return turns
+    _require(record, ("prompt",), f"{field} that begins with a user turn, or {{prompt, {field}}}")
+    return [*_prompt_turns(record), *turns]
+
+
+def _prompt_turns(record: Fields) -> list[Message]:
+    if isinstance(record["prompt"], list):
+        return _messages(record, "prompt")
+    return [_user(_string(record, "prompt"))]
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _reply(text: str) -> Message:
+    return {"role": "assistant", "content": text}

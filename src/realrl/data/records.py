@@ -9,7 +9,7 @@ from typing import Any
 
 from realrl.config.errors import UserError
 from realrl.config.paths import local_path
-from realrl.data.rejects import Rejects
+from realrl.data.rejects import BadRecordError, Rejects
 
 Record = tuple[str, dict[str, Any]]
 """Where a record comes from, as FILE:LINE (FILE:ROW in tables, counted from 1), and the record."""
@@ -23,9 +23,17 @@ def read_records(source: str, rejects: Rejects) -> Iterator[Record]:
     """Records of `source`, in the order of the files and of their lines.
 
     source: a file or glob, a directory written by `Dataset.save_to_disk` (`DIR`, or `DIR:SPLIT` if it has
-    splits), or a hub data set (`NAME:SPLIT` or `NAME:CONFIG:SPLIT`). Lines that are not a JSON object go to
-    `rejects`. UserError where the source does not exist or cannot be opened.
+    splits), or a hub data set (`NAME:SPLIT` or `NAME:CONFIG:SPLIT`). Lines that are not a JSON object,
+    and objects that have a key twice, go to `rejects`. A table has every column in every row, so fields that are
+    null count as absent. UserError where the source does not exist or cannot be opened.
     """
+    return (
+        (origin, {name: value for name, value in record.items() if value is not None})
+        for origin, record in _records(source, rejects)
+    )
+
+
+def _records(source: str, rejects: Rejects) -> Iterator[Record]:
     suffix = local_path(source).suffix
     if suffix in _READERS:
         files = sorted(glob(source, recursive=True)) or ([source] if Path(source).is_file() else [])
@@ -72,7 +80,10 @@ def _json_lines(file: str, rejects: Rejects) -> Iterator[Record]:
                 continue
             origin = f"{file}:{number}"
             try:
-                value = json.loads(line)
+                value = json.loads(line, object_pairs_hook=_unique)
+            except BadRecordError as error:
+                rejects(origin, str(error))
+                continue
             except (ValueError, RecursionError) as error:  # bad UTF-8 is a ValueError too
                 rejects(origin, f"not valid JSON ({_complaint(error)}); every line must be one JSON object")
                 continue
@@ -89,18 +100,40 @@ def _json(file: str, rejects: Rejects) -> Iterator[Record]:
     if text[position : position + 1] != "[":
         yield from _json_lines(file, rejects)
         return
-    decoder, line, counted = json.JSONDecoder(), 1, 0
+    line, counted = 1, 0
     position = _skip(text, position + 1, "")
     while text[position : position + 1] != "]":
         line, counted = line + text.count("\n", counted, position), position
         try:
-            value, end = decoder.raw_decode(text, position)
+            value, end, reason = _decode(text, position)
         except (ValueError, RecursionError) as error:
             raise UserError(
                 f"{file}:{line}: not valid JSON ({_complaint(error)}); the file must be an array of objects"
             ) from None
-        yield from _object(f"{file}:{line}", value, rejects)
+        if reason is None:
+            yield from _object(f"{file}:{line}", value, rejects)
+        else:
+            rejects(f"{file}:{line}", reason)
         position = _skip(text, end, ",")
+
+
+def _decode(text: str, position: int) -> tuple[Any, int, str | None]:
+    """The JSON value that begins at `position`, where it ends, and why it cannot be used, if it cannot."""
+    try:
+        value, end = json.JSONDecoder(object_pairs_hook=_unique).raw_decode(text, position)
+        return value, end, None
+    except BadRecordError as error:
+        return None, json.JSONDecoder().raw_decode(text, position)[1], str(error)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys differ."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in fields if keys.count(key) > 1)
+        raise BadRecordError(f"the key {twice!r} occurs twice in one JSON object")
+    return fields
 
 
 def _skip(text: str, position: int, separator: str) -> int:

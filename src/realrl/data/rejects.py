@@ -8,6 +8,10 @@ REASONS_KEPT = 5
 """Enough to see a pattern; a broken file of a million lines must not fill memory."""
 
 
+class BadRecordError(ValueError):
+    """A record that does not have the form it should have; the text says what is accepted."""
+
+
 class Rejects:
     """Called with every record that cannot be used: an error under `fail`, counted under `skip`."""
 

@@ -1,23 +1,61 @@
-"""From the texts of an item to the rows of tokens that a graph's source keys name."""
+"""From the texts of an item to the rows of tokens that a graph's source keys name.
 
+Plain text: [beginning] prompt answer end. Prompt and answer are tokenised apart, so that a prompt has the same
+tokens in training as in generation. What the tokenizer itself puts before a text (its post-processor, not the mere
+existence of a bos_token) is the beginning. Neither beginning nor end is added where the text has it already.
+
+Conversations are tokenised whole, exactly as `apply_chat_template(tokenize=True)` does, and cut by character
+offsets: a token belongs to whom its last character belongs to, so one that joins the end of a prompt with the
+beginning of an answer is the answer's. Where the prompt's own tokens, which generation starts from, are not the
+beginning of the row, template and tokenizer do not fit each other; that is noted (`Row.joined`), not repaired,
+since other tokens would not be the template's. An answer ends with its end of sequence; where the template
+writes none, an earlier turn ends where the template ends it, and the last one gets an end of sequence.
+"""
+
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from realrl.config.data import DataConfig
 from realrl.config.errors import UserError
+from realrl.data.conversation import Conversation, Turn
 from realrl.data.forms import Text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+EMPTY_PROMPT = (
+    "the prompt is empty, and the tokenizer puts no beginning of sequence before a text; generation needs at "
+    "least one token"
+)
+
+
 @dataclass(frozen=True)
 class Row:
-    """The tokens of one text, of which the first `prompt_length` are its prompt."""
+    """The tokens of one text."""
 
     ids: list[int]
-    prompt_length: int
+    answers: tuple[tuple[int, int], ...] = ()
+    """First token of each answer to learn, its end of sequence included, and one behind its last."""
+    joined: bool = False
+    """Whether the row does not begin with the tokens that the prompt has alone, because the tokenizer joins or
+    cuts the end of the prompt differently once the answer follows it."""
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first answer."""
+        return self.answers[0][0] if self.answers else len(self.ids)
+
+    @property
+    def trained(self) -> list[int]:
+        """1 for each token to learn, else 0; the first token of a row has nothing to follow from."""
+        mask = [0] * len(self.ids)
+        for first, stop in self.answers:
+            mask[first:stop] = [1] * (stop - first)
+        return [0, *mask[1:]]
 
 
 def check_tokenizer(tokenizer: "PreTrainedTokenizerFast") -> None:
@@ -26,37 +64,45 @@ def check_tokenizer(tokenizer: "PreTrainedTokenizerFast") -> None:
         raise UserError(f"tokenizer {tokenizer.name_or_path} has no end-of-sequence token (eos_token)")
 
 
-def tokenize(texts: Sequence[Text], tokenizer: "PreTrainedTokenizerFast") -> list[Row]:
-    """A row per text: [BOS] prompt answer [EOS].
+def beginning(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
+    """What the tokenizer puts before every text."""
+    encoded = tokenizer("a", return_special_tokens_mask=True)
+    return encoded["input_ids"][: [*encoded["special_tokens_mask"], 0].index(0)]
 
-    Prompt and answer are tokenised apart, so that a prompt has the same tokens in training as in generation.
-    BOS is added where the tokenizer has one and no template wrote the prompt. What a template writes after
-    the last EOS of an answer is dropped.
-    """
-    parts = list(dict.fromkeys(part for text in texts for part in (text.prompt, text.answer) if part))
-    encoded = (
-        tokenizer(parts, add_special_tokens=False, return_attention_mask=False)["input_ids"] if parts else []
+
+def tokenize(
+    texts: Sequence[Text | Conversation],
+    tokenizer: "PreTrainedTokenizerFast",
+    ends: tuple[int, ...] | None = None,
+) -> list[Row]:
+    """A row per text. `ends` are the ids that end a sequence, the tokenizer's own by default; the first one is
+    what is appended."""
+    ends = (tokenizer.eos_token_id,) if ends is None else ends
+    before = beginning(tokenizer)
+    pieces = [
+        piece
+        for text in texts
+        for piece in ((text.prompt, text.answer) if isinstance(text, Text) else (text.prompt,))
+    ]
+    parts = _encode(pieces, tokenizer)
+    wholes = _Wholes(
+        [text.text for text in texts if isinstance(text, Conversation) and text.turns], tokenizer, ends
     )
-    ids: dict[str | None, list[int]] = {"": [], **dict(zip(parts, encoded, strict=True))}
-    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     rows = []
     for text in texts:
-        prompt = ids[text.prompt] if text.templated else bos + ids[text.prompt]
-        if text.answer is None:
-            rows.append(Row(prompt, len(prompt)))
-            continue
-        answer = ids[text.answer]
-        if text.templated:
-            answer = _until_last(tokenizer.eos_token_id, answer)
-        rows.append(Row([*prompt, *answer, tokenizer.eos_token_id], len(prompt)))
+        if isinstance(text, Conversation):
+            rows.append(wholes.row(text, parts[text.prompt]) if text.turns else Row(parts[text.prompt]))
+        else:
+            answer = None if text.answer is None else parts[text.answer]
+            rows.append(_plain_row(before, parts[text.prompt], answer, tokenizer, ends))
     return rows
 
 
 def complaint(rows: Sequence[Row], config: DataConfig) -> str | None:
     """Why an item with these rows cannot be used, or None."""
     for row in rows:
-        if not row.prompt_length:
-            return "an empty prompt needs a tokenizer with a beginning-of-sequence token (bos_token)"
+        if not row.ids:
+            return EMPTY_PROMPT
         if row.prompt_length > config.max_prompt_tokens:
             return (
                 f"the prompt has {row.prompt_length} tokens, more than data.max_prompt_tokens="
@@ -66,16 +112,114 @@ def complaint(rows: Sequence[Row], config: DataConfig) -> str | None:
             return (
                 f"prompt and answer have {len(row.ids)} tokens, more than data.max_tokens={config.max_tokens}"
             )
+        if row.answers and not any(row.trained):
+            return "prompt and answer are empty"
+    if len(rows) == 2:
+        if rows[0].ids == rows[1].ids:
+            return "the chosen and the rejected answer are the same"
+        for side, row in zip(("chosen", "rejected"), rows, strict=True):
+            first, stop = row.answers[-1]
+            if stop - first < 2:
+                return f"the {side} answer is empty"
     return None
 
 
 def field(key: str, rows: Sequence[Row]) -> list[int]:
     """The row of a source key for an item with these rows."""
-    if key == "prompt_length":
-        return [rows[0].prompt_length]
+    if key == "trained":
+        return rows[0].trained
     return rows[1].ids if key == "rejected" else rows[0].ids
 
 
-def _until_last(end: int, ids: list[int]) -> list[int]:
-    """The ids before the last `end`; all where there is none."""
-    return ids[: len(ids) - 1 - ids[::-1].index(end)] if end in ids else ids
+def _encode(texts: Sequence[str | None], tokenizer: "PreTrainedTokenizerFast") -> dict[str, list[int]]:
+    """The tokens of each text, none added."""
+    parts = list(dict.fromkeys(text for text in texts if text))
+    if not parts:
+        return {"": []}
+    encoded = tokenizer(parts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    return {"": [], **dict(zip(parts, encoded, strict=True))}
+
+
+def _plain_row(
+    before: list[int],
+    prompt: list[int],
+    answer: list[int] | None,
+    tokenizer: "PreTrainedTokenizerFast",
+    ends: tuple[int, ...],
+) -> Row:
+    """The row of a prompt and perhaps an answer of so many tokens; `before` is the beginning of sequence."""
+    if not prompt and answer is not None and answer[: len(before)] == before:
+        prompt, answer = before, answer[len(before) :]
+    elif prompt[: len(before)] != before:
+        prompt = before + prompt
+    if answer is None:
+        return Row(prompt)
+    last = _last_end(answer, range(len(answer)), ends)
+    if last is None or tokenizer.decode(answer[last + 1 :]).strip():
+        answer = [*answer, ends[0]]
+    else:
+        answer = answer[: _first_of_run(answer, last, ends) + 1]
+    return Row([*prompt, *answer], ((len(prompt), len(prompt) + len(answer)),))
+
+
+def _last_end(ids: Sequence[int], among: range, ends: tuple[int, ...]) -> int | None:
+    """Where the last end of sequence is among some places."""
+    return next((i for i in reversed(among) if ids[i] in ends), None)
+
+
+def _first_of_run(ids: Sequence[int], last: int, ends: tuple[int, ...]) -> int:
+    """The first of the ends of sequence in a row of which `last` is one: where generation stops."""
+    while last and ids[last - 1] in ends:
+        last -= 1
+    return last
+
+
+class _Wholes:
+    """Conversations, tokenised whole."""
+
+    def __init__(
+        self, texts: Sequence[str], tokenizer: "PreTrainedTokenizerFast", ends: tuple[int, ...]
+    ) -> None:
+        self.ends = ends
+        # Added tokens that take the white space behind them with them, which may be the next speaker's.
+        self.greedy = {id for id, token in tokenizer.added_tokens_decoder.items() if token.rstrip}
+        parts = list(dict.fromkeys(texts))
+        self.encoded: dict[str, tuple[list[int], list[int]]] = {}
+        if parts:
+            encoded = tokenizer(
+                parts, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True
+            )
+            for text, ids, offsets in zip(
+                parts, encoded["input_ids"], encoded["offset_mapping"], strict=True
+            ):
+                self.encoded[text] = ids, self._stops(text, ids, offsets)
+
+    def _stops(self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[int]:
+        """The character behind the last one of each token, ascending."""
+        stops = (
+            first + len(text[first:stop].rstrip()) if id in self.greedy else stop
+            for id, (first, stop) in zip(ids, offsets, strict=True)
+        )
+        return list(accumulate(stops, max))
+
+    def row(self, conversation: Conversation, prompt: list[int]) -> Row:
+        """The row of a conversation with turns to learn; `prompt` are the tokens of its prompt alone."""
+        ids, stops = self.encoded[conversation.text]
+        answers = [self._answer(turn, ids, stops) for turn in conversation.turns]
+        first, stop, closed = answers[-1]
+        if not closed:
+            ids, stop = [*ids, self.ends[0]], len(ids) + 1
+        elif conversation.cut:
+            ids = ids[:stop]
+        spans = (*((a, b) for a, b, _ in answers[:-1]), (first, stop))
+        return Row(ids, spans, joined=ids[: len(prompt)] != prompt)
+
+    def _answer(self, turn: Turn, ids: Sequence[int], stops: Sequence[int]) -> tuple[int, int, bool]:
+        """First token of a turn, one behind its last to learn, and whether that is an end of sequence."""
+        first, behind = bisect_right(stops, turn.start), bisect_right(stops, turn.stop)
+        # What has the form of an end of sequence inside the content does not end the turn.
+        content = max(first, bisect_right(stops, turn.content - 1))
+        last = _last_end(ids, range(content, behind), self.ends)
+        if last is None:
+            return first, behind, False
+        return first, max(first, _first_of_run(ids, last, self.ends)) + 1, True

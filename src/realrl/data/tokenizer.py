@@ -74,13 +74,16 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast
 
 
 def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", directory: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json, such that transformers 4 and 5 can open them."""
+    """Write tokenizer.json and tokenizer_config.json, such that transformers 4 and 5 can open them, and without
+    what transformers notes there about where the tokenizer came from."""
     tokenizer.save_pretrained(str(directory))
     config = directory / "tokenizer_config.json"
     settings = json.loads(config.read_text(encoding="utf-8"))
     if settings.get("tokenizer_class") == "TokenizersBackend":  # transformers 4 does not know its new name
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-        config.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    for name in ("is_local", "local_files_only"):
+        settings.pop(name, None)
+    config.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def train_tokenizer(source: str, out: str, vocab_size: int) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from realrl.config.algorithms import GenerationConfig
 from realrl.data.batch import Batch, Ragged
+from realrl.engine.finite import NotFiniteError, all_finite
 from realrl.engine.model import Model
 from realrl.engine.pipeline import Coming
 from realrl.engine.sampling import sample, uniform
@@ -33,7 +34,7 @@ def generate(
     prompts: str,
     *,
     sampling: GenerationConfig,
-    eos: int,
+    ends: tuple[int, ...],
     noise: Noise,
     budget: int,
     turn: Callable[[], None] = lambda: None,
@@ -41,9 +42,9 @@ def generate(
     """Continue the rows of field `prompts`, with at most `budget` tokens in the key/value cache at a time.
 
     Adds sequences (prompt and continuation, end-of-sequence included), logprobs (aligned with them, 0 on the
-    prompt), prompt_length, and finished (1.0 where the sequence ends with `eos`). Items are told apart by
+    prompt), prompt_length, and finished (1.0 where the sequence ends with one of `ends`). Items are told apart by
     their ids: the same ids, noise and parameters give the same tokens whatever else is in the batch. `turn` is
-    called after each token.
+    called after each token. NotFiniteError if the model's logits are not finite.
     """
     costs = [length + sampling.max_new_tokens for length in batch[prompts].lengths]
     continuations = []
@@ -52,7 +53,7 @@ def generate(
     for positions in chunks:
         part = batch.select(positions)
         ids = torch.tensor(part.ids, dtype=torch.int64, device=model.device)
-        continuations.append(Continuation(model, part[prompts], ids, sampling, eos, noise))
+        continuations.append(Continuation(model, part[prompts], ids, sampling, ends, noise))
     _run_in_turn(continuations, turn, at_once=model.parallel.pipeline.size)
     model.pipeline.finish()
     if not model.shard.last:
@@ -96,11 +97,12 @@ class Continuation:
         prompts: Ragged,
         ids: Tensor,
         sampling: GenerationConfig,
-        eos: int,
+        ends: tuple[int, ...],
         noise: Noise,
     ) -> None:
         self.model, self.prompts, self.ids = model, prompts, ids
-        self.sampling, self.eos, self.noise = sampling, eos, noise
+        self.sampling, self.noise = sampling, noise
+        self.ends = torch.tensor(ends, dtype=torch.int64, device=model.device)
         count, limit, device = len(prompts), sampling.max_new_tokens, model.device
         self.tokens = torch.zeros(count, limit, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(count, limit, dtype=torch.float32, device=device)
@@ -188,8 +190,7 @@ class Continuation:
         [len(slots), V]"""
         allowed = logits
         if position < self.sampling.min_new_tokens:
-            allowed = logits.clone()
-            allowed[:, self.eos] = -torch.inf
+            allowed = logits.index_fill(-1, self.ends, -torch.inf)
         positions = torch.full_like(slots, position)
         noise = uniform(self.noise.seed, self.noise.step, self.noise.first + self.ids[slots], positions)
         chosen, logprobs = sample(allowed, self.sampling, noise)
@@ -201,14 +202,24 @@ class Continuation:
 
     def _record(self, chosen: Tensor, slots: Tensor, position: int) -> None:
         self.tokens[slots, position] = chosen
-        ended = (chosen == self.eos) & ~self.finished[slots]
+        ended = (chosen.unsqueeze(-1) == self.ends).any(-1) & ~self.finished[slots]
         self.lengths[slots] = torch.where(ended, position + 1, self.lengths[slots])
         self.finished[slots] |= ended
 
     def rows(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """Per prompt: its sequence, aligned log-probabilities, and whether it ended by itself."""
+        """Per prompt: its sequence, aligned log-probabilities, and whether it ended by itself.
+
+        NotFiniteError if a logit was not finite. Only here, since looking at each token would make a GPU wait.
+        """
         tokens, logprobs = self.tokens.cpu(), self.logprobs.cpu()
         finished, lengths = self.finished.tolist(), self.lengths.tolist()
+        for i, length in enumerate(lengths):
+            if not all_finite(logprobs[i, :length]):
+                position = int((~logprobs[i].isfinite()).nonzero()[0])
+                raise NotFiniteError(
+                    f"the logits of token {position + 1} after prompt {self.noise.first + int(self.ids[i])} are"
+                    " not finite (NaN or infinity)"
+                )
         for i, prompt in enumerate(self.prompts.rows()):
             blank = torch.zeros(len(prompt))
             yield (

@@ -5,6 +5,7 @@ from torch import Tensor
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.model import Model
 from realrl.layout.ranges import kv_heads
+from realrl.layout.tensors import SCALAR_HEAD
 
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -53,7 +54,7 @@ def owned(model: Model, name: str) -> tuple[int, int]:
         return 0, 0
     if shard.tp_index == 0:
         return 0, end
-    if len(spec.shape) == 1 or name == "score.weight":
+    if len(spec.shape) == 1 or name == SCALAR_HEAD:
         return 0, 0
     if name.endswith(("k_proj.weight", "v_proj.weight")):
         below = kv_heads(shard.shape, shard.tp, shard.tp_index - 1).stop

@@ -1,6 +1,7 @@
 """AdamW whose state is sharded over data-parallel ranks."""
 
 from collections.abc import Iterator, Mapping
+from math import isfinite
 
 import torch
 import torch.distributed as dist
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from realrl.config.model import OptimizerConfig
 from realrl.engine.flat import FlatBuffer
-from realrl.layout.tensors import bucket_count
+from realrl.layout.tensors import SCALAR_HEAD, bucket_count
 from realrl.model.group import Group, all_gather, reduce_scatter
 
 
@@ -38,7 +39,7 @@ class ShardedAdamW:
         """
         self._parameters, self._gradients = parameters, gradients.data
         self._group, self._everyone = group, everyone or group
-        self._clip = config.grad_clip
+        self._clip, self._decay = config.grad_clip, config.weight_decay
         self.buckets = bucket_count(parameters.tensors)
         self.bucket_size = parameters.data.numel() // self.buckets
         self._part = self.bucket_size // group.size
@@ -98,26 +99,28 @@ class ShardedAdamW:
                     yield gradient[low - begin : high - begin]
 
     def _bucket_optimizer(self, bucket: int, config: OptimizerConfig) -> torch.optim.AdamW:
-        """AdamW over this rank's part of a bucket, in pieces with and without weight decay. The moments of all
-        pieces are views of two flat tensors, which can be offloaded in one copy."""
+        """AdamW over this rank's part of a bucket: pieces with weight decay, pieces without, and the scalar head,
+        whose learning rate is its own. The moments of all pieces are views of two flat tensors, which can be
+        offloaded in one copy."""
         begin = self._begin(bucket)
         values = self._stored(bucket) if self._master is None else self._slot(self._master, bucket)
-        pieces: dict[bool, list[Tensor]] = {True: [], False: []}
+        pieces: dict[str, list[Tensor]] = {"decay": [], "no decay": [], "head": []}
         state: dict[Tensor, dict[str, Tensor]] = {}
-        for decay, low, high in _merged(
-            (len(self._parameters[name].shape) > 1, low, high) for name, low, high in self._runs(bucket)
+        for kind, low, high in _merged(
+            (self._kind(name), low, high) for name, low, high in self._runs(bucket)
         ):
             window = slice(low - begin, high - begin)
             piece = torch.nn.Parameter(values[window])
             piece.grad = self._slot(self._gradient, bucket)[window]
-            pieces[decay].append(piece)
+            pieces[kind].append(piece)
             first, second = (self._slot(moment, bucket)[window] for moment in self._moments)
             step = torch.zeros((), dtype=torch.float32, device=piece.device)
             state[piece] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
         optimizer = torch.optim.AdamW(
             [
-                {"params": pieces[True], "weight_decay": config.weight_decay},
-                {"params": pieces[False], "weight_decay": 0.0},
+                {"params": pieces["decay"], "weight_decay": config.weight_decay},
+                {"params": pieces["no decay"], "weight_decay": 0.0},
+                {"params": pieces["head"], "weight_decay": config.weight_decay},
             ],
             lr=config.lr,
             betas=config.betas,
@@ -126,6 +129,11 @@ class ShardedAdamW:
         )
         optimizer.state.update(state)
         return optimizer
+
+    def _kind(self, name: str) -> str:
+        if name == SCALAR_HEAD:
+            return "head"
+        return "decay" if len(self._parameters[name].shape) > 1 else "no decay"
 
     def start_reduce(self, bucket: int) -> None:
         """Begin to add up the gradients of a bucket, which must be complete. Every rank of the group starts
@@ -145,32 +153,35 @@ class ShardedAdamW:
         self._reducing.clear()
 
     @torch.no_grad()
-    def step(self, lr: float) -> float:
+    def step(self, lr: float, *, head_scale: float = 1.0) -> float:
         """Apply the accumulated gradients at learning rate `lr` and set them to zero.
 
-        Returns the global gradient norm before clipping. A norm that is not finite leaves the parameters as
-        they were.
+        A scalar head's rate is `lr * head_scale`, and its decay per step that of `lr`.
+        Returns the global gradient norm before clipping. Where it is not finite, parameters and gradients are left
+        as they were: look at the gradients, and `discard` them.
         """
         self._finish_reduce()
         squares = [part.square().sum(dtype=torch.float64) for part in self._counted]
         total = torch.stack(squares).sum() if squares else self._gradient.new_zeros((), dtype=torch.float64)
-        norm = self._everyone.sum(total).sqrt().item()
-        self._gradients.zero_()
-        if norm != norm or norm == float("inf"):
+        norm: float = self._everyone.sum(total).sqrt().item()
+        if not isfinite(norm):
             return norm
+        self._gradients.zero_()
         if self._clip is not None and norm > self._clip:
             self._gradient.mul_(self._clip / norm)
-        gathering = [self._update(bucket, lr) for bucket in range(self.buckets)]
+        gathering = [self._update(bucket, lr, head_scale) for bucket in range(self.buckets)]
         for work in gathering:
             if work is not None:
                 work.wait()
         return norm
 
-    def _update(self, bucket: int, lr: float) -> dist.Work | None:
+    def _update(self, bucket: int, lr: float, head_scale: float) -> dist.Work | None:
         """Update a bucket and begin to collect it."""
         optimizer, stored = self._optimizers[bucket], self._stored(bucket)
-        for settings in optimizer.param_groups:
+        *rest, head = optimizer.param_groups
+        for settings in rest:
             settings["lr"] = lr
+        head |= {"lr": lr * head_scale, "weight_decay": self._decay / head_scale}
         optimizer.step()
         if self._master is not None:
             stored.copy_(self._slot(self._master, bucket))
@@ -185,9 +196,9 @@ class ShardedAdamW:
         self._gradients.zero_()
 
 
-def _merged(runs: Iterator[tuple[bool, int, int]]) -> list[tuple[bool, int, int]]:
+def _merged(runs: Iterator[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
     """Runs (kind, first, end), neighbours of the same kind joined."""
-    joined: list[tuple[bool, int, int]] = []
+    joined: list[tuple[str, int, int]] = []
     for kind, low, high in runs:
         if joined and joined[-1][0] == kind and joined[-1][2] == low:
             joined[-1] = (kind, joined[-1][1], high)

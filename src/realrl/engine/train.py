@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from realrl.engine.model import Model, item_tokens, reduce_metrics
 from realrl.engine.offload import Offloadable
 from realrl.engine.optimizer import ShardedAdamW
 from realrl.engine.pipeline_schedule import one_forward_one_backward
+from realrl.engine.skipped_steps import SkippedStepsError, first_not_finite
 from realrl.layout.tensors import bucket_count
 from realrl.model.packing import Packing
 
@@ -23,8 +25,12 @@ from realrl.model.packing import Packing
 class Trainer:
     """Gradients and optimizer state of a model."""
 
-    def __init__(self, model: Model, config: OptimizerConfig) -> None:
+    def __init__(self, model: Model, config: OptimizerConfig, *, max_skipped: int | None = None) -> None:
+        """A train call fails once `max_skipped` optimizer steps in a row were skipped; None: it never does."""
         self.model = model
+        self._max_skipped = max_skipped
+        self._skipped_in_a_row = 0
+        self._gave_nothing: SkippedStepsError | None = None
         parameters, parallel = model.parameters, model.parallel
         multiple = parallel.data.size * bucket_count(parameters.tensors)
         self.gradients = FlatBuffer(parameters.tensors, torch.float32, model.device, multiple_of=multiple)
@@ -55,30 +61,62 @@ class Trainer:
         budget: int,
         recompute: bool = False,
         turn: Callable[[], None] = lambda: None,
+        call: str = "train",
     ) -> Metrics:
         """Run a train call on this rank's items.
 
         `minibatches` are positions in `batch`, as many and in the same order on every rank of the group.
         `budget` is the most tokens of a micro-batch; with `recompute` only inputs of layers are kept of it.
-        `turn` is called after each of its passes.
+        `turn` is called after each of its passes. `call` is its name, for errors.
         Losses are sums divided by their global weight, so neither micro-batches nor any parallelism change
-        them. Returns figures added up over data-parallel ranks.
+        them. An optimizer step whose gradient is not finite is skipped. Returns figures added up over data-parallel
+        ranks: the method's own, `grad_norm` (mean over the steps that were not skipped), `skipped_steps` (their
+        number) and `learning_rate`.
+
+        Raises SkippedStepsError, on every rank, when too many steps in a row were skipped.
         """
         model, data = self.model, self.model.parallel.data
         batch, metrics = method.prepare(batch.to(model.device), data.sum)
         reduce_metrics(metrics, data, model.device)
         steps = [positions for _ in range(method.epochs) for positions in minibatches]
+        skipped, error = 0, None
         for positions in steps:
-            figures = self._gradients(batch.select(positions), method, budget, recompute, turn)
+            minibatch = batch.select(positions)
+            figures = self._gradients(minibatch, method, budget, recompute, turn)
             metrics.update(figures)
             if method.stop(figures.result()):
                 self.optimizer.discard()
                 break
             complete_gradients(model, self.gradients)
-            metrics.mean("grad_norm", torch.tensor(self.optimizer.step(lr)), 1)
+            norm = self.optimizer.step(lr, head_scale=method.head_scale)
+            if isfinite(norm):
+                self._skipped_in_a_row = 0
+                metrics.mean("grad_norm", torch.tensor(norm), 1)
+            else:
+                skipped += 1
+                error = self._skip(call, minibatch, figures)
+        self._gave_nothing = error if skipped == len(steps) else None
+        metrics.mean("skipped_steps", torch.tensor(float(skipped)), 1)
         metrics.mean("learning_rate", torch.tensor(lr), 1)
         metrics.update(method.finish())
         return metrics
+
+    def check_learning(self) -> None:
+        """SkippedStepsError if the last train call skipped every one of its optimizer steps."""
+        if self._gave_nothing is not None:
+            raise self._gave_nothing
+
+    def _skip(self, call: str, minibatch: Batch, figures: Metrics) -> SkippedStepsError:
+        """Take note of a step whose gradient is not finite, and forget the gradient."""
+        self._skipped_in_a_row += 1
+        quantity = first_not_finite(self.model, minibatch, figures, self.gradients)
+        self.optimizer.discard()
+        # Tensor ranks and stages hold the same items.
+        first = self.model.parallel.tensor.index == 0 and self.model.shard.last
+        error = SkippedStepsError(call, quantity, self._skipped_in_a_row, minibatch if first else None)
+        if self._max_skipped is not None and self._skipped_in_a_row >= self._max_skipped:
+            raise error
+        return error
 
     def _gradients(
         self, batch: Batch, method: TrainMethod, budget: int, recompute: bool, turn: Callable[[], None]
@@ -86,7 +124,8 @@ class Trainer:
         """Accumulate the gradient of one mini-batch; its figures over data-parallel ranks, on every stage."""
         model = self.model
         weight = torch.tensor(float(method.weight(batch)), device=model.device)
-        weight = model.parallel.data.sum(weight).clamp_min(1.0)
+        weight = model.parallel.data.sum(weight)
+        weight = torch.where(weight > 0, weight, 1.0)  # losses of nothing add up to 0
         costs = item_tokens(batch, method.sequences(batch))
         parts = model.split(costs, budget)
         tokens = [sum(costs[i] for i in positions) for positions in parts]

@@ -7,11 +7,11 @@ from realrl.config.shape import Head, ModelShape
 from realrl.layout.ranges import feed_forward, kv_heads, query_heads, stage_layers, vocabulary
 from realrl.layout.ranges import padded_vocabulary as padded
 from realrl.layout.region import Region
-from realrl.layout.tensors import TensorSpec, model_tensors
+from realrl.layout.tensors import SCALAR_HEAD, TensorSpec, model_tensors
 from realrl.plan.placement import Placement
 
 _EMBEDDING = "model.embed_tokens.weight"
-_ENDS = ("model.norm.weight", "score.weight", "lm_head.weight")
+_ENDS = ("model.norm.weight", SCALAR_HEAD, "lm_head.weight")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,9 @@ from math import prod
 
 from realrl.config.shape import Head, ModelShape
 
+SCALAR_HEAD = "score.weight"
+"""The tensor that gives a reward model or a critic its numbers."""
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -34,7 +37,7 @@ def model_tensors(shape: ModelShape, head: Head) -> tuple[TensorSpec, ...]:
         tensors += _layer_tensors(shape, i)
     tensors.append(TensorSpec("model.norm.weight", (hidden,)))
     if head == "scalar":
-        tensors.append(TensorSpec("score.weight", (1, hidden)))
+        tensors.append(TensorSpec(SCALAR_HEAD, (1, hidden)))
     elif not shape.tied_embeddings:
         tensors.append(TensorSpec("lm_head.weight", (shape.vocab_size, hidden)))
     return tuple(tensors)

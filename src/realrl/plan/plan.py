@@ -11,6 +11,7 @@ from pydantic import Field, PositiveInt, field_validator
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
 from realrl.config.explain import brief, mistakes_in, nearest
+from realrl.config.files import write_whole
 from realrl.config.shape import ModelShape
 from realrl.config.yaml_file import read_yaml
 from realrl.dataflow.call import Call, Kind
@@ -218,7 +219,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan file that `load` reads."""
-        Path(path).write_text(self.to_text(), encoding="utf-8")
+        write_whole(Path(path), self.to_text())
 
     @classmethod
     def load(cls, path: str | Path, micro_batch_tokens: int = 8192) -> "Plan":

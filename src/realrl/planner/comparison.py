@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, TypeAda
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
 from realrl.config.explain import brief, explain
+from realrl.config.files import write_whole
 from realrl.config.json_file import read_json
 from realrl.dataflow.call import Call
 from realrl.planner.cluster import ClusterSpec
@@ -105,9 +106,9 @@ class Comparison(Settings):
         text = json.dumps(self.model_dump(mode="json"), indent=1)
         # What has nothing inside it stands on one line.
         text = re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda found: re.sub(r"\s*\n\s*", " ", found[0]), text)
-        _replace(Path(directory) / COSTS, text)
+        write_whole(Path(directory) / COSTS, text + "\n")
         lengths = {"prompts": self.workload.prompts, "answers": self.workload.answers}
-        _replace(Path(directory) / LENGTHS, json.dumps(lengths))
+        write_whole(Path(directory) / LENGTHS, json.dumps(lengths) + "\n")
 
     @classmethod
     def load(cls, directory: str | Path) -> Self:
@@ -126,9 +127,3 @@ class Comparison(Settings):
             return cls.model_validate(content)
         except ValidationError as error:
             raise UserError(f"{path}: {explain(error, cls)}") from None
-
-
-def _replace(path: Path, text: str) -> None:
-    fresh = path.with_name(f"{path.name}.new")
-    fresh.write_text(text + "\n", encoding="utf-8")
-    fresh.replace(path)

@@ -19,6 +19,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, Validati
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
 from realrl.config.explain import brief, explain
+from realrl.config.files import write_whole
 from realrl.config.json_file import read_json
 from realrl.config.shape import ModelShape
 from realrl.plan.placement import Dtype
@@ -208,7 +209,7 @@ class Profile(Settings):
         text = json.dumps(content | self.model_dump(mode="json", exclude_defaults=True), indent=1)
         # A measurement on each line.
         text = re.sub(r"\{[^{}]*\}", lambda found: re.sub(r"\s*\n\s*", " ", found[0]), text)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        write_whole(Path(path), text + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

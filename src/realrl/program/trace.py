@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from realrl.config.files import write_whole
+
 Source = Literal["measured", "predicted"]
 """Where times come from; the name of the group of rows, so that files of both can be opened side by side."""
 
@@ -41,4 +43,4 @@ def write_trace(path: Path, ranks: Sequence[Iterable[Event]], source: Source) ->
         ):
             document.append({"name": name, "ph": "M", "pid": group, "tid": rank, "args": args})
     document += [{**event, "pid": group, "ts": event["ts"] - origin} for event in events]
-    path.write_text(json.dumps({"traceEvents": document, "displayTimeUnit": "ms"}), encoding="utf-8")
+    write_whole(path, json.dumps({"traceEvents": document, "displayTimeUnit": "ms"}))

@@ -10,8 +10,8 @@ STORE_VARIABLE = "REALRL_STORE"
 LAUNCHER_VARIABLE = "REALRL_LAUNCHER"
 """The process id of the local launcher."""
 
-ERRORS_VARIABLE = "REALRL_ERRORS"
-"""The directory where processes of the local launcher leave the sentence of a UserError."""
+SCRATCH_VARIABLE = "REALRL_SCRATCH"
+"""The directory where processes of the local launcher leave how they ended, and what they print."""
 
 PLAN_VARIABLE = "REALRL_PLAN"
 """The file with the plan that the local launcher has searched for."""

@@ -1,44 +1,20 @@
 """Evaluation: the figures of the evaluation graph over all its records, and samples where it generates."""
 
-import importlib.util
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from realrl.algorithms.method import Metrics
-from realrl.config.errors import UserError
 from realrl.data.dataset import Dataset, eval_batches
 from realrl.engine.generate import Noise
 from realrl.program.lower import WRITER
 from realrl.runtime.compile import Phase
+from realrl.runtime.judge import Judge
 from realrl.runtime.process import Process
 from realrl.runtime.store import Store
 from realrl.runtime.worker import StepInput, Worker
 
-Judge = Callable[[list[str]], list[float]]
-
 _NOISE_STEP = 1 << 40
 """Evaluation draws its noise from a step that training never reaches: the same noise at every evaluation, so
 that differences between them are the model's."""
-
-
-def load_judge(reference: str) -> Judge:
-    """The function that `FILE.py:FUNCTION` names; UserError where there is none."""
-    file, _, name = reference.rpartition(":")
-    if not file.endswith(".py") or not Path(file).is_file():
-        raise UserError(f"training.judge={reference}: write FILE.py:FUNCTION with a file that exists")
-    spec = importlib.util.spec_from_file_location("realrl_judge", file)
-    assert spec is not None and spec.loader is not None, "a .py file has a loader"
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's code does
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"training.judge={reference} cannot be imported: {reason}") from None
-    judge = getattr(module, name, None)
-    if not callable(judge):
-        raise UserError(f"training.judge={reference}: {file} has no function {name}")
-    return judge
 
 
 class Evaluation:
@@ -69,7 +45,7 @@ class Evaluation:
         for indices in self._batches:
             store = Store(self._phase.graph, self._phase.plan)
             noise = Noise(self._seed, _NOISE_STEP, first=indices[0])
-            step = StepInput(self._records.batch(indices), noise, {})
+            step = StepInput(self._records.batch(indices), noise, {}, evaluation=True)
             figures = self._worker.run(program, store, step)
             for call, metrics in figures.items():
                 totals.setdefault(call, Metrics()).update(metrics)
@@ -111,12 +87,8 @@ class Evaluation:
 
 
 def _ask(judge: Judge, samples: list[dict[str, Any]]) -> float:
-    """Add the judge's scores to the samples; their mean. UserError when they are not as many as asked for."""
-    scores = [float(score) for score in judge([sample["completion"] for sample in samples])]
-    if len(scores) != len(samples):
-        raise UserError(
-            f"training.judge gave {len(scores)} numbers for {len(samples)} completions; it must give one each"
-        )
+    """Add the judge's scores to the samples; their mean. UserError when it gives no scores."""
+    scores = judge.rate([sample["completion"] for sample in samples])
     for sample, score in zip(samples, scores, strict=True):
         sample["judge"] = score
     return sum(scores) / len(scores)

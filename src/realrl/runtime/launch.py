@@ -1,24 +1,28 @@
 """The local launcher: several processes on this machine, as torchrun would start them."""
 
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.plan.plan import Plan
-from realrl.runtime.environment import (
-    ERRORS_VARIABLE,
-    LAUNCHER_VARIABLE,
-    PLAN_VARIABLE,
-    STORE_VARIABLE,
-    is_writer,
-)
+from realrl.runtime.endings import CAUSE, DEATH, USER_STATUS, Ending, first_cause, read_endings, show
+from realrl.runtime.environment import LAUNCHER_VARIABLE, PLAN_VARIABLE, SCRATCH_VARIABLE, STORE_VARIABLE
+from realrl.runtime.logs import keep_logs, log_file
+from realrl.runtime.signals import show_cursor
+
+POLL = 0.05
+"""Seconds between looks at the processes."""
+MOMENT = 2.0
+"""Seconds that ranks get, after one has failed, to find out and say so themselves."""
 
 
 def check_local(cluster: Cluster) -> None:
@@ -30,12 +34,18 @@ def check_local(cluster: Cluster) -> None:
         )
 
 
-def launch(cluster: Cluster, arguments: Sequence[str], plan: Plan | None = None) -> int:
+def launch(
+    cluster: Cluster,
+    arguments: Sequence[str],
+    plan: Plan | None = None,
+    run_dir: Callable[[], Path | None] = lambda: None,
+) -> int:
     """Run `realrl ARGUMENTS` in one local process per device of `cluster`; the exit status of the run.
 
     `plan` is what has been found for a recipe that says `plan: search`. When one process fails, the others are
-    ended. Raises UserError with the sentence of the first process that left one. As in a shell, the status is
-    128 + N where signal N ended the run.
+    ended, and the first cause is printed, once. What else they print goes to `logs` in `run_dir()`, which may be
+    None if the run has not made one. As in a shell, the status is 128 + N where signal N ended a process of the
+    run. Raises Interrupted when this process is to end, after the others have.
     """
     with tempfile.TemporaryDirectory(prefix="realrl-") as scratch:
         processes: list[subprocess.Popen[bytes]] = []
@@ -45,30 +55,45 @@ def launch(cluster: Cluster, arguments: Sequence[str], plan: Plan | None = None)
             plan.save(variables[PLAN_VARIABLE])
         try:
             for rank in range(cluster.size):
-                command = [sys.executable, "-m", "realrl", *arguments]
                 environment = _environment(rank, cluster.size, scratch) | variables
-                processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
+                processes.append(_start(arguments, environment, rank, scratch))
             failed = _wait(processes)
-        except KeyboardInterrupt:
-            _end(processes, patience=5.0)
-            return 128 + signal.SIGINT
-        sentences = sorted(Path(scratch).glob("error-*"))
-        if sentences:
-            raise UserError(sentences[0].read_text())
-        return 0 if failed is None else _status(failed, processes[failed].returncode)
+        finally:
+            _end(processes)
+            if processes and processes[0].returncode and processes[0].returncode < 0:
+                show_cursor()
+        directory = run_dir()
+        logs = None if directory is None else directory / "logs"
+        if not failed:
+            if logs is not None:
+                keep_logs(Path(scratch), logs)
+            return 0
+        endings = {ending.rank: ending for ending in read_endings(Path(scratch))}
+        for rank, noticed in failed.items():
+            endings.setdefault(rank, _death(rank, processes[rank].returncode, noticed))
+        cause = first_cause(endings.values())
+        kept = None
+        if cause.status != USER_STATUS or cause.trace:
+            kept = keep_logs(Path(scratch), logs)
+        show(cause, logs=kept)
+        return cause.status
 
 
-def report_user_error(error: UserError) -> None:
-    """Leave a UserError for the local launcher if there is one, else print it, once per node."""
-    sentence = " ".join(str(error).splitlines())
-    directory = os.environ.get(ERRORS_VARIABLE)
-    if directory is not None:
-        (Path(directory) / f"error-{int(os.environ['RANK']):06}").write_text(sentence)
-    elif is_writer():
-        print(f"realrl: {sentence}", file=sys.stderr)
-    elif int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        # The first rank of another node, whose files may differ from the first node's.
-        print(f"realrl: rank {os.environ['RANK']}: {sentence}", file=sys.stderr)
+def _start(
+    arguments: Sequence[str], environment: Mapping[str, str], rank: int, scratch: str
+) -> "subprocess.Popen[bytes]":
+    """Start a rank. Only the first one has the screen, and none hears of Ctrl-C, which a terminal sends to all of
+    them: the launcher ends them."""
+    command = [sys.executable, "-m", "realrl", *arguments]
+    # Signals that are blocked here are blocked in what is started. One that comes meanwhile is not lost.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with nullcontext() if rank == 0 else log_file(scratch, rank).open("ab") as log:
+            return subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _environment(rank: int, world: int, scratch: str) -> dict[str, str]:
@@ -86,40 +111,47 @@ def _environment(rank: int, world: int, scratch: str) -> dict[str, str]:
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         STORE_VARIABLE: str(Path(scratch) / "store"),
-        ERRORS_VARIABLE: scratch,
+        SCRATCH_VARIABLE: scratch,
         LAUNCHER_VARIABLE: str(os.getpid()),
     }
 
 
-def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> int | None:
-    """Wait for all; once one fails, end the rest. The rank of the first that failed, or None."""
-    while True:
+def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> dict[int, float]:
+    """Wait for all; once one fails, give the rest a moment to fail for the same reason and say so. Rank -> when, of
+    those that failed, by the clock."""
+    failed: dict[int, float] = {}
+    deadline = math.inf
+    while time.monotonic() < deadline:
         codes = [process.poll() for process in processes]
-        failed = next((rank for rank, code in enumerate(codes) if code), None)
-        if failed is not None:
-            # Those that failed for the same reason get a moment to say so themselves.
-            _end(processes, patience=2.0)
-            return failed
+        for rank, code in enumerate(codes):
+            if code:
+                failed.setdefault(rank, time.time())
         if None not in codes:
-            return None
-        time.sleep(0.05)
+            break
+        if failed and deadline == math.inf:
+            deadline = time.monotonic() + MOMENT
+        time.sleep(POLL)
+    return failed
 
 
-def _status(rank: int, code: int) -> int:
-    """The exit status that the end of a rank means; a signal is named, since its process could not."""
+def _death(rank: int, code: int, noticed: float) -> Ending:
+    """The ending of a rank that could not say anything itself."""
     if code > 0:
-        return code
+        sentence = f"the process of rank {rank} ended with status {code} and left no message"
+        return Ending(sentence, code, rank, noticed, DEATH)
     reason = signal.strsignal(-code) or "unknown"
-    print(f"realrl: signal {-code} ({reason}) ended the process of rank {rank}", file=sys.stderr)
-    return 128 - code
+    sentence = f"signal {-code} ({reason}) ended the process of rank {rank}"
+    # Libraries abort a process whose peers have gone. It happened at some time since the look before.
+    distance = DEATH if -code == signal.SIGABRT else CAUSE
+    return Ending(sentence, 128 - code, rank, noticed - 2 * POLL, distance)
 
 
-def _end(processes: Sequence["subprocess.Popen[bytes]"], patience: float) -> None:
-    """Wait `patience` seconds, ask the rest to end, and kill what has not after five more seconds."""
-    for action, seconds in ((None, patience), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """Ask those that still run to end, and kill what has not after five seconds."""
+    for action in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
-            if action is not None and process.poll() is None:
+            if process.poll() is None:
                 process.send_signal(action)
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + 5.0
         while time.monotonic() < deadline and any(process.poll() is None for process in processes):
-            time.sleep(0.05)
+            time.sleep(POLL)

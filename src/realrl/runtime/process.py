@@ -1,6 +1,7 @@
 """This process among the others: its rank, its device, and the groups it belongs to."""
 
 import os
+import shutil
 import sys
 import threading
 import time
@@ -13,10 +14,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from realrl.config.errors import UserError
+from realrl.config.errors import RunError, UserError
 from realrl.model.group import Group
 from realrl.plan.cluster import Cluster
-from realrl.runtime.environment import LAUNCHER_VARIABLE, STORE_VARIABLE, under_launcher
+from realrl.runtime.environment import LAUNCHER_VARIABLE, SCRATCH_VARIABLE, STORE_VARIABLE, under_launcher
 from realrl.runtime.gpu import NO_GPU, Gpu
 from realrl.runtime.scenario import written_cluster
 
@@ -60,27 +61,33 @@ class Process:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A block that ranks leave together: a UserError of one of them becomes the UserError of all, so that
+        """A block that ranks leave together: a UserError or RunError of one of them becomes that of all, so that
         none is left waiting for one that has gone."""
-        mistake: str | None = None
+        mine: UserError | RunError | None = None
         try:
             yield
-        except UserError as error:
-            mistake = str(error)
-        mistakes = [text for text in self.gather(mistake) if text is not None]
-        if mistakes:
-            raise UserError(mistakes[0])
+        except (UserError, RunError) as error:
+            mine = error
+        everyone = self.gather(mine)
+        first = next((rank for rank, error in enumerate(everyone) if error is not None), None)
+        if first is not None:
+            # Its own has the traceback, which is not sent.
+            raise mine if first == self.rank and mine is not None else everyone[first]
 
     def __enter__(self) -> "Process":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Leave the other ranks, together unless this one alone has failed. After an error that is ours it
-        just goes: waiting for ranks that may be gone could keep the traceback from being seen."""
-        if self.control is None or (kind and not issubclass(kind, UserError | KeyboardInterrupt)):
+        """Leave the other ranks. Those who end well, or by a UserError that all know of, wait for each other, since
+        what one still sends is lost when it goes. After any other failure it just goes: others may be gone."""
+        if self.control is None or (kind and not issubclass(kind, UserError)):
             return
-        if kind is not KeyboardInterrupt:
+        if kind is None:
             dist.barrier(group=self.control)
+        else:
+            # Not for long, should this rank alone have found the mistake.
+            with suppress(RuntimeError):
+                dist.monitored_barrier(group=self.control, timeout=timedelta(seconds=5))
         # Else its threads would abort the interpreter on its way out.
         dist.destroy_process_group()
 
@@ -159,11 +166,14 @@ def wait_to_be_scheduled() -> None:
 
 
 def _follow(launcher: int) -> None:
-    """End this process when the launcher is gone, however it went."""
+    """End this process when the launcher is gone, however it went, and remove what it can no longer remove."""
 
     def watch() -> None:
         while os.getppid() == launcher:
             time.sleep(1)
+        scratch = os.environ.get(SCRATCH_VARIABLE)
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

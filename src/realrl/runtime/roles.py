@@ -1,15 +1,17 @@
 """The models a rank holds: each role in its home layout, and copies in others while calls need them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from realrl.checkpoint import huggingface
+from realrl.checkpoint.origin import read_origin
 from realrl.config.errors import UserError
 from realrl.config.model import HEADS, ModelConfig, TrainedModelConfig
 from realrl.config.shape import ModelShape
 from realrl.dataflow.call import Average
+from realrl.engine.finite import NotFiniteError
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.model import Model
 from realrl.engine.offload import Offloadable
@@ -53,16 +55,18 @@ class Roles:
         *,
         temperature: float,
         seed: int,
+        max_skipped: int | None = None,
         verify: bool = False,
     ) -> None:
-        """Load or initialise every role whose home includes this rank, and offload what `plan` says.
+        """Check everything about the roles but their weights; `load_weights` brings those.
 
-        `verify` is for reallocations. UserError when a model cannot be loaded, or when a role that follows
-        another has other tensors.
+        `max_skipped` is for trainers, `verify` for reallocations. UserError when a model whose home includes this
+        rank cannot be loaded, or when a role that follows another has other tensors.
         """
         self._configs, self._homes, self._groups = configs, homes, groups
         self._process, self._temperature, self._verify = process, temperature, verify
-        self._cluster = plan.cluster
+        self._plan, self._cluster, self._seed = plan, plan.cluster, seed
+        self._max_skipped = max_skipped
         self.shapes = {role: role_shape(config) for role, config in configs.items()}
         for average in averages:
             if self._specs(average.role) != self._specs(average.source):
@@ -74,14 +78,35 @@ class Roles:
         self._staging = Staging(process.device)
         self._reallocators: dict[tuple[str, ...], Reallocator] = {}
         self.trainers: dict[str, Trainer] = {}
-        self.fresh: dict[str, list[str]] = {}
-        """role -> tensors that its checkpoint did not have and that were initialised instead"""
-        for role, home in homes.items():
-            if process.rank in home.ranks:
-                self._build_home(role, home, seed)
-                if role in plan.offload:
+        self.origins = {
+            role: None if config.path is None else read_origin(config.path)
+            for role, config in configs.items()
+        }
+        """role -> the settings of the model that it was opened from; None where it starts from scratch"""
+        self.fresh = {role: self._check(role) for role, home in homes.items() if process.rank in home.ranks}
+        """role -> tensors that its checkpoint does not have and that are initialised instead"""
+
+    def _check(self, role: str) -> list[str]:
+        """The tensors that a model's files do not have, if it has files; UserError if they cannot be loaded."""
+        config = self._configs[role]
+        if config.path is None:
+            return []
+        missing = huggingface.check(config.path, self._specs(role))
+        if missing and not isinstance(config, TrainedModelConfig):
+            raise UserError(
+                f"models.{role}.path={config.path} is no sequence classifier: it has no tensor {missing[0]}"
+            )
+        return missing
+
+    def load_weights(self) -> None:
+        """Load or initialise every role whose home includes this rank, and offload what the plan says. UserError
+        when weights cannot be used."""
+        for role, home in self._homes.items():
+            if self._process.rank in home.ranks:
+                self._build_home(role, home, self._seed)
+                if role in self._plan.offload:
                     self._models[role, home.layout].memory.offload()
-                if role in plan.offload_optimizer:
+                if role in self._plan.offload_optimizer:
                     self.trainers[role].memory.offload()
 
     def _build_home(self, role: str, home: Placement, seed: int) -> None:
@@ -91,15 +116,10 @@ class Roles:
         missing = [tensor.name for tensor in tensors]
         if config.path is not None:
             missing = huggingface.load(config.path, tensors, model.parameters, regions)
-            if missing and not isinstance(config, TrainedModelConfig):
-                raise UserError(
-                    f"models.{role}.path={config.path} is no sequence classifier: it has no tensor {missing[0]}"
-                )
-            self.fresh[role] = missing
         absent = [tensor for tensor in tensors if tensor.name in missing and tensor.name in regions]
         initialise(model.parameters, absent, model.shape, seed, regions)
         if isinstance(config, TrainedModelConfig):
-            self.trainers[role] = Trainer(model, config.optimizer)
+            self.trainers[role] = Trainer(model, config.optimizer, max_skipped=self._max_skipped)
 
     def _build(self, role: str, placement: Placement) -> Model:
         rank = self._process.rank
@@ -210,10 +230,13 @@ class Roles:
         """Bytes of device memory that message buffers take while nothing is moved."""
         return self._staging.nbytes
 
-    def save(self, role: str, directory: Path, tokenizer: huggingface.Tokenizer) -> None:
+    def save(
+        self, role: str, directory: Path, tokenizer: huggingface.Tokenizer, ends: Collection[int]
+    ) -> None:
         """Write the role as a Hugging Face directory; all ranks of its home call this, the first one writes.
 
-        The parameters of one file at a time are brought into its host memory.
+        `ends` are all tokens that sequences of the run can end with. The parameters of one file at a time are
+        brought into its host memory.
         """
         home = self._homes[role]
         dtype = self._dtype(role, home)
@@ -234,7 +257,19 @@ class Roles:
             return buffer
 
         if self._process.rank == first:
-            huggingface.save(directory, model.shape, model.head, fetch, tokenizer, dtype)
+            try:
+                huggingface.save(
+                    directory,
+                    model.shape,
+                    model.head,
+                    fetch,
+                    tokenizer,
+                    dtype,
+                    origin=self.origins[role],
+                    ends=ends,
+                )
+            except NotFiniteError as error:
+                raise NotFiniteError(f"models.{role}: {error}") from None
         else:
             for file in range(len(files)):
                 gather.run(model.parameters, None, file)

@@ -1,88 +1,137 @@
 """Text from a saved model."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from realrl.checkpoint import huggingface
+from realrl.checkpoint.origin import read_origin
+from realrl.checkpoint.special_tokens import end_ids
 from realrl.config.algorithms import GenerationConfig
 from realrl.config.errors import UserError
-from realrl.config.explain import brief
-from realrl.config.shape import ModelShape
+from realrl.config.explain import shorten
 from realrl.data.batch import Batch, Ragged
-from realrl.data.forms import Text
-from realrl.data.tokenization import check_tokenizer, tokenize
+from realrl.data.conversation import Message
+from realrl.data.forms import Reader, Text, plain_text_note
+from realrl.data.records import Record
+from realrl.data.rejects import BadRecordError
+from realrl.data.tokenization import EMPTY_PROMPT, check_tokenizer, tokenize
 from realrl.data.tokenizer import load_tokenizer
+from realrl.engine.finite import NotFiniteError
 from realrl.engine.generate import Noise, generate
 from realrl.engine.model import whole_model
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 CACHE_TOKENS = 65536
 """Most tokens in the key/value cache at a time."""
+
 _CHARACTERS = 64
 """More than a token has, in text that means something."""
 
 
-def _check_limits(
-    prompts: Sequence[str], tokenizer: Any, shape: ModelShape, sampling: GenerationConfig
-) -> None:
-    """UserError for what the model is too small for. Needs no weights."""
+@dataclass(frozen=True)
+class _Limit:
+    """What a model has room for: prompts and what is generated after them."""
+
+    positions: int
+    max_new_tokens: int
+
+    def check(self, origin: str, tokens: int) -> None:
+        """UserError for a prompt of at least so many tokens that leaves no room."""
+        if tokens + self.max_new_tokens > self.positions:
+            raise UserError(
+                f"{shorten(origin)}: the prompt has at least {tokens} tokens; with"
+                f" max_new_tokens={self.max_new_tokens} that is above the {self.positions} positions that the model"
+                " is declared for"
+            )
+
+
+def generate_text(
+    model_dir: str,
+    prompts: Sequence[Record],
+    sampling: GenerationConfig,
+    seed: int,
+    n: int,
+    *,
+    chat: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> Iterator[dict[str, Any]]:
+    """Continue the prompt of each record, {prompt} or {messages}, `n` times. Yields {prompt, completion, tokens,
+    finished}, in the order of prompts; a prompt that is a conversation is a list of messages.
+
+    Prompts of plain text are used as they stand, or with `chat` as one user turn in the tokenizer's chat template;
+    `say` is told which, where there is a choice. UserError when the directory holds no model that can be loaded, or
+    a record has no prompt, or one that is too long for the model.
+    """
+    shape = huggingface.read_shape(model_dir)
     if sampling.top_k > shape.vocab_size:
         raise UserError(
             f"top_k={sampling.top_k} is more than the {shape.vocab_size} tokens of the vocabulary"
         )
-    enough = _CHARACTERS * shape.max_positions
-    for number, prompt in enumerate(prompts, 1):
-        # Of a text of megabytes the beginning is too long already, and takes no seconds to tokenise.
-        for text in (prompt[:enough], prompt) if len(prompt) > enough else (prompt,):
-            tokens = len(tokenize([Text(text, None)], tokenizer)[0].ids)
-            if tokens + sampling.max_new_tokens > shape.max_positions:
-                raise UserError(
-                    f"prompt {number} ({brief(prompt)}) has {tokens}{'' if text == prompt else ' or more'} tokens;"
-                    f" with max_new_tokens={sampling.max_new_tokens} that is more than the {shape.max_positions}"
-                    " positions that the model is declared for"
-                )
-
-
-def generate_text(
-    model_dir: str, prompts: Sequence[str], sampling: GenerationConfig, seed: int, n: int
-) -> Iterator[dict[str, Any]]:
-    """Continue each prompt `n` times. Yields {prompt, completion, tokens, finished}, in the order of prompts.
-
-    UserError when the directory holds no model that can be loaded, or the model has fewer positions, or tokens,
-    than are asked for.
-    """
-    shape = huggingface.read_shape(model_dir)
     tokenizer = load_tokenizer(model_dir)
     check_tokenizer(tokenizer)
-    _check_limits(prompts, tokenizer, shape, sampling)
+    limit = _Limit(shape.max_positions, sampling.max_new_tokens)
+    given, encoded = _encode(prompts, tokenizer, chat, say, limit)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ends = end_ids(tokenizer, read_origin(model_dir), shape.vocab_size)
     # A CPU is no faster at bfloat16, and float32 repeats what training computed.
     dtype = huggingface.read_dtype(model_dir) if device.type == "cuda" else torch.float32
     model = whole_model(shape, "lm", dtype=dtype, device=device)
     huggingface.load(model_dir, model.layout.specs, model.parameters)
-    texts = [prompt for prompt in prompts for _ in range(n)]
-    encoded = tokenize([Text(text, None) for text in texts], tokenizer)
-    for text, row in zip(texts, encoded, strict=True):
-        if not row.ids:
-            raise UserError(
-                f"prompt {text!r} has no tokens, and the tokenizer has no beginning-of-sequence token"
-            )
-    rows = Ragged.of([row.ids for row in encoded], dtype=torch.int64)
-    batch = generate(
-        model,
-        Batch(tuple(range(len(texts))), {"prompts": rows}),
-        "prompts",
-        sampling=sampling,
-        eos=tokenizer.eos_token_id,
-        noise=Noise(seed, 0),
-        budget=CACHE_TOKENS,
-    )
-    for i, text in enumerate(texts):
+    rows = Ragged.of([ids for ids in encoded for _ in range(n)], dtype=torch.int64)
+    try:
+        batch = generate(
+            model,
+            Batch(tuple(range(len(rows))), {"prompts": rows}),
+            "prompts",
+            sampling=sampling,
+            ends=ends,
+            noise=Noise(seed, 0),
+            budget=CACHE_TOKENS,
+        )
+    except NotFiniteError as error:
+        raise UserError(f"{model_dir} cannot generate: {error}") from None
+    for i, prompt in enumerate(prompt for prompt in given for _ in range(n)):
         tokens = batch["sequences"].row(i)[len(rows.row(i)) :].tolist()
         yield {
-            "prompt": text,
+            "prompt": prompt,
             "completion": tokenizer.decode(tokens, skip_special_tokens=True),
             "tokens": tokens,
             "finished": bool(batch["finished"].row(i)),
         }
+
+
+def _encode(
+    prompts: Sequence[Record],
+    tokenizer: "PreTrainedTokenizerFast",
+    chat: bool,
+    say: Callable[[str], None],
+    limit: "_Limit",
+) -> tuple[list[str | list[Message]], list[list[int]]]:
+    """The prompts of records as they were given, and as tokens, by the rule that training has."""
+    reader = Reader(tokenizer, apply_chat_template=chat)
+    given, texts = [], []
+    for origin, record in prompts:
+        try:
+            given.append(reader.prompt(record))
+            texts += [text for item in reader.prompts(record) for text in item]
+        except BadRecordError as error:
+            raise UserError(f"{origin}: {error}") from None
+    note = plain_text_note(tokenizer, chat, "--chat")
+    if note is not None and (chat or any(isinstance(text, Text) for text in texts)):
+        say(note)
+    # Of a text of megabytes the beginning is too long already, and takes no seconds to tokenise.
+    long = _CHARACTERS * limit.positions
+    for (origin, _), text in zip(prompts, texts, strict=True):
+        if len(text.prompt) > long:
+            limit.check(origin, len(tokenize([Text(text.prompt[:long], None)], tokenizer)[0].ids))
+    rows = [row.ids for row in tokenize(texts, tokenizer)]
+    for (origin, _), ids in zip(prompts, rows, strict=True):
+        if not ids:
+            raise UserError(f"{origin}: {EMPTY_PROMPT}")
+        limit.check(origin, len(ids))
+    return given, rows

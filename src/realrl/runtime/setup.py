@@ -2,9 +2,12 @@
 
 from typing import Any
 
+from realrl.checkpoint.origin import read_origin
+from realrl.checkpoint.special_tokens import end_ids
 from realrl.config.errors import UserError
 from realrl.config.experiment import Experiment, PPOExperiment
 from realrl.data.dataset import Dataset
+from realrl.data.tokenization import check_tokenizer
 from realrl.data.tokenizer import load_tokenizer
 from realrl.runtime.compile import Compiled, models
 from realrl.runtime.roles import role_shape
@@ -40,16 +43,29 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
     return first[1]
 
 
-def load_data(experiment: Experiment, compiled: Compiled, tokenizer: Any) -> tuple[Dataset, Dataset | None]:
-    """Training and evaluation records, tokenized. UserError names the record that is wrong, or the
-    role whose model is declared for shorter sequences."""
+def load_ends(experiment: Experiment, tokenizer: Any) -> tuple[int, ...]:
+    """All tokens that end what the run's first role writes: the actor, where there is one. UserError if there is
+    none, or one is not in the model's vocabulary."""
+    check_tokenizer(tokenizer)
+    config = next(iter(models(experiment).values()))
+    origin = None if config.path is None else read_origin(config.path)
+    return end_ids(tokenizer, origin, role_shape(config).vocab_size)
+
+
+def load_data(
+    experiment: Experiment, compiled: Compiled, tokenizer: Any, ends: tuple[int, ...]
+) -> tuple[Dataset, Dataset | None]:
+    """Training and evaluation records, tokenized; `ends` are the ids that end a sequence.
+
+    UserError names the record that is wrong, or the role whose model is declared for shorter sequences.
+    """
     _check_positions(experiment)
     _check_top_k(experiment)
     data, seed = experiment.data, experiment.seed
-    train = Dataset.load(data.train, compiled.train.graph.sources, tokenizer, data, seed)
+    train = Dataset.load(data.train, compiled.train.graph.sources, tokenizer, data, seed, ends)
     if compiled.evaluation is None or data.eval is None:
         return train, None
-    evaluation = Dataset.load(data.eval, compiled.evaluation.graph.sources, tokenizer, data, seed)
+    evaluation = Dataset.load(data.eval, compiled.evaluation.graph.sources, tokenizer, data, seed, ends)
     dp = max(p.strategy.dp for p in compiled.evaluation.plan.placements.values())
     if len(evaluation) < dp:
         raise UserError(

@@ -1,33 +1,39 @@
 """The training loop of one rank."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Any, Protocol
 
 from realrl.algorithms.registry import build_algorithm
+from realrl.checkpoint.remarks import remarks
+from realrl.config.errors import RunError
 from realrl.config.experiment import Experiment
-from realrl.config.model import TrainedModelConfig
+from realrl.config.model import HEADS, TrainedModelConfig
 from realrl.data.dataset import Order
 from realrl.engine.generate import Noise
 from realrl.engine.parallel import all_rank_sets
 from realrl.engine.schedule import learning_rate
+from realrl.engine.skipped_steps import SkippedStepsError
 from realrl.plan.presets import SEARCH
-from realrl.planner.comparison import Comparison
+from realrl.planner.comparison import COSTS, Comparison
 from realrl.planner.profile import Profile
 from realrl.program.lower import WRITER
 from realrl.program.trace import write_trace
 from realrl.runtime.compile import Compiled, check_trainable, compile_recipe, models, with_sizes
 from realrl.runtime.costs import Costs
-from realrl.runtime.evaluate import Evaluation, flatten, load_judge
+from realrl.runtime.evaluate import Evaluation, flatten
 from realrl.runtime.fit_check import check_fit
+from realrl.runtime.judge import Judge
+from realrl.runtime.notes import StepNotes, data_notes, model_notes
 from realrl.runtime.process import Process, connect, resolve_cluster
 from realrl.runtime.roles import Roles
 from realrl.runtime.rundir import RunDirectory
 from realrl.runtime.scenario import check_kind
-from realrl.runtime.setup import load_data, load_shared_tokenizer
+from realrl.runtime.setup import load_data, load_ends, load_shared_tokenizer
 from realrl.runtime.startup import agreed_plan, least_device
+from realrl.runtime.stopped import learning_stopped
 from realrl.runtime.store import Store
 from realrl.runtime.trace import Trace
 from realrl.runtime.worker import StepInput, Worker
@@ -70,7 +76,8 @@ class Observer(Protocol):
 
 
 def train(experiment: Experiment, observer: Observer) -> None:
-    """Run a recipe as one rank of its cluster. UserError for what the user has to mend."""
+    """Run a recipe as one rank of its cluster. UserError for what the user has to mend, RunError for what stops the
+    run and is no bug."""
     started = time.monotonic()
     check_trainable(experiment)
     cluster = resolve_cluster(experiment.cluster, experiment.device)
@@ -96,27 +103,33 @@ def train(experiment: Experiment, observer: Observer) -> None:
         # Every rank has read everything before the directory of an earlier run may be deleted.
         with process.together():
             run = Run(experiment, compiled, process, observer if process.rank == WRITER else None)
+        # Mistakes that show without weights are found before any rank takes minutes to load some.
+        with process.together():
+            run.load()
         with process.together():
             run.open()
         run.execute(started)
 
 
 class Run:
-    """One rank of a run: everything loaded, ready for the first step."""
+    """One rank of a run."""
 
     def __init__(
         self, experiment: Experiment, compiled: Compiled, process: Process, observer: Observer | None
     ) -> None:
+        """Everything but weights and the run's directory, with the mistakes that show without them as UserError."""
         self.experiment, self.compiled, self.process, self.observer = experiment, compiled, process, observer
         # All ranks make groups together, so before anything that one of them may fail at.
         placements = [p for phase in compiled.phases.values() for p in phase.plan.placements.values()]
         groups = process.groups(all_rank_sets(placements))
+        graph = compiled.train.graph
+        self.trained = [role for role in graph.roles if graph.trained(role)]
+        self.directory = RunDirectory(experiment.run_dir, self.trained)
+        if observer is not None:
+            self.directory.check(experiment)
+        profile = None if experiment.profile is None else Profile.load(experiment.profile)
         self.tokenizer = load_shared_tokenizer(experiment)
-        self.records, self.eval_records = load_data(experiment, compiled, self.tokenizer)
-        data = experiment.data
-        self.order = Order(len(self.records), data.batch, experiment.seed, data.shuffle)
-        self.steps = experiment.training.steps or max(1, self.order.steps(experiment.training.epochs))
-        judge = load_judge(experiment.training.judge) if experiment.training.judge else None
+        self.ends = load_ends(experiment, self.tokenizer)
         self.algorithm = algorithm = build_algorithm(experiment)
         self.roles = Roles(
             models(experiment),
@@ -127,13 +140,20 @@ class Run:
             compiled.train.graph.averages,
             temperature=algorithm.temperature,
             seed=experiment.seed,
+            max_skipped=experiment.training.max_skipped,
             verify=experiment.debug.verify_reallocation,
         )
-        profile = None if experiment.profile is None else Profile.load(experiment.profile)
+        # Also what saving would stumble over, hours later.
+        self.remarks = [f"models.{role}: {text}" for role in self.trained for text in self._remarks(role)]
+        self.records, self.eval_records = load_data(experiment, compiled, self.tokenizer, self.ends)
+        data = experiment.data
+        self.order = Order(len(self.records), data.batch, experiment.seed, data.shuffle)
+        self.steps = experiment.training.steps or max(1, self.order.steps(experiment.training.epochs))
+        judge = Judge(experiment.training.judge) if experiment.training.judge else None
         say: Callable[[str], None] = observer.note if observer is not None else lambda text: None
         self.costs = Costs(experiment, compiled, process, self.roles, profile, say)
         self.trace = Trace(process.rank)
-        self.worker = Worker(process, self.roles, algorithm, self.tokenizer.eos_token_id, self.trace)
+        self.worker = Worker(process, self.roles, algorithm, self.ends, self.trace)
         self.evaluation: Evaluation | None = None
         if compiled.evaluation is not None and self.eval_records is not None:
             self.evaluation = Evaluation(
@@ -146,7 +166,11 @@ class Run:
                 tokenizer=self.tokenizer,
                 judge=judge,
             )
-        self.directory = RunDirectory(experiment.run_dir)
+        self.notes = StepNotes(algorithm)
+
+    def load(self) -> None:
+        """Load the weights; UserError when they cannot be used."""
+        self.roles.load_weights()
 
     def open(self) -> None:
         """On the rank that writes, start the run's directory and tell the observer; UserError when the
@@ -160,12 +184,13 @@ class Run:
         self.directory.start(self.experiment, self.compiled.train.plan, self.compiled.programs)
         if find_spec("tensorboard") is not None:
             self.directory.open_tensorboard()
-        for name, records in (("train", self.records), ("eval", self.eval_records)):
-            if records is not None and records.skipped:
-                observer.note(f"data.{name}: skipped {records.skipped} records, first {records.reasons[0]}")
-        for role, tensors in fresh.items():
-            if tensors:
-                observer.note(f"models.{role}: initialised {', '.join(tensors)}, which the checkpoint lacks")
+        notes = [
+            *data_notes({"train": self.records, "eval": self.eval_records}),
+            *model_notes(self.experiment, self.steps, fresh),
+            *self.remarks,
+        ]
+        for note in notes:
+            observer.note(note)
         if self.costs.source is not None:
             observer.note(f"predictions: {self.costs.source}")
         observer.begin(self.experiment, self.steps)
@@ -186,6 +211,7 @@ class Run:
                 self._evaluate(done)
             if saves:
                 self._save(done)
+        self._check_learning()
         self._save(None)
         self._finish(started)
 
@@ -202,14 +228,34 @@ class Run:
         inputs = StepInput(records, Noise(self.experiment.seed, step), rates)
         with self.costs.step(store):
             program = phase.programs[self.process.rank]
-            figures = flatten(self.worker.run(program, store, inputs, self.costs.meter))
+            try:
+                figures = flatten(self.worker.run(program, store, inputs, self.costs.meter))
+            except SkippedStepsError as error:
+                raise self._stopped(error, step + 1) from None
         self._record(Record(step + 1, "train", time.monotonic() - start, figures))
+        if self.observer is not None:
+            for note in self.notes.of(step + 1, figures):
+                self.observer.note(note)
+
+    def _check_learning(self) -> None:
+        """RunError, on all ranks, if the last training step could not be learned from by one of its roles."""
+        with self.process.together():
+            for trainer in self.roles.trainers.values():
+                try:
+                    trainer.check_learning()
+                except SkippedStepsError as error:
+                    raise self._stopped(error, self.steps) from None
+
+    def _stopped(self, error: SkippedStepsError, step: int) -> RunError:
+        """The end of a run whose numbers are not finite."""
+        return learning_stopped(error, step=step, rank=self.process.rank, run_dir=self.directory.path)
 
     def _collect(self, *, last: bool) -> Comparison | None:
         """Write down what steps have cost so far, and return it, on the rank that writes."""
         comparison = self.costs.collect(last=last)
         if comparison is not None:
-            comparison.save(self.directory.path)
+            with self.directory.writing(self.directory.path / COSTS):
+                comparison.save(self.directory.path)
         return comparison
 
     def _evaluate(self, done: int) -> None:
@@ -237,16 +283,17 @@ class Run:
         state = max(states, key=lambda state: state.get("steps", 0))
         if self.observer is not None and state:
             self.directory.write_state(done, state)
-        trained = [
-            role for role in self.compiled.train.graph.roles if self.compiled.train.graph.trained(role)
-        ]
-        for role in trained:
+        for role in self.trained:
             home = self.compiled.homes[role]
             if self.process.rank not in home.ranks:
                 continue
-            top = self.directory.checkpoint(done)
-            path = top if role == trained[0] else top.with_name(f"{top.name}-{role}")
-            self.roles.save(role, path, self.tokenizer)
+            path = self.directory.checkpoint(done, "" if role == self.trained[0] else role)
+            with self.directory.writing(path):
+                self.roles.save(role, path, self.tokenizer, self.ends)
+
+    def _remarks(self, role: str) -> Iterator[str]:
+        origin, vocabulary = self.roles.origins[role], self.roles.shapes[role].vocab_size
+        return remarks(origin, HEADS[role], self.tokenizer, self.ends, vocabulary)
 
     def _finish(self, started: float) -> None:
         comparison = self._collect(last=True)
@@ -254,9 +301,12 @@ class Run:
         if self.observer is not None:
             if comparison is not None:
                 self.observer.costs(comparison)
-            write_trace(self.directory.path / "trace.json", events, "measured")
+            trace = self.directory.path / "trace.json"
+            with self.directory.writing(trace):
+                write_trace(trace, events, "measured")
             seconds = time.monotonic() - started
+            summary: dict[str, Any] = {"algorithm": self.experiment.algorithm, "steps": self.steps}
             self.directory.finish(
-                {"algorithm": self.experiment.algorithm, "steps": self.steps, "seconds": round(seconds, 2)}
+                summary | {"seconds": round(seconds, 2), "skipped_steps": self.notes.skipped}
             )
             self.observer.end(self.experiment.run_dir, seconds)

@@ -8,6 +8,7 @@ from typing import cast
 from realrl.algorithms.method import Algorithm, GenerateMethod, InferenceMethod, Metrics, TrainMethod
 from realrl.data.batch import Batch
 from realrl.dataflow.call import Call, Kind
+from realrl.engine.finite import NotFiniteError
 from realrl.engine.generate import Noise, generate
 from realrl.plan.placement import Strategy
 from realrl.program.instructions import (
@@ -35,19 +36,24 @@ from realrl.runtime.trace import Trace
 
 @dataclass(frozen=True)
 class StepInput:
-    """What a step depends on besides parameters: its records, its noise, and learning rates by role."""
+    """What a step depends on besides parameters: its records, its noise, and learning rates by role; `evaluation`
+    for one that trains nothing."""
 
     records: Batch
     noise: Noise
     rates: Mapping[str, float]
+    evaluation: bool = False
 
 
 class Worker:
     """Executes this rank's program, step after step."""
 
-    def __init__(self, process: Process, roles: Roles, algorithm: Algorithm, eos: int, trace: Trace) -> None:
+    def __init__(
+        self, process: Process, roles: Roles, algorithm: Algorithm, ends: tuple[int, ...], trace: Trace
+    ) -> None:
+        """`ends` are the tokens that end what is generated."""
         self._process, self._roles, self._algorithm = process, roles, algorithm
-        self._eos, self._trace = eos, trace
+        self._ends, self._trace = ends, trace
         self._exchange = Exchange(process)
         self._movers: dict[type[Instruction], Callable[..., None]] = {
             Reallocate: roles.reallocate,
@@ -104,16 +110,19 @@ class Worker:
         method = self._algorithm.method(call.name)
         if call.kind is Kind.GENERATE:
             assert isinstance(method, GenerateMethod)
-            batch = generate(
-                model,
-                batch,
-                method.prompts,
-                sampling=method.sampling,
-                eos=self._eos,
-                noise=step.noise,
-                budget=budget,
-                turn=turn,
-            )
+            try:
+                batch = generate(
+                    model,
+                    batch,
+                    method.prompts,
+                    sampling=method.eval_sampling if step.evaluation else method.sampling,
+                    ends=self._ends,
+                    noise=step.noise,
+                    budget=budget,
+                    turn=turn,
+                )
+            except NotFiniteError as error:
+                raise NotFiniteError(f"{call.name}: {error}") from None
         elif call.kind is Kind.INFERENCE:
             batch, figures[call.name] = model.infer(batch, cast(InferenceMethod, method), budget, turn)
         else:
@@ -140,4 +149,5 @@ class Worker:
             budget=strategy.micro_batch_tokens,
             recompute=strategy.recompute,
             turn=turn,
+            call=call.name,
         )

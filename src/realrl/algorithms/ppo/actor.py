@@ -3,24 +3,26 @@
 import torch
 from torch import Tensor
 
+from realrl.algorithms.base import PlainTrain
 from realrl.algorithms.method import Metrics, ModelOutput, Sum
 from realrl.algorithms.packed import Responses
-from realrl.algorithms.ppo.experience import Appraiser, Experience
+from realrl.algorithms.ppo.experience import Appraiser, Experience, scored
 from realrl.algorithms.ppo.losses import approximate_kl, policy_loss
 from realrl.algorithms.ppo.normalization import global_moments, whiten
 from realrl.config.algorithms import PPOConfig
 from realrl.data.batch import Batch, Ragged
 
 
-class ActorTrain:
+class ActorTrain(PlainTrain):
     """Clipped policy gradient over action tokens; every one of a mini-batch weighs the same."""
 
     entropy: bool = True
 
-    def __init__(self, config: PPOConfig) -> None:
+    def __init__(self, config: PPOConfig, *, restricted: bool = False) -> None:
+        """`restricted`: whether sampling leaves tokens out."""
         self._config = config
         self.epochs = config.epochs
-        self.appraiser = Appraiser(config)
+        self.appraiser = Appraiser(config, restricted=restricted)
         self._updated = False
         self._stopped = False
 
@@ -32,7 +34,7 @@ class ActorTrain:
         advantages = experience.advantages
         if self._config.advantage_norm:
             advantages = whiten(advantages, moments)
-        metrics = _experience_figures(batch, experience)
+        metrics = _experience_figures(batch, experience, self._config)
         number = experience.kl.new_tensor
         metrics.mean("advantage_mean", number(moments.mean), 1.0)
         metrics.mean("advantage_std", number(moments.std), 1.0)
@@ -70,10 +72,11 @@ class ActorTrain:
         return loss, metrics
 
     def stop(self, figures: dict[str, float]) -> bool:
-        """True where the mean probability ratio of the mini-batch is too far off, or not a number."""
+        """True where the mean probability ratio of the mini-batch is too far off. One that is not a number is left
+        to the optimizer, which skips its step and counts it."""
         self._updated = True
         limit = self._config.early_stop_ratio
-        self._stopped = limit is not None and not figures["importance_ratio"] <= limit
+        self._stopped = limit is not None and figures["importance_ratio"] > limit
         return self._stopped
 
     def finish(self) -> Metrics:
@@ -83,10 +86,11 @@ class ActorTrain:
         return metrics
 
 
-def _experience_figures(batch: Batch, experience: Experience) -> Metrics:
-    """Means over sequences."""
+def _experience_figures(batch: Batch, experience: Experience, config: PPOConfig) -> Metrics:
+    """Means over sequences; `score` over those whose score is trained on."""
     metrics, count = Metrics(), len(batch)
-    metrics.mean("score", batch["score"].values.double().sum(), count)
+    trained_on = scored(batch["finished"].values, config)
+    metrics.mean("score", batch["score"].values.double()[trained_on].sum(), trained_on.sum())
     metrics.mean("reward", experience.rewards.double().sum(), count)
     metrics.mean("kl", experience.kl.sum(), count)
     metrics.mean("response_tokens", experience.actions.counts.sum(), count)

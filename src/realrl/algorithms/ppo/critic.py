@@ -7,7 +7,7 @@ from torch import Tensor
 from realrl.algorithms.base import PlainTrain
 from realrl.algorithms.method import Metrics, ModelOutput, Sum
 from realrl.algorithms.packed import Responses
-from realrl.algorithms.ppo.experience import Appraiser
+from realrl.algorithms.ppo.experience import Appraiser, to_reward_scale
 from realrl.algorithms.ppo.losses import value_loss
 from realrl.algorithms.ppo.normalization import global_moments
 from realrl.config.algorithms import PPOConfig
@@ -15,28 +15,39 @@ from realrl.data.batch import Batch, Ragged
 
 
 class CriticTrain(PlainTrain):
-    """Clipped regression of the value before each action on its return."""
+    """Clipped regression of the value before each action on its return, in units of the returns' deviation."""
 
-    def __init__(self, config: PPOConfig) -> None:
+    def __init__(self, config: PPOConfig, *, restricted: bool = False) -> None:
+        """`restricted`: whether sampling leaves tokens out."""
         self._config = config
         self.epochs = config.epochs
-        self.appraiser = Appraiser(config)
+        self.appraiser = Appraiser(config, restricted=restricted)
+
+    @property
+    def head_scale(self) -> float:
+        """Deviation of the returns on the scale of the critic's output.
+
+        Errors in units of the deviation and this rate for the head are what PopArt (van Hasselt et al. 2016) comes
+        to under Adam, whose steps do not depend on the scale of gradients; but no weight has to be rewritten when
+        the statistics move.
+        """
+        if self._config.value_norm == "none":
+            return 1.0
+        return self.appraiser.return_scale.std / self._config.reward_scale
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
-        """Adds `returns`, like `sequences`, 0 on prompts, on the critic's scale as of the end of the step.
+        """Adds `returns`, like `sequences`, 0 on prompts, on the scale of rewards.
 
         The return of the action at position t is what the value at position t - 1 should have been.
         """
         experience = self.appraiser.appraise(batch, dp_sum)
-        # Next step's values will be denormalised with statistics that already include this step's returns.
-        targets = self.appraiser.value_norm.normalise(experience.returns)
         returns = experience.return_moments
         unexplained = global_moments(experience.returns - experience.values, dp_sum).variance
         explained = 1 - unexplained / returns.variance if returns.variance else math.nan
         metrics, number = Metrics(), experience.kl.new_tensor
         metrics.mean("return_mean", number(returns.mean), 1.0)
         metrics.mean("explained_variance", number(explained), 1.0)
-        return batch.with_fields(returns=experience.actions.spread(targets)), metrics
+        return batch.with_fields(returns=experience.actions.spread(experience.returns)), metrics
 
     def sequences(self, batch: Batch) -> Ragged:
         """Prompt and response."""
@@ -50,11 +61,11 @@ class CriticTrain(PlainTrain):
         """Value loss summed over action tokens."""
         assert output.values is not None
         actions = Responses.of(batch["sequences"], batch["prompt_length"])
-        at = actions.index
+        at, unit = actions.index, self.appraiser.return_scale.std
         result = value_loss(
-            values=output.values[at - 1].float(),
-            old_values=batch["values"].values[at - 1],
-            returns=batch["returns"].values[at],
+            values=to_reward_scale(output.values[at - 1].float(), self._config) / unit,
+            old_values=batch["values"].values[at - 1] / unit,
+            returns=batch["returns"].values[at] / unit,
             clip=self._config.value_clip,
         )
         loss, metrics = result.loss.sum(), Metrics()

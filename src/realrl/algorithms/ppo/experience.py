@@ -8,8 +8,8 @@ from torch import Tensor
 from realrl.algorithms.method import Sum
 from realrl.algorithms.packed import Responses, last_of_rows
 from realrl.algorithms.ppo.advantages import gae
-from realrl.algorithms.ppo.kl import KLController
-from realrl.algorithms.ppo.normalization import Moments, ValueNorm, global_moments
+from realrl.algorithms.ppo.kl import KLController, token_kl
+from realrl.algorithms.ppo.normalization import Moments, ReturnScale, global_moments
 from realrl.config.algorithms import PPOConfig
 from realrl.data.batch import Batch
 
@@ -18,8 +18,8 @@ from realrl.data.batch import Batch
 class Experience:
     """N sequences with A action tokens in all, on the scale of rewards.
 
-    rewards: [N] given at the last action, without the KL penalty. kl: [N] sum over actions of
-    log p_actor - log p_ref. values: [A] of the state before each action. advantages, returns: [A].
+    rewards: [N] given at the last action, without the KL penalty. kl: [N] divergence from the reference,
+    summed over actions (see `token_kl`). values: [A] of the state before each action. advantages, returns: [A].
     kl_coef: the weight of the penalty. return_moments: over all ranks.
     """
 
@@ -33,16 +33,26 @@ class Experience:
     return_moments: Moments
 
 
+def to_reward_scale(values: Tensor, config: PPOConfig) -> Tensor:
+    """Scores, or the critic's outputs, on the scale of rewards: (value - bias) * scale. values: any shape"""
+    return (values - config.reward_bias) * config.reward_scale
+
+
+def scored(finished: Tensor, config: PPOConfig) -> Tensor:
+    """Which sequences get a reward for their score: under `truncated: bootstrap` those that ended by themselves.
+    finished: [N] -> [N] bool"""
+    return (finished != 0) | (config.truncated == "score")
+
+
 def shape_rewards(*, score: Tensor, finished: Tensor, config: PPOConfig) -> Tensor:
     """clip((score - bias) * scale) per sequence; one cut off without end of sequence loses the penalty for it
     and, under `truncated: bootstrap`, has no score. score, finished: [N]; result: [N]
     """
-    rewards = (score - config.reward_bias) * config.reward_scale
+    rewards = to_reward_scale(score, config)
     if config.reward_clip is not None:
         rewards = rewards.clamp(-config.reward_clip, config.reward_clip)
     cut_off = finished == 0
-    if config.truncated == "bootstrap":
-        rewards = torch.where(cut_off, 0.0, rewards)
+    rewards = torch.where(scored(finished, config), rewards, 0.0)
     return torch.where(cut_off, rewards - config.missing_eos_penalty, rewards)
 
 
@@ -53,10 +63,11 @@ class Appraiser:
     the statistics from before the step and end the step with the same new ones.
     """
 
-    def __init__(self, config: PPOConfig) -> None:
-        self._config = config
+    def __init__(self, config: PPOConfig, *, restricted: bool = False) -> None:
+        """`restricted`: whether sampling leaves tokens out."""
+        self._config, self._restricted = config, restricted
         self._kl = KLController(config.kl)
-        self.value_norm = ValueNorm(config.value_norm, beta=config.value_norm_beta)
+        self.return_scale = ReturnScale(config.value_norm, beta=config.value_norm_beta)
         self.steps = 0
 
     def appraise(self, batch: Batch, dp_sum: Sum) -> Experience:
@@ -69,7 +80,7 @@ class Appraiser:
         is_last = actions.column == actions.counts[actions.row] - 1
         token_rewards = torch.where(is_last, rewards[actions.row], 0.0) - coef * log_ratio
 
-        state_values = self.value_norm.denormalise(batch["values"].values)
+        state_values = batch["values"].values
         values = state_values[actions.index - 1]
         terminal = torch.zeros_like(finished)
         if config.truncated == "bootstrap":
@@ -84,19 +95,20 @@ class Appraiser:
                 lam=config.lam,
             )
         )
-        returns, kl = advantages + values, actions.row_sums(log_ratio)
+        returns = advantages + values
+        kl = actions.row_sums(token_kl(log_ratio, restricted=self._restricted))
         kl_moments, return_moments = global_moments(kl, dp_sum), global_moments(returns, dp_sum)
         self._kl.update(kl=kl_moments.mean, sequences=int(kl_moments.count))
-        self.value_norm.update(return_moments)
+        self.return_scale.update(return_moments)
         self.steps += 1
         return Experience(actions, rewards, kl, values, advantages, returns, coef, return_moments)
 
     def state_dict(self) -> dict[str, float]:
         """Statistics, and the number of steps they have seen."""
-        return {"steps": self.steps, **self._kl.state_dict(), **self.value_norm.state_dict()}
+        return {"steps": self.steps, **self._kl.state_dict(), **self.return_scale.state_dict()}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Put them back."""
         self.steps = int(state["steps"])
         self._kl.load_state_dict(state)
-        self.value_norm.load_state_dict(state)
+        self.return_scale.load_state_dict(state)

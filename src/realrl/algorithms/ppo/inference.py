@@ -2,11 +2,17 @@
 
 from realrl.algorithms.method import Metrics, ModelOutput
 from realrl.algorithms.packed import Responses, last_of_rows
+from realrl.algorithms.ppo.experience import scored, to_reward_scale
+from realrl.algorithms.ppo.kl import token_kl
+from realrl.config.algorithms import PPOConfig
 from realrl.data.batch import Batch, Ragged
 
 
 class RewardInference:
     """Score of each sequence: the reward model's value at its last token."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        self._config = config
 
     def sequences(self, batch: Batch) -> Ragged:
         """Prompt and response."""
@@ -18,13 +24,15 @@ class RewardInference:
         return {"score": Ragged.scalars(last_of_rows(output.values, output.lengths).float())}
 
     def metrics(self, batch: Batch) -> Metrics:
-        """In evaluation `score`, `response_tokens`, `finished`: means over sequences.
+        """In evaluation `response_tokens` and `finished`, means over sequences, and `score`, over those whose score
+        would be trained on.
 
         In training, where the call's inputs do not suffice, `actor.train` reports them."""
         metrics, count = Metrics(), len(batch)
         if "prompt_length" in batch.fields and "finished" in batch.fields:
             responses = Responses.of(batch["sequences"], batch["prompt_length"])
-            metrics.mean("score", batch["score"].values.double().sum(), count)
+            trained_on = scored(batch["finished"].values, self._config)
+            metrics.mean("score", batch["score"].values.double()[trained_on].sum(), trained_on.sum())
             metrics.mean("response_tokens", responses.counts.sum(), count)
             metrics.mean("finished", batch["finished"].values.double().sum(), count)
         return metrics
@@ -32,6 +40,10 @@ class RewardInference:
 
 class RefInference:
     """Log-probabilities of each sequence under the reference."""
+
+    def __init__(self, *, restricted: bool = False) -> None:
+        """`restricted`: whether sampling leaves tokens out."""
+        self._restricted = restricted
 
     def sequences(self, batch: Batch) -> Ragged:
         """Prompt and response."""
@@ -43,28 +55,33 @@ class RefInference:
         return {"ref_logprobs": Ragged(output.logprobs.float(), output.lengths)}
 
     def metrics(self, batch: Batch) -> Metrics:
-        """In evaluation `kl`: log p_actor - log p_ref summed over the response, mean over sequences.
+        """In evaluation `kl`: divergence from the reference summed over the response, mean over sequences.
 
         In training, where the call's inputs do not suffice, `actor.train` reports it."""
         metrics = Metrics()
         if "prompt_length" in batch.fields and "logprobs" in batch.fields:
             responses = Responses.of(batch["sequences"], batch["prompt_length"])
             log_ratio = (batch["logprobs"].values - batch["ref_logprobs"].values)[responses.index]
-            metrics.mean("kl", log_ratio.double().sum(), len(batch))
+            kl = token_kl(log_ratio, restricted=self._restricted)
+            metrics.mean("kl", kl.double().sum(), len(batch))
         return metrics
 
 
 class CriticInference:
     """The critic's value of the state after each token."""
 
+    def __init__(self, config: PPOConfig) -> None:
+        self._config = config
+
     def sequences(self, batch: Batch) -> Ragged:
         """Prompt and response."""
         return batch["sequences"]
 
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
-        """`values`: one number per token, on the critic's own scale."""
+        """`values`: one number per token, on the scale of rewards."""
         assert output.values is not None
-        return {"values": Ragged(output.values.float(), output.lengths)}
+        values = to_reward_scale(output.values.float(), self._config)
+        return {"values": Ragged(values, output.lengths)}
 
     def metrics(self, batch: Batch) -> Metrics:
         """None: `critic.train` reports on values."""

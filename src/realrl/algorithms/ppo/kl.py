@@ -1,10 +1,29 @@
-"""The weight of the KL penalty."""
+"""The KL divergence from the reference, and the weight of its penalty."""
 
+import torch
+from torch import Tensor
+
+from realrl.algorithms.ppo.losses import approximate_kl
 from realrl.config.algorithms import KLConfig
 
 # Ziegler et al. 2019, section 2.2: the relative error is clipped so that one odd batch cannot throw the
 # coefficient far.
 MAX_RELATIVE_ERROR = 0.2
+
+
+def token_kl(log_ratio: Tensor, *, restricted: bool) -> Tensor:
+    """Estimate of the KL divergence of the actor from the reference at each token of a sample.
+
+    log_ratio: [A] log p_actor - log p_ref over the whole vocabulary, of tokens that the actor drew; result: [A].
+    From unrestricted samples its mean is the divergence (Schulman 2020, k1). Where sampling leaves tokens out
+    (`restricted`) that mean can be negative, and is no divergence. The mean of r - 1 - log r with
+    r = p_ref / p_actor (k3) then is the generalised divergence, sum of p log(p / q) - p + q, between the
+    probabilities of the tokens that may be drawn, divided by the actor's total probability of those: never
+    negative, and 0 only where actor and reference agree on all of them.
+    """
+    if not restricted:
+        return log_ratio
+    return approximate_kl(logprobs=-log_ratio, old_logprobs=torch.zeros_like(log_ratio))
 
 
 class KLController:
@@ -17,9 +36,10 @@ class KLController:
     def update(self, *, kl: float, sequences: int) -> None:
         """If adaptive, coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon.
 
-        kl: mean over the step's sequences, in nats; sequences: how many there were over all ranks.
+        kl: mean over the step's sequences, in nats; sequences: how many there were over all ranks, 0 if the KL of
+        none was finite, which changes nothing.
         """
-        if self._config.adaptive:
+        if self._config.adaptive and sequences:
             error = kl / self._config.target - 1
             error = min(max(error, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
             self.coef *= 1 + error * sequences / self._config.horizon

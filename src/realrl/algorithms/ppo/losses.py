@@ -56,5 +56,5 @@ def approximate_kl(*, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
     logprobs, old_logprobs: [A]; result: [A]
     """
-    log_ratio = logprobs - old_logprobs
+    log_ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return log_ratio.expm1() - log_ratio

@@ -1,5 +1,7 @@
 """PPO as a whole: a method for every call, and the state that outlasts a step."""
 
+from collections.abc import Mapping
+
 from realrl.algorithms.base import StatelessAlgorithm
 from realrl.algorithms.method import GenerateMethod
 from realrl.algorithms.ppo.actor import ActorTrain
@@ -7,6 +9,9 @@ from realrl.algorithms.ppo.critic import CriticTrain
 from realrl.algorithms.ppo.inference import CriticInference, RefInference, RewardInference
 from realrl.config.algorithms import GenerationConfig, PPOConfig
 from realrl.dataflow.graph import DataflowGraph
+
+MOSTLY = 0.5
+"""Share of finished answers below which most are cut off."""
 
 
 class PPOAlgorithm(StatelessAlgorithm):
@@ -19,22 +24,38 @@ class PPOAlgorithm(StatelessAlgorithm):
         eval_graph: DataflowGraph | None,
         config: PPOConfig,
         generation: GenerationConfig,
+        eval_generation: GenerationConfig | None = None,
     ) -> None:
-        actor, critic = ActorTrain(config), CriticTrain(config)
+        """`eval_generation` is how evaluation samples, if otherwise than training."""
+        self._config, self._generation = config, generation
+        restricted = generation.restricted
+        actor, critic = ActorTrain(config, restricted=restricted), CriticTrain(config, restricted=restricted)
+        evaluated = (eval_generation or generation).restricted
         super().__init__(
             graph=graph,
             eval_graph=eval_graph,
             methods={
-                "actor.generate": GenerateMethod(generation),
-                "reward.inference": RewardInference(),
-                "ref.inference": RefInference(),
-                "critic.inference": CriticInference(),
+                "actor.generate": GenerateMethod(generation, eval_generation or generation),
+                "reward.inference": RewardInference(config),
+                # Its figures are those of evaluation; in training `actor.train` reports the divergence.
+                "ref.inference": RefInference(restricted=evaluated),
+                "critic.inference": CriticInference(config),
                 "actor.train": actor,
                 "critic.train": critic,
             },
             temperature=generation.temperature,
         )
         self._appraisers = (actor.appraiser, critic.appraiser)
+
+    def remarks(self, figures: Mapping[str, float]) -> list[str]:
+        """Says so when `truncated: bootstrap` leaves most scores unused."""
+        if self._config.truncated != "bootstrap" or not figures.get("actor.train/finished", 1.0) < MOSTLY:
+            return []
+        return [
+            f"most answers are cut off at generation.max_new_tokens={self._generation.max_new_tokens}, and under"
+            " ppo.truncated=bootstrap their scores are not trained on; raise max_new_tokens, or set"
+            " ppo.truncated=score"
+        ]
 
     def state_dict(self) -> dict[str, float]:
         """The KL coefficient, the value statistics, and `steps`, how many steps they have seen.

@@ -1,4 +1,4 @@
-"""Means and deviations over all ranks, and values measured by them."""
+"""Means and deviations over all ranks, and the scale of returns over a run."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +15,7 @@ EPSILON = 1e-8
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and mean square of numbers on all ranks."""
+    """Count, mean and mean square of the finite numbers on all ranks."""
 
     count: float
     mean: float
@@ -33,9 +33,13 @@ class Moments:
 
 
 def global_moments(values: Tensor, dp_sum: Sum) -> Moments:
-    """values: [A] on this rank. All zero where no rank has any."""
+    """Moments over all ranks of `values`: [A] on this rank. All zero where no rank has a finite one.
+
+    What is not finite is left out, so that one broken sequence spoils its own mini-batch and not the step.
+    """
     # float64, so that the order in which ranks add up does not show in float32
     x = values.detach().double()
+    x = x[x.isfinite()]
     count, total, squares = dp_sum(torch.stack([x.new_tensor(x.numel()), x.sum(), x.square().sum()])).tolist()
     n = max(count, 1.0)
     return Moments(count, total / n, squares / n)
@@ -46,12 +50,15 @@ def whiten(values: Tensor, moments: Moments) -> Tensor:
     return (values - moments.mean) / (moments.std + EPSILON)
 
 
-class ValueNorm:
-    """Mean and deviation of returns over the run, by which the critic's values are measured.
+class ReturnScale:
+    """Standard deviation of the returns of a run, the unit in which errors of values are measured.
 
     The mean over steps is weighted: `running` by each step's count of returns, `exponential` by
     (1 - beta) beta^age with the usual correction for the start (Kingma and Ba 2015, section 3).
-    Before the first update, and always for `none`, the mean is 0 and the deviation 1.
+    Before the first update, and always for `none`, the deviation is 1.
+
+    The critic's output is never scaled, so its predictions stay what they are when the statistics move, as PopArt
+    (van Hasselt et al. 2016) makes them by rewriting the last layer.
     """
 
     def __init__(self, mode: Literal["none", "running", "exponential"], *, beta: float) -> None:
@@ -69,32 +76,20 @@ class ValueNorm:
         self._squares = keep * self._squares + add * returns.mean_square
 
     @property
-    def mean(self) -> float:
-        """Mean of returns."""
-        return self._total / self._weight if self._weight else 0.0
-
-    @property
     def std(self) -> float:
         """Deviation of returns, not below the root of MIN_VARIANCE."""
         if not self._weight:
             return 1.0
-        variance: float = max(self._squares / self._weight - self.mean**2, MIN_VARIANCE)
+        mean = self._total / self._weight
+        variance: float = max(self._squares / self._weight - mean**2, MIN_VARIANCE)
         return variance**0.5
-
-    def normalise(self, values: Tensor) -> Tensor:
-        """From the rewards' scale to the critic's. values: any shape"""
-        return (values - self.mean) / self.std
-
-    def denormalise(self, values: Tensor) -> Tensor:
-        """From the critic's scale to the rewards'. values: any shape"""
-        return values * self.std + self.mean
 
     def state_dict(self) -> dict[str, float]:
         """The weighted sums."""
         return {"value_weight": self._weight, "value_total": self._total, "value_squares": self._squares}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Put the sums back, unless values are not normalised."""
+        """Put the sums back, unless errors are not scaled."""
         if self._mode != "none":
             self._weight = state["value_weight"]
             self._total = state["value_total"]

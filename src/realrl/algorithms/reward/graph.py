@@ -4,18 +4,21 @@ from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 
 PAIR = ("chosen", "rejected")
+INPUTS = (*PAIR, "pairs")
 CHOSEN, REJECTED = (Key(name, "int64") for name in PAIR)
+PAIRS = Key("pairs", "int64", "one")
 CHOSEN_SCORE = Key("chosen_score", "float32", "one")
 REJECTED_SCORE = Key("rejected_score", "float32", "one")
 
 
 def train_graph() -> DataflowGraph:
-    """`chosen` and `rejected` are whole sequences, prompt included."""
-    return DataflowGraph([Call("reward.train", "reward", Kind.TRAIN, PAIR, work=PAIR)], [CHOSEN, REJECTED])
+    """`chosen` and `rejected` are whole sequences, prompt included; a pair weighs 1 / `pairs`."""
+    train = Call("reward.train", "reward", Kind.TRAIN, INPUTS, work=PAIR)
+    return DataflowGraph([train], [CHOSEN, REJECTED, PAIRS])
 
 
 def eval_graph() -> DataflowGraph:
     """Scores both sequences of each pair."""
     outputs = ("chosen_score", "rejected_score")
-    inference = Call("reward.inference", "reward", Kind.INFERENCE, PAIR, outputs, work=PAIR)
-    return DataflowGraph([inference], [CHOSEN, REJECTED, CHOSEN_SCORE, REJECTED_SCORE])
+    inference = Call("reward.inference", "reward", Kind.INFERENCE, INPUTS, outputs, work=PAIR)
+    return DataflowGraph([inference], [CHOSEN, REJECTED, PAIRS, CHOSEN_SCORE, REJECTED_SCORE])

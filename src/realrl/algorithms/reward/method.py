@@ -23,14 +23,24 @@ def _pair_scores(output: ModelOutput) -> tuple[Tensor, Tensor]:
     return scores[0::2], scores[1::2]
 
 
-def _figures(*, chosen: Tensor, rejected: Tensor) -> Metrics:
-    """Means over pairs: `loss`, `accuracy`, `margin`, `chosen_score`, `rejected_score`. Both scores: [N]"""
-    metrics, pairs = Metrics(), len(chosen)
-    metrics.mean("loss", bradley_terry_loss(chosen=chosen, rejected=rejected).double().sum(), pairs)
-    metrics.mean("accuracy", (chosen > rejected).double().sum(), pairs)
-    metrics.mean("margin", (chosen.double() - rejected.double()).sum(), pairs)
-    metrics.mean("chosen_score", chosen.double().sum(), pairs)
-    metrics.mean("rejected_score", rejected.double().sum(), pairs)
+def _weights(batch: Batch) -> Tensor:
+    """Weight of each pair: [N] float64."""
+    return 1 / batch["pairs"].values.double()
+
+
+def _figures(*, chosen: Tensor, rejected: Tensor, weights: Tensor) -> Metrics:
+    """Weighted means over pairs: `loss`, `accuracy` (a tie is half right), `margin`, `chosen_score`,
+    `rejected_score`. All arguments: [N]"""
+    metrics, total = Metrics(), weights.sum()
+    figures = {
+        "loss": bradley_terry_loss(chosen=chosen, rejected=rejected),
+        "accuracy": (chosen > rejected).double() + 0.5 * (chosen == rejected).double(),
+        "margin": chosen.double() - rejected.double(),
+        "chosen_score": chosen,
+        "rejected_score": rejected,
+    }
+    for name, values in figures.items():
+        metrics.mean(name, (values.double() * weights).sum(), total)
     return metrics
 
 
@@ -48,25 +58,26 @@ class RewardInference:
 
     def metrics(self, batch: Batch) -> Metrics:
         """Loss, accuracy, margin and mean scores."""
-        return _figures(chosen=batch["chosen_score"].values, rejected=batch["rejected_score"].values)
+        chosen, rejected = batch["chosen_score"].values, batch["rejected_score"].values
+        return _figures(chosen=chosen, rejected=rejected, weights=_weights(batch))
 
 
 class RewardTrain(PlainTrain):
-    """Bradley-Terry loss over pairs."""
+    """Bradley-Terry loss over pairs, each weighing one over its number of pairs."""
 
     def sequences(self, batch: Batch) -> Ragged:
         """Two rows per pair: chosen, rejected."""
         return _pair_rows(batch)
 
-    def weight(self, batch: Batch) -> int:
-        """Number of pairs."""
-        return len(batch)
+    def weight(self, batch: Batch) -> float:
+        """Weight of the pairs."""
+        return float(_weights(batch).sum())
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Sum over pairs."""
-        chosen, rejected = _pair_scores(output)
-        loss = bradley_terry_loss(chosen=chosen, rejected=rejected).sum()
-        return loss, _figures(chosen=chosen.detach(), rejected=rejected.detach())
+        """Weighted sum over pairs."""
+        (chosen, rejected), weights = _pair_scores(output), _weights(batch)
+        loss = (bradley_terry_loss(chosen=chosen, rejected=rejected) * weights.float()).sum()
+        return loss, _figures(chosen=chosen.detach(), rejected=rejected.detach(), weights=weights)
 
 
 def reward_algorithm(graph: DataflowGraph, eval_graph: DataflowGraph | None) -> StatelessAlgorithm:

@@ -3,19 +3,20 @@
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 
+INPUTS = ("tokens", "trained")
 TOKENS = Key("tokens", "int64")
-PROMPT_LENGTH = Key("prompt_length", "int64", "one")
+TRAINED = Key("trained", "int64", "tokens")
 NLL = Key("nll", "float32", "one")
 
 
 def train_graph() -> DataflowGraph:
-    """`tokens` are prompt and answer, special tokens included; the first `prompt_length` are not learnt."""
-    train = Call("actor.train", "actor", Kind.TRAIN, ("tokens", "prompt_length"), work=("tokens",))
-    return DataflowGraph([train], [TOKENS, PROMPT_LENGTH])
+    """`tokens` are prompts and answers, special tokens included; those where `trained` is 1 are learnt."""
+    return DataflowGraph(
+        [Call("actor.train", "actor", Kind.TRAIN, INPUTS, work=("tokens",))], [TOKENS, TRAINED]
+    )
 
 
 def eval_graph() -> DataflowGraph:
-    """`nll` is the negative log-likelihood of the answer, summed over its tokens."""
-    inputs = ("tokens", "prompt_length")
-    inference = Call("actor.inference", "actor", Kind.INFERENCE, inputs, ("nll",), work=("tokens",))
-    return DataflowGraph([inference], [TOKENS, PROMPT_LENGTH, NLL])
+    """`nll` is the negative log-likelihood of an item, summed over the tokens to learn."""
+    inference = Call("actor.inference", "actor", Kind.INFERENCE, INPUTS, ("nll",), work=("tokens",))
+    return DataflowGraph([inference], [TOKENS, TRAINED, NLL])

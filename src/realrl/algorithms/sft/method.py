@@ -1,56 +1,66 @@
 """Supervised fine-tuning: maximise the likelihood of answers given their prompts."""
 
+import torch
 from torch import Tensor
 
 from realrl.algorithms.base import PlainTrain, StatelessAlgorithm
 from realrl.algorithms.method import Method, Metrics, ModelOutput
-from realrl.algorithms.packed import Responses
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.graph import DataflowGraph
 
 
-def _answers(batch: Batch) -> Responses:
-    return Responses.of(batch["tokens"], batch["prompt_length"])
+def _trained(batch: Batch) -> Tensor:
+    """Places of the A tokens to learn among all T of rows that are not empty, [A].
+
+    Never the first token of a row, which nothing predicts.
+    """
+    mask = batch["trained"].values.bool()
+    firsts = torch.tensor(batch["trained"].offsets[:-1], dtype=torch.long, device=mask.device)
+    return mask.index_fill(0, firsts, False).nonzero().squeeze(1)
 
 
 class SFTInference:
-    """Negative log-likelihood of each answer."""
+    """Negative log-likelihood of the tokens to learn."""
 
     def sequences(self, batch: Batch) -> Ragged:
-        """Prompt and answer."""
+        """Prompts and answers."""
         return batch["tokens"]
 
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
-        """`nll`: one number per item, summed over the tokens of its answer."""
+        """`nll`: one number per item, summed over its tokens to learn."""
         assert output.logprobs is not None
-        answers = _answers(batch)
-        return {"nll": Ragged.scalars(answers.row_sums(-output.logprobs[answers.index]).float())}
+        index, lengths = _trained(batch), torch.tensor(batch["tokens"].lengths, device=output.logprobs.device)
+        rows = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+        # In double precision, so that a row's sum does not depend on the batch around it.
+        sums = torch.zeros(len(lengths), dtype=torch.float64, device=lengths.device)
+        sums = sums.index_add(0, rows[index], -output.logprobs[index].double())
+        return {"nll": Ragged.scalars(sums.float())}
 
     def metrics(self, batch: Batch) -> Metrics:
-        """`loss`: mean per answer token; its exponential is the perplexity."""
+        """`loss`: mean per token to learn; its exponential is the perplexity."""
         metrics = Metrics()
-        metrics.mean("loss", batch["nll"].values.double().sum(), _answers(batch).total)
+        metrics.mean("loss", batch["nll"].values.double().sum(), len(_trained(batch)))
         return metrics
 
 
 class SFTTrain(PlainTrain):
-    """Cross-entropy over answer tokens; every answer token of the global batch weighs the same."""
+    """Cross-entropy over the tokens to learn, which all weigh the same in the global batch."""
 
     def sequences(self, batch: Batch) -> Ragged:
-        """Prompt and answer."""
+        """Prompts and answers."""
         return batch["tokens"]
 
-    def weight(self, batch: Batch) -> int:
-        """Number of answer tokens."""
-        return _answers(batch).total
+    def weight(self, batch: Batch) -> float:
+        """Number of tokens to learn."""
+        return len(_trained(batch))
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """-log p summed over answer tokens."""
+        """-log p summed over the tokens to learn."""
         assert output.logprobs is not None
-        answers = _answers(batch)
-        loss = -output.logprobs[answers.index].sum()
+        index = _trained(batch)
+        loss = -output.logprobs[index].sum()
         metrics = Metrics()
-        metrics.mean("loss", loss, answers.total)
+        metrics.mean("loss", loss, len(index))
         return loss, metrics
 
 

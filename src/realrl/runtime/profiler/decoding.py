@@ -21,7 +21,7 @@ from realrl.runtime.profiler.watch import Watch
 TURNS = 8
 """Tokens that are decoded at a time."""
 _NOISE = Noise(0, 0)
-_NO_TOKEN = -1
+_NO_ENDS = (-1,)
 """Never drawn, so that nothing ends early."""
 
 
@@ -44,7 +44,7 @@ class Decoding:
             batch,
             "prompts",
             sampling=sampling,
-            eos=_NO_TOKEN,
+            ends=_NO_ENDS,
             noise=_NOISE,
             budget=2 * tokens,
         )
@@ -95,7 +95,7 @@ class _Cached(Continuation):
         cached: int,
         clock: Clock,
     ) -> None:
-        super().__init__(model, prompts, ids, sampling, _NO_TOKEN, _NOISE)
+        super().__init__(model, prompts, ids, sampling, _NO_ENDS, _NOISE)
         self._cached, self._clock = cached, clock
         self.drawn: list[Moment] = []
         """When the tokens of each turn had been drawn."""

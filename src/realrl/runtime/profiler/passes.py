@@ -34,7 +34,7 @@ class Passes:
         self._watch = Watch(model, clock)
         self._trainer = _Trainer(model, clock)
         scalar = model.head == "scalar"
-        self._inference: InferenceMethod = CriticInference() if scalar else RefInference()
+        self._inference: InferenceMethod = CriticInference(PPO) if scalar else RefInference()
         self._training: TrainMethod = _CriticGradients(PPO) if scalar else _ActorGradients(PPO)
 
     def measure(self, lengths: Sequence[int]) -> dict[str, float]:

@@ -1,0 +1,45 @@
+"""Settings of a trained model that are ignored or saved otherwise, as sentences for the user. No torch."""
+
+from collections.abc import Collection, Iterator
+
+from realrl.checkpoint.origin import CONFIG, Origin
+from realrl.checkpoint.special_tokens import classifier_padding, end_ids
+from realrl.checkpoint.tokenizer_files import Tokenizer
+from realrl.config.shape import Head
+
+
+def remarks(
+    origin: Origin | None, head: Head, tokenizer: Tokenizer, ends: Collection[int], vocabulary: int
+) -> Iterator[str]:
+    """A sentence each; see `huggingface.save` for `ends`."""
+    if origin is not None:
+        dropout = origin.config.get("attention_dropout")
+        if dropout:
+            yield f"{origin.directory / CONFIG} has attention_dropout={dropout}; training here is without dropout"
+        file, named = origin.ends
+        listed = named if isinstance(named, list) else [named]
+        if head == "lm" and tokenizer.eos_token_id not in listed:
+            yield (
+                f"eos_token_id={named} in {file} lacks the tokenizer's end of sequence, {tokenizer.eos_token_id};"
+                " it is saved as it is, and other programs that generate with the model may not stop there"
+            )
+    if head == "scalar":
+        ends = {*ends, *end_ids(tokenizer, origin, vocabulary)}
+        pad = classifier_padding(tokenizer, ends, vocabulary)
+        if pad != tokenizer.pad_token_id:
+            yield _padding(tokenizer, pad)
+
+
+def _padding(tokenizer: Tokenizer, pad: int | None) -> str:
+    own = tokenizer.pad_token_id
+    why = (
+        "the tokenizer has no padding token"
+        if own is None
+        else f"sequences can end with the tokenizer's padding token {tokenizer.convert_ids_to_tokens(own)}"
+    )
+    if pad is None:
+        return f"{why}, and no other token can pad: saved without one, it scores one sequence at a time"
+    chosen = tokenizer.convert_ids_to_tokens(pad)
+    return (
+        f"{why}: saved with the padding token {chosen}, so that transformers scores sequences at their ends"
+    )

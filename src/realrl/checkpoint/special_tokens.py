@@ -1,0 +1,87 @@
+"""Tokens that end a sequence, and the one that pads a saved classifier. No torch."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+from realrl.checkpoint.origin import Origin
+from realrl.config.errors import UserError
+from realrl.config.llama import SPECIAL_TOKENS
+
+
+class AddedToken(Protocol):
+    """A token that a tokenizer does not split."""
+
+    content: str
+    special: bool
+
+
+class SpecialTokens(Protocol):
+    """The part of a transformers tokenizer that says which tokens are special."""
+
+    name_or_path: str
+    bos_token_id: int | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+    unk_token_id: int | None
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
+        """Added tokens by their ids."""
+
+
+def end_ids(tokenizer: SpecialTokens, origin: Origin | None, vocabulary: int) -> tuple[int, ...]:
+    """All tokens that end what a model writes: the tokenizer's end of sequence first, then those that the model's
+    own settings name (Llama 3 Instruct has three).
+
+    `vocabulary` is the model's. UserError for an id outside it.
+    """
+    ends: dict[int, None] = {}
+    if tokenizer.eos_token_id is not None:
+        ends[tokenizer.eos_token_id] = None
+        if tokenizer.eos_token_id >= vocabulary:
+            raise UserError(
+                f"tokenizer {tokenizer.name_or_path} ends sequences with token {tokenizer.eos_token_id},"
+                f" but the model's vocabulary has {vocabulary} tokens"
+            )
+    if origin is not None:
+        file, named = origin.ends
+        listed = named if isinstance(named, list) else [] if named is None else [named]
+        for token in listed:
+            if type(token) is not int or not 0 <= token < vocabulary:
+                raise UserError(
+                    f"{file}: eos_token_id={named!r} must be the id of a token, or a list of them, from 0 to"
+                    f" {vocabulary - 1}"
+                )
+            ends[token] = None
+    return tuple(ends)
+
+
+def classifier_padding(tokenizer: SpecialTokens, ends: Collection[int], vocabulary: int) -> int | None:
+    """The token that a saved classifier is padded with; None where no token will do.
+
+    transformers scores a sequence at its last token that is not padding, so padding must be nothing that a
+    sequence can end with. If the tokenizer's own padding token is none of the `ends` it is taken, else a special
+    token that texts do not end with: one that is called padding, a reserved one, the unknown token, or the
+    beginning of sequence.
+    """
+    special = {
+        token: added.content.lower()
+        for token, added in tokenizer.added_tokens_decoder.items()
+        if added.special
+    }
+    candidates: list[int | None] = [tokenizer.pad_token_id]
+    for word in ("pad", "reserved", "unused"):
+        candidates += (token for token, content in special.items() if word in content)
+    candidates += [tokenizer.unk_token_id, tokenizer.bos_token_id]
+    for token in candidates:
+        if token is not None and token not in ends and token < vocabulary:
+            return token
+    return None
+
+
+def saved_ids(tokenizer: SpecialTokens | None, origin: Origin | None) -> dict[str, Any]:
+    """The special tokens that a saved `config.json` names: those of the model that was opened, as they stood
+    there, or the tokenizer's where a model started from scratch."""
+    if origin is not None:
+        return {name: origin.config[name] for name in SPECIAL_TOKENS if name in origin.config}
+    return {name: getattr(tokenizer, name, None) for name in SPECIAL_TOKENS}

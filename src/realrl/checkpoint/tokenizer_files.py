@@ -1,0 +1,100 @@
+"""The files of a tokenizer beside a saved model: those it was opened from, byte by byte. No torch."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Protocol
+
+from realrl.checkpoint.special_tokens import SpecialTokens
+from realrl.config.errors import UserError
+from realrl.config.json_file import read_json
+from realrl.config.paths import is_local, local_path
+from realrl.data.tokenizer import save_tokenizer
+
+PATTERNS = (
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "*.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+"""Files that transformers opens a tokenizer from."""
+CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
+
+
+class Tokenizer(SpecialTokens, Protocol):
+    """What is saved beside the weights; a fast transformers tokenizer is one."""
+
+    def save_pretrained(self, save_directory: str) -> Any:
+        """Write the tokenizer's files into a directory."""
+
+    def convert_ids_to_tokens(self, ids: int) -> str:
+        """The token of an id."""
+
+
+def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Put the tokenizer's files into a model's directory.
+
+    transformers would write them anew, in its own version's way: without settings it does not know any more, and
+    with some that are only about where the tokenizer was found.
+    """
+    source = _source(tokenizer.name_or_path)
+    if source is None:
+        save_tokenizer(tokenizer, directory)
+        return
+    for pattern in PATTERNS:
+        for file in sorted(source.glob(pattern)):
+            copy = directory / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
+
+
+def set_padding(directory: Path, token: str | None) -> None:
+    """Give the tokenizer in a directory another padding token, or none."""
+    file = directory / CONFIG
+    settings = read_json(file) if file.is_file() else {}
+    _write(file, settings | {"pad_token": token})  # absent would be the default of the tokenizer's class
+    older = directory / SPECIAL_TOKENS
+    if older.is_file():
+        tokens = {name: value for name, value in read_json(older).items() if name != "pad_token"}
+        _write(older, tokens if token is None else tokens | {"pad_token": token})
+
+
+def _source(name: str) -> Path | None:
+    """The directory whose files open this tokenizer wherever they are copied; None where there is none (any more).
+
+    Files that do not name the tokenizer's class depend on the `config.json` beside them.
+    """
+    directory = _directory(name)
+    if directory is None:
+        return None
+    try:
+        if "tokenizer_class" in read_json(directory / CONFIG):
+            return directory
+        same = read_json(directory / "config.json").get("model_type") == "llama"
+    except UserError:
+        return None
+    return directory if same else None
+
+
+def _directory(name: str) -> Path | None:
+    if not name:
+        return None
+    local = local_path(name)
+    if local.is_dir():
+        return local
+    if is_local(name):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, CONFIG)
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

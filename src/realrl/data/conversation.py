@@ -1,0 +1,111 @@
+"""Conversations as the chat template writes them, and where the answers stand in the text.
+
+Training and generation must see the same prompts, so an answer begins where the text that the template writes
+for the turns before it, generation prompt included, ends.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import jinja2
+
+from realrl.config.errors import UserError
+from realrl.data.rejects import BadRecordError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Message = dict[str, Any]
+"""{role, content}, both text."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Where an assistant turn stands in a text, in characters."""
+
+    start: int
+    """The first one that the assistant writes."""
+    content: int
+    """One behind its content, which may itself contain the text of an end-of-sequence token; `start` where
+    the template rewrites the content."""
+    stop: int
+    """One behind the last that the template writes for the turn."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation in writing: a prompt to generate from, or answers to learn from."""
+
+    text: str
+    turns: tuple[Turn, ...] = ()
+    """Those to learn, in order; none in a prompt."""
+    cut: bool = False
+    """Whether what the template writes behind the last turn's end of sequence is dropped."""
+
+    @property
+    def prompt(self) -> str:
+        """All before the last turn to learn, which is what generation would be given."""
+        return self.text[: self.turns[-1].start] if self.turns else self.text
+
+
+def write_prompt(tokenizer: "PreTrainedTokenizerFast", messages: list[Message]) -> Conversation:
+    """A prompt for the turn after `messages`."""
+    return Conversation(_render(tokenizer, messages, prompt=True))
+
+
+def write_conversation(
+    tokenizer: "PreTrainedTokenizerFast",
+    messages: list[Message],
+    train_on: Literal["all", "last"],
+    *,
+    cut: bool = False,
+) -> Conversation:
+    """A conversation with its last turn, or all assistant turns that follow others, to learn.
+
+    BadRecordError where it does not end with an answer, or the template writes a turn differently depending
+    on what follows it, so that what is learnt would not be what is generated.
+    """
+    if messages[-1]["role"] != "assistant" or len(messages) == 1:
+        raise BadRecordError(
+            "a conversation to learn from must have several turns, and end with an assistant turn"
+        )
+    text = _render(tokenizer, messages, prompt=False)
+    last = len(messages) - 1
+    turns = [_turn(text, text, _render(tokenizer, messages[:last], prompt=True), messages[last])]
+    for i in range(last - 1, 0, -1):
+        if train_on == "all" and messages[i]["role"] == "assistant":
+            before, written = (
+                _render(tokenizer, messages[:i], prompt=True),
+                _render(tokenizer, messages[: i + 1], prompt=False),
+            )
+            turns.insert(0, _turn(text, written, before, messages[i]))
+    return Conversation(text, tuple(turns), cut)
+
+
+def _turn(text: str, written: str, before: str, message: Message) -> Turn:
+    """The turn that `written` ends with, where `before` is the prompt for it and `text` the conversation."""
+    if not written.startswith(before):
+        raise BadRecordError(
+            "the chat template writes the turns before an answer differently once it follows, so the answer "
+            "cannot be told apart; use {prompt, answer} or another template"
+        )
+    if not text.startswith(written):
+        raise BadRecordError(
+            "the chat template writes an earlier assistant turn differently once others follow, so not all "
+            "of them can be trained on; use data.train_on=last or another template"
+        )
+    content = message["content"].strip()
+    found = written.find(content, len(before)) if content else -1
+    return Turn(len(before), len(before) if found < 0 else found + len(content), len(written))
+
+
+def _render(tokenizer: "PreTrainedTokenizerFast", messages: list[Message], *, prompt: bool) -> str:
+    if not tokenizer.chat_template:
+        name = tokenizer.name_or_path
+        raise UserError(f"tokenizer {name} has no chat template, which records with messages need")
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    except jinja2.TemplateError as error:
+        raise BadRecordError(f"the chat template refuses the messages: {error}") from None
+    assert isinstance(text, str)
+    return text

@@ -1,0 +1,59 @@
+"""Notes of a run: what its user should know that is no figure."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from realrl.algorithms.method import Algorithm
+from realrl.config.experiment import Experiment
+from realrl.config.model import TrainedModelConfig
+from realrl.data.dataset import Dataset
+from realrl.runtime.compile import models
+
+
+def data_notes(sets: Mapping[str, Dataset | None]) -> Iterator[str]:
+    """What became of records, by the name of their data set; each is said once, whatever sets it is true of."""
+    known = {name: records for name, records in sets.items() if records is not None}
+    for name, records in known.items():
+        if records.skipped:
+            yield f"data.{name}: skipped {records.skipped} records, first {records.reasons[0]}"
+    yield from dict.fromkeys(note for records in known.values() for note in records.notes)
+
+
+def model_notes(experiment: Experiment, steps: int, fresh: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """What a run of so many steps does to its models unasked; `fresh`: role -> tensors it had to initialise."""
+    for role, tensors in fresh.items():
+        if tensors:
+            yield f"models.{role}: initialised {', '.join(tensors)}, which the checkpoint lacks"
+    for role, config in models(experiment).items():
+        if isinstance(config, TrainedModelConfig) and config.optimizer.warmup_steps >= steps > 1:
+            yield (
+                f"models.{role}.optimizer.warmup_steps={config.optimizer.warmup_steps} is not below the {steps}"
+                " steps of this run, so that the learning rate only rises"
+            )
+
+
+class StepNotes:
+    """Notes that figures of training steps give reason to, and how many optimizer steps were skipped."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self._algorithm = algorithm
+        self._said: set[str] = set()
+        self._skipped = Counter[str]()
+
+    def of(self, step: int, figures: Mapping[str, float]) -> Iterator[str]:
+        """What to say of a step, counted from 1, with these figures by `call/name`."""
+        for call in self._algorithm.graph.calls:
+            skipped = int(figures.get(f"{call.name}/skipped_steps", 0))
+            self._skipped[call.name] += skipped
+            if skipped:
+                steps = "1 optimizer step" if skipped == 1 else f"{skipped} optimizer steps"
+                yield f"step {step}: {call.name} skipped {steps} because the gradient was not finite"
+        for text in self._algorithm.remarks(figures):
+            if text not in self._said:
+                self._said.add(text)
+                yield f"step {step}: {text}"
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Optimizer steps that were skipped in all, by call; nothing where there were none."""
+        return dict(+self._skipped)

@@ -1,0 +1,71 @@
+"""What a run that has not come to its end leaves behind. No torch."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The last checkpoint with models of all trained roles, and the last step that has metrics."""
+
+    checkpoint: Path | None
+    metrics: Path
+    step: int | None
+
+    def describe_checkpoint(self) -> str:
+        """For a sentence about something that could not be written."""
+        if self.checkpoint is None:
+            return "there is no complete checkpoint"
+        return f"the last complete checkpoint is {self.checkpoint}"
+
+    def describe(self, steps: int | None) -> str:
+        """For a sentence about a run that was to do so many steps, if that is known."""
+        if not self.step:
+            return "before the end of the first step; nothing was saved"
+        models = "no model was saved; training.save_every saves on the way"
+        if self.checkpoint is not None:
+            models = f"saved: {self.checkpoint}"
+        of = "" if steps is None else f" of {steps}"
+        return f"after step {self.step}{of}; {models}; metrics up to step {self.step} in {self.metrics}"
+
+
+def checkpoint_path(run_dir: Path, step: int | None, role: str = "") -> Path:
+    """The directory of a checkpoint, of the final one for None. The first trained role's has this name, those of
+    others have theirs appended to it."""
+    top = run_dir / "final" if step is None else run_dir / CHECKPOINTS / f"step-{step:06}"
+    return top.with_name(f"{top.name}-{role}") if role else top
+
+
+def find_saved(run_dir: Path, trained: Sequence[str]) -> Saved:
+    """What there is in a run's directory, for the roles that it trains."""
+    steps = [int(path.name[5:]) for path in (run_dir / CHECKPOINTS).glob("step-*") if path.name[5:].isdigit()]
+    found = None
+    for step in (*sorted(steps), None):
+        paths = [checkpoint_path(run_dir, step, role) for role in ("", *trained[1:])]
+        # A model's directory appears whole or not at all.
+        if all(path.is_dir() for path in paths):
+            found = paths[0]
+    return Saved(found, run_dir / METRICS, _last_step(run_dir / METRICS))
+
+
+def remove_partial(run_dir: Path) -> None:
+    """Remove what a process of the run was writing when it was killed."""
+    for path in list(run_dir.rglob(".*.partial")):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _last_step(metrics: Path) -> int | None:
+    last = None
+    if metrics.is_file():
+        with metrics.open("rb") as file:
+            for line in file:
+                last = line if line.endswith(b"\n") else last
+    return None if last is None else int(json.loads(last)["step"])

@@ -1,0 +1,108 @@
+"""How a process ended is told in one error message, and of several processes the first cause is told."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError
+
+from realrl.config.errors import RunError, UserCodeError, UserError
+from realrl.runtime.endings import CAUSE, CONSEQUENCE, DEATH, Ending, describe, first_cause, report
+from realrl.runtime.logs import keep_logs
+
+GLOO = (
+    "[/gloo/transport/tcp/pair.cc:1] Connection closed by peer [::1]:1. This is typically caused by a crash"
+)
+FULL = "Error while serializing: I/O error: No space left on device (os error 28)"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "sentence", "trace"),
+    [
+        (UserError("correct\nthis"), 2, "correct this", ""),
+        (UserCodeError("your judge failed", "its traceback"), 2, "your judge failed", "its traceback"),
+        (RunError("learning has gone wrong"), 1, "learning has gone wrong", ""),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "a/b"),
+            1,
+            "a/b cannot be written: No space left",
+            "",
+        ),
+        (SafetensorError(FULL), 1, "No space left on device", ""),
+        (MemoryError(), 1, "out of memory", ""),
+        (KeyError("name"), 1, "unexpected KeyError: 'name'; see the traceback above", "KeyError: 'name'"),
+        (FileNotFoundError(2, "No such file", "a/b"), 1, "unexpected FileNotFoundError", "FileNotFoundError"),
+    ],
+)
+def test_only_what_is_unexpected_has_a_traceback(
+    error: Exception, status: int, sentence: str, trace: str
+) -> None:
+    ending = describe(error)
+    assert (ending.status, ending.distance) == (status, CAUSE)
+    assert ending.sentence.startswith(sentence) and "\n" not in ending.sentence
+    assert trace in ending.trace and bool(ending.trace) == bool(trace)
+
+
+def test_a_rank_whose_peer_has_gone_is_a_consequence_and_brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ending = describe(RuntimeError(GLOO))
+    assert (ending.distance, ending.trace) == (CONSEQUENCE, "")
+    assert (
+        ending.sentence.startswith("rank 1: another rank has gone: ") and "typically" not in ending.sentence
+    )
+
+
+def test_the_first_cause_comes_before_deaths_and_consequences() -> None:
+    def ending(distance: int, time: float) -> Ending:
+        return Ending("", 1, 0, time, distance)
+
+    late, early = ending(CAUSE, 9.0), ending(CAUSE, 8.0)
+    death, consequence = ending(DEATH, 2.0), ending(CONSEQUENCE, 1.0)
+    assert first_cause([consequence, death, late, early]) is early
+    assert first_cause([consequence, death]) is death
+    assert first_cause([ending(CONSEQUENCE, 3.0), consequence]) is consequence
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "printed"),
+    [("0", "0", "realrl: correct this\n"), ("1", "1", ""), ("8", "0", "realrl: rank 8: correct this\n")],
+)
+def test_under_torchrun_one_rank_of_each_node_tells_a_users_mistake(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rank: str,
+    local_rank: str,
+    printed: str,
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert report(UserError("correct\nthis")) == 2
+    assert capsys.readouterr().err == printed
+
+
+def test_under_torchrun_any_rank_tells_what_went_wrong_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    variables = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"}
+    for name, value in {**variables, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "3" / "error.json")}.items():
+        monkeypatch.setenv(name, value)
+    assert report(RunError("no space")) == 1
+    assert capsys.readouterr().err == "realrl: rank 3: no space\n"
+    assert json.loads((tmp_path / "3" / "error.json").read_text())["message"] == "no space"
+
+
+def test_logs_are_kept_where_there_is_room_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch, other = tmp_path / "scratch", tmp_path / "other"
+    scratch.mkdir()
+    other.mkdir()
+    (scratch / "rank-0.log").touch()
+    assert keep_logs(scratch, tmp_path / "logs") is None
+    (scratch / "rank-1.log").write_text("a traceback")
+    assert keep_logs(scratch, tmp_path / "logs") == tmp_path / "logs"
+    assert [file.name for file in (tmp_path / "logs").iterdir()] == ["rank-1.log"]
+    monkeypatch.setattr("tempfile.tempdir", str(other))
+    kept = keep_logs(scratch, tmp_path / "no" / "such" / "logs")
+    assert kept is not None and kept.parent == other and os.listdir(kept) == ["rank-1.log"]

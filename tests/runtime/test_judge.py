@@ -1,0 +1,95 @@
+"""A judge that fails is a user's mistake, told in one error message with file and line."""
+
+from pathlib import Path
+
+import pytest
+
+from realrl.config.errors import UserCodeError, UserError
+from realrl.runtime.judge import Judge
+
+CODE = """
+import sys
+import torch
+
+def helper():
+    return 1 / 0
+
+def raises(completions):
+    return helper()
+
+def lazily(completions):
+    for text in completions:
+        yield len(text.no_such_attribute)
+
+def leaves(completions):
+    sys.exit(3)
+
+def texts(completions):
+    return ["1.0", "2.0"]
+
+def nothing(completions):
+    return None
+
+def one_number(completions):
+    return 1.0
+
+def one_text(completions):
+    return "ab"
+
+def too_few(completions):
+    return [1.0]
+
+def not_a_number(completions):
+    return [1.0, float("nan")]
+
+def nones(completions):
+    return [None, None]
+
+def tensor(completions):
+    return torch.tensor([1.0, 2.0])
+
+def generator(completions):
+    yield from (1, True)
+"""
+
+FAILURES = {
+    "raises": "raised ZeroDivisionError: division by zero (FILE:6)",
+    "lazily": "raised AttributeError: 'str' object has no attribute 'no_such_attribute' (FILE:13)",
+    "leaves": "raised SystemExit: 3 (FILE:16)",
+    "texts": "gave str '1.0' for a completion; it must give one number for each of 2 completions",
+    "nothing": "gave None; it must give one number for each of 2 completions",
+    "one_number": "gave 1.0; it must give one number for each of 2 completions",
+    "one_text": "gave str 'ab'; it must give one number for each of 2 completions",
+    "too_few": "gave 1 numbers for 2 completions; it must give one each",
+    "not_a_number": "gave nan for a completion; it must give one number for each of 2 completions",
+    "nones": "gave None for a completion; it must give one number for each of 2 completions",
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "judge.py"
+    file.write_text(CODE)
+    return file
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_what_a_judge_does_wrong_is_said(file: Path, name: str) -> None:
+    with pytest.raises(UserError) as raised:
+        Judge(f"{file}:{name}").rate(["a", "b"])
+    assert str(raised.value) == f"training.judge={file}:{name} {FAILURES[name].replace('FILE', str(file))}"
+    if "raised" not in FAILURES[name]:
+        return
+    assert isinstance(raised.value, UserCodeError)
+    assert str(file) in raised.value.trace and "runtime/judge.py" not in raised.value.trace
+
+
+@pytest.mark.parametrize(("name", "scores"), [("tensor", [1.0, 2.0]), ("generator", [1.0, 1.0])])
+def test_a_judge_may_give_any_numbers(file: Path, name: str, scores: list[float]) -> None:
+    assert Judge(f"{file}:{name}").rate(["a", "b"]) == scores
+
+
+def test_a_judge_that_leaves_while_it_is_imported_is_named(tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text("import sys\nsys.exit()\n")
+    with pytest.raises(UserError, match=r"cannot be imported: SystemExit \(.*judge\.py:2\)"):
+        Judge(f"{tmp_path / 'judge.py'}:judge")

@@ -1,0 +1,157 @@
+"""Whole steps of PPO under several plans against an independent implementation on transformers."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from realrl.config.load import load_experiment
+from tests.conftest import World
+from tests.runtime.ppo_in_transformers import Reference, Sample, Setting
+from tests.runtime.ranks import Tokens, run_on_ranks, sampled
+
+STEPS, BATCH = 3, 12
+PLANS = {
+    "alone": (1, "dp: 1"),
+    "dp=2": (2, "dp: 2"),
+    "tp=2": (2, "dp: 1, tp: 2"),
+    "pp=2": (2, "dp: 1, pp: 2"),
+}
+CALLS = (
+    "actor.generate",
+    "reward.inference",
+    "ref.inference",
+    "critic.inference",
+    "actor.train",
+    "critic.train",
+)
+SETTINGS = {
+    f"{truncated}, {epochs} epochs": {
+        "truncated": truncated,
+        "epochs": epochs,
+        "value_norm": norm,
+        "value_norm_beta": 0.7,
+        "minibatches": 2,
+        "reward_scale": 1.5,
+        "reward_bias": -2.0,
+        "reward_clip": 4.0,
+        "missing_eos_penalty": 0.3,
+        "gamma": 0.98,
+        "lam": 0.9,
+        "early_stop_ratio": None,
+        "kl": {"coef": 0.1, "adaptive": True, "target": 0.5, "horizon": 100},
+    }
+    for truncated, epochs, norm in (
+        ("score", 1, "running"),
+        ("bootstrap", 1, "exponential"),
+        ("score", 2, "exponential"),
+        ("bootstrap", 2, "running"),
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def actor(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that ends about half of its answers."""
+    from transformers import AutoTokenizer
+
+    directory = tmp_path_factory.mktemp("actor")
+    tokenizer = AutoTokenizer.from_pretrained(world.actor)
+    model = AutoModelForCausalLM.from_pretrained(world.actor)
+    model.model.embed_tokens.weight.data[tokenizer.eos_token_id] *= 4
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def recipe(world: World, actor: Path, directory: Path, plan: str, ppo: Mapping[str, Any]) -> Path:
+    size, strategy = PLANS[plan]
+    placed = "\n".join(f"  {call}: {{mesh: 0-{size - 1}, {strategy}}}" for call in CALLS)
+    directory.mkdir(parents=True)
+    (directory / "plan.yaml").write_text(f"cluster: 1x{size}\ncalls:\n{placed}\n")
+    optimizer = {"lr": 1e-3, "weight_decay": 0.1, "schedule": "constant"}
+    changes = {
+        "cluster": f"1x{size}",
+        "plan": str(directory / "plan.yaml"),
+        "ppo": ppo,
+        "data__batch": BATCH,
+        "training__steps": STEPS,
+        "generation": {"max_new_tokens": 12, "temperature": 0.9},
+        "models__actor": {"path": str(actor), "optimizer": {**optimizer, "grad_clip": 0.5}},
+        # Clipping would see the last layer in other units.
+        "models__critic": {"optimizer": {**optimizer, "grad_clip": None}},
+    }
+    file = world.recipe("ppo", directory, **changes)
+    return file.rename(directory / f"{directory.name}.yaml")
+
+
+@pytest.fixture(scope="module")
+def recipes(
+    world: World, actor: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[tuple[str, str], Path]:
+    """(plan, setting) -> recipe of a run that has ended."""
+    found = {}
+    for plan in PLANS:
+        for number, (setting, ppo) in enumerate(SETTINGS.items()):
+            directory = tmp_path_factory.mktemp("runs") / f"{plan}-{number}"
+            found[plan, setting] = recipe(world, actor, directory, plan, ppo)
+    for size in (1, 2):
+        mine = [file for (plan, _), file in found.items() if PLANS[plan][0] == size]
+        run_on_ranks(size, mine)
+    return found
+
+
+def steps(tokens: Tokens) -> list[list[Sample]]:
+    return [
+        [Sample(tokens[f"{s}/{i}"][0], int(tokens[f"{s}/{i} prompt"][0][0])) for i in range(BATCH)]
+        for s in range(STEPS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def reference(
+    world: World, actor: Path, recipes: Mapping[tuple[str, str], Path]
+) -> Mapping[str, dict[str, torch.Tensor]]:
+    """Setting -> weights after all steps on what the run in one process sampled."""
+    eos = json.loads((Path(world.actor) / "config.json").read_text())["eos_token_id"]
+    found = {}
+    for setting in SETTINGS:
+        file = recipes["alone", setting]
+        config = load_experiment(str(file)).ppo
+        learner = Reference(Setting(config, 0.9, 12, 1e-3, 0.1, 0.5), actor, Path(world.reward), eos)
+        finished = []
+        for samples in steps(sampled(file)):
+            finished += [sample.tokens[-1] == eos for sample in samples]
+            learner.step(samples)
+        assert 0.2 < sum(finished) / len(finished) < 0.9, "both kinds of answers occur"
+        found[setting] = learner.weights()
+    return found
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_three_steps_end_with_the_weights_of_an_independent_implementation(
+    recipes: Mapping[tuple[str, str], Path],
+    reference: Mapping[str, dict[str, torch.Tensor]],
+    world: World,
+    plan: str,
+    setting: str,
+) -> None:
+    file = recipes[plan, setting]
+    assert sampled(file) == sampled(recipes["alone", setting])
+    run = file.parent / "run"
+    models = {
+        "actor": AutoModelForCausalLM.from_pretrained(run / "final"),
+        "critic": AutoModelForSequenceClassification.from_pretrained(run / "final-critic"),
+    }
+    before = AutoModelForSequenceClassification.from_pretrained(world.reward).state_dict()
+    for role, model in models.items():
+        for name, weights in model.named_parameters():
+            distance = (weights.detach() - reference[setting][f"{role} {name}"]).abs().max()
+            assert distance <= 1e-4, f"{role} {name}"
+    moved = (models["critic"].state_dict()["score.weight"] - before["score.weight"]).abs().max()
+    assert moved > 1e-3, "there was something to learn"
