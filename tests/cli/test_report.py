@@ -77,7 +77,7 @@ def test_a_run_without_curves_still_gets_a_report(tmp_path: Path) -> None:
     assert (tmp_path / "report.png").exists()
 
 
-@pytest.mark.parametrize("missing", ["config.yaml", "metrics.jsonl", "summary.json"])
+@pytest.mark.parametrize("missing", ["config.yaml", "metrics.jsonl"])
 def test_a_directory_that_is_no_finished_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], missing: str
 ) -> None:
@@ -85,6 +85,21 @@ def test_a_directory_that_is_no_finished_run_is_refused(
     (tmp_path / "sft" / missing).unlink()
     assert run_app(["report", run, "--out", str(tmp_path)]) == 2
     assert f"holds no finished run: {missing} is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 3, "ki'])
+def test_an_interrupted_run_is_refused_with_what_there_is_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], torn: str
+) -> None:
+    run = sft_run(tmp_path / "sft")
+    (tmp_path / "sft" / "summary.json").unlink()
+    (tmp_path / "sft" / "checkpoints" / "step-000001").mkdir(parents=True)
+    with open(tmp_path / "sft" / "metrics.jsonl", "a") as file:
+        file.write(torn)
+    assert run_app(["report", run, "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{run}: this run has not finished" in said and "it has come to step 1" in said
+    assert "metrics.jsonl has 2 lines, and there is checkpoints/step-000001" in said
 
 
 def test_a_broken_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,15 +18,15 @@ def load(tmp_path_factory: pytest.TempPathFactory, override: str) -> object:
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("data.batch=true", "data.batch: True is not a whole number"),
+        ("data.batch=true", "data.batch: true is not a whole number"),
         ("data.batch='8'", "data.batch: '8' is not a whole number"),
         ("data.batch=8.5", "data.batch: 8.5 is not a whole number"),
-        ("seed=false", "seed: False is not a whole number"),
-        ("training.epochs=true", "training.epochs: True is not a number"),
-        ("models.actor.optimizer.betas=[true, 0.9]", "models.actor.optimizer.betas.0: True is not a number"),
+        ("seed=false", "seed: false is not a whole number"),
+        ("training.epochs=true", "training.epochs: true is not a number"),
+        ("models.actor.optimizer.betas=[true, 0.9]", "models.actor.optimizer.betas.0: true is not a number"),
         ("overwrite=1", "overwrite: 1 is not true or false"),
         ("overwrite=maybe", "overwrite: 'maybe' is not true or false"),
-        ("run_dir=3", "run_dir: 3 is not text"),
+        ("run_dir=3", "run_dir: 3 is not text; in quotes, '3', it would be"),
     ],
 )
 def test_a_value_of_another_type_is_refused(

@@ -135,5 +135,5 @@ def test_records_with_a_key_twice_can_be_skipped(tmp_path, name):
 
 
 def test_a_folder_that_is_no_data_set_is_the_users_mistake(tmp_path):
-    with pytest.raises(UserError, match="is not a saved data set"):
+    with pytest.raises(UserError, match=r"is a directory that .* has not written"):
         read(tmp_path)

@@ -156,7 +156,7 @@ def test_files_give_back_what_was_written(tmp_path: Path) -> None:
     ("text", "words"),
     [
         (None, "no costs.json"),
-        ("no", "cannot be read"),
+        ("no", "not valid JSON"),
         ('{"version": 2}', "version 2"),
         ("[]", "costs.json: "),
         ('{"version": 1, "format": "realrl costs"}', "missing"),

@@ -27,6 +27,7 @@ def said(profile: Profile | None, cluster: str, **shapes: ModelShape) -> str:
 def test_a_profile_that_covers_everything_is_named_alone() -> None:
     assert said(measured(1, 2), "h100:2x2") == "times of h100 measured (p.json)"
     assert said(None, "h100:2x2") == "times from data sheets (roofline)"
+    assert "which are rough for a CPU; realrl profile measures it" in said(None, "cpu:1x2")
 
 
 def test_what_was_not_measured_is_from_data_sheets() -> None:

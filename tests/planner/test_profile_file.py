@@ -71,7 +71,15 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("{}", "version"), ('{"version": 2}', "version 2"), ("no", "read"), ('{"version": 1}', "device")],
+    [
+        ("{}", "this is no file that `realrl profile` has written"),
+        ('{"format": "realrl profile"}', "has version null, not 1"),
+        ('{"format": "realrl profile", "version": 2}', "has version 2, not 1"),
+        ("no", "not valid JSON"),
+        ("[" * 100000, "nested too deep"),
+        ('{"version": 1, "version": 1}', "key 'version' twice"),
+        ('{"format": "realrl profile", "version": 1}', "device"),
+    ],
 )
 def test_other_files_are_refused_with_their_names(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "p.json").write_text(text)

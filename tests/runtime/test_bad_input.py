@@ -42,7 +42,7 @@ CASES: dict[str, Case] = {
         lambda w, d: {"data__btach": 3},
         "data.btach: unknown key; did you mean data.batch?",
     ),
-    "wrong type": ("sft", lambda w, d: {"data__batch": True}, "data.batch: True is not a whole number"),
+    "wrong type": ("sft", lambda w, d: {"data__batch": True}, "data.batch: true is not a whole number"),
     "no model": (
         "ppo",
         lambda w, d: {"models__reward__path": "/nowhere/model"},
@@ -166,7 +166,7 @@ def test_what_only_one_rank_finds_ends_all(world: World, tmp_path: Path) -> None
     ("field", "value", "words"),
     [
         ("run_dir", "/proc/nowhere", "run_dir=/proc/nowhere cannot be written"),
-        ("profile", "/nowhere/profile.json", "profile /nowhere/profile.json cannot be read"),
+        ("profile", "/nowhere/profile.json", "profile /nowhere/profile.json: no such file"),
     ],
 )
 def test_what_needs_no_data_is_checked_before_data_is_read(

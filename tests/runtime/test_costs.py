@@ -255,8 +255,19 @@ def test_a_profile_that_is_not_there_is_said_so(
 ) -> None:
     recipe = world.recipe("sft", tmp_path, profile=str(tmp_path / "none.json"))
     assert run_app(["train", str(recipe)]) == 2
-    assert "none.json cannot be read" in capsys.readouterr().err
+    assert "none.json: no such file" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_without_a_profile_it_is_said_once_that_times_are_from_data_sheets(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(world, "sft", tmp_path, training__steps=2)
+    said, first = (
+        capsys.readouterr().err,
+        "predictions: times from data sheets (roofline), which are rough for a CPU",
+    )
+    assert said.count(first) == 1 and said.index(first) < said.index("step ")
 
 
 def test_a_profile_of_other_devices_is_said_not_to_be_used(

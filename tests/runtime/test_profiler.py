@@ -142,7 +142,7 @@ def test_other_software_is_measured_anew(world: World, profiles: Mapping[int, Pa
     ("arguments", "words"),
     [
         ([], "--shape NAME"),
-        (["--shape", "llama-2-8b"], "did you mean llama-3-8b"),
+        (["--shape", "lama-2-7b"], "did you mean llama-2-7b"),
         (["--shape", "llama-2-7b", "--dtype", "float16"], "'float16' is neither"),
         (["--shape", "llama-2-7b", "--out", "nowhere/p.json"], "no directory nowhere"),
         (["--shape", "llama-2-7b", "--out", "/"], "is a directory"),
@@ -175,7 +175,7 @@ def test_gpus_that_are_not_there_are_not_measured(capfd: pytest.CaptureFixture) 
     [
         ({"device": "h100"}, "is of device h100"),
         ({"processes": 2}, "by 2 processes"),
-        (None, "cannot be read"),
+        (None, "not valid JSON"),
     ],
 )
 def test_files_of_other_machines_are_left_alone(

@@ -5,7 +5,7 @@ from pathlib import Path
 from realrl.config.errors import UserError
 from realrl.config.llama import read_config
 from realrl.config.model import ModelConfig
-from realrl.config.paths import is_local
+from realrl.config.paths import is_local, local_path
 from realrl.config.shape import ModelShape
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
@@ -13,7 +13,7 @@ HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
 def local_directory(path: str | Path) -> Path:
     """The directory itself, or the hub's model of that name, downloaded; UserError if there is neither."""
-    directory = Path(path).expanduser()
+    directory = local_path(str(path))
     if directory.is_dir():
         return directory
     if is_local(str(path)):
@@ -38,7 +38,7 @@ def known_shape(config: ModelConfig) -> ModelShape | None:
     if config.path is None or config.shape is not None:
         return config.shape
     if is_local(config.path):
-        file = Path(config.path).expanduser() / "config.json"
+        file = local_path(config.path) / "config.json"
         return read_shape(config.path) if file.is_file() else None
     from huggingface_hub import try_to_load_from_cache
 
@@ -54,7 +54,7 @@ def shape_of(config: ModelConfig) -> ModelShape:
         return known
     assert config.path is not None, "a model has a path or a shape"
     if is_local(config.path):
-        if Path(config.path).expanduser().is_dir():
+        if local_path(config.path).is_dir():
             return read_shape(config.path)  # says what is missing
         raise UserError(f"{config.path}: no such model directory")
     from huggingface_hub import hf_hub_download

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from realrl.checkpoint.special_tokens import SpecialTokens
 from realrl.config.errors import UserError
 from realrl.config.json_file import read_json
-from realrl.config.paths import is_local
+from realrl.config.paths import is_local, local_path
 from realrl.data.tokenizer import save_tokenizer
 
 PATTERNS = (
@@ -85,7 +85,7 @@ def _source(name: str) -> Path | None:
 def _directory(name: str) -> Path | None:
     if not name:
         return None
-    local = Path(name).expanduser()
+    local = local_path(name)
     if local.is_dir():
         return local
     if is_local(name):

@@ -13,7 +13,7 @@ from realrl.cli.recipe import Overrides
 from realrl.config.errors import UserError
 
 if TYPE_CHECKING:
-    from realrl.config.experiment import Experiment
+    from realrl.planner.plan_search import Wanted
     from realrl.planner.report import Objective, PlanReport
     from realrl.planner.scenario import Scenario
 
@@ -109,6 +109,7 @@ def plan(
     """
     from realrl.cli import plan_input
     from realrl.config.load import load_experiment
+    from realrl.runtime.scenario import wanted_plans
 
     if recipe is None and calibrate is None:
         raise UserError("name a recipe, a YAML file, to plan for")
@@ -123,7 +124,8 @@ def plan(
     counts, goal = plan_input.parse_nodes(nodes), plan_input.parse_objective(objective)
     plan_input.check_seconds(seconds)
     scenario, source = plan_input.read_scenario(experiment, cluster, profile, lengths)
-    report = _report(experiment, scenario, nodes=counts, objective=goal, seconds=seconds, seed=seed)
+    wanted = wanted_plans(experiment, scenario.spec, files.get("out"))
+    report = _report(scenario, wanted, nodes=counts, objective=goal, seconds=seconds, seed=seed)
     if as_json:
         from realrl.planner.report_json import report_json
 
@@ -157,8 +159,8 @@ def _write(report: "PlanReport", name: str, file: Path, title: str, source: str)
 
 
 def _report(
-    experiment: "Experiment",
     scenario: "Scenario",
+    wanted: "Wanted",
     *,
     nodes: Sequence[int],
     objective: "Objective",
@@ -171,9 +173,7 @@ def _report(
     from realrl.planner.report_make import make_report
     from realrl.planner.report_sizes import on_cluster
     from realrl.planner.search.shortage import DoesNotFit
-    from realrl.runtime.scenario import wanted_plans
 
-    wanted = wanted_plans(experiment, scenario.spec)
     try:
         with Console(stderr=True).status("planning"):
             return make_report(

@@ -1,20 +1,26 @@
 """What `realrl plan` is given besides a recipe: a cluster, measured lengths, a profile, and files to write."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from realrl.config.errors import UserError
+from realrl.config.explain import brief
 from realrl.config.files import check_file
+from realrl.config.json_file import read_json
+from realrl.config.shape import TRAINABLE
 from realrl.config.units import parse_bytes
+from realrl.config.words import join
 
 if TYPE_CHECKING:
     from realrl.config.experiment import Experiment
     from realrl.planner.cluster import ClusterSpec
     from realrl.planner.report import Objective
     from realrl.planner.scenario import Scenario
+
+_DAY = 86400
+"""Seconds of it."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +36,10 @@ def read_lengths(path: str) -> Lengths:
     as `lengths.json`. UserError for anything else."""
     file = Path(path) / "lengths.json" if Path(path).is_dir() else Path(path)
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"--lengths: {file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"--lengths: {file} is not valid JSON ({error})") from None
-    if not isinstance(content, dict) or not content.keys() <= {"prompts", "answers"}:
+        content = read_json(file)
+    except UserError as error:
+        raise UserError(f"--lengths: {error}") from None
+    if not content.keys() <= {"prompts", "answers"}:
         raise UserError(f'--lengths: {file} must hold {{"prompts": [..], "answers": [..]}}')
     return Lengths(*(_numbers(content.get(key), f"{file}: {key}") for key in ("prompts", "answers")))
 
@@ -66,9 +70,14 @@ def parse_nodes(text: str | None) -> tuple[int, ...]:
     """`1,2,4,8` as numbers; nothing for None. UserError for anything else."""
     if text is None:
         return ()
-    if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text):
-        raise UserError(f"--nodes: {text!r} is not understood; write numbers of nodes, for example 1,2,4,8")
-    return tuple(int(number) for number in text.split(","))
+    if not re.fullmatch(r"\s*[1-9]\d{0,8}\s*(,\s*[1-9]\d{0,8}\s*)*", text):
+        raise UserError(
+            f"--nodes: {brief(text)} is not understood; write numbers of nodes, for example 1,2,4,8"
+        )
+    numbers = tuple(int(number) for number in text.split(","))
+    if len(set(numbers)) < len(numbers):
+        raise UserError(f"--nodes: {brief(text)} names a number twice")
+    return numbers
 
 
 def choose_devices(cluster: str | None, experiment: "Experiment") -> tuple["ClusterSpec", str]:
@@ -104,7 +113,16 @@ def read_scenario(
     measured = Profile.load(path) if path else None
     scenario = make_scenario(experiment, spec, profile=measured, prompts=known.prompts, answers=known.answers)
     source = describe_times(measured, path or "", spec, scenario.models)
-    return scenario, "; ".join(filter(None, (*source, remark)))
+    return scenario, "; ".join(filter(None, (*source, remark, _not_trainable(scenario))))
+
+
+def _not_trainable(scenario: "Scenario") -> str:
+    """What to say of models of families that can be planned for alone; nothing where there are none."""
+    families = {model.shape.family for model in scenario.models.values()} - set(TRAINABLE)
+    if not families:
+        return ""
+    names = join(sorted(families))
+    return f"models of family {names} can be planned for and not trained yet (trained are: {', '.join(TRAINABLE)})"
 
 
 def parse_objective(text: str) -> "Objective":
@@ -115,9 +133,9 @@ def parse_objective(text: str) -> "Objective":
 
 
 def check_seconds(seconds: float | None) -> None:
-    """UserError unless there is some time to search."""
-    if seconds is not None and not seconds > 0:
-        raise UserError(f"--seconds: {seconds:g} must be above 0")
+    """UserError unless there is some time to search, and an end of it."""
+    if seconds is not None and not 0 < seconds <= _DAY:
+        raise UserError(f"--seconds: {seconds:g} must be above 0 and at most {_DAY}, which is a day")
 
 
 def files_to_write(*sources: str | None, **paths: str | None) -> dict[str, Path]:

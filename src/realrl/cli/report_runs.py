@@ -1,6 +1,7 @@
 """What a finished run left in its directory, as a report needs it."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,9 +77,11 @@ def read_runs(directories: Sequence[str]) -> dict[str, FinishedRun]:
 def read_run(directory: str) -> FinishedRun:
     """Read a run directory; UserError naming the file, and the line, that is missing or malformed."""
     path = Path(directory)
-    for name in ("config.yaml", "metrics.jsonl", "summary.json"):
+    for name in ("config.yaml", "metrics.jsonl"):
         if not (path / name).exists():
             raise UserError(f"{directory} holds no finished run: {name} is missing")
+    if not (path / "summary.json").exists():
+        raise UserError(f"{directory}: {_unfinished(path)}")
     lines = (MetricLine(row["step"], row["kind"], row["figures"]) for row in _rows(path / "metrics.jsonl"))
     samples = (
         tuple(
@@ -95,8 +98,22 @@ def read_run(directory: str) -> FinishedRun:
             tuple(samples),
             json.loads((path / "summary.json").read_text(encoding="utf-8"))["seconds"],
         )
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"{directory} is not a run directory this version understands: {error!r}") from None
+
+
+def _unfinished(path: Path) -> str:
+    """What to say of a run that goes on or was interrupted. Its last line may have been cut off."""
+    lines = (path / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+    steps = [int(found[1]) for line in lines if (found := re.match(r'\{"step": (\d{1,12}), .*\}$', line))]
+    saved = sorted(file.name for file in (path / "checkpoints").glob("step-*") if file.is_dir())
+    return (
+        "this run has not finished, and a report takes finished runs; it has come to step"
+        f" {max(steps, default=0)}: metrics.jsonl has {len(steps)} lines, and there is"
+        f" {f'checkpoints/{saved[-1]}' if saved else 'no checkpoint'}"
+    )
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -104,6 +121,6 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {number}: not valid JSON ({error.msg})") from None
+        except (ValueError, RecursionError):
+            raise UserError(f"{path}, line {number}: not valid JSON") from None
     return rows

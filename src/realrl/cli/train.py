@@ -75,7 +75,7 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     """
     from realrl.plan.presets import SEARCH
     from realrl.planner.profile import Profile
-    from realrl.runtime.compile import check_directories, compile_recipe, with_sizes
+    from realrl.runtime.compile import check_directories, check_trainable, compile_recipe, with_sizes
     from realrl.runtime.fit_check import check_fit
     from realrl.runtime.gpu import ask_machine
     from realrl.runtime.launch import check_local
@@ -83,6 +83,7 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     from realrl.runtime.scenario import check_kind, search_spec
     from realrl.runtime.searched_plan import cached_plan
 
+    check_trainable(experiment)
     searches = experiment.plan == SEARCH
     compiled = None if searches else compile_recipe(experiment, cluster)
     check_directories(experiment)

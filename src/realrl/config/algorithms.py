@@ -10,13 +10,14 @@ from realrl.config.base import Settings
 class GenerationConfig(Settings):
     """How tokens are sampled."""
 
-    max_new_tokens: PositiveInt = 128
+    max_new_tokens: int = Field(default=128, gt=0, le=10**7)
     """Generation stops here even without an end-of-sequence token."""
     min_new_tokens: NonNegativeInt = 0
     """End of sequence is not sampled before this many tokens."""
-    temperature: PositiveFloat = 1.0
+    temperature: float = Field(default=1.0, ge=0.01, le=100)
     """Logits are divided by this. Log-probabilities are recorded, and training computes them, at the same
-    temperature, over the whole vocabulary."""
+    temperature, over the whole vocabulary. Below 0.01 nothing but the most likely token would be drawn, and
+    gradients would explode: set `greedy`."""
     top_k: NonNegativeInt = 0
     """Sample among the k most likely tokens; 0 for all."""
     top_p: float = Field(default=1.0, gt=0, le=1)

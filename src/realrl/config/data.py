@@ -1,8 +1,8 @@
 """What a user says about the data of a run."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from realrl.config.base import Settings
 
@@ -21,7 +21,8 @@ class DataConfig(Settings):
     max_tokens: PositiveInt = 1024
     """Longest training sequence, in tokens, prompt and answer together."""
     max_prompt_tokens: PositiveInt = 512
-    """Longest prompt, in tokens: all that comes before the first answer to learn."""
+    """Longest prompt, in tokens: all that comes before the first answer to learn. Where it is not given, at most
+    `max_tokens`."""
     on_error: Literal["fail", "skip"] = "fail"
     """What to do with a record that is malformed or too long. Skipped records are counted and reported."""
     apply_chat_template: bool = False
@@ -38,13 +39,25 @@ class DataConfig(Settings):
     shuffle: bool = True
     """Draw records in an order that depends on the seed; false keeps the order of the file."""
 
+    @model_validator(mode="after")
+    def _prompts_fit(self) -> Self:
+        if self.max_prompt_tokens > self.max_tokens:
+            if "max_prompt_tokens" in self.model_fields_set:
+                raise ValueError(
+                    f"max_prompt_tokens={self.max_prompt_tokens} is above max_tokens={self.max_tokens}, the most"
+                    " that prompt and answer may have together"
+                )
+            # Before anyone else sees the object, so it is still as good as immutable.
+            object.__setattr__(self, "max_prompt_tokens", self.max_tokens)
+        return self
+
 
 class TrainingConfig(Settings):
     """How long to train and what to write on the way."""
 
-    epochs: PositiveFloat = 1.0
+    epochs: float = Field(default=1.0, gt=0, le=1e6)
     """Passes over the training data."""
-    steps: PositiveInt | None = None
+    steps: int | None = Field(default=None, gt=0, le=10**9)
     """Number of training steps; takes precedence over `epochs`."""
     eval_every: PositiveInt | None = None
     """Evaluate after every so many steps, besides at the start and at the end; null for only those."""

@@ -1,14 +1,16 @@
 """A recipe: one typed description of a run, one class per algorithm."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, TypeAdapter, field_validator, model_validator
 
 from realrl.config.algorithms import GenerationConfig, PPOConfig
 from realrl.config.base import Settings
 from realrl.config.data import DataConfig, TrainingConfig
+from realrl.config.explain import brief
 from realrl.config.model import ModelConfig, TrainedModelConfig
-from realrl.config.units import parse_bytes
+from realrl.config.units import check_size
+from realrl.config.words import join
 
 
 class DebugConfig(Settings):
@@ -54,11 +56,18 @@ class _Run(Settings):
     training: TrainingConfig = TrainingConfig()
     debug: DebugConfig = DebugConfig()
 
-    @field_validator("device_memory")
+    @field_validator("device_memory", mode="before")
     @classmethod
-    def _size(cls, value: str | None) -> str | None:
-        if value is not None:
-            parse_bytes(value)
+    def _size(cls, value: Any) -> Any:
+        return check_size(value)
+
+    @field_validator("cluster", mode="before")
+    @classmethod
+    def _devices(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            raise ValueError(
+                f"{brief(value)} is not understood; write nodes x devices per node, for example 1x2"
+            )
         return value
 
     @model_validator(mode="after")
@@ -87,8 +96,18 @@ class _Models(Settings):
 
     @model_validator(mode="after")
     def _sources(self) -> Self:
+        models = {role: getattr(self, role) for role in type(self).model_fields}
+        both = [role for role, model in models.items() if model.path is not None and model.shape is not None]
+        if both:
+            scratch, load = (
+                " ".join(f"models.{role}.{field}=null" for role in both) for field in ("path", "shape")
+            )
+            raise ValueError(
+                f"{join(both)} {'has' if len(both) == 1 else 'have'} both a path (weights to load) and a shape"
+                f" (start from scratch); for the shape set {scratch}, for the weights {load}"
+            )
         for role, field in type(self).model_fields.items():
-            if field.is_required() and not getattr(self, role).has_source:
+            if field.is_required() and not models[role].has_source:
                 raise ValueError(f"{role} needs a path (weights to load) or a shape (start from scratch)")
         return self
 

@@ -2,8 +2,10 @@
 
 import difflib
 import re
+import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import date
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -13,11 +15,18 @@ from pydantic_core import ErrorDetails
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
 
+_KEY = "[key]"
+"""The end of pydantic's location of a key that is wrong itself."""
+
+_LONG = 80
+"""Characters of a value that an error message repeats at most."""
+
 _WANTED = {
     "int": "a whole number",
     "float": "a number",
     "bool": "true or false",
     "string": "text",
+    "timestamp": "text",
     "model": "a section of keys",
     "dict": "a section of keys",
     "tuple": "a list",
@@ -38,6 +47,35 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)), None)
 
 
+def brief(value: Any) -> str:
+    """A value as YAML writes it, on one line, and shortened where it is long."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return _BRIEF.repr(value)
+
+
+def shorten(text: str) -> str:
+    """Text as it is, but cut where it is long."""
+    return text if len(text) <= _LONG else f"{text[:_LONG]}..."
+
+
+class _Brief(reprlib.Repr):
+    """Few entries and characters of anything, however large, deep, or inside itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxdict, self.maxlist, self.maxtuple = 2, 3, 3, 3
+        self.maxstring, self.maxlong, self.maxother = _LONG, 40, 60
+
+    def repr1(self, x: Any, level: int) -> str:
+        if isinstance(x, date):
+            return str(x)
+        return brief(x) if x is None or isinstance(x, bool) else super().repr1(x, level)
+
+
+_BRIEF = _Brief()
+
+
 def section_class(field: FieldInfo) -> type[Settings] | None:
     """The settings class a field holds, optional or not; None for a plain value."""
     for candidate in (field.annotation, *get_args(field.annotation)):
@@ -53,13 +91,16 @@ def explain(error: ValidationError, cls: type[Settings], *, skip: int = 0) -> st
     location that are not keys.
     """
     # A misspelt key often also shows up as a missing one; the spelling is what has to be mended.
-    errors = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+    errors = sorted(error.errors(), key=lambda e: e["type"] not in ("extra_forbidden", "invalid_key"))
     sentence = _sentence(errors[0], errors[0]["loc"][skip:], cls)
     others = len(errors) - 1
     return sentence if not others else f"{sentence} (and {others} more mistake{'s' if others > 1 else ''})"
 
 
 def _sentence(error: ErrorDetails, location: tuple[int | str, ...], cls: type[Settings]) -> str:
+    if location and location[-1] == _KEY:
+        key = brief(location[-2])
+        return f"{'.'.join(map(str, location[:-2]))}: {key} is not text, so it is no name of a key"
     path = ".".join(str(part) for part in location)
     complaint = _complaint(error, location, cls)
     return f"{path}: {complaint}" if path else complaint
@@ -71,6 +112,8 @@ def _complaint(error: ErrorDetails, location: tuple[int | str, ...], cls: type[S
     if kind == "extra_forbidden":
         return "; ".join(filter(None, ("unknown key", _suggestion(location, cls))))
     if kind == "missing":
+        if isinstance(location[-1], int):
+            return "missing; the list has too few entries"
         field = _field(location, cls)
         about = f" ({field.description.split('. ')[0].rstrip('.')})" if field and field.description else ""
         return f"missing{about}"
@@ -78,16 +121,29 @@ def _complaint(error: ErrorDetails, location: tuple[int | str, ...], cls: type[S
         return str(context["error"])
     if kind == "literal_error":
         hint = nearest(str(value), re.findall(r"'([^']*)'", context["expected"]))
-        return f"{_text(value)} is not {context['expected']}" + (f"; did you mean {hint}?" if hint else "")
+        return f"{brief(value)} is not {context['expected']}" + (f"; did you mean {hint}?" if hint else "")
     if kind in _BOUNDS:
         words, limit = _BOUNDS[kind]
-        return f"{_text(value)} must be {words} {context[limit]:g}"
+        return f"{brief(value)} must be {words} {_number(context[limit])}"
+    if kind == "string_too_short":
+        return "must not be empty"
+    if kind == "too_short":
+        return f"{brief(value)} has {context['actual_length']} entries; at least {context['min_length']} are needed"
+    if kind == "too_long":
+        return f"{brief(value)} has {context['actual_length']} entries; at most {context['max_length']} can be used"
+    if kind == "invalid_key":
+        return f"{brief(location[-1])} is not text, so it is no name of a key"
+    if kind == "recursion_loop":
+        return "this contains itself"
     wanted = _WANTED.get(kind.split("_")[0])
-    return f"{_text(value)} is not {wanted}" if wanted else error["msg"]
+    if kind == "string_type" and isinstance(value, int | float):
+        wanted = f"text; in quotes, '{brief(value)}', it would be"
+    return f"{brief(value)} is not {wanted}" if wanted else error["msg"]
 
 
-def _text(value: Any) -> str:
-    return "null" if value is None else repr(value)
+def _number(limit: float) -> str:
+    """A bound as people write it: 1000000000, 0.01."""
+    return str(limit) if isinstance(limit, int) else f"{limit:g}"
 
 
 def _section(location: tuple[int | str, ...], cls: type[Settings]) -> type[Settings] | None:

@@ -1,6 +1,7 @@
-"""JSON files that hold one object."""
+"""JSON files that people or other programs have written: a key given twice is a mistake."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +9,35 @@ from realrl.config.errors import UserError
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; UserError if there is none."""
+    """The object in a JSON file; UserError naming the file if there is none."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise UserError(f"{file}: no such file") from error
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except UnicodeDecodeError as error:
         raise UserError(f"{file}: not valid JSON ({error})") from error
+    content = parse_json(text, str(file))
     if not isinstance(content, dict):
         raise UserError(f"{file}: a JSON object is expected")
     return content
+
+
+def parse_json(text: str, where: str) -> Any:
+    """Value of JSON text; UserError starting with `where`."""
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        raise UserError(f"{where}: not a valid file (lists or objects are nested too deep)") from None
+    except ValueError as error:
+        raise UserError(f"{where}: not valid JSON ({error})") from None
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A mapping of pairs; ValueError where a key comes twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} twice")
+    return found

@@ -7,14 +7,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from realrl.config.errors import UserError
+from realrl.config.explain import brief, explain
 from realrl.config.json_file import read_json
-from realrl.config.shape import Head, ModelShape, RopeScaling
-
-SUPPORTED = ("llama",)
-"""Values of `model_type` that we can load."""
-
-ALIKE = ("qwen2", "mistral")
-"""Those of models with the same sizes of everything but a few biases: enough to plan for them."""
+from realrl.config.shape import TRAINABLE, Family, Head, ModelShape, RopeScaling
 
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}
 """Settings of LlamaConfig that our model has no other value for, at LlamaConfig's defaults."""
@@ -26,13 +21,13 @@ UNTOUCHED = ("attention_dropout", "use_cache", *SPECIAL_TOKENS)
 SCALING_FIELDS = tuple(RopeScaling.model_fields)
 
 
-def read_config(file: Path, families: Sequence[str] = SUPPORTED) -> ModelShape:
+def read_config(file: Path, families: Sequence[Family] = TRAINABLE) -> ModelShape:
     """The shape that a `config.json` describes; UserError if it is absent, no JSON, or of a model not supported."""
     return shape_from_hf(read_json(file), where=str(file), families=families)
 
 
 def shape_from_hf(
-    config: Mapping[str, Any], where: str = "config.json", families: Sequence[str] = SUPPORTED
+    config: Mapping[str, Any], where: str = "config.json", families: Sequence[Family] = TRAINABLE
 ) -> ModelShape:
     """The shape a Hugging Face `config.json` of one of these families describes; `where` names the file in errors.
 
@@ -42,19 +37,22 @@ def shape_from_hf(
     family = config.get("model_type")
     if family not in families:
         names = ", ".join(families)
-        raise UserError(f"{where}: model_type {family!r} is not supported; supported is: {names}")
+        raise UserError(f"{where}: model_type {brief(family)} is not supported; supported is: {names}")
     for key, wanted in FIXED.items():
         if config.get(key, wanted) not in (wanted, None):
-            raise UserError(f"{where}: {key}={config[key]!r} is not supported; it must be {wanted!r}")
+            raise UserError(
+                f"{where}: {key}={brief(config[key])} is not supported; it must be {brief(wanted)}"
+            )
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     for key in required:
         if config.get(key) is None:
             raise UserError(f"{where}: {key} is missing")
         if type(config[key]) is not int or config[key] < 1:
-            raise UserError(f"{where}: {key}={config[key]!r} is not a whole number above 0")
+            raise UserError(f"{where}: {key}={brief(config[key])} is not a whole number above 0")
     theta, scaling = _rope(config, where)
     heads = config["num_attention_heads"]
     fields: dict[str, Any] = {
+        "family": family,
         "vocab_size": config["vocab_size"],
         "hidden_size": config["hidden_size"],
         "intermediate_size": config["intermediate_size"],
@@ -70,11 +68,9 @@ def shape_from_hf(
         "init_std": config.get("initializer_range", 0.02),
     }
     try:
-        return ModelShape(family="llama", **fields)
+        return ModelShape(**fields)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"{where}: {field + ': ' if field else ''}{first['msg']}") from error
+        raise UserError(f"{where}: {explain(error, ModelShape)}") from error
 
 
 def _rope(config: Mapping[str, Any], where: str) -> tuple[float, dict[str, Any] | None]:
@@ -83,7 +79,7 @@ def _rope(config: Mapping[str, Any], where: str) -> tuple[float, dict[str, Any] 
     for key in ("rope_scaling", "rope_parameters"):
         settings = config.get(key) or {}
         if not isinstance(settings, Mapping):
-            raise UserError(f"{where}: {key}={settings!r} is not a section of keys")
+            raise UserError(f"{where}: {key}={brief(settings)} is not a section of keys")
         rope |= settings
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -92,7 +88,7 @@ def _rope(config: Mapping[str, Any], where: str) -> tuple[float, dict[str, Any] 
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        raise UserError(f"{where}: rope_type {kind!r} is not supported; supported are: default, llama3")
+        raise UserError(f"{where}: rope_type {brief(kind)} is not supported; supported are: default, llama3")
     missing = [key for key in SCALING_FIELDS if key not in rope]
     if missing:
         raise UserError(f"{where}: {missing[0]} is missing from the llama3 rotary settings")

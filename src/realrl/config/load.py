@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
 from realrl.config.experiment import EXPERIMENT, Experiment
-from realrl.config.explain import explain, nearest
+from realrl.config.explain import brief, explain, nearest, shorten
 from realrl.config.yaml_file import parse_yaml, read_yaml
 
 
@@ -19,13 +19,13 @@ def experiment_classes() -> dict[str, type[Settings]]:
     return {get_args(cls.model_fields["algorithm"].annotation)[0]: cls for cls in get_args(Experiment)}
 
 
-def experiment_class(algorithm: str) -> type[Settings]:
+def experiment_class(algorithm: Any) -> type[Settings]:
     """The class of an algorithm's recipes; UserError, naming those there are, for any other name."""
     classes = experiment_classes()
-    if algorithm not in classes:
-        hint = nearest(algorithm, classes)
+    if not isinstance(algorithm, str) or algorithm not in classes:
+        hint = nearest(str(algorithm), classes)
         suffix = f"; did you mean {hint}?" if hint else ""
-        raise UserError(f"algorithm: {algorithm!r} is not one of {', '.join(classes)}{suffix}")
+        raise UserError(f"algorithm: {brief(algorithm)} is not one of {', '.join(classes)}{suffix}")
     return classes[algorithm]
 
 
@@ -46,7 +46,7 @@ def parse_experiment(settings: dict[str, Any]) -> Experiment:
     """Validate a mapping; UserError with the dotted path of the first wrong field."""
     if settings.get("algorithm") is None:
         raise UserError(f"algorithm: missing; give one of {', '.join(experiment_classes())}")
-    cls = experiment_class(str(settings["algorithm"]))
+    cls = experiment_class(settings["algorithm"])
     try:
         return EXPERIMENT.validate_python(settings)
     except ValidationError as error:
@@ -60,9 +60,9 @@ def apply_override(settings: dict[str, Any], override: str) -> dict[str, Any]:
     *sections, last = name.strip().split(".")
     if not equals or not last or not all(sections):
         raise UserError(
-            f"override {override!r} is not understood; write key=value, for example data.batch=32"
+            f"override {brief(override)} is not understood; write key=value, for example data.batch=32"
         )
-    value = parse_yaml(text, f"override {override}")
+    value = parse_yaml(text, f"override {shorten(override)}")
     settings = copy.deepcopy(settings)
     section = settings
     for depth, part in enumerate(sections):
@@ -71,7 +71,9 @@ def apply_override(settings: dict[str, Any], override: str) -> dict[str, Any]:
         section = section[part]
         if not isinstance(section, dict):
             inner = ".".join(sections[: depth + 1])
-            raise UserError(f"override {override}: {inner} is {section!r}, which has no keys inside")
+            raise UserError(
+                f"override {shorten(override)}: {inner} is {brief(section)}, which has no keys inside"
+            )
     section[last] = value
     return settings
 

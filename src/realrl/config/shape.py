@@ -1,6 +1,6 @@
 """The shape of a decoder model: sizes only, no weights and no torch."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -8,6 +8,21 @@ from realrl.config.base import Settings
 
 Head = Literal["lm", "scalar"]
 """`lm`: a next-token distribution per position; `scalar`: one number per position (reward and critic)."""
+
+
+Family = Literal["llama", "qwen2", "mistral"]
+"""What `model_type` in a `config.json` calls a family of models whose sizes can be described."""
+
+TRAINABLE: tuple[Family, ...] = ("llama",)
+"""Families that can be loaded, trained and saved. The others differ by a few biases or by which tokens see which:
+their sizes are enough to plan for them, but a model made from these would be a Llama."""
+
+
+Size = Annotated[int, Field(gt=0, le=10**9)]
+"""A width; a thousand times what there is."""
+
+Count = Annotated[int, Field(gt=0, le=10**4)]
+"""Of layers and of heads, which are gone through one by one; some ten times what there is."""
 
 
 class RopeScaling(Settings):
@@ -22,27 +37,36 @@ class RopeScaling(Settings):
     original_max_position_embeddings: PositiveInt
     """Length, in tokens, the model was first trained for."""
 
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor:g} must be below high_freq_factor={self.high_freq_factor:g}"
+            )
+        return self
+
 
 class ModelShape(Settings):
     """Sizes of a decoder-only transformer."""
 
-    family: Literal["llama"] = "llama"
-    """Model family: decides the Hugging Face names and configuration class."""
-    vocab_size: PositiveInt
+    family: Family = "llama"
+    """Model family: decides the Hugging Face names and configuration class. All can be planned for; only `llama`
+    can be trained yet."""
+    vocab_size: Size
     """Rows of the embedding table."""
-    hidden_size: PositiveInt
+    hidden_size: Size
     """Width of the residual stream."""
-    intermediate_size: PositiveInt
+    intermediate_size: Size
     """Width inside the feed-forward block."""
-    layers: PositiveInt
+    layers: Count
     """Number of decoder layers."""
-    heads: PositiveInt
+    heads: Count
     """Number of query heads."""
-    kv_heads: PositiveInt
+    kv_heads: Count
     """Number of key/value heads; `heads` must be a multiple of it."""
-    head_dim: PositiveInt
+    head_dim: Size
     """Width of one attention head."""
-    max_positions: PositiveInt = 2048
+    max_positions: Size = 2048
     """Longest sequence, in tokens, the model is declared for."""
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
@@ -52,7 +76,7 @@ class ModelShape(Settings):
     """Epsilon inside RMSNorm."""
     tied_embeddings: bool = False
     """Whether the language-model head shares the embedding table."""
-    init_std: PositiveFloat = Field(default=0.02)
+    init_std: float = Field(default=0.02, gt=0, le=10)
     """Standard deviation of a freshly initialised weight."""
 
     @model_validator(mode="after")

@@ -1,25 +1,27 @@
 """What may stand for the sizes of a model: the name of a published one, or a `config.json`."""
 
-from pathlib import Path
+import re
+from typing import get_args
 
 from realrl.config.errors import UserError
 from realrl.config.explain import nearest
-from realrl.config.llama import ALIKE, SUPPORTED, read_config
-from realrl.config.shape import ModelShape
+from realrl.config.llama import read_config
+from realrl.config.paths import local_path
+from realrl.config.shape import Family, ModelShape
 from realrl.config.shapes import SHAPES
 
-_FAMILIES = (*SUPPORTED, *ALIKE)
+_FAMILIES: tuple[Family, ...] = get_args(Family)
 
 
 def find_shape(source: str) -> ModelShape:
     """The sizes that a name in `SHAPES`, a Hugging Face `config.json` or a directory with one stands for.
 
-    The file may be of a model that we cannot load but that has the same sizes (`llama.ALIKE`). UserError where it
-    is neither, or describes something else.
+    The file may be of a model that can be planned for and not trained (`shape.TRAINABLE`). UserError where it is
+    neither, or describes something else.
     """
     if source in SHAPES:
         return SHAPES[source]
-    path = Path(source).expanduser()
+    path = local_path(source)
     if path.is_dir():
         return read_config(path / "config.json", _FAMILIES)
     if path.exists():
@@ -29,8 +31,14 @@ def find_shape(source: str) -> ModelShape:
             f"{source}: no such file; give a config.json, a directory that holds one, or the name of a"
             " published model such as llama-2-7b"
         )
-    hint = nearest(source, SHAPES)
+    # Another generation, or another size, is another model and not a misspelling.
+    hint = nearest(source, [name for name in SHAPES if _numbers(name) == _numbers(source)])
     suffix = f"did you mean {hint}?" if hint else f"known models are {', '.join(SHAPES)}"
     raise UserError(
         f"{source!r} is no model whose sizes are known, and no config.json or directory with one; {suffix}"
     )
+
+
+def _numbers(name: str) -> list[str]:
+    """The generation and the size that the name of a model holds."""
+    return re.findall(r"\d+(?:\.\d+)?", name)

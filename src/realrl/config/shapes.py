@@ -18,6 +18,7 @@ def _qwen(
     tied: bool = False,
 ) -> ModelShape:
     return ModelShape(
+        family="qwen2",
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=inner,
@@ -118,8 +119,8 @@ SHAPES: Mapping[str, ModelShape] = MappingProxyType(
             ),
             tied_embeddings=True,
         ),
-        # arXiv 2412.15115 and config.json of Qwen/Qwen2.5-0.5B to -72B. Theirs have biases on queries, keys and
-        # values besides, less than a ten-thousandth of the parameters, which a model made from these sizes has not.
+        # arXiv 2412.15115 and config.json of Qwen/Qwen2.5-0.5B to -72B. They have biases on queries, keys and
+        # values besides, less than a ten-thousandth of the parameters.
         "qwen2.5-0.5b": _qwen(896, 4864, 24, 14, 2, vocabulary=151936, head_dim=64, tied=True),
         "qwen2.5-1.5b": _qwen(1536, 8960, 28, 12, 2, vocabulary=151936, tied=True),
         "qwen2.5-3b": _qwen(2048, 11008, 36, 16, 2, vocabulary=151936, tied=True),

@@ -1,8 +1,10 @@
 """Sizes in bytes, as people write and read them."""
 
 import re
+from typing import Any
 
 from realrl.config.errors import UserError
+from realrl.config.explain import brief
 
 _UNITS = {
     "B": 1,
@@ -10,13 +12,27 @@ _UNITS = {
     **{f"{letter}B": 1000 ** (i + 1) for i, letter in enumerate("KMGT")},
 }
 
+_TOO_MANY = 2**60
+"""Bytes that no machine has; below, all arithmetic on them is exact."""
+
 
 def parse_bytes(text: str) -> int:
     """The number that text such as `80GiB` or `512 MB` stands for; UserError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B)", text.strip())
-    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
-        raise UserError(f"{text!r} is no size; write a number and a unit, for example 80GiB or 512MiB")
+    if match is None or match[2] not in _UNITS or not 1 <= float(match[1]) * _UNITS[match[2]] < _TOO_MANY:
+        raise UserError(f"{brief(text)} is no size; write a number and a unit, for example 80GiB or 512MiB")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def check_size(value: Any) -> Any:
+    """A value where a size is wanted, before its type is checked: UserError for text that is no size, and for a
+    number without a unit."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        example = value if 1 <= value < 10**6 else 80
+        raise UserError(f"{brief(value)} has no unit; write for example {example}GiB")
+    if isinstance(value, str):
+        parse_bytes(value)
+    return value
 
 
 def format_bytes(number: float) -> str:

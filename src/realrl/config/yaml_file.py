@@ -1,4 +1,4 @@
-"""YAML as people write it: duplicate keys are mistakes and 1e-5 is a number."""
+"""YAML as people write it: duplicate keys are mistakes, 1e-5 is a number, and a date is text."""
 
 import re
 from pathlib import Path
@@ -8,9 +8,14 @@ import yaml
 
 from realrl.config.errors import UserError
 
+_MOST = 10**20
+"""Larger whole numbers are mistakes, and overflow where arithmetic is not that of Python."""
+
 
 class _Loader(yaml.SafeLoader):
-    """Safe loader that refuses a key given twice in one mapping."""
+    """Safe loader that refuses a key given twice in one mapping, and text that no file name can hold."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (own ones, below)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -21,11 +26,38 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        value = super().construct_yaml_int(node)
+        if abs(value) > _MOST:
+            raise yaml.MarkedYAMLError(problem="a number above 10^20", problem_mark=node.start_mark)
+        return value
 
-# YAML 1.1, which PyYAML follows, wants 1.0e-5; everybody else, and everybody's recipes, write 1e-5.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+    def construct_scalar(self, node: Any) -> Any:
+        value = super().construct_scalar(node)
+        if isinstance(value, str) and re.search("[\\0\\ud800-\\udfff]", value):
+            raise yaml.MarkedYAMLError(
+                problem="text with a character that no file can have", problem_mark=node.start_mark
+            )
+        return value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
+# YAML 1.1, which PyYAML follows, reads 2024-01-01 as a date, 0x2 and 010 as other numbers than they look, 1:30 as
+# 90, and wants 1.0e-5 where everybody else, and everybody's recipes, write 1e-5.
+for _kind, _form, _first in (
+    ("bool", r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF", "yYnNtTfFoO"),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]*)", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+0123456789.",
+    ),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("merge", r"<<", "<"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"^(?:{_form})$"), list(_first))
 
 
 def read_yaml(path: str) -> Any:
@@ -34,8 +66,10 @@ def read_yaml(path: str) -> Any:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} cannot be read: it is no text in UTF-8 ({error.reason})") from None
     return parse_yaml(text, path, multiline=True)
 
 
@@ -48,3 +82,7 @@ def parse_yaml(text: str, where: str, *, multiline: bool = False) -> Any:
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         line = f", line {mark.line + 1}" if mark is not None and multiline else ""
         raise UserError(f"{where}{line}: not valid YAML ({problem})") from None
+    except RecursionError:
+        raise UserError(f"{where}: not a valid file (lists or sections are nested too deep)") from None
+    except (ValueError, OverflowError) as error:  # a number of thousands of digits, a date that there is not
+        raise UserError(f"{where}: not valid YAML ({error})") from None

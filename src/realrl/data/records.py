@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from realrl.config.errors import UserError
+from realrl.config.paths import local_path
 from realrl.data.rejects import BadRecordError, Rejects
 
 Record = tuple[str, dict[str, Any]]
@@ -33,7 +34,7 @@ def read_records(source: str, rejects: Rejects) -> Iterator[Record]:
 
 
 def _records(source: str, rejects: Rejects) -> Iterator[Record]:
-    suffix = Path(source).suffix
+    suffix = local_path(source).suffix
     if suffix in _READERS:
         files = sorted(glob(source, recursive=True)) or ([source] if Path(source).is_file() else [])
         if not files:
@@ -41,10 +42,35 @@ def _records(source: str, rejects: Rejects) -> Iterator[Record]:
         return chain.from_iterable(_READERS[suffix](file, rejects) for file in files)
     directory, _, split = source.rpartition(":")
     if Path(source).is_dir():
+        if not any((Path(source) / name).exists() for name in _SAVED):
+            raise UserError(_not_saved(source))
         return _saved_data_set(source, None)
     if not directory or Path(directory).is_file():
-        raise UserError(f"data source {source!r} is not understood or does not exist; give {ACCEPTED}")
+        raise UserError(_not_understood(source))
     return _saved_data_set(directory, split) if Path(directory).is_dir() else _hub_data_set(directory, split)
+
+
+def _not_understood(source: str) -> str:
+    """What to say of a source that is neither a file with a known suffix nor a data set."""
+    if not Path(source).exists():
+        return f"data source {source!r} does not exist; give {ACCEPTED}"
+    suffixes = [suffix.lower() for suffix in Path(source).suffixes]
+    if suffixes and suffixes[-1] in _PACKED:
+        return f"data file {source} is compressed; unpack it, and give the file inside"
+    if suffixes and suffixes[-1] in _READERS:
+        return f"data file {source}: write the end of its name in small letters, {suffixes[-1]}"
+    return (
+        f"data file {source} is of no kind that is read; write its records as .jsonl, one JSON object a line, as"
+        " .json, an array of objects, or as .parquet"
+    )
+
+
+def _not_saved(directory: str) -> str:
+    """What to say of a directory that `Dataset.save_to_disk` has not written."""
+    message = f"data source {directory} is a directory that Dataset.save_to_disk has not written"
+    suffix = next((suffix for suffix in _READERS if any(Path(directory).glob(f"*{suffix}"))), None)
+    accepted = ACCEPTED if suffix is None else f"{directory}/*{suffix} for its files"
+    return f"{message}; give {accepted}"
 
 
 def _json_lines(file: str, rejects: Rejects) -> Iterator[Record]:
@@ -197,4 +223,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+_PACKED = (".gz", ".zip", ".bz2", ".xz", ".zst", ".tar", ".tgz")
+_SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")
+"""Files of which a saved data set has at least one."""
 _READERS = {".jsonl": _json_lines, ".json": _json, ".parquet": _parquet}

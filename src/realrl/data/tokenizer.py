@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from realrl.config.errors import UserError
-from realrl.config.paths import is_local
+from realrl.config.paths import is_local, local_path
 from realrl.data.records import read_records
 from realrl.data.rejects import Rejects
 
@@ -20,7 +21,7 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerFast":
     """The tokenizer of a Hugging Face directory or hub name. UserError where there is none."""
     from transformers import AutoTokenizer
 
-    local = Path(path).expanduser()
+    local = local_path(path)
     if is_local(path):
         if not local.is_dir():
             raise UserError(f"tokenizer directory {path} does not exist")
@@ -90,7 +91,11 @@ def train_tokenizer(source: str, out: str, vocab_size: int) -> int:
 
     Returns how many tokens it has: fewer than `vocab_size` where the texts do not yield so many.
     """
-    tokenizer = train_bpe(_record_texts(source), vocab_size)
+    texts = (text for text in _record_texts(source) if text)
+    first = next(texts, None)
+    if first is None:
+        raise UserError(f"{source} holds no text, and a tokenizer needs some to learn from")
+    tokenizer = train_bpe(chain([first], texts), vocab_size)
     save_tokenizer(tokenizer, Path(out))
     return len(tokenizer)
 

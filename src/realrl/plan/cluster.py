@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from realrl.config.errors import UserError
+from realrl.config.explain import brief
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,10 @@ class Cluster:
     @classmethod
     def parse(cls, text: str) -> "Cluster":
         """Read `NODESxDEVICES`, for example `2x8`; UserError for anything else."""
-        match = re.fullmatch(r"(\d+)x(\d+)", text.strip())
+        match = re.fullmatch(r"(\d{1,9})x(\d{1,9})", text.strip())
         if match is None:
             raise UserError(
-                f"cluster={text!r} is not understood; write nodes x devices per node, for example 1x2"
+                f"cluster={brief(text)} is not understood; write nodes x devices per node, for example 1x2"
             )
         return cls(int(match[1]), int(match[2]))
 

@@ -46,7 +46,7 @@ class Mesh:
     @classmethod
     def parse(cls, text: str) -> "Mesh":
         """Read `FIRST-LAST` or a single rank; UserError for anything else."""
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text.strip())
         if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
             raise UserError(f"mesh {text!r} is not understood; write FIRST-LAST, for example 0-7")
         return cls(int(match[1]), int(match[2] or match[1]) - int(match[1]) + 1)

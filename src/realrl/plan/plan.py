@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, field_validator
 
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
-from realrl.config.explain import mistakes_in, nearest
+from realrl.config.explain import brief, mistakes_in, nearest
 from realrl.config.files import write_whole
 from realrl.config.shape import ModelShape
 from realrl.config.yaml_file import read_yaml
@@ -23,7 +23,7 @@ from realrl.plan.placement import Dtype, Mesh, Placement, Strategy
 class _Entry(Settings):
     """One call in a plan file."""
 
-    mesh: str | int
+    mesh: str
     """Ranks, as FIRST-LAST or one rank."""
     dp: PositiveInt
     """Degree of data parallelism."""
@@ -40,6 +40,15 @@ class _Entry(Settings):
     recompute: bool = False
     """Whether training keeps only the inputs of layers, and computes the rest again in the backward pass."""
 
+    @field_validator("mesh", mode="before")
+    @classmethod
+    def _one_rank(cls, value: Any) -> Any:
+        if isinstance(value, list | float):
+            raise ValueError(
+                f"{brief(value)} is not understood; write FIRST-LAST, for example 0-7, or one rank"
+            )
+        return str(value) if type(value) is int else value
+
 
 class _File(Settings):
     """A plan file. Entries are validated one by one, so that errors name the call."""
@@ -54,6 +63,23 @@ class _File(Settings):
     """Trained roles whose optimizer state, and gradients, wait in host memory between their training calls."""
     keep: tuple[str, ...] = Field(default=(), strict=False)
     """Roles whose copies outside their home stay, and are refreshed after each update of the role."""
+
+    @field_validator("offload", "offload_optimizer", "keep")
+    @classmethod
+    def _once(cls, roles: tuple[str, ...]) -> tuple[str, ...]:
+        twice = next((role for role in roles if roles.count(role) > 1), None)
+        if twice is not None:
+            raise ValueError(f"{brief(twice)} is named twice")
+        return roles
+
+    @field_validator("cluster", mode="before")
+    @classmethod
+    def _devices(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            raise ValueError(
+                f"{brief(value)} is not understood; write nodes x devices per node, for example 2x8"
+            )
+        return value
 
 
 @dataclass(frozen=True)
@@ -220,4 +246,4 @@ def _placement(entry: _Entry, micro_batch_tokens: int) -> Placement:
         dtype=entry.dtype,
         recompute=entry.recompute,
     )
-    return Placement(Mesh.parse(str(entry.mesh)), strategy)
+    return Placement(Mesh.parse(entry.mesh), strategy)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from realrl.config.errors import UserError
-from realrl.config.explain import nearest
+from realrl.config.explain import brief, nearest
 from realrl.config.shape import ModelShape
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
@@ -123,19 +123,24 @@ def make_plan(
     if name_or_file in PRESETS:
         plan = PRESETS[name_or_file](graph, cluster, micro_batch_tokens, shapes)
         plan = plan.recomputing(graph) if recompute else plan
-    elif Path(name_or_file).suffix in (".yaml", ".yml"):
-        plan = Plan.load(name_or_file, micro_batch_tokens)
+    else:
+        plan = load_plan(name_or_file, micro_batch_tokens)
         if plan.cluster != cluster:
             raise UserError(f"plan file {name_or_file} is for cluster {plan.cluster}; this run has {cluster}")
-    else:
-        hint = nearest(name_or_file, (*PRESETS, SEARCH))
-        suffix = f"; did you mean {hint}?" if hint else ""
-        accepted = ", ".join(PRESETS)
-        raise UserError(
-            f"plan: {name_or_file!r} is neither a preset ({accepted}), {SEARCH}, nor a .yaml file{suffix}"
-        )
     plan.check(graph, shapes)
     return plan
+
+
+def load_plan(file: str, micro_batch_tokens: int) -> Plan:
+    """The plan in a file, given where a preset's name could be; UserError where it is no plan file."""
+    if Path(file).suffix in (".yaml", ".yml"):
+        return Plan.load(file, micro_batch_tokens)
+    hint = nearest(file, (*PRESETS, SEARCH))
+    suffix = f"; did you mean {hint}?" if hint else ""
+    accepted = ", ".join(PRESETS)
+    raise UserError(
+        f"plan: {brief(file)} is neither a preset ({accepted}), {SEARCH}, nor a .yaml file{suffix}"
+    )
 
 
 def _data_parallel(mesh: Mesh, micro_batch_tokens: int) -> Placement:

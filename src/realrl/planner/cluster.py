@@ -13,8 +13,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_
 
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
-from realrl.config.explain import mistakes_in
-from realrl.config.units import parse_bytes
+from realrl.config.explain import brief, mistakes_in
+from realrl.config.units import check_size, parse_bytes
 from realrl.config.yaml_file import read_yaml
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh
@@ -154,10 +154,10 @@ class ClusterSpec:
             return load_cluster(text)
         groups = []
         for part in text.split("+"):
-            match = re.fullmatch(r"\s*([\w.-]+):(\d+)x(\d+)\s*", part)
+            match = re.fullmatch(r"\s*([\w.-]+):(\d{1,9})x(\d{1,9})\s*", part)
             if match is None:
                 raise UserError(
-                    f"cluster {text!r} is not understood; write kind:nodes x devices per node, for example"
+                    f"cluster {brief(text)} is not understood; write kind:nodes x devices per node, for example"
                     " a100-80g:2x8, or name a .yaml file"
                 )
             kind = device_kind(match[1].lower())
@@ -185,12 +185,10 @@ class _Device(Settings):
     host_gb_per_s: PositiveFloat | None = None
     """Bandwidth to host memory, each direction, in 10^9 bytes per second."""
 
-    @field_validator("memory")
+    @field_validator("memory", mode="before")
     @classmethod
-    def _size(cls, value: str | None) -> str | None:
-        if value is not None:
-            parse_bytes(value)
-        return value
+    def _size(cls, value: Any) -> Any:
+        return check_size(value)
 
     def kind(self) -> DeviceKind:
         """The kind that this describes."""
@@ -210,7 +208,7 @@ class _Device(Settings):
 class _Group(Settings):
     """Equal nodes in a cluster file."""
 
-    device: str | dict[str, Any]
+    device: Any
     """Name of a built-in kind, or `{like: KIND, ...}` with what differs."""
     nodes: PositiveInt
     """Number of nodes."""
@@ -224,6 +222,10 @@ class _Group(Settings):
     def group(self) -> NodeGroup:
         """The group that this describes."""
         given = self.device
+        if not isinstance(given, str | dict):
+            raise UserError(
+                f"{brief(given)} is neither the name of a kind, for example h100, nor a section of keys"
+            )
         kind = device_kind(given) if isinstance(given, str) else _Device.model_validate(given).kind()
         network = _times(self.node_gbit_per_s, 1e9 / 8) or kind.node_bytes_per_s
         return NodeGroup(self.nodes, self.devices_per_node, kind, network, self.price_per_device_hour)

@@ -11,8 +11,9 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, TypeAda
 
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
-from realrl.config.explain import explain
+from realrl.config.explain import brief, explain
 from realrl.config.files import write_whole
+from realrl.config.json_file import read_json
 from realrl.dataflow.call import Call
 from realrl.planner.cluster import ClusterSpec
 from realrl.planner.workload import Workload
@@ -118,12 +119,10 @@ class Comparison(Settings):
                 f"{directory} holds no {COSTS}; name the run_dir of a run that has come to its first"
                 " evaluation, checkpoint or end"
             )
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read: {error}") from None
-        if isinstance(content, dict) and content.get("version") != VERSION:
-            raise UserError(f"{path} has version {content.get('version')}, not {VERSION}; run again")
+        content = read_json(path)
+        if content.get("version") != VERSION:
+            found = brief(content.get("version"))
+            raise UserError(f"{path} has version {found}, not {VERSION}; run again")
         try:
             return cls.model_validate(content)
         except ValidationError as error:

@@ -16,7 +16,8 @@ def describe_times(
 ) -> tuple[str, ...]:
     """Where times of models on a cluster come from, in words, and what speaks against those measured."""
     if profile is None:
-        return (_SHEETS,)
+        rough = any(group.device.cpu for group in spec.groups)
+        return (f"{_SHEETS}, which are rough for a CPU; realrl profile measures it" if rough else _SHEETS,)
     kinds = {group.device.name for group in spec.groups}
     if profile.device not in kinds:
         return _SHEETS, f"the profile {path} is of {profile.device}, so it was not used"

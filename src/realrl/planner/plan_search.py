@@ -37,9 +37,8 @@ class Wanted:
     """Whether presets compute activations again."""
     choices: Choices = field(default_factory=Choices)
     """What a search may vary besides."""
-    own: Mapping[str, Plan | UserError] = field(default_factory=dict)
-    """Plans of the recipe's author by the names of their files, compared with presets as they are; or what is wrong
-    with the file."""
+    own: Mapping[str, Plan] = field(default_factory=dict)
+    """Plans of the recipe's author by the names of their files, compared with presets as they are."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ def preset_plans(scenario: Scenario, wanted: Wanted | None = None) -> dict[str, 
             found[name] = error
     for name, own in wanted.own.items():
         try:
-            found[name] = own if isinstance(own, UserError) else _checked(scenario, own, wanted)
+            found[name] = _checked(scenario, own, wanted)
         except UserError as error:
             found[name] = error
     return found

@@ -18,13 +18,15 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, Validati
 
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
-from realrl.config.explain import explain
+from realrl.config.explain import brief, explain
 from realrl.config.files import write_whole
+from realrl.config.json_file import read_json
 from realrl.config.shape import ModelShape
 from realrl.plan.placement import Dtype
 from realrl.planner.corrections import Correction
 from realrl.planner.curves import Curve, Surface
 
+FORMAT: Literal["realrl profile"] = "realrl profile"
 VERSION: Literal[1] = 1
 """Of the file format; a file of another version is refused."""
 
@@ -162,8 +164,8 @@ class CollectiveTime(Settings):
 class Profile(Settings):
     """What was measured. Write it with `save`, read it with `load`."""
 
-    format: Literal["realrl profile"] = "realrl profile"
-    version: Literal[1] = 1
+    format: Literal["realrl profile"] = FORMAT
+    version: Literal[1] = VERSION
     device: str
     """Name of the kind of device, as in a cluster description."""
     processes: PositiveInt = 1
@@ -213,11 +215,13 @@ class Profile(Settings):
     def load(cls, path: str | Path) -> Self:
         """Read a file; UserError where it is not a profile of this version."""
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"profile {path} cannot be read: {error}") from None
-        if isinstance(content, dict) and content.get("version") != VERSION:
-            found = content.get("version")
+            content = read_json(Path(path))
+        except UserError as error:
+            raise UserError(f"profile {error}") from None
+        if content.get("format") != FORMAT:
+            raise UserError(f"profile {path}: this is no file that `realrl profile` has written")
+        if content.get("version") != VERSION:
+            found = brief(content.get("version"))
             raise UserError(f"profile {path} has version {found}, not {VERSION}; measure again")
         try:
             return cls.model_validate(content)

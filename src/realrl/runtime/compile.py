@@ -2,15 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from realrl.algorithms.graphs import build_eval_graph, build_graph
 from realrl.checkpoint.directory import known_shape, shape_of
 from realrl.config.errors import UserError
 from realrl.config.experiment import Experiment
 from realrl.config.model import HEADS, ModelConfig
-from realrl.config.paths import is_local
-from realrl.config.shape import ModelShape
+from realrl.config.paths import is_local, local_path
+from realrl.config.shape import TRAINABLE, ModelShape
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import ELEMENT_BYTES, Placement
@@ -85,8 +84,21 @@ def check_directories(experiment: Experiment) -> None:
     for role in sorted(fields, key=lambda role: not fields[role].is_required()):
         for field in ("path", "tokenizer"):
             path = getattr(getattr(experiment.models, role), field)
-            if path is not None and is_local(path) and not Path(path).expanduser().is_dir():
+            if path is not None and is_local(path) and not local_path(path).is_dir():
                 raise UserError(f"models.{role}.{field}={path}: no such directory")
+
+
+def check_trainable(experiment: Experiment) -> None:
+    """UserError if a model is to have the sizes of a family that can be planned for and not trained."""
+    for role, config in models(experiment).items():
+        family = (
+            "llama" if config.shape is None else config.shape.family
+        )  # whoever loads weights looks itself
+        if family not in TRAINABLE:
+            raise UserError(
+                f"models.{role}.shape: models of family {family} can be planned for (realrl plan, realrl show) and"
+                f" not trained yet; trained are: {', '.join(TRAINABLE)}"
+            )
 
 
 def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None = None) -> Compiled:

@@ -55,10 +55,10 @@ class Costs:
 
     @property
     def source(self) -> str | None:
-        """Where predicted times come from, if there is a profile that they should come from."""
-        if self._profile is None:
-            return None
+        """Where predicted times come from; None where there are none and no profile that they should come from."""
         path, graph = str(self._experiment.profile), self._compiled.train.graph
+        if self.spec is None and self._profile is None:
+            return None
         if self.spec is None:
             return f"no times, since these devices are of an unknown kind; the profile {path} was not used"
         stored = stored_models(self._experiment, graph, self._roles.shapes)

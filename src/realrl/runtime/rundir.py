@@ -14,6 +14,7 @@ from realrl.config.errors import RunError, UserError
 from realrl.config.experiment import Experiment
 from realrl.config.files import as_os_error, check_directory, reason_of, write_whole
 from realrl.config.load import dump_experiment
+from realrl.config.paths import local_path
 from realrl.plan.plan import Plan
 from realrl.program.instructions import Program
 from realrl.program.text import format_program
@@ -29,7 +30,7 @@ class RunDirectory:
 
     def __init__(self, path: str, trained: Sequence[str] = ()) -> None:
         """`trained` are the roles that the run saves."""
-        self.path, self._trained = Path(path), trained
+        self.path, self._trained = local_path(path), trained
         self._metrics = self.path / METRICS
         self._board: Any = None
 
@@ -52,7 +53,7 @@ class RunDirectory:
             )
         inside = self.path.resolve()
         for name, source in _sources(experiment):
-            files = [Path(file).expanduser() for file in (source, *glob(source, recursive=True))]
+            files = [local_path(file) for file in (source, *glob(source, recursive=True))]
             if any(file.exists() and file.resolve().is_relative_to(inside) for file in files):
                 raise UserError(
                     f"{name}={source} lies in run_dir={self.path}, which overwrite=true would delete;"

@@ -1,6 +1,7 @@
 """Text from a saved model."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from realrl.checkpoint.origin import read_origin
 from realrl.checkpoint.special_tokens import end_ids
 from realrl.config.algorithms import GenerationConfig
 from realrl.config.errors import UserError
+from realrl.config.explain import shorten
 from realrl.data.batch import Batch, Ragged
 from realrl.data.conversation import Message
 from realrl.data.forms import Reader, Text, plain_text_note
@@ -27,6 +29,26 @@ if TYPE_CHECKING:
 CACHE_TOKENS = 65536
 """Most tokens in the key/value cache at a time."""
 
+_CHARACTERS = 64
+"""More than a token has, in text that means something."""
+
+
+@dataclass(frozen=True)
+class _Limit:
+    """What a model has room for: prompts and what is generated after them."""
+
+    positions: int
+    max_new_tokens: int
+
+    def check(self, origin: str, tokens: int) -> None:
+        """UserError for a prompt of at least so many tokens that leaves no room."""
+        if tokens + self.max_new_tokens > self.positions:
+            raise UserError(
+                f"{shorten(origin)}: the prompt has at least {tokens} tokens; with"
+                f" max_new_tokens={self.max_new_tokens} that is above the {self.positions} positions that the model"
+                " is declared for"
+            )
+
 
 def generate_text(
     model_dir: str,
@@ -43,13 +65,18 @@ def generate_text(
 
     Prompts of plain text are used as they stand, or with `chat` as one user turn in the tokenizer's chat template;
     `say` is told which, where there is a choice. UserError when the directory holds no model that can be loaded, or
-    a record has no prompt.
+    a record has no prompt, or one that is too long for the model.
     """
+    shape = huggingface.read_shape(model_dir)
+    if sampling.top_k > shape.vocab_size:
+        raise UserError(
+            f"top_k={sampling.top_k} is more than the {shape.vocab_size} tokens of the vocabulary"
+        )
     tokenizer = load_tokenizer(model_dir)
     check_tokenizer(tokenizer)
-    given, encoded = _encode(prompts, tokenizer, chat, say)
+    limit = _Limit(shape.max_positions, sampling.max_new_tokens)
+    given, encoded = _encode(prompts, tokenizer, chat, say, limit)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shape = huggingface.read_shape(model_dir)
     ends = end_ids(tokenizer, read_origin(model_dir), shape.vocab_size)
     # A CPU is no faster at bfloat16, and float32 repeats what training computed.
     dtype = huggingface.read_dtype(model_dir) if device.type == "cuda" else torch.float32
@@ -79,7 +106,11 @@ def generate_text(
 
 
 def _encode(
-    prompts: Sequence[Record], tokenizer: "PreTrainedTokenizerFast", chat: bool, say: Callable[[str], None]
+    prompts: Sequence[Record],
+    tokenizer: "PreTrainedTokenizerFast",
+    chat: bool,
+    say: Callable[[str], None],
+    limit: "_Limit",
 ) -> tuple[list[str | list[Message]], list[list[int]]]:
     """The prompts of records as they were given, and as tokens, by the rule that training has."""
     reader = Reader(tokenizer, apply_chat_template=chat)
@@ -93,8 +124,14 @@ def _encode(
     note = plain_text_note(tokenizer, chat, "--chat")
     if note is not None and (chat or any(isinstance(text, Text) for text in texts)):
         say(note)
+    # Of a text of megabytes the beginning is too long already, and takes no seconds to tokenise.
+    long = _CHARACTERS * limit.positions
+    for (origin, _), text in zip(prompts, texts, strict=True):
+        if len(text.prompt) > long:
+            limit.check(origin, len(tokenize([Text(text.prompt[:long], None)], tokenizer)[0].ids))
     rows = [row.ids for row in tokenize(texts, tokenizer)]
     for (origin, _), ids in zip(prompts, rows, strict=True):
         if not ids:
             raise UserError(f"{origin}: {EMPTY_PROMPT}")
+        limit.check(origin, len(ids))
     return given, rows

@@ -12,6 +12,7 @@ from realrl.config.units import parse_bytes
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.plan import Plan
+from realrl.plan.presets import PRESETS, SEARCH, load_plan
 from realrl.planner.build import Choices
 from realrl.planner.cluster import ClusterSpec, NodeGroup
 from realrl.planner.cost import CostModel
@@ -108,21 +109,17 @@ def host_is_device(experiment: Experiment, spec: ClusterSpec) -> bool:
     return experiment.device_memory is None and spec.groups[0].device.cpu
 
 
-def wanted_plans(experiment: Experiment, spec: ClusterSpec) -> Wanted:
-    """What a recipe says about plans that it does not give."""
+def wanted_plans(experiment: Experiment, spec: ClusterSpec, out: Path | None = None) -> Wanted:
+    """What a recipe says about plans that it does not give. `out`: the plan file that is going to be written.
+
+    UserError where it names neither a preset nor a plan file that can be read, unless that is `out`.
+    """
     choices = Choices(offload=not host_is_device(experiment, spec))
-    return Wanted(experiment.micro_batch_tokens, experiment.recompute, choices, _own_plan(experiment))
-
-
-def _own_plan(experiment: Experiment) -> dict[str, Plan | UserError]:
-    """The plan file that a recipe names, once there is one."""
+    own: dict[str, Plan] = {}
     name = experiment.plan
-    if Path(name).suffix not in (".yaml", ".yml") or not Path(name).exists():
-        return {}
-    try:
-        return {name: Plan.load(name, experiment.micro_batch_tokens)}
-    except UserError as error:
-        return {name: error}
+    if name not in (*PRESETS, SEARCH) and not (out is not None and out == Path(name) and not out.exists()):
+        own = {name: load_plan(name, experiment.micro_batch_tokens)}
+    return Wanted(experiment.micro_batch_tokens, experiment.recompute, choices, own)
 
 
 def search_spec(experiment: Experiment, cluster: Cluster, here: Here) -> ClusterSpec:

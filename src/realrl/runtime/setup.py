@@ -60,6 +60,7 @@ def load_data(
     UserError names the record that is wrong, or the role whose model is declared for shorter sequences.
     """
     _check_positions(experiment)
+    _check_top_k(experiment)
     data, seed = experiment.data, experiment.seed
     train = Dataset.load(data.train, compiled.train.graph.sources, tokenizer, data, seed, ends)
     if compiled.evaluation is None or data.eval is None:
@@ -71,6 +72,16 @@ def load_data(
             f"data.eval={data.eval} has {len(evaluation)} records, fewer than the {dp} data-parallel ranks"
         )
     return train, evaluation
+
+
+def _check_top_k(experiment: Experiment) -> None:
+    """UserError if more tokens are to be chosen among than there are."""
+    if isinstance(experiment, PPOExperiment):
+        top_k, vocabulary = experiment.generation.top_k, role_shape(experiment.models.actor).vocab_size
+        if top_k > vocabulary:
+            raise UserError(
+                f"generation.top_k={top_k} is more than the {vocabulary} tokens that models.actor has; 0 takes all"
+            )
 
 
 def _check_positions(experiment: Experiment) -> None:

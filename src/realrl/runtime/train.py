@@ -21,7 +21,7 @@ from realrl.planner.comparison import COSTS, Comparison
 from realrl.planner.profile import Profile
 from realrl.program.lower import WRITER
 from realrl.program.trace import write_trace
-from realrl.runtime.compile import Compiled, compile_recipe, models, with_sizes
+from realrl.runtime.compile import Compiled, check_trainable, compile_recipe, models, with_sizes
 from realrl.runtime.costs import Costs
 from realrl.runtime.evaluate import Evaluation, flatten
 from realrl.runtime.fit_check import check_fit
@@ -79,6 +79,7 @@ def train(experiment: Experiment, observer: Observer) -> None:
     """Run a recipe as one rank of its cluster. UserError for what the user has to mend, RunError for what stops the
     run and is no bug."""
     started = time.monotonic()
+    check_trainable(experiment)
     cluster = resolve_cluster(experiment.cluster, experiment.device)
     # Before the ranks meet, where there is nothing to search for: mistakes in a plan need no meeting.
     compiled = None if experiment.plan == SEARCH else compile_recipe(experiment, cluster)

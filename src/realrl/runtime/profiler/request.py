@@ -9,10 +9,9 @@ from realrl.checkpoint.directory import shape_of
 from realrl.config.algorithms import GenerationConfig
 from realrl.config.errors import UserError
 from realrl.config.experiment import Experiment, PPOExperiment
-from realrl.config.explain import nearest
 from realrl.config.files import check_file
 from realrl.config.shape import ModelShape
-from realrl.config.shapes import SHAPES
+from realrl.config.shape_source import find_shape
 from realrl.plan.placement import DTYPES, Dtype
 from realrl.planner.cluster import ClusterSpec, NodeGroup
 from realrl.planner.profile import ShapeKey
@@ -60,7 +59,8 @@ def make_request(
     if types:
         found = [(shape, dtype) for shape, _ in found for dtype in types]
     found += [(_shape(name), dtype) for name in shapes for dtype in types or [DTYPES["bfloat16"]]]
-    group = _group(cluster or ("" if experiment is None else experiment.cluster))
+    spec = ClusterSpec.parse(cluster) if cluster else named_cluster(experiment.cluster if experiment else "")
+    group = None if spec is None else _group(spec)
     device: Literal["auto", "cpu", "cuda"] = "auto" if experiment is None else experiment.device
     if group is not None:
         device = "cpu" if group.device.cpu else "cuda"
@@ -100,22 +100,18 @@ def _models(experiment: Experiment) -> list[tuple[ModelShape, Dtype]]:
     return found
 
 
-def _group(cluster: str) -> NodeGroup | None:
-    """The devices that a cluster names; None where it only counts them, or says nothing."""
-    spec: ClusterSpec | None = named_cluster(cluster) if cluster else None
-    if spec is None:
-        return None
+def _group(spec: ClusterSpec) -> NodeGroup:
+    """The devices of a cluster; UserError where they are of several kinds."""
     if len({group.device.name for group in spec.groups}) > 1:
         raise UserError(f"cluster {spec.name} has several kinds of devices; name one, for example h100:1x8")
     return spec.groups[0]
 
 
 def _shape(name: str) -> ModelShape:
-    if name not in SHAPES:
-        hint = nearest(name, SHAPES)
-        suffix = f"did you mean {hint}?" if hint else f"known models are {', '.join(SHAPES)}"
-        raise UserError(f"--shape: {name!r} is no model whose sizes are known; {suffix}")
-    return SHAPES[name]
+    try:
+        return find_shape(name)
+    except UserError as error:
+        raise UserError(f"--shape: {error}") from None
 
 
 def _dtype(name: str) -> Dtype:
