@@ -167,7 +167,7 @@ def test_every_train_call_knows_whether_sampling_is_restricted(
 
 
 # The experiment of a critic that starts exactly right: only statistics that move could make it wrong.
-ANSWERS, LENGTH = 1024, 24
+ANSWERS, LENGTH = 1024, 12
 
 
 def step_of_answers(mean: float, values: torch.Tensor, generator: torch.Generator) -> Batch:

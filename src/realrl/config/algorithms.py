@@ -89,7 +89,7 @@ class PPOConfig(Settings):
     """Bound on the absolute reward; null for no bound. Values have none."""
     early_stop_ratio: PositiveFloat | None = 5.0
     """Skip what is left of a batch when the mean probability ratio of a mini-batch exceeds this."""
-    truncated: Literal["score", "bootstrap"] = "bootstrap"
+    truncated: Literal["score", "bootstrap"] = "score"
     """A sequence cut off without end of sequence is either scored as it stands (`score`), or gets no score
     and the critic's value of its last state takes the place of what would have followed (`bootstrap`)."""
     missing_eos_penalty: NonNegativeFloat = 0.0
