@@ -113,7 +113,8 @@ class Trainer:
         self.optimizer.discard()
         # Tensor ranks and stages hold the same items.
         first = self.model.parallel.tensor.index == 0 and self.model.shard.last
-        error = SkippedStepsError(call, quantity, self._skipped_in_a_row, minibatch if first else None)
+        kept = minibatch.to(torch.device("cpu")) if first else None
+        error = SkippedStepsError(call, quantity, self._skipped_in_a_row, kept)
         if self._max_skipped is not None and self._skipped_in_a_row >= self._max_skipped:
             raise error
         return error

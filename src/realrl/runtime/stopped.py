@@ -46,7 +46,7 @@ def write_minibatch(file: Path, minibatch: Batch) -> None:
     """
     tensors = {"ids": torch.tensor(minibatch.ids)}
     for key, field in minibatch.fields.items():
-        tensors[key] = field.values.detach().cpu().contiguous()
+        tensors[key] = field.values.detach().contiguous()
         tensors[f"{key}.lengths"] = torch.tensor(field.lengths)
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, file)
