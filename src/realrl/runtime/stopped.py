@@ -29,12 +29,9 @@ def learning_stopped(error: SkippedStepsError, *, step: int, rank: int, run_dir:
             if refusal is None:
                 raise
             kept = f"the last mini-batch cannot be kept in {folder}: {reason_of(refusal)}"
-    skipped = (
-        "its last optimizer step was" if error.steps == 1 else f"{error.steps} optimizer steps in a row were"
-    )
     return RunError(
-        f"{error.call}, step {step}: {skipped} skipped because numbers are not finite, first of all"
-        f" {error.quantity}; {kept}"
+        f"{error.call}, step {step}: {error.what} because numbers are not finite, first of all {error.quantity};"
+        f" {kept}"
     )
 
 
