@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from realrl.algorithms.registry import build_algorithm
 from realrl.checkpoint.remarks import remarks
-from realrl.config.errors import RunError, UserCodeError
+from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.config.experiment import Experiment
 from realrl.config.model import HEADS, TrainedModelConfig
 from realrl.data.dataset import Order
@@ -266,9 +266,11 @@ class Run:
         start = time.monotonic()
         try:
             figures, samples = self.evaluation.run()
-        except UserCodeError as error:
+        except UserError as error:
+            # The judge's. What was trained before is not lost.
             saved = find_saved(self.directory.path, self.trained).describe_checkpoint()
-            raise UserCodeError(f"{error}; {saved}", error.trace) from error
+            trace = error.trace if isinstance(error, UserCodeError) else ""
+            raise UserCodeError(f"{error}; {saved}", trace) from error
         if self.observer is not None and samples:
             self.directory.write_samples(done, samples[: self.experiment.training.samples])
         self._record(Record(done, "eval", time.monotonic() - start, figures))
