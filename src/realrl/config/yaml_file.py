@@ -1,12 +1,12 @@
 """YAML as people write it: duplicate keys are mistakes, 1e-5 is a number, and a date is text."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from realrl.config.errors import UserError
+from realrl.config.paths import local_path
 
 _MOST = 10**20
 """Larger whole numbers are mistakes, and overflow where arithmetic is not that of Python."""
@@ -41,6 +41,10 @@ class _Loader(yaml.SafeLoader):
         return value
 
 
+class _Dumper(yaml.SafeDumper):
+    """Safe dumper that puts text in quotes which the loader, or another one of YAML 1.1, would take for more."""
+
+
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 # YAML 1.1, which PyYAML follows, reads 2024-01-01 as a date, 0x2 and 010 as other numbers than they look, 1:30 as
@@ -57,13 +61,19 @@ for _kind, _form, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("merge", r"<<", "<"),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"^(?:{_form})$"), list(_first))
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"^(?:{_form})$"), list(_first))
+
+
+def dump_yaml(value: Any) -> str:
+    """A value as YAML that `parse_yaml` reads as an equal one; keys keep their order."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_yaml(path: str) -> Any:
-    """Content of a YAML file; UserError naming the file, and the line of a syntax error."""
+    """Content of a YAML file; `~` is the home. UserError naming the file, and the line of a syntax error."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = local_path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
     except OSError as error:
