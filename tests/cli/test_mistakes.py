@@ -249,6 +249,10 @@ OVERRIDES: list[tuple[str, str]] = [
     ("ppo.minibatches=32", "data.batch=16 is not divisible by ppo.minibatches=32"),
     ("data.batch=15", "data.batch=15 is not divisible by ppo.minibatches=2"),
     ("ppo.ref_ema=0.1 models.ref.dtype=bfloat16", "ppo.ref_ema needs models.ref.dtype=float32"),
+    (
+        "training.eval_min_new_tokens=13",
+        "training.eval_min_new_tokens=13 is above generation.max_new_tokens=12",
+    ),
     ("training.judge=a.py:f", "training.judge scores what evaluations generate; give data.eval"),
     # Devices and memory.
     ("cluster=2", "cluster: 2 is not understood; write nodes x devices per node, for example 1x2"),
