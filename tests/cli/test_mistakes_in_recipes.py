@@ -331,6 +331,7 @@ RECIPES: list[tuple[str | bytes, str]] = [
     ("3: 4\nalgorithm: sft", "is not text, so it is no name of a key"),
     ("a: " + DEEP, "lists or sections are nested too deep"),
     ("a: " + "{a: " * 1500, "lists or sections are nested too deep"),
+    ("a: " + "[" * 200 + "]" * 200, "line 1: not valid YAML (lists or sections are nested too deep)"),
     ("- " * 1500, "lists or sections are nested too deep"),
     (b"\xff\xfe", "it is no text in UTF-8"),
     ("\x00", "not valid YAML"),

@@ -11,11 +11,25 @@ from realrl.config.paths import local_path
 _MOST = 10**20
 """Larger whole numbers are mistakes, and overflow where arithmetic is not that of Python."""
 
+_DEEPEST = 100
+"""Lists and sections inside each other, of which recipes need some five."""
+
 
 class _Loader(yaml.SafeLoader):
     """Safe loader that refuses a key given twice in one mapping, and text that no file name can hold."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (own ones, below)
+    _depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self._depth > _DEEPEST:  # PyYAML takes time that grows with the square of the depth
+            raise yaml.MarkedYAMLError(
+                problem="lists or sections are nested too deep", problem_mark=self.peek_event().start_mark
+            )
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
