@@ -167,12 +167,13 @@ def test_bfloat16_parameters_keep_updates_too_small_for_them() -> None:
 
 @pytest.mark.parametrize("dtype", CLOSE)
 def test_a_scaled_head_moves_as_its_multiple_would(dtype: torch.dtype) -> None:
-    """Adam on `head / scale`, with the gradients that has, is Adam on the head at a rate times the scale."""
+    """Adam on `head / scale`, with the gradients that has, is Adam on the head at a rate times the scale, and the
+    norm is that of those gradients."""
     scale, tensors = 3.0, (TensorSpec("norm", (7,)), TensorSpec(SCALAR_HEAD, (1, 6)))
     parameters = FlatBuffer(tensors, dtype, "cpu")
     gradients = FlatBuffer(tensors, torch.float32, "cpu")
     parameters.data.normal_(generator=torch.Generator().manual_seed(1))
-    config = OptimizerConfig(weight_decay=0.1, grad_clip=None, eps=1e-30)
+    config = OptimizerConfig(weight_decay=0.1, grad_clip=2.0, eps=1e-30)
     optimizer = ShardedAdamW(parameters, gradients, config, alone())
     small = torch.nn.Parameter(parameters[SCALAR_HEAD].float() / scale)
     other = torch.nn.Parameter(parameters["norm"].float())
@@ -181,7 +182,8 @@ def test_a_scaled_head_moves_as_its_multiple_would(dtype: torch.dtype) -> None:
     for step in range(4):
         gradients.data.normal_(generator=torch.Generator().manual_seed(step))
         small.grad, other.grad = gradients[SCALAR_HEAD] * scale, gradients["norm"].clone()
-        optimizer.step(0.02, head_scale=scale)
+        norm = torch.nn.utils.clip_grad_norm_([small, other], 2.0)
+        assert optimizer.step(0.02, head_scale=scale) == pytest.approx(norm.item(), rel=1e-5)
         reference.step()
     torch.testing.assert_close(parameters[SCALAR_HEAD], (small * scale).detach().to(dtype), **CLOSE[dtype])
     torch.testing.assert_close(parameters["norm"], other.detach().to(dtype), **CLOSE[dtype])

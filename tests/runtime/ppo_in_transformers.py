@@ -26,6 +26,7 @@ class Setting:
     lr: float
     weight_decay: float
     actor_grad_clip: float
+    critic_grad_clip: float
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,7 @@ class Reference:
         loss = 0.5 * torch.maximum((new - target) ** 2, (near - target) ** 2).mean()
         self.critic_optimizer.zero_grad()
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.critic.parameters(), self.setting.critic_grad_clip)
         self.critic_optimizer.step()
 
     def weights(self) -> dict[str, Tensor]:

@@ -5,7 +5,11 @@ from pathlib import Path
 import pytest
 
 from realrl.config.errors import UserCodeError, UserError
+from realrl.config.load import load_experiment
 from realrl.runtime.judge import Judge
+from realrl.runtime.train import train
+from tests.conftest import World
+from tests.runtime.ranks import Silent
 
 CODE = """
 import sys
@@ -93,3 +97,24 @@ def test_a_judge_that_leaves_while_it_is_imported_is_named(tmp_path: Path) -> No
     (tmp_path / "judge.py").write_text("import sys\nsys.exit()\n")
     with pytest.raises(UserError, match=r"cannot be imported: SystemExit \(.*judge\.py:2\)"):
         Judge(f"{tmp_path / 'judge.py'}:judge")
+
+
+def test_a_judge_that_fails_at_the_end_loses_no_model(world: World, tmp_path: Path) -> None:
+    judge = tmp_path / "judge.py"
+    judge.write_text(
+        "calls = []\ndef second(texts):\n    calls.append(1)\n    return [1 / (2 - len(calls))] * len(texts)\n"
+    )
+    recipe = world.recipe(
+        "ppo",
+        tmp_path,
+        data__eval=str(world.root / "ppo.jsonl"),
+        training={"steps": 1, "judge": f"{judge}:second"},
+    )
+    with pytest.raises(UserCodeError) as error:
+        train(load_experiment(str(recipe)), Silent())
+    run = tmp_path / "run"
+    assert str(error.value).endswith(
+        f"(FILE:4); the last complete checkpoint is {run / 'final'}".replace("FILE", str(judge))
+    )
+    assert (run / "final" / "model.safetensors").exists() and (run / "final-critic").is_dir()
+    assert not (run / "summary.json").exists()

@@ -66,12 +66,13 @@ def test_one_score_costs_its_mini_batch_and_nothing_more(
     )
     notes = run(recipe)
     assert notes == [
-        f"step 2: {call} skipped 1 optimizer step because the gradient was not finite"
+        f"step 2: {call} has skipped 1 optimizer step; not finite: score"
         for call in ("actor.train", "critic.train")
     ]
     lines = figures(tmp_path / "run")
     for call in ("actor.train", "critic.train"):
         assert [line[f"{call}/skipped_steps"] for line in lines] == [0, 1, 0, 0, 0]
+        assert lines[1][f"{call}/skipped_for/score"] == 1
         assert all(line[f"{call}/grad_norm"] > 0 for line in lines), "of the steps that were made"
     assert [line["actor.train/score"] is None for line in lines] == [False, True, False, False, False]
     state = json.loads((tmp_path / "run" / "final-state.json").read_text())
@@ -112,8 +113,34 @@ def test_a_good_step_in_between_begins_the_count_anew(
 
     spoil(monkeypatch, SFTTrain, "loss", two_of_three)
     recipe = world.recipe("sft", tmp_path, micro_batch_tokens=8192, training={"steps": 6, "max_skipped": 3})
-    assert len(run(recipe)) == 4
+    causes = "not finite: the gradient of model.embed_tokens.weight"
+    assert run(recipe) == [
+        f"step 1: actor.train has skipped 1 optimizer step; {causes}",
+        f"step 2: actor.train has skipped 2 optimizer steps so far; {causes}",
+        f"step 5: actor.train has skipped 4 optimizer steps so far; {causes}",
+    ], "fewer lines the more there are"
     assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_run_that_loses_some_of_every_step_stops(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are never all skipped, since one mini-batch of each step can be learned from."""
+
+    def every_other_score(outputs: dict[str, Ragged], _: int) -> dict[str, Ragged]:
+        outputs["score"].values[0] = torch.nan
+        return outputs
+
+    spoil(monkeypatch, RewardInference, "outputs", every_other_score)
+    ppo = {"minibatches": 2, "truncated": "score"}
+    for steps, words in ((20, "skipped in 3 training steps in a row"), (2, "skipped in every training step")):
+        directory = tmp_path / str(steps)
+        directory.mkdir()
+        training = {"steps": steps, "max_skipped": 3}
+        recipe = world.recipe("ppo", directory, ppo=ppo, micro_batch_tokens=8192, training=training)
+        with pytest.raises(RunError, match=words):
+            run(recipe)
+        assert not (directory / "run" / "final").exists()
 
 
 def test_a_run_whose_last_step_cannot_be_learned_from_is_not_done(
@@ -121,7 +148,9 @@ def test_a_run_whose_last_step_cannot_be_learned_from_is_not_done(
 ) -> None:
     spoil(monkeypatch, SFTTrain, "loss", lambda result, call: endless(result, call) if call == 2 else result)
     recipe = world.recipe("sft", tmp_path, micro_batch_tokens=8192, training={"steps": 2})
-    with pytest.raises(RunError, match=r"actor.train, step 2: its last optimizer step was skipped"):
+    with pytest.raises(
+        RunError, match=r"actor.train, step 2: all optimizer steps of the last training step were skipped"
+    ):
         run(recipe)
     assert not (tmp_path / "run" / "final").exists() and not (tmp_path / "run" / "summary.json").exists()
 

@@ -74,8 +74,7 @@ def recipe(world: World, actor: Path, directory: Path, plan: str, ppo: Mapping[s
         "training__steps": STEPS,
         "generation": {"max_new_tokens": 12, "temperature": 0.9},
         "models__actor": {"path": str(actor), "optimizer": {**optimizer, "grad_clip": 0.5}},
-        # Clipping would see the last layer in other units.
-        "models__critic": {"optimizer": {**optimizer, "grad_clip": None}},
+        "models__critic": {"optimizer": {**optimizer, "grad_clip": 0.3}},
     }
     file = world.recipe("ppo", directory, **changes)
     return file.rename(directory / f"{directory.name}.yaml")
@@ -114,7 +113,12 @@ def reference(
     for setting in SETTINGS:
         file = recipes["alone", setting]
         config = load_experiment(str(file)).ppo
-        learner = Reference(Setting(config, 0.9, 12, 1e-3, 0.1, 0.5), actor, Path(world.reward), eos)
+        learner = Reference(
+            Setting(config, 0.9, 12, 1e-3, 0.1, actor_grad_clip=0.5, critic_grad_clip=0.3),
+            actor,
+            Path(world.reward),
+            eos,
+        )
         finished = []
         for samples in steps(sampled(file)):
             finished += [sample.tokens[-1] == eos for sample in samples]

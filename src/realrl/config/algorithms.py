@@ -47,7 +47,8 @@ class KLConfig(Settings):
     adaptive: bool = False
     """Steer `coef` so that the KL per sequence approaches `target` (Ziegler et al. 2019, section 2.2)."""
     target: PositiveFloat = 6.0
-    """Wanted KL per sequence, in nats."""
+    """Wanted KL per sequence, in nats. Where sampling leaves tokens out (top_k, top_p, min_new_tokens), KL here and
+    in the metrics is the generalised KL over those that may be drawn, which is never negative."""
     horizon: PositiveInt = 1000
     """Sequences, over all devices, within which the adaptive coefficient changes by about 20 % at most: with 128
     of them in a step it takes at least 27 steps to double."""

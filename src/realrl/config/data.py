@@ -68,7 +68,8 @@ class TrainingConfig(Settings):
     evaluated as it will be used, where training keeps it from ending at once. For algorithms that generate text."""
     max_skipped: PositiveInt = 10
     """Stop the run when this many optimizer steps of a call in a row were skipped because their gradient was not
-    finite. A run whose last step could not be applied at all is stopped, too."""
+    finite, or some in each of this many training steps in a row. A run whose last training step skipped all of
+    them, or every one some, ends with an error, too."""
     samples: PositiveInt = 16
     """Samples written per evaluation; applies to algorithms that generate text."""
     judge: str | None = None

@@ -87,8 +87,8 @@ class ShardedAdamW:
             if low < high:
                 yield tensor.name, low, high
 
-    def _counted_parts(self, owned: Mapping[str, tuple[int, int]] | None) -> Iterator[Tensor]:
-        """Views of this rank's gradient whose elements it counts in the norm."""
+    def _counted_parts(self, owned: Mapping[str, tuple[int, int]] | None) -> Iterator[tuple[Tensor, bool]]:
+        """Views of this rank's gradient whose elements it counts in the norm, and whether they are the head's."""
         for bucket in range(self.buckets):
             gradient, begin = self._slot(self._gradient, bucket), self._begin(bucket)
             for name, low, high in self._runs(bucket):
@@ -96,7 +96,7 @@ class ShardedAdamW:
                     start = self._parameters.offset(name)
                     low, high = max(low, start + owned[name][0]), min(high, start + owned[name][1])
                 if low < high:
-                    yield gradient[low - begin : high - begin]
+                    yield gradient[low - begin : high - begin], name == SCALAR_HEAD
 
     def _bucket_optimizer(self, bucket: int, config: OptimizerConfig) -> torch.optim.AdamW:
         """AdamW over this rank's part of a bucket: pieces with weight decay, pieces without, and the scalar head,
@@ -156,12 +156,16 @@ class ShardedAdamW:
     def step(self, lr: float, *, head_scale: float = 1.0) -> float:
         """Apply the accumulated gradients at learning rate `lr` and set them to zero.
 
-        A scalar head's rate is `lr * head_scale`, and its decay per step that of `lr`.
+        A scalar head's rate is `lr * head_scale`, and its decay per step that of `lr`: it is trained as if it were
+        stored divided by `head_scale`, and so its gradient counts times `head_scale` in the norm.
         Returns the global gradient norm before clipping. Where it is not finite, parameters and gradients are left
         as they were: look at the gradients, and `discard` them.
         """
         self._finish_reduce()
-        squares = [part.square().sum(dtype=torch.float64) for part in self._counted]
+        squares = [
+            part.square().sum(dtype=torch.float64) * (head_scale**2 if head else 1.0)
+            for part, head in self._counted
+        ]
         total = torch.stack(squares).sum() if squares else self._gradient.new_zeros((), dtype=torch.float64)
         norm: float = self._everyone.sum(total).sqrt().item()
         if not isfinite(norm):

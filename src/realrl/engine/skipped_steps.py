@@ -1,5 +1,6 @@
 """Optimizer steps that are skipped because a gradient is not finite: what was so first, and the error for many."""
 
+from collections import Counter
 from collections.abc import Iterator
 from math import isfinite
 
@@ -11,16 +12,73 @@ from realrl.engine.model import Model
 
 
 class SkippedStepsError(Exception):
-    """Optimizer steps that were skipped since the gradient was not finite.
+    """Optimizer steps that were skipped since the gradient was not finite, too many to go on.
 
-    call: the train call; quantity: the first quantity of the last mini-batch that was not finite; steps: how many
-    were skipped in a row; minibatch: this rank's part of the last one, with all that the loss was computed from,
-    None where another rank has the same.
+    call: the train call; what: how many were skipped, in words; quantity: the first quantity of the last mini-batch
+    that was not finite; minibatch: this rank's part of the last one, with all that the loss was computed from, None
+    where another rank has the same.
     """
 
-    def __init__(self, call: str, quantity: str, steps: int, minibatch: Batch | None) -> None:
-        super().__init__(f"{call}: {steps} optimizer steps in a row were skipped: {quantity} is not finite")
-        self.call, self.quantity, self.steps, self.minibatch = call, quantity, steps, minibatch
+    def __init__(self, call: str, what: str, quantity: str, minibatch: Batch | None) -> None:
+        super().__init__(f"{call}: {what}: {quantity} is not finite")
+        self.call, self.what, self.quantity, self.minibatch = call, what, quantity, minibatch
+
+
+class SkippedSteps:
+    """The optimizer steps of a role that were skipped, and whether they are too many.
+
+    Too many are `limit` in a row, or some in each of `limit` train calls in a row; None for no limit.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._in_a_row = self._calls = self._calls_in_a_row = self._applied = 0
+        self._call = ""
+        self._by_quantity = Counter[str]()
+        self._last: tuple[str, Batch | None] | None = None
+
+    def begin(self, call: str) -> None:
+        """A train call of this name begins."""
+        self._call, self._applied = call, 0
+        self._by_quantity.clear()
+        self._last = None
+
+    def applied(self) -> None:
+        """A step was made."""
+        self._in_a_row = 0
+        self._applied += 1
+
+    def skipped(self, quantity: str, minibatch: Batch | None) -> None:
+        """A step was skipped; see SkippedStepsError, which is raised where that is once too often in a row."""
+        self._in_a_row += 1
+        self._by_quantity[quantity] += 1
+        self._last = quantity, minibatch
+        if self._in_a_row == self._limit:
+            raise self._error(f"{self._in_a_row} optimizer steps in a row were skipped")
+
+    def end(self) -> dict[str, int]:
+        """A train call ends: figures of it by name. SkippedStepsError after too many calls with skipped steps."""
+        self._calls += 1
+        self._calls_in_a_row = self._calls_in_a_row + 1 if self._by_quantity else 0
+        if self._by_quantity and self._calls_in_a_row == self._limit:
+            raise self._error(
+                f"optimizer steps were skipped in {self._calls_in_a_row} training steps in a row"
+            )
+        figures = {"skipped_steps": self._by_quantity.total()}
+        return figures | {f"skipped_for/{name}": count for name, count in self._by_quantity.items()}
+
+    def check(self) -> None:
+        """SkippedStepsError if the last train call made no step at all, or each of several calls skipped some."""
+        if not self._by_quantity:
+            return
+        if not self._applied:
+            raise self._error("all optimizer steps of the last training step were skipped")
+        if self._calls_in_a_row == self._calls > 1:
+            raise self._error("optimizer steps were skipped in every training step")
+
+    def _error(self, what: str) -> SkippedStepsError:
+        assert self._last is not None, "something was skipped"
+        return SkippedStepsError(self._call, what, *self._last)
 
 
 def first_not_finite(model: Model, minibatch: Batch, figures: Metrics, gradients: FlatBuffer) -> str:

@@ -17,7 +17,7 @@ from realrl.engine.model import Model, item_tokens, reduce_metrics
 from realrl.engine.offload import Offloadable
 from realrl.engine.optimizer import ShardedAdamW
 from realrl.engine.pipeline_schedule import one_forward_one_backward
-from realrl.engine.skipped_steps import SkippedStepsError, first_not_finite
+from realrl.engine.skipped_steps import SkippedSteps, first_not_finite
 from realrl.layout.tensors import bucket_count
 from realrl.model.packing import Packing
 
@@ -26,11 +26,9 @@ class Trainer:
     """Gradients and optimizer state of a model."""
 
     def __init__(self, model: Model, config: OptimizerConfig, *, max_skipped: int | None = None) -> None:
-        """A train call fails once `max_skipped` optimizer steps in a row were skipped; None: it never does."""
+        """`max_skipped`: see `SkippedSteps`."""
         self.model = model
-        self._max_skipped = max_skipped
-        self._skipped_in_a_row = 0
-        self._gave_nothing: SkippedStepsError | None = None
+        self._skipped = SkippedSteps(max_skipped)
         parameters, parallel = model.parameters, model.parallel
         multiple = parallel.data.size * bucket_count(parameters.tensors)
         self.gradients = FlatBuffer(parameters.tensors, torch.float32, model.device, multiple_of=multiple)
@@ -71,7 +69,7 @@ class Trainer:
         Losses are sums divided by their global weight, so neither micro-batches nor any parallelism change
         them. An optimizer step whose gradient is not finite is skipped. Returns figures added up over data-parallel
         ranks: the method's own, `grad_norm` (mean over the steps that were not skipped), `skipped_steps` (their
-        number) and `learning_rate`.
+        number), `skipped_for/QUANTITY` (by what was not finite first) and `learning_rate`.
 
         Raises SkippedStepsError, on every rank, when too many steps in a row were skipped.
         """
@@ -79,7 +77,7 @@ class Trainer:
         batch, metrics = method.prepare(batch.to(model.device), data.sum)
         reduce_metrics(metrics, data, model.device)
         steps = [positions for _ in range(method.epochs) for positions in minibatches]
-        skipped, error = 0, None
+        self._skipped.begin(call)
         for positions in steps:
             minibatch = batch.select(positions)
             figures = self._gradients(minibatch, method, budget, recompute, turn)
@@ -90,33 +88,26 @@ class Trainer:
             complete_gradients(model, self.gradients)
             norm = self.optimizer.step(lr, head_scale=method.head_scale)
             if isfinite(norm):
-                self._skipped_in_a_row = 0
+                self._skipped.applied()
                 metrics.mean("grad_norm", torch.tensor(norm), 1)
             else:
-                skipped += 1
-                error = self._skip(call, minibatch, figures)
-        self._gave_nothing = error if skipped == len(steps) else None
-        metrics.mean("skipped_steps", torch.tensor(float(skipped)), 1)
+                quantity = first_not_finite(model, minibatch, figures, self.gradients)
+                self.optimizer.discard()
+                self._skipped.skipped(quantity, self._kept(minibatch))
+        for name, count in self._skipped.end().items():
+            metrics.mean(name, torch.tensor(float(count)), 1)
         metrics.mean("learning_rate", torch.tensor(lr), 1)
         metrics.update(method.finish())
         return metrics
 
     def check_learning(self) -> None:
-        """SkippedStepsError if the last train call skipped every one of its optimizer steps."""
-        if self._gave_nothing is not None:
-            raise self._gave_nothing
+        """SkippedStepsError if what was trained last cannot be called learning; see `SkippedSteps.check`."""
+        self._skipped.check()
 
-    def _skip(self, call: str, minibatch: Batch, figures: Metrics) -> SkippedStepsError:
-        """Take note of a step whose gradient is not finite, and forget the gradient."""
-        self._skipped_in_a_row += 1
-        quantity = first_not_finite(self.model, minibatch, figures, self.gradients)
-        self.optimizer.discard()
-        # Tensor ranks and stages hold the same items.
+    def _kept(self, minibatch: Batch) -> Batch | None:
+        """A mini-batch as it is kept; None where another rank has the same, as tensor ranks and stages do."""
         first = self.model.parallel.tensor.index == 0 and self.model.shard.last
-        error = SkippedStepsError(call, quantity, self._skipped_in_a_row, minibatch if first else None)
-        if self._max_skipped is not None and self._skipped_in_a_row >= self._max_skipped:
-            raise error
-        return error
+        return minibatch.to(torch.device("cpu")) if first else None
 
     def _gradients(
         self, batch: Batch, method: TrainMethod, budget: int, recompute: bool, turn: Callable[[], None]

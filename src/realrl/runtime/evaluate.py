@@ -62,7 +62,11 @@ class Evaluation:
         """What this step generated, in the order of its items, on the rank that writes."""
         if store.graph.producer("sequences") is None:
             return []
-        keys = [k for k in ("sequences", "prompt_length", "score") if store.graph.producer(k) is not None]
+        keys = [
+            k
+            for k in ("sequences", "prompt_length", "finished", "score")
+            if store.graph.producer(k) is not None
+        ]
         mine = {key: self._held(store, key) for key in keys}
         everyone = self._process.gather(mine)
         rows = {key: {i: row for part in everyone for i, row in part[key].items()} for key in keys}
@@ -83,6 +87,7 @@ class Evaluation:
         texts = [row["sequences"][:length], row["sequences"][length:]]
         prompt, completion = (self._tokenizer.decode(t, skip_special_tokens=True) for t in texts)
         sample: dict[str, Any] = {"prompt": prompt, "completion": completion}
+        sample["finished"] = bool(row["finished"][0])
         return sample | ({"score": row["score"][0]} if "score" in row else {})
 
 

@@ -44,10 +44,14 @@ class StepNotes:
         """What to say of a step, counted from 1, with these figures by `call/name`."""
         for call in self._algorithm.graph.calls:
             skipped = int(figures.get(f"{call.name}/skipped_steps", 0))
-            self._skipped[call.name] += skipped
-            if skipped:
-                steps = "1 optimizer step" if skipped == 1 else f"{skipped} optimizer steps"
-                yield f"step {step}: {call.name} skipped {steps} because the gradient was not finite"
+            before, self._skipped[call.name] = self._skipped[call.name], self._skipped[call.name] + skipped
+            # Once is worth a line, and so is twice as often as at the last one.
+            if skipped and before.bit_length() < self._skipped[call.name].bit_length():
+                start = f"{call.name}/skipped_for/"
+                causes = ", ".join(name.removeprefix(start) for name in figures if name.startswith(start))
+                count = self._skipped[call.name]
+                steps = "1 optimizer step" if count == 1 else f"{count} optimizer steps so far"
+                yield f"step {step}: {call.name} has skipped {steps}; not finite: {causes}"
         for text in self._algorithm.remarks(figures):
             if text not in self._said:
                 self._said.add(text)

@@ -29,12 +29,9 @@ def learning_stopped(error: SkippedStepsError, *, step: int, rank: int, run_dir:
             if refusal is None:
                 raise
             kept = f"the last mini-batch cannot be kept in {folder}: {reason_of(refusal)}"
-    skipped = (
-        "its last optimizer step was" if error.steps == 1 else f"{error.steps} optimizer steps in a row were"
-    )
     return RunError(
-        f"{error.call}, step {step}: {skipped} skipped because numbers are not finite, first of all"
-        f" {error.quantity}; {kept}"
+        f"{error.call}, step {step}: {error.what} because numbers are not finite, first of all {error.quantity};"
+        f" {kept}"
     )
 
 
@@ -46,7 +43,7 @@ def write_minibatch(file: Path, minibatch: Batch) -> None:
     """
     tensors = {"ids": torch.tensor(minibatch.ids)}
     for key, field in minibatch.fields.items():
-        tensors[key] = field.values.detach().cpu().contiguous()
+        tensors[key] = field.values.detach().contiguous()
         tensors[f"{key}.lengths"] = torch.tensor(field.lengths)
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, file)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from realrl.algorithms.registry import build_algorithm
 from realrl.checkpoint.remarks import remarks
 from realrl.checkpoint.sources import check_trainable
-from realrl.config.errors import RunError
+from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.config.experiment import Experiment
 from realrl.config.model import HEADS, TrainedModelConfig
 from realrl.data.dataset import Order
@@ -31,6 +31,7 @@ from realrl.runtime.notes import StepNotes, data_notes, model_notes
 from realrl.runtime.process import Process, connect, resolve_cluster
 from realrl.runtime.roles import Roles
 from realrl.runtime.rundir import RunDirectory
+from realrl.runtime.saved import find_saved
 from realrl.runtime.scenario import check_kind
 from realrl.runtime.setup import load_data, load_ends, load_shared_tokenizer
 from realrl.runtime.startup import agreed_plan, least_device
@@ -208,12 +209,13 @@ class Run:
             saves = not last and every.save_every and done % every.save_every == 0
             if not last and (evaluates or saves or done % COLLECT_EVERY == 0):
                 self._collect(last=False)
+            if last:
+                self._check_learning()
+            # Before the user's judge may fail.
+            if saves or last:
+                self._save(None if last else done)
             if evaluates:
                 self._evaluate(done)
-            if saves:
-                self._save(done)
-        self._check_learning()
-        self._save(None)
         self._finish(started)
 
     def _train_step(self, step: int) -> None:
@@ -263,7 +265,13 @@ class Run:
         if self.evaluation is None:
             return
         start = time.monotonic()
-        figures, samples = self.evaluation.run()
+        try:
+            figures, samples = self.evaluation.run()
+        except UserError as error:
+            # The judge's. What was trained before is not lost.
+            saved = find_saved(self.directory.path, self.trained).describe_checkpoint()
+            trace = error.trace if isinstance(error, UserCodeError) else ""
+            raise UserCodeError(f"{error}; {saved}", trace) from error
         if self.observer is not None and samples:
             self.directory.write_samples(done, samples[: self.experiment.training.samples])
         self._record(Record(done, "eval", time.monotonic() - start, figures))
@@ -279,11 +287,6 @@ class Run:
         The graph's first trained role has the checkpoint's name, others have theirs appended to it. What the
         algorithm has learnt besides, such as the scale of a critic's values, goes into a file beside them.
         """
-        # A rank knows the state if it trains; where ranks differ, the one that has seen most steps counts.
-        states = self.process.gather(self.algorithm.state_dict())
-        state = max(states, key=lambda state: state.get("steps", 0))
-        if self.observer is not None and state:
-            self.directory.write_state(done, state)
         for role in self.trained:
             home = self.compiled.homes[role]
             if self.process.rank not in home.ranks:
@@ -291,6 +294,11 @@ class Run:
             path = self.directory.checkpoint(done, "" if role == self.trained[0] else role)
             with self.directory.writing(path):
                 self.roles.save(role, path, self.tokenizer, self.ends)
+        # A rank knows the state if it trains; where ranks differ, the one that has seen most steps counts.
+        states = self.process.gather(self.algorithm.state_dict())
+        state = max(states, key=lambda state: state.get("steps", 0))
+        if self.observer is not None and state:
+            self.directory.write_state(done, state)
 
     def _remarks(self, role: str) -> Iterator[str]:
         origin, vocabulary = self.roles.origins[role], self.roles.shapes[role].vocab_size
