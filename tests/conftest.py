@@ -19,6 +19,15 @@ SHAPE = {
     "head_dim": 8,
     "tied_embeddings": True,
 }
+PPO_CALLS = (
+    "actor.generate",
+    "reward.inference",
+    "ref.inference",
+    "critic.inference",
+    "actor.train",
+    "critic.train",
+)
+"""The calls of a step, in its order."""
 NOUNS = ("film", "story", "cast", "plot", "music", "ending", "hero", "joke", "scene", "script")
 WORDS = {
     "good": ("great", "lovely", "moving", "clever", "warm"),

@@ -126,6 +126,8 @@ COMPLETE = {
     if document in DOCUMENTS and command.startswith("realrl ") and is_complete(command)
 }
 """Command -> a document that has it."""
+FAILING = ("realrl show recipes/reference/ppo.yaml plan=disjoint cluster=2x8 device_memory=79.2GiB",)
+"""Those of which the document shows the error message."""
 
 
 @pytest.mark.parametrize("command", COMPLETE)
@@ -135,10 +137,16 @@ def test_a_command_that_needs_no_weights_does_what_the_document_says(
     document, arguments = COMPLETE[command], filled(command, here)
     status = run_app([*arguments, *(["--seconds", "0.5"] if arguments[0] == "plan" else [])])
     said = capsys.readouterr().err
-    if status:
-        sentence = said.removeprefix("realrl: ").split(")")[0]
-        text = " ".join((ROOT / document).read_text().split())
-        assert status == 2 and sentence in text, f"{document} does not say that this fails: {said}"
+    if command not in FAILING:
+        assert status == 0, f"{document} does not say that this fails: {said}"
+        return
+    message = said.removeprefix("realrl: ").strip()
+    text = " ".join((ROOT / document).read_text().split())
+    assert status == 2 and message and message in text, f"{document} has another message: {said}"
+
+
+def test_commands_that_fail_are_in_documents() -> None:
+    assert set(FAILING) <= set(COMPLETE)
 
 
 @pytest.mark.parametrize(("document", "command"), of("make"))

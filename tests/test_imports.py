@@ -1,6 +1,7 @@
 """The rooms of docs/architecture.md import downwards only, and those that promise it do not load torch."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -99,6 +100,16 @@ def test_rooms_that_promise_it_load_nothing_heavy() -> None:
 
 def test_the_planner_loads_nothing_heavier_than_numpy() -> None:
     assert loaded_by([module for module in MODULES if room(module) == "planner"]) <= {"numpy"}
+
+
+def test_modules_that_promise_it_load_no_torch() -> None:
+    promise = [
+        name
+        for name, path in MODULES.items()
+        if re.search("(?i)(no|without) torch\\b", ast.get_docstring(ast.parse(path.read_text())) or "")
+    ]
+    assert "realrl.runtime.compile" in promise and "realrl.checkpoint.sources" in promise
+    assert loaded_by(promise) <= {"numpy"}
 
 
 @pytest.mark.parametrize("module", ["realrl.algorithms.graphs", "realrl.plan.presets", "realrl.cli.app"])

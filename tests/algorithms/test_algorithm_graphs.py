@@ -8,6 +8,7 @@ from realrl.algorithms.graphs import build_eval_graph, build_graph
 from realrl.algorithms.registry import build_algorithm
 from realrl.config.experiment import EXPERIMENT, Experiment
 from realrl.dataflow.call import Kind
+from tests.conftest import PPO_CALLS
 
 MODELS = {
     "sft": {"actor": {"path": "m"}},
@@ -30,14 +31,7 @@ def experiment(algorithm: str, *, evaluate: bool = True, **settings: object) -> 
         ("reward", ["reward.train"], ("chosen", "rejected", "pairs")),
         (
             "ppo",
-            [
-                "actor.generate",
-                "reward.inference",
-                "ref.inference",
-                "critic.inference",
-                "actor.train",
-                "critic.train",
-            ],
+            list(PPO_CALLS),
             ("prompts",),
         ),
     ],

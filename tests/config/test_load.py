@@ -14,6 +14,7 @@ from realrl.config.load import (
     load_experiment,
     parse_experiment,
 )
+from realrl.config.yaml_file import parse_yaml
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -85,6 +86,17 @@ def test_critic_and_reference_have_the_actors_type_unless_told_otherwise(
     models = experiment.models
     assert (models.critic.dtype, models.ref.dtype, models.reward.dtype) == (critic, ref, "float32")
     assert parse_experiment(yaml.safe_load(dump_experiment(experiment))) == experiment
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1e5", "-1E+5", "1_0.0", ".5", "5", "010", "2024-01-01", "1:30", "yes", "~", "<<", "-.inf", "1e-5x"],
+)
+def test_text_that_looks_like_a_number_survives_a_round_trip(recipe: str, text: str) -> None:
+    experiment = load_experiment(recipe, [f"run_dir='{text}'"])
+    dumped = dump_experiment(experiment)
+    assert parse_experiment(parse_yaml(dumped, "dump")) == experiment
+    assert parse_experiment(yaml.safe_load(dumped)) == experiment  # another reader of YAML 1.1
 
 
 def test_evaluation_may_let_answers_end_earlier_than_training(recipe: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import NOUNS, World, build_world, figures, write_jsonl
+from tests.conftest import NOUNS, PPO_CALLS, World, build_world, figures, write_jsonl
 from tests.runtime.ranks import Tokens, run_on_ranks, sampled
 
 STEPS = 3
@@ -27,19 +27,11 @@ SHAPE = {
 }
 NEAR_ZERO = {"kl": 1e-5, "policy_loss": 1e-6}
 """Figures that are sums of terms around 1 which cancel, with what rounding may make of that."""
-CALLS = (
-    "actor.generate",
-    "reward.inference",
-    "ref.inference",
-    "critic.inference",
-    "actor.train",
-    "critic.train",
-)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A cluster, and either a preset or the text of each call's placement, in the order of CALLS."""
+    """A cluster, and either a preset or the text of each call's placement, in the order of PPO_CALLS."""
 
     cluster: str
     plan: str | tuple[str, ...]
@@ -137,7 +129,7 @@ def recipe(world: World, directory: Path, name: str, case: Case) -> Path:
     if not isinstance(plan, str):
         document: dict[str, object] = {"cluster": case.cluster, "calls": {}, **(case.extras or {})}
         calls = {}
-        for call, text in zip(CALLS, case.plan, strict=True):
+        for call, text in zip(PPO_CALLS, case.plan, strict=True):
             dp, tp, pp, mesh, *flags = text.split()
             calls[call] = {"mesh": mesh[1:], "dp": int(dp[1:]), "tp": int(tp[1:]), "pp": int(pp[1:])}
             calls[call] |= {"recompute": True} if flags else {}

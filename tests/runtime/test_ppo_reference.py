@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from realrl.config.load import load_experiment
-from tests.conftest import World
+from tests.conftest import PPO_CALLS, World
 from tests.runtime.ppo_in_transformers import Reference, Sample, Setting
 from tests.runtime.ranks import Tokens, run_on_ranks, sampled
 
@@ -21,14 +21,6 @@ PLANS = {
     "tp=2": (2, "dp: 1, tp: 2"),
     "pp=2": (2, "dp: 1, pp: 2"),
 }
-CALLS = (
-    "actor.generate",
-    "reward.inference",
-    "ref.inference",
-    "critic.inference",
-    "actor.train",
-    "critic.train",
-)
 SETTINGS = {
     f"{truncated}, {epochs} epochs": {
         "truncated": truncated,
@@ -70,7 +62,7 @@ def actor(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe(world: World, actor: Path, directory: Path, plan: str, ppo: Mapping[str, Any]) -> Path:
     size, strategy = PLANS[plan]
-    placed = "\n".join(f"  {call}: {{mesh: 0-{size - 1}, {strategy}}}" for call in CALLS)
+    placed = "\n".join(f"  {call}: {{mesh: 0-{size - 1}, {strategy}}}" for call in PPO_CALLS)
     directory.mkdir(parents=True)
     (directory / "plan.yaml").write_text(f"cluster: 1x{size}\ncalls:\n{placed}\n")
     optimizer = {"lr": 1e-3, "weight_decay": 0.1, "schedule": "constant"}

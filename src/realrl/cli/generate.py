@@ -46,6 +46,7 @@ def generate(
     from realrl.config.algorithms import GenerationConfig
     from realrl.config.errors import UserError
     from realrl.config.explain import explain
+    from realrl.config.paths import local_path
 
     try:
         sampling = GenerationConfig(
@@ -77,7 +78,7 @@ def generate(
         for row in rows:
             typer.echo(f"{typer.style(_shown(row['prompt'], chat), dim=True)}{row['completion']}\n")
     else:
-        _write(Path(out), (json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        _write(local_path(out), (json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def _shown(prompt: str | list[dict[str, Any]], chat: bool) -> str:
@@ -105,12 +106,14 @@ def _write(path: Path, lines: Iterable[str]) -> None:
 def _read_prompts(path: str) -> "list[Record]":
     """A record per line of a .txt file that is not blank, or the records of a data file."""
     from realrl.config.errors import UserError
+    from realrl.config.paths import local_path
     from realrl.data.records import read_records
     from realrl.data.rejects import Rejects
 
-    if Path(path).suffix == ".txt":
+    file = local_path(path)
+    if file.suffix == ".txt":
         try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
+            lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} cannot be read: {error}") from None
         return [(f"{path}:{i}", {"prompt": line}) for i, line in enumerate(lines, 1) if line.strip()]

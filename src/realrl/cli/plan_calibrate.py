@@ -1,11 +1,11 @@
 """`realrl plan --calibrate`: a run's measurements become part of a profile."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from realrl.config.errors import UserError
+from realrl.config.paths import local_path
 
 if TYPE_CHECKING:
     from realrl.planner.comparison import Comparison
@@ -22,7 +22,7 @@ def calibrate_profile(run_dir: str, path: str | None) -> str:
     from realrl.planner.comparison import Comparison
     from realrl.planner.profile import Profile
 
-    file = Path(path or DEFAULT)
+    file = local_path(path or DEFAULT)
     run = Comparison.load(run_dir)
     before = Profile.load(file) if file.exists() else None
     after = calibrate(before, run)

@@ -9,6 +9,7 @@ from realrl.config.errors import UserError
 from realrl.config.explain import brief
 from realrl.config.files import check_file
 from realrl.config.json_file import read_json
+from realrl.config.paths import local_path
 from realrl.config.shape import TRAINABLE
 from realrl.config.units import parse_bytes
 from realrl.config.words import join
@@ -34,7 +35,8 @@ class Lengths:
 def read_lengths(path: str) -> Lengths:
     """Lengths from a JSON file, `{"prompts": [..], "answers": [..]}`, or from the directory of a run, which has one
     as `lengths.json`. UserError for anything else."""
-    file = Path(path) / "lengths.json" if Path(path).is_dir() else Path(path)
+    file = local_path(path)
+    file = file / "lengths.json" if file.is_dir() else file
     try:
         content = read_json(file)
     except UserError as error:
@@ -141,12 +143,12 @@ def check_seconds(seconds: float | None) -> None:
 def files_to_write(*sources: str | None, **paths: str | None) -> dict[str, Path]:
     """Option -> the file that it names, for those that are given; UserError for one that cannot be written, or is
     one of the `sources` that are read, or named twice."""
-    taken = {Path(source).resolve(): source for source in sources if source is not None}
+    taken = {local_path(source).resolve(): source for source in sources if source is not None}
     files = {}
     for option, path in paths.items():
         if path is None:
             continue
-        files[option] = file = Path(path)
+        files[option] = file = local_path(path)
         if not file.parent.is_dir():
             raise UserError(f"--{option} {path}: there is no directory {file.parent}")
         check_file(f"--{option} {path}", file)

@@ -1,7 +1,6 @@
 """`realrl report`."""
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,13 +30,14 @@ def report(
     from realrl.cli.report_runs import read_runs
     from realrl.config.errors import UserError
     from realrl.config.files import check_directory
+    from realrl.config.paths import local_path
 
     if find_spec("matplotlib") is None:
         raise UserError("the report's curves need matplotlib: pip install 'realrl[demo]'")
     from realrl.cli.report_picture import draw_picture
 
     runs = read_runs(run_dirs)
-    folder = Path(out)
+    folder = local_path(out)
     check_directory(f"--out {out}", folder)
     folder.mkdir(parents=True, exist_ok=True)
     figures = report_figures(runs)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from realrl.config.errors import UserError
+from realrl.config.paths import local_path
 from realrl.config.yaml_file import read_yaml
 
 LineKind = Literal["train", "eval"]
@@ -76,7 +77,7 @@ def read_runs(directories: Sequence[str]) -> dict[str, FinishedRun]:
 
 def read_run(directory: str) -> FinishedRun:
     """Read a run directory; UserError naming the file, and the line, that is missing or malformed."""
-    path = Path(directory)
+    path = local_path(directory)
     for name in ("config.yaml", "metrics.jsonl"):
         if not (path / name).exists():
             raise UserError(f"{directory} holds no finished run: {name} is missing")

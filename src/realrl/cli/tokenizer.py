@@ -1,6 +1,5 @@
 """`realrl tokenizer`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,8 +12,10 @@ def tokenizer(
 ) -> None:
     """Train a byte-level BPE tokenizer on the text of a data set."""
     from realrl.config.files import check_directory
+    from realrl.config.paths import local_path
     from realrl.data.tokenizer import train_tokenizer
 
-    check_directory(f"--out {out}", Path(out))
-    size = train_tokenizer(data, out, vocab_size)
-    typer.echo(f"wrote a tokenizer of {size} tokens to {out}")
+    folder = local_path(out)
+    check_directory(f"--out {out}", folder)
+    size = train_tokenizer(data, str(folder), vocab_size)
+    typer.echo(f"wrote a tokenizer of {size} tokens to {folder}")

@@ -73,9 +73,10 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
 
     One process finds that out itself, since it may ask its GPU.
     """
+    from realrl.checkpoint.sources import check_directories, check_trainable
     from realrl.plan.presets import SEARCH
     from realrl.planner.profile import Profile
-    from realrl.runtime.compile import check_directories, check_trainable, compile_recipe, with_sizes
+    from realrl.runtime.compile import compile_recipe, with_sizes
     from realrl.runtime.fit_check import check_fit
     from realrl.runtime.gpu import ask_machine
     from realrl.runtime.launch import check_local

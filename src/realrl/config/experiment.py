@@ -7,7 +7,7 @@ from pydantic import Field, PositiveInt, TypeAdapter, field_validator, model_val
 from realrl.config.algorithms import GenerationConfig, PPOConfig
 from realrl.config.base import Settings
 from realrl.config.data import DataConfig, TrainingConfig
-from realrl.config.explain import brief
+from realrl.config.devices import check_cluster
 from realrl.config.model import ModelConfig, TrainedModelConfig
 from realrl.config.units import check_size
 from realrl.config.words import join
@@ -64,23 +64,30 @@ class _Run(Settings):
     @field_validator("cluster", mode="before")
     @classmethod
     def _devices(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            raise ValueError(
-                f"{brief(value)} is not understood; write nodes x devices per node, for example 1x2"
-            )
-        return value
+        return check_cluster(value)
 
     @model_validator(mode="after")
-    def _judged(self) -> Self:
-        generates = "generation" in type(self).model_fields
-        if self.training.eval_min_new_tokens is not None and not generates:
+    def _eval_min_new_tokens_fits(self) -> Self:
+        fewest, generation = self.training.eval_min_new_tokens, getattr(self, "generation", None)
+        if fewest is None:
+            return self
+        if generation is None:
             raise ValueError(
                 f"training.eval_min_new_tokens is about generated text, and {self.algorithm} generates none;"
                 " leave it out"
             )
+        if fewest > generation.max_new_tokens:
+            raise ValueError(
+                f"training.eval_min_new_tokens={fewest} is above"
+                f" generation.max_new_tokens={generation.max_new_tokens}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _judge_has_texts(self) -> Self:
         if self.training.judge is None:
             return self
-        if not generates:
+        if not hasattr(self, "generation"):
             raise ValueError(
                 f"training.judge scores generated text, and {self.algorithm} generates none; leave it out"
             )
@@ -204,15 +211,6 @@ class PPOExperiment(_Run):
         if self.ppo.ref_ema is not None and self.models.ref.dtype != "float32":
             raise ValueError(
                 "ppo.ref_ema needs models.ref.dtype=float32; in bfloat16 small steps are rounded away"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _evaluated(self) -> Self:
-        fewest, most = self.training.eval_min_new_tokens, self.generation.max_new_tokens
-        if fewest is not None and fewest > most:
-            raise ValueError(
-                f"training.eval_min_new_tokens={fewest} is above generation.max_new_tokens={most}"
             )
         return self
 

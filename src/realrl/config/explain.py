@@ -137,7 +137,7 @@ def _complaint(error: ErrorDetails, location: tuple[int | str, ...], cls: type[S
         return "this contains itself"
     wanted = _WANTED.get(kind.split("_")[0])
     if kind == "string_type" and isinstance(value, int | float):
-        wanted = f"text; in quotes, '{brief(value)}', it would be"
+        wanted = "text; in quotes it would be"
     return f"{brief(value)} is not {wanted}" if wanted else error["msg"]
 
 

@@ -18,13 +18,13 @@ def read_json(file: Path) -> dict[str, Any]:
         raise UserError(f"{file}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: not valid JSON ({error})") from error
-    content = parse_json(text, str(file))
+    content = _parse(text, str(file))
     if not isinstance(content, dict):
         raise UserError(f"{file}: a JSON object is expected")
     return content
 
 
-def parse_json(text: str, where: str) -> Any:
+def _parse(text: str, where: str) -> Any:
     """Value of JSON text; UserError starting with `where`."""
     try:
         return json.loads(text, object_pairs_hook=_object)

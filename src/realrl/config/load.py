@@ -4,14 +4,13 @@ import copy
 from collections.abc import Sequence
 from typing import Any, get_args
 
-import yaml
 from pydantic import ValidationError
 
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
 from realrl.config.experiment import EXPERIMENT, Experiment
 from realrl.config.explain import brief, explain, nearest, shorten
-from realrl.config.yaml_file import parse_yaml, read_yaml
+from realrl.config.yaml_file import dump_yaml, parse_yaml, read_yaml
 
 
 def experiment_classes() -> dict[str, type[Settings]]:
@@ -80,4 +79,4 @@ def apply_override(settings: dict[str, Any], override: str) -> dict[str, Any]:
 
 def dump_experiment(experiment: Experiment) -> str:
     """YAML with every field of an experiment, defaults included; loads back to an equal object."""
-    return yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return dump_yaml(experiment.model_dump(mode="json"))

@@ -1,4 +1,4 @@
-"""Whether what a user wrote is a directory of this machine or a name on the Hugging Face hub."""
+"""What a user wrote as a path: where it is on this machine, or whether it is a name on the Hugging Face hub."""
 
 import os
 import re
@@ -15,7 +15,8 @@ _LONGEST = 255
 
 
 def local_path(path: str) -> Path:
-    """A path with `~` resolved, where there is such a home. UserError where no file system could hold it."""
+    """A path with `~` resolved, where there is such a home: every path from a recipe or a command line goes through
+    here, once. UserError where no file system could hold it."""
     found = Path(os.path.expanduser(path))
     if any(len(os.fsencode(part)) > _LONGEST for part in found.parts):
         raise UserError(f"{shorten(path)} is too long for a path: a name has at most {_LONGEST} bytes")

@@ -1,21 +1,35 @@
 """YAML as people write it: duplicate keys are mistakes, 1e-5 is a number, and a date is text."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from realrl.config.errors import UserError
+from realrl.config.paths import local_path
 
 _MOST = 10**20
 """Larger whole numbers are mistakes, and overflow where arithmetic is not that of Python."""
+
+_DEEPEST = 100
+"""Lists and sections inside each other, of which recipes need some five."""
 
 
 class _Loader(yaml.SafeLoader):
     """Safe loader that refuses a key given twice in one mapping, and text that no file name can hold."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (own ones, below)
+    _depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self._depth > _DEEPEST:  # PyYAML takes time that grows with the square of the depth
+            raise yaml.MarkedYAMLError(
+                problem="lists or sections are nested too deep", problem_mark=self.peek_event().start_mark
+            )
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -41,6 +55,10 @@ class _Loader(yaml.SafeLoader):
         return value
 
 
+class _Dumper(yaml.SafeDumper):
+    """Safe dumper that puts text in quotes which the loader, or another one of YAML 1.1, would take for more."""
+
+
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 # YAML 1.1, which PyYAML follows, reads 2024-01-01 as a date, 0x2 and 010 as other numbers than they look, 1:30 as
@@ -57,13 +75,19 @@ for _kind, _form, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("merge", r"<<", "<"),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"^(?:{_form})$"), list(_first))
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"^(?:{_form})$"), list(_first))
+
+
+def dump_yaml(value: Any) -> str:
+    """A value as YAML that `parse_yaml` reads as an equal one; keys keep their order."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_yaml(path: str) -> Any:
-    """Content of a YAML file; UserError naming the file, and the line of a syntax error."""
+    """Content of a YAML file; `~` is the home. UserError naming the file, and the line of a syntax error."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = local_path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
     except OSError as error:

@@ -34,7 +34,8 @@ def read_records(source: str, rejects: Rejects) -> Iterator[Record]:
 
 
 def _records(source: str, rejects: Rejects) -> Iterator[Record]:
-    suffix = local_path(source).suffix
+    source = str(local_path(source))
+    suffix = Path(source).suffix
     if suffix in _READERS:
         files = sorted(glob(source, recursive=True)) or ([source] if Path(source).is_file() else [])
         if not files:

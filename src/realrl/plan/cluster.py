@@ -3,8 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from realrl.config.devices import not_devices
 from realrl.config.errors import UserError
-from realrl.config.explain import brief
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,7 @@ class Cluster:
         """Read `NODESxDEVICES`, for example `2x8`; UserError for anything else."""
         match = re.fullmatch(r"(\d{1,9})x(\d{1,9})", text.strip())
         if match is None:
-            raise UserError(
-                f"cluster={brief(text)} is not understood; write nodes x devices per node, for example 1x2"
-            )
+            raise UserError(f"cluster={not_devices(text)}")
         return cls(int(match[1]), int(match[2]))
 
     def __str__(self) -> str:

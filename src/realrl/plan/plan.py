@@ -9,6 +9,7 @@ import yaml
 from pydantic import Field, PositiveInt, field_validator
 
 from realrl.config.base import Settings
+from realrl.config.devices import check_cluster
 from realrl.config.errors import UserError
 from realrl.config.explain import brief, mistakes_in, nearest
 from realrl.config.files import write_whole
@@ -75,11 +76,7 @@ class _File(Settings):
     @field_validator("cluster", mode="before")
     @classmethod
     def _devices(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            raise ValueError(
-                f"{brief(value)} is not understood; write nodes x devices per node, for example 2x8"
-            )
-        return value
+        return check_cluster(value)
 
 
 @dataclass(frozen=True)

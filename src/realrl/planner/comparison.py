@@ -14,6 +14,7 @@ from realrl.config.errors import UserError
 from realrl.config.explain import brief, explain
 from realrl.config.files import write_whole
 from realrl.config.json_file import read_json
+from realrl.config.paths import local_path
 from realrl.dataflow.call import Call
 from realrl.planner.cluster import ClusterSpec
 from realrl.planner.workload import Workload
@@ -113,7 +114,7 @@ class Comparison(Settings):
     @classmethod
     def load(cls, directory: str | Path) -> Self:
         """Read what a run has left in its directory; UserError where there is nothing of this version."""
-        path = Path(directory) / COSTS
+        path = local_path(str(directory)) / COSTS
         if not path.is_file():
             raise UserError(
                 f"{directory} holds no {COSTS}; name the run_dir of a run that has come to its first"

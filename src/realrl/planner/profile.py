@@ -21,6 +21,7 @@ from realrl.config.errors import UserError
 from realrl.config.explain import brief, explain
 from realrl.config.files import write_whole
 from realrl.config.json_file import read_json
+from realrl.config.paths import local_path
 from realrl.config.shape import ModelShape
 from realrl.plan.placement import Dtype
 from realrl.planner.corrections import Correction
@@ -215,7 +216,7 @@ class Profile(Settings):
     def load(cls, path: str | Path) -> Self:
         """Read a file; UserError where it is not a profile of this version."""
         try:
-            content = read_json(Path(path))
+            content = read_json(local_path(str(path)))
         except UserError as error:
             raise UserError(f"profile {error}") from None
         if content.get("format") != FORMAT:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from realrl.config.experiment import Experiment
 from realrl.config.shape import ModelShape
@@ -18,7 +19,9 @@ from realrl.planner.workload import Workload
 from realrl.program.instructions import Program, Reallocate
 from realrl.program.text import format_instruction
 from realrl.runtime.compile import Compiled, stored_models
-from realrl.runtime.ledger import Ledger
+
+if TYPE_CHECKING:
+    from realrl.runtime.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Facts:
     """Most bytes that torch's allocator held on a GPU."""
 
 
-def compare(facts: Facts, profile: Profile | None, ledger: Ledger) -> Comparison:
+def compare(facts: Facts, profile: Profile | None, ledger: "Ledger") -> Comparison:
     """What the training steps took, and what they were to take with the lengths that occurred."""
     graph, plan = facts.compiled.train.graph, facts.compiled.train.plan
     stored = stored_models(facts.experiment, graph, facts.shapes)
@@ -64,7 +67,7 @@ def compare(facts: Facts, profile: Profile | None, ledger: Ledger) -> Comparison
     )
 
 
-def _call(call: Call, facts: Facts, expected: Estimate | None, ledger: Ledger) -> CallCosts:
+def _call(call: Call, facts: Facts, expected: Estimate | None, ledger: "Ledger") -> CallCosts:
     placement, measured = facts.compiled.train.plan[call.name], ledger.spans[call.name]
     terms = expected.calls[call.name].terms if expected else {}
     return CallCosts(
@@ -84,7 +87,7 @@ def _peak(expected: Estimate, call: str) -> int:
     return max(f.bytes - f.parts.get("fragmentation", 0) for f in footprints)
 
 
-def _move(text: str, expected: Estimate | None, ledger: Ledger) -> MoveCosts:
+def _move(text: str, expected: Estimate | None, ledger: "Ledger") -> MoveCosts:
     seconds = None
     if expected is not None:
         seconds = sum(m.seconds for m in expected.moves if format_instruction(m.instruction) == text)

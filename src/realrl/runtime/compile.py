@@ -8,8 +8,7 @@ from realrl.checkpoint.directory import known_shape, shape_of
 from realrl.config.errors import UserError
 from realrl.config.experiment import Experiment
 from realrl.config.model import HEADS, ModelConfig
-from realrl.config.paths import is_local, local_path
-from realrl.config.shape import TRAINABLE, ModelShape
+from realrl.config.shape import ModelShape
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import ELEMENT_BYTES, Placement
@@ -75,30 +74,6 @@ def stored_models(
         for role, config in models(experiment).items()
         if role in shapes
     }
-
-
-def check_directories(experiment: Experiment) -> None:
-    """UserError if a model, or a tokenizer, is to come from a directory that is not there."""
-    fields = type(experiment.models).model_fields
-    # Roles that may have taken their path from another one come last, so that the one with the mistake is named.
-    for role in sorted(fields, key=lambda role: not fields[role].is_required()):
-        for field in ("path", "tokenizer"):
-            path = getattr(getattr(experiment.models, role), field)
-            if path is not None and is_local(path) and not local_path(path).is_dir():
-                raise UserError(f"models.{role}.{field}={path}: no such directory")
-
-
-def check_trainable(experiment: Experiment) -> None:
-    """UserError if a model is to have the sizes of a family that can be planned for and not trained."""
-    for role, config in models(experiment).items():
-        family = (
-            "llama" if config.shape is None else config.shape.family
-        )  # whoever loads weights looks itself
-        if family not in TRAINABLE:
-            raise UserError(
-                f"models.{role}.shape: models of family {family} can be planned for (realrl plan, realrl show) and"
-                f" not trained yet; trained are: {', '.join(TRAINABLE)}"
-            )
 
 
 def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None = None) -> Compiled:

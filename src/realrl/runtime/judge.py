@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from realrl.config.errors import UserCodeError, UserError
+from realrl.config.paths import local_path
 
 
 class Judge:
@@ -18,7 +19,8 @@ class Judge:
     def __init__(self, reference: str) -> None:
         """`reference` is FILE.py:FUNCTION; UserError where there is no such function."""
         self._reference = reference
-        self._file, _, name = reference.rpartition(":")
+        file, _, name = reference.rpartition(":")
+        self._file = str(local_path(file))
         if not self._file.endswith(".py") or not Path(self._file).is_file():
             raise UserError(f"training.judge={reference}: write FILE.py:FUNCTION with a file that exists")
         spec = importlib.util.spec_from_file_location("realrl_judge", self._file)

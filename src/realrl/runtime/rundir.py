@@ -53,7 +53,7 @@ class RunDirectory:
             )
         inside = self.path.resolve()
         for name, source in _sources(experiment):
-            files = [local_path(file) for file in (source, *glob(source, recursive=True))]
+            files = [local_path(file) for file in (source, *glob(str(local_path(source)), recursive=True))]
             if any(file.exists() and file.resolve().is_relative_to(inside) for file in files):
                 raise UserError(
                     f"{name}={source} lies in run_dir={self.path}, which overwrite=true would delete;"

@@ -8,6 +8,7 @@ from realrl.algorithms.graphs import build_graph
 from realrl.checkpoint.directory import shape_of
 from realrl.config.errors import UserError
 from realrl.config.experiment import Experiment
+from realrl.config.paths import local_path
 from realrl.config.units import parse_bytes
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
@@ -117,7 +118,9 @@ def wanted_plans(experiment: Experiment, spec: ClusterSpec, out: Path | None = N
     choices = Choices(offload=not host_is_device(experiment, spec))
     own: dict[str, Plan] = {}
     name = experiment.plan
-    if name not in (*PRESETS, SEARCH) and not (out is not None and out == Path(name) and not out.exists()):
+    if name not in (*PRESETS, SEARCH) and not (
+        out is not None and out == local_path(name) and not out.exists()
+    ):
         own = {name: load_plan(name, experiment.micro_batch_tokens)}
     return Wanted(experiment.micro_batch_tokens, experiment.recompute, choices, own)
 

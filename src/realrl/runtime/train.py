@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from realrl.algorithms.registry import build_algorithm
 from realrl.checkpoint.remarks import remarks
+from realrl.checkpoint.sources import check_trainable
 from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.config.experiment import Experiment
 from realrl.config.model import HEADS, TrainedModelConfig
@@ -21,7 +22,7 @@ from realrl.planner.comparison import COSTS, Comparison
 from realrl.planner.profile import Profile
 from realrl.program.lower import WRITER
 from realrl.program.trace import write_trace
-from realrl.runtime.compile import Compiled, check_trainable, compile_recipe, models, with_sizes
+from realrl.runtime.compile import Compiled, compile_recipe, models, with_sizes
 from realrl.runtime.costs import Costs
 from realrl.runtime.evaluate import Evaluation, flatten
 from realrl.runtime.fit_check import check_fit

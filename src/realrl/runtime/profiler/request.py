@@ -10,6 +10,7 @@ from realrl.config.algorithms import GenerationConfig
 from realrl.config.errors import UserError
 from realrl.config.experiment import Experiment, PPOExperiment
 from realrl.config.files import check_file
+from realrl.config.paths import local_path
 from realrl.config.shape import ModelShape
 from realrl.config.shape_source import find_shape
 from realrl.plan.placement import DTYPES, Dtype
@@ -64,7 +65,7 @@ def make_request(
     device: Literal["auto", "cpu", "cuda"] = "auto" if experiment is None else experiment.device
     if group is not None:
         device = "cpu" if group.device.cpu else "cuda"
-    file = Path(out)
+    file = local_path(out)
     if not file.parent.is_dir():
         raise UserError(f"--out {out}: there is no directory {file.parent}")
     check_file(f"--out {out}", file)

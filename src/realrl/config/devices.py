@@ -1,0 +1,18 @@
+"""Devices as people write them where only their number matters: nodes x devices per node."""
+
+from typing import Any
+
+from realrl.config.errors import UserError
+from realrl.config.explain import brief
+
+
+def not_devices(value: Any) -> str:
+    """What to say of a value that is no number of devices."""
+    return f"{brief(value)} is not understood; write nodes x devices per node, for example 1x2"
+
+
+def check_cluster(value: Any) -> Any:
+    """A value where a cluster is wanted, before its type is checked: UserError for what is no text."""
+    if not isinstance(value, str):
+        raise UserError(not_devices(value))
+    return value

@@ -1,0 +1,31 @@
+"""A directory full of mistakes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from realrl.config.load import experiment_classes
+from tests.cli.mistakes import CONFIG_JSON
+from tests.conftest import World
+
+
+@pytest.fixture(scope="module")
+def place(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a recipe of each algorithm, and files to be named by mistake."""
+    directory = tmp_path_factory.mktemp("mistakes")
+    for algorithm in experiment_classes():
+        (directory / algorithm).mkdir()
+        world.recipe(algorithm, directory / algorithm)
+    (directory / "empty").write_text("")
+    (directory / "text.txt").write_text("hello\n")
+    (directory / "records.csv").write_text("prompt,answer\na,b\n")
+    (directory / "records.JSONL").write_text('{"prompt": "a", "answer": "b"}\n')
+    (directory / "records.jsonl.gz").write_bytes(b"\x1f\x8b")
+    (directory / "folder").mkdir()
+    (directory / "folder" / "records.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    (directory / "nothing").mkdir()
+    for family in ("qwen2", "mistral", "qwen3"):
+        (directory / family).mkdir()
+        (directory / family / "config.json").write_text(json.dumps({**CONFIG_JSON, "model_type": family}))
+    return directory
