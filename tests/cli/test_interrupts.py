@@ -28,6 +28,60 @@ def test_a_command_that_is_interrupted_ends_quietly(tmp_path: Path, number: sign
     assert list(tmp_path.iterdir()) == [pipe]
 
 
+INTERRUPTED = """
+import os, signal, sys
+from importlib.abc import MetaPathFinder
+
+class Interrupt(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name != MODULE:
+            return None
+        sys.meta_path.remove(self)
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except BaseException as error:
+            if WHAT == "wrapped":
+                raise RuntimeError("Error calling __set_name__ on a cached_property") from error
+            if WHAT == "raised":
+                raise
+        return None
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["realrl", "show", DEMO]
+from realrl.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["realrl.cli.app", "typer", "realrl.config.load"])
+@pytest.mark.parametrize("what", ["raised", "wrapped", "swallowed"])
+def test_an_interrupt_while_modules_are_loaded_is_quiet_whatever_becomes_of_it(
+    module: str, what: str
+) -> None:
+    code = INTERRUPTED.replace("MODULE", repr(module)).replace("WHAT", repr(what)).replace("DEMO", repr(DEMO))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+DESTROYED = """
+import os, signal
+from realrl.runtime.signals import interruption, raise_signals
+
+class Destroyed:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+raise_signals()
+Destroyed()
+assert interruption().status == 130
+"""
+
+
+def test_an_interrupt_in_a_destructor_is_remembered_without_a_traceback() -> None:
+    done = subprocess.run([sys.executable, "-c", DESTROYED], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 STUBBORN = """
 import time
 from realrl.runtime.signals import Interrupted, raise_signals
