@@ -48,11 +48,25 @@ def test_only_what_is_unexpected_has_a_traceback(
 def test_a_rank_whose_peer_has_gone_is_a_consequence_and_brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    assert describe(RuntimeError(f"Gloo connectFullMesh failed with {GLOO}")).distance == CONSEQUENCE
     ending = describe(RuntimeError(GLOO))
     assert (ending.distance, ending.trace) == (CONSEQUENCE, "")
     assert (
         ending.sentence.startswith("rank 1: another rank has gone: ") and "typically" not in ending.sentence
     )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("cannot open /home/igloo/model.cc:1"),
+        RuntimeError("[/home/igloo/cuda.cc:1] out of range"),
+        ValueError(GLOO),
+    ],
+)
+def test_a_path_that_looks_like_gloo_blames_no_other_rank(error: Exception) -> None:
+    ending = describe(error)
+    assert ending.distance == CAUSE and ending.trace
 
 
 def test_the_first_cause_comes_before_deaths_and_consequences() -> None:

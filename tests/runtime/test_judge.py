@@ -93,3 +93,17 @@ def test_a_judge_that_leaves_while_it_is_imported_is_named(tmp_path: Path) -> No
     (tmp_path / "judge.py").write_text("import sys\nsys.exit()\n")
     with pytest.raises(UserError, match=r"cannot be imported: SystemExit \(.*judge\.py:2\)"):
         Judge(f"{tmp_path / 'judge.py'}:judge")
+
+
+def test_a_judge_may_define_a_dataclass_with_postponed_annotations(tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import KW_ONLY, dataclass\n\n"
+        "@dataclass\n"
+        "class Scale:\n"
+        "    _: KW_ONLY\n"
+        "    factor: float = 2.0\n\n"
+        "def judge(completions):\n"
+        "    return [Scale().factor] * len(completions)\n"
+    )
+    assert Judge(f"{tmp_path / 'judge.py'}:judge").rate(["a", "b"]) == [2.0, 2.0]

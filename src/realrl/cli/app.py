@@ -41,17 +41,22 @@ def _options(
 def run_app(arguments: Sequence[str]) -> int:
     """Run a command line, print how it failed if it does, and give its exit status: 2 for a mistake that the
     user can correct, 1 for any other failure, 130 or 143 when interrupted."""
+    status, failure = 1, None
     try:
         status = _run(arguments)
-    except (Exception, Interrupted) as error:  # nothing may end on a traceback
-        interrupted = interruption()
-        if interrupted is not None:
-            return _report_interruption(interrupted)
+    except Interrupted:
+        pass
+    except Exception as error:  # nothing may end on a traceback
+        failure = error
+    # Whatever the exception: a library may have replaced or swallowed that of a signal.
+    interrupted = interruption()
+    if interrupted is not None:
+        return _report_interruption(interrupted)
+    if failure is not None:
         from realrl.runtime.endings import report as report_ending
 
-        return report_ending(error)
-    interrupted = interruption()
-    return status if interrupted is None else _report_interruption(interrupted)
+        return report_ending(failure)
+    return status
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -42,7 +42,8 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
 @contextmanager
 def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
     """A block that runs a recipe. When it is interrupted, the interruption gets to know what has been saved;
-    nothing half written is left. Yields a function for the run's directory, None as long as the run has not made it."""
+    nothing half written is left. Yields a function for the run's directory, None as long as the run has not made
+    it."""
     from realrl.algorithms.graphs import build_graph
     from realrl.runtime.environment import is_writer
     from realrl.runtime.rundir import RunDirectory

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -20,10 +21,13 @@ USER_STATUS, RUN_STATUS = 2, 1
 
 CAUSE, DEATH, CONSEQUENCE = 0, 1, 2
 """How far an ending is from the first cause, at best: a process that died without a word may have found another one
-gone, and one that complains of its peers has."""
+gone, and one that blames its peers has."""
 
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 """Refusals that are no bug wherever they are met."""
+
+_GLOO = re.compile(r"(^|failed with )\[(\S*/)?gloo/\S+:\d+\] ")
+"""How gloo's error messages begin: with the place in its source."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ def describe(error: Exception) -> Ending:
     refusal = as_os_error(error)
     if isinstance(error, MemoryError) or name == "OutOfMemoryError":
         return Ending(f"{who}out of memory{text and ': '}{text}", RUN_STATUS, rank, time.time())
-    if _complains_of_a_peer(error):
+    if _blames_a_peer(error):
         # Gloo's second sentence is advice, and ends with a picture.
         sentence = f"{who}another rank has gone: {name}: {text.partition('. ')[0]}"
         return Ending(sentence, RUN_STATUS, rank, time.time(), CONSEQUENCE)
@@ -96,12 +100,12 @@ def first_cause(endings: Iterable[Ending]) -> Ending:
     return min(endings, key=lambda ending: (ending.distance, ending.time, ending.rank))
 
 
-def _complains_of_a_peer(error: BaseException) -> bool:
+def _blames_a_peer(error: BaseException) -> bool:
     """Whether an exception says that another rank cannot be reached: those of torch.distributed, and of gloo, which
     has none of its own."""
     names = {kind.__name__ for kind in type(error).__mro__}
     of_torch = names & {"DistBackendError", "DistNetworkError", "DistStoreError", "_DistError"}
-    return bool(of_torch) or "gloo" in str(error).lower()
+    return bool(of_torch) or (type(error) is RuntimeError and _GLOO.search(str(error)) is not None)
 
 
 def _speaks(ending: Ending) -> bool:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ class Judge:
         spec = importlib.util.spec_from_file_location("realrl_judge", self._file)
         assert spec is not None and spec.loader is not None, "a .py file has a loader"
         module = importlib.util.module_from_spec(spec)
+        # Where else dataclasses and pickle look for it.
+        sys.modules[spec.name] = module
         with self._users_code("cannot be imported:"):
             spec.loader.exec_module(module)
         function: Any = getattr(module, name, None)
