@@ -34,7 +34,23 @@ def _run() -> int:
     # Only now: loading modules takes long enough to be interrupted.
     from realrl.cli.app import run_app
 
-    return run_app(sys.argv[1:])
+    return _flushed(run_app(sys.argv[1:]))
+
+
+def _flushed(status: int) -> int:
+    """The exit status of a command that ended with `status`, after the last of its output is written."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # Nor may Python flush at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        # Whoever reads has had enough, as in `realrl generate ... | head`, or it has been said why this failed.
+        if status == 0 and not isinstance(error, BrokenPipeError):
+            from realrl.config.files import reason_of
+
+            print(f"realrl: standard output cannot be written: {reason_of(error)}", file=sys.stderr)
+            return 1
+    return status
 
 
 if __name__ == "__main__":

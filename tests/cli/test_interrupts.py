@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from realrl.runtime.signals import GRACE, PATIENCE
 from tests.runtime.processes import end, start
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of Unix")
@@ -142,6 +143,37 @@ def test_a_reader_that_has_had_enough_is_no_failure_to_talk_about() -> None:
     error = process.stderr.read() if process.stderr is not None else ""
     process.wait()
     assert error == ""
+
+
+FLUSHED = """
+import sys
+from realrl.cli import app
+from realrl.__main__ import main
+
+def run_app(arguments):
+    sys.stdout.write("a line that is still in the buffer")
+    return 0
+
+app.run_app = run_app
+main()
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="writes to /dev/full")
+@pytest.mark.parametrize("command", [["-m", "realrl", "show", DEMO], ["-c", FLUSHED]])
+def test_output_without_room_is_one_message(command: list[str]) -> None:
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, *command], stdout=full, stderr=subprocess.PIPE, text=True, env=buffered
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("realrl: ") and done.stderr.endswith("No space left on device\n")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_launcher_gives_its_processes_up_before_it_has_to_end() -> None:
+    assert 2 * GRACE < PATIENCE
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,10 @@ PATIENCE = 10.0
 """Seconds that a process may take to end by itself. It may be busy in code that is not Python, or wait for a rank
 that has gone."""
 
+GRACE = PATIENCE / 4
+"""Seconds that the local launcher waits for its processes, once after SIGTERM and once after SIGKILL. It is then
+still in time to say what was saved."""
+
 _interruption: "Interrupted | None" = None
 """What a handler has raised in this process."""
 
