@@ -80,6 +80,18 @@ def test_a_run_without_curves_still_gets_a_report(tmp_path: Path) -> None:
     assert (tmp_path / "report.png").exists()
 
 
+@pytest.mark.parametrize("name", ["report.json", "report.png"])
+def test_a_report_that_cannot_be_written_leaves_an_earlier_one_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    run = sft_run(tmp_path / "sft")
+    (tmp_path / name).write_text("earlier")
+    (tmp_path / f".{name}.partial").symlink_to("/dev/full")
+    assert run_app(["report", run, "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"realrl: --out {tmp_path} cannot be written: No space left on device\n"
+    assert (tmp_path / name).read_text() == "earlier"
+
+
 @pytest.mark.parametrize("missing", ["config.yaml", "metrics.jsonl"])
 def test_a_directory_that_is_no_finished_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], missing: str
