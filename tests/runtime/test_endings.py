@@ -19,7 +19,7 @@ FULL = "Error while serializing: I/O error: No space left on device (os error 28
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "sentence", "trace"),
+    ("error", "status", "message", "trace"),
     [
         (UserError("correct\nthis"), 2, "correct this", ""),
         (UserCodeError("your judge failed", "its traceback"), 2, "your judge failed", "its traceback"),
@@ -37,11 +37,11 @@ FULL = "Error while serializing: I/O error: No space left on device (os error 28
     ],
 )
 def test_only_what_is_unexpected_has_a_traceback(
-    error: Exception, status: int, sentence: str, trace: str
+    error: Exception, status: int, message: str, trace: str
 ) -> None:
     ending = describe(error)
     assert (ending.status, ending.distance) == (status, CAUSE)
-    assert ending.sentence.startswith(sentence) and "\n" not in ending.sentence
+    assert ending.message.startswith(message) and "\n" not in ending.message
     assert trace in ending.trace and bool(ending.trace) == bool(trace)
 
 
@@ -51,9 +51,7 @@ def test_a_rank_whose_peer_has_gone_is_a_consequence_and_brief(monkeypatch: pyte
     assert describe(RuntimeError(f"Gloo connectFullMesh failed with {GLOO}")).distance == CONSEQUENCE
     ending = describe(RuntimeError(GLOO))
     assert (ending.distance, ending.trace) == (CONSEQUENCE, "")
-    assert (
-        ending.sentence.startswith("rank 1: another rank has gone: ") and "typically" not in ending.sentence
-    )
+    assert ending.message.startswith("rank 1: another rank has gone: ") and "typically" not in ending.message
 
 
 @pytest.mark.parametrize(

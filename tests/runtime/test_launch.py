@@ -64,7 +64,7 @@ def test_a_rank_that_dies_ends_the_command(
     assert error.endswith("realrl: signal 9 (Killed) ended the process of rank 1\n")
     logs = tmp_path / "run" / "logs"
     assert f"note: the logs of all ranks are in {logs}\n" in error
-    # What the other rank complains of is there, and there alone.
+    # What the other rank reports is there, and there alone.
     assert "gloo" not in error and "gloo" in (logs / "rank-0.log").read_text()
     assert not any(map(alive, processes.values())) and not list(temporary.glob("realrl-*"))
 

@@ -76,8 +76,8 @@ def test_a_line_of_metrics_is_written_whole_or_not_at_all(tmp_path: Path) -> Non
             RunDirectory(str(path), ["actor"]).log(3, "train", 0.1, {"loss": 1.0})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    sentence = f"{path / 'metrics.jsonl'} cannot be written: File too large; the last complete checkpoint is "
-    assert str(raised.value) == sentence + str(path / "checkpoints" / "step-000002")
+    message = f"{path / 'metrics.jsonl'} cannot be written: File too large; the last complete checkpoint is "
+    assert str(raised.value) == message + str(path / "checkpoints" / "step-000002")
     assert (path / "metrics.jsonl").read_bytes() == before
 
 

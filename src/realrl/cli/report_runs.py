@@ -1,4 +1,4 @@
-"""What a finished run left in its directory, as a report needs it."""
+"""Figures and samples of a finished run, read from its directory for a report."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and why one could not be written."""
+"""Files that appear whole or not at all, and error messages for those that cannot be written."""
 
 import os
 import re

@@ -84,7 +84,7 @@ class Judge:
 
 
 def _shown(value: Any) -> str:
-    """A value that is wrong, as a sentence shows it."""
+    """A wrong value, as an error message shows it."""
     if value is None or isinstance(value, Number):
         return str(value)
     text = repr(value)

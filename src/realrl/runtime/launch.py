@@ -137,13 +137,13 @@ def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> dict[int, float]:
 def _death(rank: int, code: int, noticed: float) -> Ending:
     """The ending of a rank that could not say anything itself."""
     if code > 0:
-        sentence = f"the process of rank {rank} ended with status {code} and left no message"
-        return Ending(sentence, code, rank, noticed, DEATH)
+        message = f"the process of rank {rank} ended with status {code} and left no message"
+        return Ending(message, code, rank, noticed, DEATH)
     reason = signal.strsignal(-code) or "unknown"
-    sentence = f"signal {-code} ({reason}) ended the process of rank {rank}"
+    message = f"signal {-code} ({reason}) ended the process of rank {rank}"
     # Libraries abort a process whose peers have gone. It happened at some time since the look before.
     distance = DEATH if -code == signal.SIGABRT else CAUSE
-    return Ending(sentence, 128 - code, rank, noticed - 2 * POLL, distance)
+    return Ending(message, 128 - code, rank, noticed - 2 * POLL, distance)
 
 
 def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:

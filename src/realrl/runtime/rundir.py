@@ -155,7 +155,7 @@ class RunDirectory:
 
 
 def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
-    """What the run reads, by the name of its field. Not all are files: models may be on the hub."""
+    """Everything that the run reads, by the name of its field. Not all are files: models may be on the hub."""
     for role in type(experiment.models).model_fields:
         config = getattr(experiment.models, role)
         for field in ("path", "tokenizer"):

@@ -1,4 +1,4 @@
-"""What a run that has not come to its end leaves behind. No torch."""
+"""Checkpoints and metrics of a run that has not come to its end. No torch."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ def checkpoint_path(run_dir: Path, step: int | None, role: str = "") -> Path:
 
 
 def find_saved(run_dir: Path, trained: Sequence[str]) -> Saved:
-    """What there is in a run's directory, for the roles that it trains."""
+    """Find the last complete checkpoint and step in a run's directory, for the roles that it trains."""
     steps = [int(path.name[5:]) for path in (run_dir / CHECKPOINTS).glob("step-*") if path.name[5:].isdigit()]
     found = None
     for step in (*sorted(steps), None):

@@ -18,7 +18,7 @@ GRACE = PATIENCE / 4
 still in time to say what was saved."""
 
 _interruption: "Interrupted | None" = None
-"""What a handler has raised in this process."""
+"""The exception that a handler has raised in this process."""
 
 
 class Interrupted(BaseException):
@@ -44,7 +44,7 @@ class Interrupted(BaseException):
 
 
 def interruption() -> Interrupted | None:
-    """What has been raised because of a signal in this process, whatever became of it.
+    """The exception raised because of a signal in this process, whatever became of it; None if there was none.
 
     It may come out of a library as another exception, or be swallowed there.
     """

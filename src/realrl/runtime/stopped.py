@@ -1,4 +1,4 @@
-"""The end of a run whose numbers are not finite: what is kept, and what is said."""
+"""The end of a run whose numbers are not finite: its error message and the mini-batch that is kept."""
 
 from pathlib import Path
 
