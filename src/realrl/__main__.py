@@ -4,13 +4,29 @@ import os
 import sys
 
 from realrl.runtime.environment import SCRATCH_VARIABLE, leave, under_launcher
-from realrl.runtime.logs import divert_errors
-from realrl.runtime.signals import raise_signals
+from realrl.runtime.signals import forget_signals, interruption, raise_signals
 
 
 def main() -> None:
     """Run the command line of this process and exit with its status."""
+    try:
+        status = _run()
+        # Nothing is left to do that an interrupt could spoil.
+        forget_signals()
+    except BaseException:
+        interrupted = interruption()
+        if interrupted is None:
+            raise
+        status = interrupted.status
+    if under_launcher():
+        leave(status)
+    sys.exit(status)
+
+
+def _run() -> int:
     if SCRATCH_VARIABLE in os.environ:
+        from realrl.runtime.logs import divert_errors
+
         # The local launcher hears signals for its processes.
         divert_errors()
     else:
@@ -18,15 +34,23 @@ def main() -> None:
     # Only now: loading modules takes long enough to be interrupted.
     from realrl.cli.app import run_app
 
-    status = run_app(sys.argv[1:])
+    return _flushed(run_app(sys.argv[1:]))
+
+
+def _flushed(status: int) -> int:
+    """The exit status of a command that ended with `status`, after the last of its output is written."""
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever reads has had enough, as in `realrl generate ... | head`. Nor may Python flush at its end.
+    except OSError as error:
+        # Nor may Python flush at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    if under_launcher():
-        leave(status)
-    sys.exit(status)
+        # Whoever reads has had enough, as in `realrl generate ... | head`, or it has been said why this failed.
+        if status == 0 and not isinstance(error, BrokenPipeError):
+            from realrl.config.files import reason_of
+
+            print(f"realrl: standard output cannot be written: {reason_of(error)}", file=sys.stderr)
+            return 1
+    return status
 
 
 if __name__ == "__main__":

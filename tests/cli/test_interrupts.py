@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from realrl.runtime.signals import GRACE, PATIENCE
 from tests.runtime.processes import end, start
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of Unix")
@@ -26,6 +27,60 @@ def test_a_command_that_is_interrupted_ends_quietly(tmp_path: Path, number: sign
         status, error = end(process)
     assert (status, error) == (128 + number, "")
     assert list(tmp_path.iterdir()) == [pipe]
+
+
+INTERRUPTED = """
+import os, signal, sys
+from importlib.abc import MetaPathFinder
+
+class Interrupt(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name != MODULE:
+            return None
+        sys.meta_path.remove(self)
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except BaseException as error:
+            if WHAT == "wrapped":
+                raise RuntimeError("Error calling __set_name__ on a cached_property") from error
+            if WHAT == "raised":
+                raise
+        return None
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["realrl", "show", DEMO]
+from realrl.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["realrl.cli.app", "typer", "realrl.config.load"])
+@pytest.mark.parametrize("what", ["raised", "wrapped", "swallowed"])
+def test_an_interrupt_while_modules_are_loaded_is_quiet_whatever_becomes_of_it(
+    module: str, what: str
+) -> None:
+    code = INTERRUPTED.replace("MODULE", repr(module)).replace("WHAT", repr(what)).replace("DEMO", repr(DEMO))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+DESTROYED = """
+import os, signal
+from realrl.runtime.signals import interruption, raise_signals
+
+class Destroyed:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+raise_signals()
+Destroyed()
+assert interruption().status == 130
+"""
+
+
+def test_an_interrupt_in_a_destructor_is_remembered_without_a_traceback() -> None:
+    done = subprocess.run([sys.executable, "-c", DESTROYED], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 STUBBORN = """
@@ -88,6 +143,37 @@ def test_a_reader_that_has_had_enough_is_no_failure_to_talk_about() -> None:
     error = process.stderr.read() if process.stderr is not None else ""
     process.wait()
     assert error == ""
+
+
+FLUSHED = """
+import sys
+from realrl.cli import app
+from realrl.__main__ import main
+
+def run_app(arguments):
+    sys.stdout.write("a line that is still in the buffer")
+    return 0
+
+app.run_app = run_app
+main()
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="writes to /dev/full")
+@pytest.mark.parametrize("command", [["-m", "realrl", "show", DEMO], ["-c", FLUSHED]])
+def test_output_without_room_is_one_message(command: list[str]) -> None:
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, *command], stdout=full, stderr=subprocess.PIPE, text=True, env=buffered
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("realrl: ") and done.stderr.endswith("No space left on device\n")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_launcher_gives_its_processes_up_before_it_has_to_end() -> None:
+    assert 2 * GRACE < PATIENCE
 
 
 @pytest.mark.parametrize(

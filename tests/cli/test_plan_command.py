@@ -82,7 +82,7 @@ def test_json_is_one_object_with_all_there_is_to_know(capsys: pytest.CaptureFixt
 def test_the_plan_that_is_written_is_the_one_that_was_printed_and_can_be_shown(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    file = tmp_path / "plan.yaml"
+    file = tmp_path / "made" / "plan.yaml"
     found = planned(capsys, "--cluster", "a100-40g:1x4", "--out", str(file))
     loaded = Plan.load(file)
     assert {name: str(place.mesh) for name, place in loaded.placements.items()} == {
@@ -223,7 +223,6 @@ def test_a_profile_of_another_device_is_said_to_be_of_no_use(
         (["--objective", "speed"], "--objective: 'speed' is neither time nor cost"),
         (["--seconds", "0"], "--seconds: 0 must be above 0"),
         (["--seconds", "nan"], "--seconds: nan must be above 0"),
-        (["--out", "nowhere/plan.yaml"], "--out nowhere/plan.yaml: there is no directory nowhere"),
         (["--html", "."], "--html .: this is a directory"),
         (["--out", "plan.txt"], "--out plan.txt: the name of a plan file ends in .yaml"),
         (["--out", REFERENCE], "name another one"),

@@ -5,6 +5,9 @@ from typing import Any
 import pytest
 
 from realrl.cli.app import run_app
+from realrl.config.load import dump_experiment, load_experiment
+
+DEMO = str(Path(__file__).parents[2] / "recipes" / "demo" / "ppo.yaml")
 
 
 def write_run(path: Path, algorithm: str, lines: list[dict[str, Any]], seconds: float = 10.0) -> str:
@@ -77,6 +80,18 @@ def test_a_run_without_curves_still_gets_a_report(tmp_path: Path) -> None:
     assert (tmp_path / "report.png").exists()
 
 
+@pytest.mark.parametrize("name", ["report.json", "report.png"])
+def test_a_report_that_cannot_be_written_leaves_an_earlier_one_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    run = sft_run(tmp_path / "sft")
+    (tmp_path / name).write_text("earlier")
+    (tmp_path / f".{name}.partial").symlink_to("/dev/full")
+    assert run_app(["report", run, "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"realrl: --out {tmp_path} cannot be written: No space left on device\n"
+    assert (tmp_path / name).read_text() == "earlier"
+
+
 @pytest.mark.parametrize("missing", ["config.yaml", "metrics.jsonl"])
 def test_a_directory_that_is_no_finished_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], missing: str
@@ -91,15 +106,19 @@ def test_a_directory_that_is_no_finished_run_is_refused(
 def test_an_interrupted_run_is_refused_with_what_there_is_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], torn: str
 ) -> None:
-    run = sft_run(tmp_path / "sft")
-    (tmp_path / "sft" / "summary.json").unlink()
-    (tmp_path / "sft" / "checkpoints" / "step-000001").mkdir(parents=True)
-    with open(tmp_path / "sft" / "metrics.jsonl", "a") as file:
+    run = ppo_run(tmp_path / "ppo")
+    recipe = load_experiment(DEMO, ["training.steps=12"])
+    (tmp_path / "ppo" / "config.yaml").write_text(dump_experiment(recipe))
+    (tmp_path / "ppo" / "summary.json").unlink()
+    for name in ("step-000002", "step-000002-critic", "step-000004-critic"):
+        (tmp_path / "ppo" / "checkpoints" / name).mkdir(parents=True)
+    with open(tmp_path / "ppo" / "metrics.jsonl", "a") as file:
         file.write(torn)
     assert run_app(["report", run, "--out", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert f"{run}: this run has not finished" in said and "it has come to step 1" in said
-    assert "metrics.jsonl has 2 lines, and there is checkpoints/step-000001" in said
+    assert capsys.readouterr().err == (
+        f"realrl: {run}: a report takes finished runs, and this one goes on or has ended after step 5 of 12;"
+        f" saved: {run}/checkpoints/step-000002; metrics up to step 5 in {run}/metrics.jsonl\n"
+    )
 
 
 def test_a_broken_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ FULL = "Error while serializing: I/O error: No space left on device (os error 28
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "sentence", "trace"),
+    ("error", "status", "message", "trace"),
     [
         (UserError("correct\nthis"), 2, "correct this", ""),
         (UserCodeError("your judge failed", "its traceback"), 2, "your judge failed", "its traceback"),
@@ -37,22 +37,34 @@ FULL = "Error while serializing: I/O error: No space left on device (os error 28
     ],
 )
 def test_only_what_is_unexpected_has_a_traceback(
-    error: Exception, status: int, sentence: str, trace: str
+    error: Exception, status: int, message: str, trace: str
 ) -> None:
     ending = describe(error)
     assert (ending.status, ending.distance) == (status, CAUSE)
-    assert ending.sentence.startswith(sentence) and "\n" not in ending.sentence
+    assert ending.message.startswith(message) and "\n" not in ending.message
     assert trace in ending.trace and bool(ending.trace) == bool(trace)
 
 
 def test_a_rank_whose_peer_has_gone_is_a_consequence_and_brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    assert describe(RuntimeError(f"Gloo connectFullMesh failed with {GLOO}")).distance == CONSEQUENCE
     ending = describe(RuntimeError(GLOO))
     assert (ending.distance, ending.trace) == (CONSEQUENCE, "")
-    assert (
-        ending.sentence.startswith("rank 1: another rank has gone: ") and "typically" not in ending.sentence
-    )
+    assert ending.message.startswith("rank 1: another rank has gone: ") and "typically" not in ending.message
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("cannot open /home/igloo/model.cc:1"),
+        RuntimeError("[/home/igloo/cuda.cc:1] out of range"),
+        ValueError(GLOO),
+    ],
+)
+def test_a_path_that_looks_like_gloo_blames_no_other_rank(error: Exception) -> None:
+    ending = describe(error)
+    assert ending.distance == CAUSE and ending.trace
 
 
 def test_the_first_cause_comes_before_deaths_and_consequences() -> None:

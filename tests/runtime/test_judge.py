@@ -118,3 +118,17 @@ def test_a_judge_that_fails_at_the_end_loses_no_model(world: World, tmp_path: Pa
     )
     assert (run / "final" / "model.safetensors").exists() and (run / "final-critic").is_dir()
     assert not (run / "summary.json").exists()
+
+
+def test_a_judge_may_define_a_dataclass_with_postponed_annotations(tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import KW_ONLY, dataclass\n\n"
+        "@dataclass\n"
+        "class Scale:\n"
+        "    _: KW_ONLY\n"
+        "    factor: float = 2.0\n\n"
+        "def judge(completions):\n"
+        "    return [Scale().factor] * len(completions)\n"
+    )
+    assert Judge(f"{tmp_path / 'judge.py'}:judge").rate(["a", "b"]) == [2.0, 2.0]

@@ -64,7 +64,7 @@ def test_a_rank_that_dies_ends_the_command(
     assert error.endswith("realrl: signal 9 (Killed) ended the process of rank 1\n")
     logs = tmp_path / "run" / "logs"
     assert f"note: the logs of all ranks are in {logs}\n" in error
-    # What the other rank complains of is there, and there alone.
+    # What the other rank reports is there, and there alone.
     assert "gloo" not in error and "gloo" in (logs / "rank-0.log").read_text()
     assert not any(map(alive, processes.values())) and not list(temporary.glob("realrl-*"))
 
@@ -133,11 +133,22 @@ FAILURES = {
         "",
         2,
         "realrl: training.judge=DIR/judge.py:judge raised ZeroDivisionError: division by zero"
-        " (DIR/judge.py:9)",
+        " (DIR/judge.py:8)",
         "in judge\n",
     ),
 }
 """What is done to the ranks, the exit status, the last line on the screen, and what is above it."""
+
+
+JUDGE = """
+import os
+from pathlib import Path
+
+Path(__file__).with_name(f"judged-{os.environ['RANK']}").touch()
+
+def judge(completions):
+    return 1 / 0
+"""
 
 
 @pytest.mark.parametrize("case", FAILURES)
@@ -145,20 +156,27 @@ def test_the_first_cause_is_the_last_line_and_told_once(
     world: World, tmp_path: Path, temporary: Path, case: str
 ) -> None:
     code, status, message, above = FAILURES[case]
-    lines = [
-        "import os",
-        "from realrl.config.errors import RunError",
-        "from realrl.runtime.worker import Worker",
-    ]
-    lines += ["rank = os.environ['RANK']", *code.splitlines()]
-    lines += [""] * (7 - len(lines)) + ["def judge(completions):", "    return 1 / 0", ""]
-    (tmp_path / "judge.py").write_text("\n".join(lines))
+    patches = tmp_path / "patches"
+    patches.mkdir()
+    # Python runs it at the start of every process.
+    lines = ["import os", "rank = os.environ.get('RANK')"]
+    if code:
+        patch = [
+            "from realrl.config.errors import RunError",
+            "from realrl.runtime.worker import Worker",
+            *code.splitlines(),
+        ]
+        lines += ["if rank is not None:", *(f"    {line}" for line in patch)]
+    (patches / "sitecustomize.py").write_text("\n".join(lines))
+    (tmp_path / "judge.py").write_text(JUDGE)
     more = {"data__eval": str(world.root / "ppo.jsonl"), "training__judge": f"{tmp_path / 'judge.py'}:judge"}
     recipe = world.recipe("ppo", tmp_path, cluster="1x2", **more)
-    found, error = end(start("train", str(recipe), TMPDIR=str(temporary)))
+    path = os.pathsep.join([str(patches), *filter(None, [os.environ.get("PYTHONPATH")])])
+    found, error = end(start("train", str(recipe), TMPDIR=str(temporary), PYTHONPATH=path))
     assert (found, error.splitlines()[-1]) == (status, message.replace("DIR", str(tmp_path)))
     assert above in error and error.count("realrl: ") == 1 and "gloo" not in error
     assert ("Traceback" in error) == bool(above)
+    assert [file.name for file in tmp_path.glob("judged-*")] == ["judged-0"], "where the judge was loaded"
     logs = tmp_path / "run" / "logs"
     assert f"note: the logs of all ranks are in {logs}\n" in error
     assert "Traceback" in (logs / "rank-0.log").read_text()

@@ -144,7 +144,6 @@ def test_other_software_is_measured_anew(world: World, profiles: Mapping[int, Pa
         ([], "--shape NAME"),
         (["--shape", "lama-2-7b"], "did you mean llama-2-7b"),
         (["--shape", "llama-2-7b", "--dtype", "float16"], "'float16' is neither"),
-        (["--shape", "llama-2-7b", "--out", "nowhere/p.json"], "no directory nowhere"),
         (["--shape", "llama-2-7b", "--out", "/"], "is a directory"),
         (["--shape", "llama-2-7b", "--cluster", "h100:1x8+a100-80g:1x8"], "several kinds"),
         (["--shape", "llama-2-7b", "--cluster", "cpu:2x2"], "2 nodes"),

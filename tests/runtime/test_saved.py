@@ -1,14 +1,24 @@
 """What there is of a run that has not come to its end."""
 
+import errno
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from realrl.config.errors import RunError, UserError
 from realrl.config.files import check_directory, check_file, whole_file
+from realrl.config.load import load_experiment
+from realrl.data.batch import Batch, Ragged
+from realrl.plan.cluster import Cluster
+from realrl.runtime.compile import compile_recipe
 from realrl.runtime.rundir import RunDirectory
 from realrl.runtime.saved import find_saved, remove_partial
+from realrl.runtime.stopped import write_minibatch
+
+DEMO = str(Path(__file__).parents[2] / "recipes" / "demo" / "sft.yaml")
 
 
 def unfinished(path: Path, steps: int, checkpoints: Sequence[str]) -> Path:
@@ -66,8 +76,8 @@ def test_a_line_of_metrics_is_written_whole_or_not_at_all(tmp_path: Path) -> Non
             RunDirectory(str(path), ["actor"]).log(3, "train", 0.1, {"loss": 1.0})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    sentence = f"{path / 'metrics.jsonl'} cannot be written: File too large; the last complete checkpoint is "
-    assert str(raised.value) == sentence + str(path / "checkpoints" / "step-000002")
+    message = f"{path / 'metrics.jsonl'} cannot be written: File too large; the last complete checkpoint is "
+    assert str(raised.value) == message + str(path / "checkpoints" / "step-000002")
     assert (path / "metrics.jsonl").read_bytes() == before
 
 
@@ -93,6 +103,36 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     with whole_file(file) as partial:
         partial.write_text("new")
     assert file.read_text() == "new" and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_mini_batch_is_kept_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tear(tensors: dict[str, torch.Tensor], file: Path) -> None:
+        file.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("realrl.runtime.stopped.save_file", tear)
+    minibatch = Batch((0,), {"tokens": Ragged(torch.tensor([1, 2]), (2,))})
+    with pytest.raises(OSError, match="No space"):
+        write_minibatch(tmp_path / "minibatches" / "step-000001.safetensors", minibatch)
+    assert not list((tmp_path / "minibatches").iterdir())
+
+
+def test_what_is_known_before_the_first_step_is_written_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    write_text = Path.write_text
+
+    def listen(path: Path, *arguments: Any, **options: Any) -> int:
+        written.append(path.name)
+        return write_text(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "write_text", listen)
+    experiment = load_experiment(DEMO, [f"run_dir={tmp_path / 'run'}", "cluster=1x2"])
+    compiled = compile_recipe(experiment, Cluster(1, 2))
+    RunDirectory(experiment.run_dir).start(experiment, compiled.train.plan, compiled.programs)
+    assert ".config.yaml.partial" in written and ".train-rank1.txt.partial" in written
+    assert all(name.startswith(".") for name in written) and not list((tmp_path / "run").rglob(".*"))
 
 
 def test_a_device_is_written_to_and_not_replaced() -> None:

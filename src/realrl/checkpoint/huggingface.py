@@ -16,6 +16,7 @@ from realrl.checkpoint.origin import CONFIG, GENERATION_CONFIG, Origin
 from realrl.checkpoint.special_tokens import classifier_padding, end_ids, saved_ids
 from realrl.checkpoint.tokenizer_files import Tokenizer, set_padding, write_tokenizer
 from realrl.config.errors import UserError
+from realrl.config.files import partial_path
 from realrl.config.json_file import read_json
 from realrl.config.llama import UNTOUCHED, shape_to_hf
 from realrl.config.shape import Head, ModelShape
@@ -119,7 +120,7 @@ def save(
     tokenizer and origin name.
     """
     final = Path(directory)
-    partial = final.with_name(f".{final.name}.partial")
+    partial = partial_path(final)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:

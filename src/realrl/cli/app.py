@@ -16,7 +16,7 @@ from realrl.cli.show import show
 from realrl.cli.tokenizer import tokenizer
 from realrl.cli.train import train
 from realrl.runtime.environment import is_writer
-from realrl.runtime.signals import Interrupted
+from realrl.runtime.signals import Interrupted, interruption
 
 app = typer.Typer(
     name="realrl",
@@ -41,16 +41,33 @@ def _options(
 def run_app(arguments: Sequence[str]) -> int:
     """Run a command line, print how it failed if it does, and give its exit status: 2 for a mistake that the
     user can correct, 1 for any other failure, 130 or 143 when interrupted."""
+    status, failure = 1, None
+    try:
+        status = _run(arguments)
+    except Interrupted:
+        pass
+    except Exception as error:  # nothing may end on a traceback
+        failure = error
+    # Whatever the exception: a library may have replaced or swallowed that of a signal.
+    interrupted = interruption()
+    if interrupted is not None:
+        return _report_interruption(interrupted)
+    if failure is not None:
+        from realrl.runtime.endings import report as report_ending
+
+        return report_ending(failure)
+    return status
+
+
+def _run(arguments: Sequence[str]) -> int:
     try:
         app(args=list(arguments), prog_name="realrl")
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-    except Interrupted as interrupted:
-        if interrupted.sentence and is_writer():
-            print(f"realrl: {interrupted.sentence}", file=sys.stderr)
-        return interrupted.status
-    except Exception as error:  # nothing may end on a traceback
-        from realrl.runtime.endings import report as report_ending
-
-        return report_ending(error)
     return 0
+
+
+def _report_interruption(interrupted: Interrupted) -> int:
+    if interrupted.message and is_writer():
+        print(f"realrl: {interrupted.message}", file=sys.stderr)
+    return interrupted.status

@@ -96,7 +96,6 @@ def _write(path: Path, lines: Iterable[str]) -> None:
 
     check_file(str(path), path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
             file.writelines(lines)
     except OSError as error:

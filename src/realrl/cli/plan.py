@@ -11,6 +11,7 @@ import typer
 
 from realrl.cli.recipe import Overrides
 from realrl.config.errors import UserError
+from realrl.config.files import reason_of
 
 if TYPE_CHECKING:
     from realrl.planner.plan_search import Wanted
@@ -139,7 +140,7 @@ def plan(
         try:
             _write(report, name, file, title, source)
         except OSError as error:
-            raise UserError(f"--{name} {file}: {error.strerror}") from None
+            raise UserError(f"--{name} {file} cannot be written: {reason_of(error)}") from None
         typer.echo(f"{name}: {file}", err=as_json)
 
 

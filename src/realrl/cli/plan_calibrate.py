@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from realrl.config.errors import UserError
+from realrl.config.files import check_file, reason_of
 from realrl.config.paths import local_path
 
 if TYPE_CHECKING:
@@ -23,13 +24,14 @@ def calibrate_profile(run_dir: str, path: str | None) -> str:
     from realrl.planner.profile import Profile
 
     file = local_path(path or DEFAULT)
+    check_file(f"profile {file}", file)
     run = Comparison.load(run_dir)
     before = Profile.load(file) if file.exists() else None
     after = calibrate(before, run)
     try:
         after.save(file)
     except OSError as error:
-        raise UserError(f"profile {file} cannot be written: {error.strerror}") from None
+        raise UserError(f"profile {file} cannot be written: {reason_of(error)}") from None
     _print(run, before, after)
     typer.echo(f"profile: {file}", err=True)
     return str(file)

@@ -149,8 +149,6 @@ def files_to_write(*sources: str | None, **paths: str | None) -> dict[str, Path]
         if path is None:
             continue
         files[option] = file = local_path(path)
-        if not file.parent.is_dir():
-            raise UserError(f"--{option} {path}: there is no directory {file.parent}")
         check_file(f"--{option} {path}", file)
         if file.resolve() in taken:
             raise UserError(f"--{option} {path}: this file is {taken[file.resolve()]}; name another one")

@@ -28,8 +28,8 @@ def report(
 
     from realrl.cli.report_figures import report_figures
     from realrl.cli.report_runs import read_runs
-    from realrl.config.errors import UserError
-    from realrl.config.files import check_directory
+    from realrl.config.errors import RunError, UserError
+    from realrl.config.files import check_directory, check_file, reason_of, write_whole
     from realrl.config.paths import local_path
 
     if find_spec("matplotlib") is None:
@@ -39,12 +39,17 @@ def report(
     runs = read_runs(run_dirs)
     folder = local_path(out)
     check_directory(f"--out {out}", folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    numbers, picture = folder / "report.json", folder / "report.png"
+    for file in (numbers, picture):
+        check_file(str(file), file)
     figures = report_figures(runs)
-    (folder / "report.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    draw_picture(runs, folder / "report.png")
+    try:
+        write_whole(numbers, json.dumps(figures, indent=2) + "\n")
+        draw_picture(runs, picture)
+    except OSError as error:
+        raise RunError(f"--out {out} cannot be written: {reason_of(error)}") from error
     _print_report(runs, figures)
-    typer.echo(f"figures: {folder / 'report.json'}   curves: {folder / 'report.png'}")
+    typer.echo(f"figures: {numbers}   curves: {picture}")
 
 
 def _print_report(runs: "dict[str, FinishedRun]", figures: dict[str, Any]) -> None:

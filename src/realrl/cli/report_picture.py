@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from realrl.cli.report_runs import FinishedRun
+from realrl.config.files import whole_file
 
 _PANELS = {
     "sft": {"loss": "loss per token (nats)"},
@@ -37,7 +38,8 @@ def draw_picture(runs: Mapping[str, FinishedRun], path: Path) -> None:
     FigureCanvasAgg(picture)
     for number, (run, figure, label) in enumerate(panels, 1):
         _draw_panel(picture.add_subplot(rows, _COLUMNS, number), run, figure, label)
-    picture.savefig(path, dpi=120)
+    with whole_file(path) as partial:
+        picture.savefig(partial, format="png", dpi=120)
 
 
 def _draw_panel(axes: Any, run: FinishedRun, figure: str, label: str) -> None:

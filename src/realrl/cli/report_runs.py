@@ -1,15 +1,17 @@
-"""What a finished run left in its directory, as a report needs it."""
+"""Figures and samples of a finished run, read from its directory for a report."""
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from realrl.algorithms.graphs import build_graph
 from realrl.config.errors import UserError
+from realrl.config.load import load_experiment
 from realrl.config.paths import local_path
 from realrl.config.yaml_file import read_yaml
+from realrl.runtime.saved import find_saved
 
 LineKind = Literal["train", "eval"]
 
@@ -81,8 +83,17 @@ def read_run(directory: str) -> FinishedRun:
     for name in ("config.yaml", "metrics.jsonl"):
         if not (path / name).exists():
             raise UserError(f"{directory} holds no finished run: {name} is missing")
+    try:
+        return _read_run(path)
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{directory} is not a run directory this version understands: {error!r}") from None
+
+
+def _read_run(path: Path) -> FinishedRun:
     if not (path / "summary.json").exists():
-        raise UserError(f"{directory}: {_unfinished(path)}")
+        raise UserError(f"{path}: {_describe_unfinished(path)}")
     lines = (MetricLine(row["step"], row["kind"], row["figures"]) for row in _rows(path / "metrics.jsonl"))
     samples = (
         tuple(
@@ -91,29 +102,23 @@ def read_run(directory: str) -> FinishedRun:
         )
         for file in sorted((path / "samples").glob("step-*.jsonl"))
     )
-    try:
-        return FinishedRun(
-            path,
-            read_yaml(str(path / "config.yaml"))["algorithm"],
-            tuple(lines),
-            tuple(samples),
-            json.loads((path / "summary.json").read_text(encoding="utf-8"))["seconds"],
-        )
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{directory} is not a run directory this version understands: {error!r}") from None
+    return FinishedRun(
+        path,
+        read_yaml(str(path / "config.yaml"))["algorithm"],
+        tuple(lines),
+        tuple(samples),
+        json.loads((path / "summary.json").read_text(encoding="utf-8"))["seconds"],
+    )
 
 
-def _unfinished(path: Path) -> str:
-    """What to say of a run that goes on or was interrupted. Its last line may have been cut off."""
-    lines = (path / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-    steps = [int(found[1]) for line in lines if (found := re.match(r'\{"step": (\d{1,12}), .*\}$', line))]
-    saved = sorted(file.name for file in (path / "checkpoints").glob("step-*") if file.is_dir())
+def _describe_unfinished(path: Path) -> str:
+    """Error message for a run that goes on, or that was interrupted."""
+    experiment = load_experiment(str(path / "config.yaml"))
+    graph = build_graph(experiment)
+    saved = find_saved(path, [role for role in graph.roles if graph.trained(role)])
     return (
-        "this run has not finished, and a report takes finished runs; it has come to step"
-        f" {max(steps, default=0)}: metrics.jsonl has {len(steps)} lines, and there is"
-        f" {f'checkpoints/{saved[-1]}' if saved else 'no checkpoint'}"
+        "a report takes finished runs, and this one goes on or has ended"
+        f" {saved.describe(experiment.training.steps)}"
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from realrl.cli.recipe import Overrides, Recipe, cluster_of
-from realrl.runtime.signals import Interrupted
+from realrl.runtime.signals import interruption
 
 if TYPE_CHECKING:
     from realrl.config.experiment import Experiment
@@ -41,8 +41,9 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
 
 @contextmanager
 def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
-    """A block that runs a recipe. When it is interrupted, the exception says what has been saved; nothing half
-    written is left. Yields a function for the run's directory, None as long as the run has not made it."""
+    """A block that runs a recipe. When it is interrupted, the interruption gets to know what has been saved;
+    nothing half written is left. Yields a function for the run's directory, None as long as the run has not made
+    it."""
     from realrl.algorithms.graphs import build_graph
     from realrl.runtime.environment import is_writer
     from realrl.runtime.rundir import RunDirectory
@@ -56,13 +57,13 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
 
     try:
         yield run_dir
-    except Interrupted as interrupted:
-        interrupted.saved = "before the first step; nothing was saved"
-        if run_dir() is not None:
-            saved = find_saved(directory.path, [role for role in graph.roles if graph.trained(role)])
-            interrupted.saved = saved.describe(experiment.training.steps)
-        raise
     finally:
+        interrupted = interruption()
+        if interrupted is not None:
+            interrupted.saved = "before the first step; nothing was saved"
+            if run_dir() is not None:
+                saved = find_saved(directory.path, [role for role in graph.roles if graph.trained(role)])
+                interrupted.saved = saved.describe(experiment.training.steps)
         if is_writer() and run_dir() is not None:
             remove_partial(directory.path)
 

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and why one could not be written."""
+"""Files that appear whole or not at all, and error messages for those that cannot be written."""
 
 import os
 import re
@@ -9,18 +9,27 @@ from pathlib import Path
 
 from realrl.config.errors import UserError
 
+PARTIAL = ".*.partial"
+"""Pattern for the names that `partial_path` gives."""
+
+
+def partial_path(path: Path) -> Path:
+    """Where a file or directory lies until it is whole."""
+    return path.with_name(f".{path.name}.partial")
+
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """A path to write to in the block, which takes the place of `path` if the block ends well, else is removed.
 
-    What is no file of its own, such as /dev/stdout, is written to as it is.
+    The directory is made if need be. What is no file of its own, such as /dev/stdout, is written to as it is.
     """
     if _is_special(path):
         yield path
         return
     path = path.resolve()
-    partial = path.with_name(f".{path.name}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = partial_path(path)
     try:
         yield partial
         partial.replace(path)
@@ -46,7 +55,7 @@ def as_os_error(error: BaseException) -> OSError | None:
 
 
 def reason_of(error: OSError) -> str:
-    """Why a file could not be written, for a sentence: `No space left on device`."""
+    """The operating system's reason, for an error message: `No space left on device`."""
     return error.strerror or str(error) or type(error).__name__
 
 

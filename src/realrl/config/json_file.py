@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from realrl.config.errors import UserError
+from realrl.config.files import reason_of
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -15,7 +16,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise UserError(f"{file}: no such file") from error
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror})") from error
+        raise UserError(f"{file}: cannot be read ({reason_of(error)})") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: not valid JSON ({error})") from error
     content = _parse(text, str(file))

@@ -31,7 +31,7 @@ def experiment_class(algorithm: Any) -> type[Settings]:
 def load_experiment(path: str, overrides: Sequence[str] = ()) -> Experiment:
     """Read a recipe, apply overrides `a.b.c=value` (values in YAML, so `null`, numbers and lists work).
 
-    Raises UserError: one sentence with the file and line, or with the dotted path of the field.
+    Raises UserError: one message with the file and line, or with the dotted path of the field.
     """
     settings = read_yaml(path)
     if not isinstance(settings, dict):

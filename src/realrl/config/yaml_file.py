@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 
 from realrl.config.errors import UserError
+from realrl.config.files import reason_of
 from realrl.config.paths import local_path
 
 _MOST = 10**20
@@ -91,7 +92,7 @@ def read_yaml(path: str) -> Any:
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        raise UserError(f"{path} cannot be read: {reason_of(error)}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} cannot be read: it is no text in UTF-8 ({error.reason})") from None
     return parse_yaml(text, path, multiline=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from realrl.config.errors import UserError
+from realrl.config.files import reason_of
 from realrl.config.paths import local_path
 from realrl.data.rejects import BadRecordError, Rejects
 
@@ -208,7 +209,7 @@ def _open(file: str) -> Any:
     try:
         return open(file, "rb")
     except OSError as error:
-        raise UserError(f"cannot read data file {file}: {error.strerror}") from None
+        raise UserError(f"cannot read data file {file}: {reason_of(error)}") from None
 
 
 def _complaint(error: Exception) -> str:

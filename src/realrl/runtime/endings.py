@@ -1,8 +1,9 @@
-"""How processes that failed have ended, in words, and which of their endings was the first cause. No torch."""
+"""Error messages of processes that failed, and which of them tells the first cause. No torch."""
 
 import errno
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -20,24 +21,27 @@ USER_STATUS, RUN_STATUS = 2, 1
 
 CAUSE, DEATH, CONSEQUENCE = 0, 1, 2
 """How far an ending is from the first cause, at best: a process that died without a word may have found another one
-gone, and one that complains of its peers has."""
+gone, and one that blames its peers has."""
 
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 """Refusals that are no bug wherever they are met."""
+
+_GLOO = re.compile(r"(^|failed with )\[(\S*/)?gloo/\S+:\d+\] ")
+"""How gloo's error messages begin: with the place in its source."""
 
 
 @dataclass(frozen=True)
 class Ending:
     """Why one process failed."""
 
-    sentence: str
+    message: str
     status: int
     rank: int
     time: float
     """By the clock that processes of a machine share."""
     distance: int = CAUSE
     trace: str = ""
-    """A traceback for people to see, where the sentence cannot say enough: of a bug, or of the user's own code."""
+    """A traceback for people to see, where the message cannot say enough: of a bug, or of the user's own code."""
 
 
 def describe(error: Exception) -> Ending:
@@ -51,16 +55,16 @@ def describe(error: Exception) -> Ending:
     refusal = as_os_error(error)
     if isinstance(error, MemoryError) or name == "OutOfMemoryError":
         return Ending(f"{who}out of memory{text and ': '}{text}", RUN_STATUS, rank, time.time())
-    if _complains_of_a_peer(error):
-        # Gloo's second sentence is advice, and ends with a picture.
-        sentence = f"{who}another rank has gone: {name}: {text.partition('. ')[0]}"
-        return Ending(sentence, RUN_STATUS, rank, time.time(), CONSEQUENCE)
+    if _blames_a_peer(error):
+        # What follows in gloo's text is advice, and ends with a picture.
+        message = f"{who}another rank has gone: {name}: {text.partition('. ')[0]}"
+        return Ending(message, RUN_STATUS, rank, time.time(), CONSEQUENCE)
     if refusal is not None and refusal.errno in _DISK:
         file = f"{refusal.filename} cannot be written: " if refusal.filename else ""
         return Ending(f"{who}{file}{reason_of(refusal)}", RUN_STATUS, rank, time.time())
-    sentence = f"{who}unexpected {name}{text and ': '}{text}; see the traceback above"
+    message = f"{who}unexpected {name}{text and ': '}{text}; see the traceback above"
     trace = "".join(traceback.format_exception(error))
-    return Ending(sentence, RUN_STATUS, rank, time.time(), trace=trace)
+    return Ending(message, RUN_STATUS, rank, time.time(), trace=trace)
 
 
 def report(error: Exception) -> int:
@@ -80,14 +84,14 @@ def report(error: Exception) -> int:
 
 
 def show(ending: Ending, *, prefix: str = "", logs: Path | None = None) -> None:
-    """Print an ending, its sentence last."""
-    sentence = ending.sentence if ending.sentence.startswith(prefix) else prefix + ending.sentence
+    """Print an ending, its message last."""
+    message = ending.message if ending.message.startswith(prefix) else prefix + ending.message
     note = "" if logs is None else f"note: the logs of all ranks are in {logs}\n"
-    print(f"{ending.trace}{note}realrl: {sentence}", file=sys.stderr, flush=True)
+    print(f"{ending.trace}{note}realrl: {message}", file=sys.stderr, flush=True)
 
 
 def read_endings(scratch: Path) -> list[Ending]:
-    """What processes of the local launcher have left."""
+    """Read the endings that processes of the local launcher have left."""
     return [Ending(**json.loads(file.read_text())) for file in scratch.glob("ending-*.json")]
 
 
@@ -96,12 +100,12 @@ def first_cause(endings: Iterable[Ending]) -> Ending:
     return min(endings, key=lambda ending: (ending.distance, ending.time, ending.rank))
 
 
-def _complains_of_a_peer(error: BaseException) -> bool:
+def _blames_a_peer(error: BaseException) -> bool:
     """Whether an exception says that another rank cannot be reached: those of torch.distributed, and of gloo, which
     has none of its own."""
     names = {kind.__name__ for kind in type(error).__mro__}
     of_torch = names & {"DistBackendError", "DistNetworkError", "DistStoreError", "_DistError"}
-    return bool(of_torch) or "gloo" in str(error).lower()
+    return bool(of_torch) or (type(error) is RuntimeError and _GLOO.search(str(error)) is not None)
 
 
 def _speaks(ending: Ending) -> bool:
@@ -119,7 +123,7 @@ def _log(error: Exception) -> None:
 
 
 def _tell_torchrun(ending: Ending) -> None:
-    """Leave the sentence where torchrun looks for it; its summary then names the rank that failed first."""
+    """Leave the message where torchrun looks for it; its summary then names the rank that failed first."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:
         return
@@ -127,7 +131,7 @@ def _tell_torchrun(ending: Ending) -> None:
     stamp = str(int(ending.time) + ending.distance)
     with suppress(OSError):
         Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).write_text(json.dumps({"message": ending.sentence, "timestamp": stamp}))
+        Path(file).write_text(json.dumps({"message": ending.message, "timestamp": stamp}))
 
 
 def _rank() -> int:

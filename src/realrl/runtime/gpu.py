@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 NO_GPU = "device=cuda, but torch finds no GPU here; use device=cpu"
-"""The sentence of a UserError."""
+"""Error message for a run that asks for a GPU where there is none."""
 
 _ASK = """
 import json, torch

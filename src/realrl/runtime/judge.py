@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ class Judge:
         spec = importlib.util.spec_from_file_location("realrl_judge", self._file)
         assert spec is not None and spec.loader is not None, "a .py file has a loader"
         module = importlib.util.module_from_spec(spec)
+        # Where else dataclasses and pickle look for it.
+        sys.modules[spec.name] = module
         with self._users_code("cannot be imported:"):
             spec.loader.exec_module(module)
         function: Any = getattr(module, name, None)
@@ -83,7 +86,7 @@ class Judge:
 
 
 def _shown(value: Any) -> str:
-    """A value that is wrong, as a sentence shows it."""
+    """A wrong value, as an error message shows it."""
     if value is None or isinstance(value, Number):
         return str(value)
     text = repr(value)

@@ -17,7 +17,7 @@ from realrl.plan.plan import Plan
 from realrl.runtime.endings import CAUSE, DEATH, USER_STATUS, Ending, first_cause, read_endings, show
 from realrl.runtime.environment import LAUNCHER_VARIABLE, PLAN_VARIABLE, SCRATCH_VARIABLE, STORE_VARIABLE
 from realrl.runtime.logs import keep_logs, log_file
-from realrl.runtime.signals import show_cursor
+from realrl.runtime.signals import GRACE, show_cursor
 
 POLL = 0.05
 """Seconds between looks at the processes."""
@@ -137,21 +137,21 @@ def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> dict[int, float]:
 def _death(rank: int, code: int, noticed: float) -> Ending:
     """The ending of a rank that could not say anything itself."""
     if code > 0:
-        sentence = f"the process of rank {rank} ended with status {code} and left no message"
-        return Ending(sentence, code, rank, noticed, DEATH)
+        message = f"the process of rank {rank} ended with status {code} and left no message"
+        return Ending(message, code, rank, noticed, DEATH)
     reason = signal.strsignal(-code) or "unknown"
-    sentence = f"signal {-code} ({reason}) ended the process of rank {rank}"
+    message = f"signal {-code} ({reason}) ended the process of rank {rank}"
     # Libraries abort a process whose peers have gone. It happened at some time since the look before.
     distance = DEATH if -code == signal.SIGABRT else CAUSE
-    return Ending(sentence, 128 - code, rank, noticed - 2 * POLL, distance)
+    return Ending(message, 128 - code, rank, noticed - 2 * POLL, distance)
 
 
 def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Ask those that still run to end, and kill what has not after five seconds."""
+    """Ask those that still run to end, and kill what has not after GRACE seconds."""
     for action in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             if process.poll() is None:
                 process.send_signal(action)
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + GRACE
         while time.monotonic() < deadline and any(process.poll() is None for process in processes):
             time.sleep(POLL)

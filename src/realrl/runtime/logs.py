@@ -11,7 +11,7 @@ from realrl.runtime.environment import SCRATCH_VARIABLE
 
 
 def log_file(scratch: str | Path, rank: int) -> Path:
-    """What a rank prints."""
+    """The file for what a rank prints."""
     return Path(scratch) / f"rank-{rank}.log"
 
 

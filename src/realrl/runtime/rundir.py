@@ -12,7 +12,7 @@ from typing import Any
 
 from realrl.config.errors import RunError, UserError
 from realrl.config.experiment import Experiment
-from realrl.config.files import as_os_error, check_directory, reason_of, write_whole
+from realrl.config.files import as_os_error, check_directory, partial_path, reason_of, write_whole
 from realrl.config.load import dump_experiment
 from realrl.config.paths import local_path
 from realrl.plan.plan import Plan
@@ -78,12 +78,12 @@ class RunDirectory:
             if self.path.exists():
                 shutil.rmtree(self.path)
             (self.path / PROGRAMS).mkdir(parents=True)
-            (self.path / CONFIG).write_text(dump_experiment(experiment), encoding="utf-8")
+            write_whole(self.path / CONFIG, dump_experiment(experiment))
             plan.save(self.path / PLAN)
             for name, ranks in programs.items():
                 for program in ranks:
                     file = self.path / PROGRAMS / f"{name}-rank{program.rank}.txt"
-                    file.write_text(format_program(program))
+                    write_whole(file, format_program(program))
         except OSError as error:
             raise UserError(f"run_dir={self.path} cannot be written: {reason_of(error)}") from None
 
@@ -117,7 +117,6 @@ class RunDirectory:
         lines = "".join(json.dumps(_finite(row), ensure_ascii=False) + "\n" for row in rows)
         file = self.path / "samples" / f"step-{step:06}.jsonl"
         with self.writing(file):
-            file.parent.mkdir(exist_ok=True)
             write_whole(file, lines)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -134,7 +133,6 @@ class RunDirectory:
         path = self.checkpoint(step)
         file = path.with_name(f"{path.name}-state.json")
         with self.writing(file):
-            file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps(state, indent=2) + "\n")
 
     def checkpoint(self, step: int | None, role: str = "") -> Path:
@@ -148,7 +146,7 @@ class RunDirectory:
         try:
             yield
         except Exception as error:
-            shutil.rmtree(what.with_name(f".{what.name}.partial"), ignore_errors=True)
+            shutil.rmtree(partial_path(what), ignore_errors=True)
             refusal = as_os_error(error)
             if refusal is None:
                 raise
@@ -157,7 +155,7 @@ class RunDirectory:
 
 
 def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
-    """What the run reads, by the name of its field. Not all are files: models may be on the hub."""
+    """Everything that the run reads, by the name of its field. Not all are files: models may be on the hub."""
     for role in type(experiment.models).model_fields:
         config = getattr(experiment.models, role)
         for field in ("path", "tokenizer"):

@@ -1,10 +1,12 @@
-"""What a run that has not come to its end leaves behind. No torch."""
+"""Checkpoints and metrics of a run that has not come to its end. No torch."""
 
 import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from realrl.config.files import PARTIAL
 
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
 
@@ -18,13 +20,13 @@ class Saved:
     step: int | None
 
     def describe_checkpoint(self) -> str:
-        """For a sentence about something that could not be written."""
+        """Part of an error message about something that could not be written."""
         if self.checkpoint is None:
             return "there is no complete checkpoint"
         return f"the last complete checkpoint is {self.checkpoint}"
 
     def describe(self, steps: int | None) -> str:
-        """For a sentence about a run that was to do so many steps, if that is known."""
+        """Part of a message about a run that was to do so many steps, if that is known."""
         if not self.step:
             return "before the end of the first step; nothing was saved"
         models = "no model was saved; training.save_every saves on the way"
@@ -42,7 +44,7 @@ def checkpoint_path(run_dir: Path, step: int | None, role: str = "") -> Path:
 
 
 def find_saved(run_dir: Path, trained: Sequence[str]) -> Saved:
-    """What there is in a run's directory, for the roles that it trains."""
+    """Find the last complete checkpoint and step in a run's directory, for the roles that it trains."""
     steps = [int(path.name[5:]) for path in (run_dir / CHECKPOINTS).glob("step-*") if path.name[5:].isdigit()]
     found = None
     for step in (*sorted(steps), None):
@@ -55,7 +57,7 @@ def find_saved(run_dir: Path, trained: Sequence[str]) -> Saved:
 
 def remove_partial(run_dir: Path) -> None:
     """Remove what a process of the run was writing when it was killed."""
-    for path in list(run_dir.rglob(".*.partial")):
+    for path in list(run_dir.rglob(PARTIAL)):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:

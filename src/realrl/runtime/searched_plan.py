@@ -12,6 +12,7 @@ from pathlib import Path
 from realrl import __version__
 from realrl.config.errors import UserError
 from realrl.config.experiment import Experiment
+from realrl.config.files import reason_of
 from realrl.plan.plan import Plan
 from realrl.planner.cluster import ClusterSpec
 from realrl.planner.plan_search import Wanted, best_plan
@@ -134,5 +135,5 @@ def _write(file: Path, found: SearchedPlan, scenario: Scenario) -> str:
             scratch.write(text)
         os.replace(scratch.name, file)
     except OSError as error:
-        return f"not kept, since {file.parent} cannot be written ({error.strerror})"
+        return f"not kept, since {file.parent} cannot be written ({reason_of(error)})"
     return f"kept in {file}"

@@ -3,6 +3,7 @@
 import os
 import select
 import signal
+import sys
 import threading
 from types import FrameType
 
@@ -11,6 +12,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PATIENCE = 10.0
 """Seconds that a process may take to end by itself. It may be busy in code that is not Python, or wait for a rank
 that has gone."""
+
+GRACE = PATIENCE / 4
+"""Seconds that the local launcher waits for its processes, once after SIGTERM and once after SIGKILL. It is then
+still in time to say what was saved."""
+
+_interruption: "Interrupted | None" = None
+"""The exception that a handler has raised in this process."""
 
 
 class Interrupted(BaseException):
@@ -29,10 +37,18 @@ class Interrupted(BaseException):
         return 128 + self.number
 
     @property
-    def sentence(self) -> str:
-        """What to print; nothing where nothing is known of what was saved."""
+    def message(self) -> str:
+        """The message to print; empty where nothing is known of what was saved."""
         verb = "interrupted" if self.number == signal.SIGINT else "ended by SIGTERM"
         return f"{verb} {self.saved}" if self.saved else ""
+
+
+def interruption() -> Interrupted | None:
+    """The exception raised because of a signal in this process, whatever became of it; None if there was none.
+
+    It may come out of a library as another exception, or be swallowed there.
+    """
+    return _interruption
 
 
 def raise_signals() -> None:
@@ -45,20 +61,28 @@ def raise_signals() -> None:
     os.set_blocking(writer, False)
     # Handlers in Python run only between steps of Python; this pipe is written to at once.
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    raised = False
 
     def interrupt(number: int, _: FrameType | None) -> None:
-        nonlocal raised
-        if not raised:
-            raised = True
-            raise Interrupted(number)
+        global _interruption
+        if _interruption is None:
+            _interruption = Interrupted(number)
+            raise _interruption
 
+    sys.unraisablehook = _pass_over_interruption
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, interrupt)
     threading.Thread(target=_end_at_last, args=(reader,), daemon=True).start()
     # A child would write into the same pipe.
-    os.register_at_fork(after_in_child=_forget_signals)
+    os.register_at_fork(after_in_child=forget_signals)
+
+
+def forget_signals() -> None:
+    """From now on signals end the process as if it had never asked for them."""
+    signal.set_wakeup_fd(-1)
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def show_cursor() -> None:
@@ -83,8 +107,7 @@ def _await_signal(reader: int, seconds: float | None) -> int:
     return 0
 
 
-def _forget_signals() -> None:
-    signal.set_wakeup_fd(-1)
-    for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
+def _pass_over_interruption(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Print no traceback when a signal comes while a destructor runs; `interruption` still knows of it."""
+    if not isinstance(unraisable.exc_value, Interrupted):
+        sys.__unraisablehook__(unraisable)

@@ -1,4 +1,4 @@
-"""The end of a run whose numbers are not finite: what is kept, and what is said."""
+"""The end of a run whose numbers are not finite: its error message and the mini-batch that is kept."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from realrl.config.errors import RunError
-from realrl.config.files import as_os_error, reason_of
+from realrl.config.files import as_os_error, reason_of, whole_file
 from realrl.data.batch import Batch
 from realrl.engine.skipped_steps import SkippedStepsError
 
@@ -45,5 +45,5 @@ def write_minibatch(file: Path, minibatch: Batch) -> None:
     for key, field in minibatch.fields.items():
         tensors[key] = field.values.detach().contiguous()
         tensors[f"{key}.lengths"] = torch.tensor(field.lengths)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, file)
+    with whole_file(file) as partial:
+        save_file(tensors, partial)

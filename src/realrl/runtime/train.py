@@ -78,8 +78,8 @@ class Observer(Protocol):
 
 
 def train(experiment: Experiment, observer: Observer) -> None:
-    """Run a recipe as one rank of its cluster. UserError for what the user has to mend, RunError for what stops the
-    run and is no bug."""
+    """Run a recipe as one rank of its cluster. UserError for what the user has to correct, RunError for what
+    stops the run and is no bug."""
     started = time.monotonic()
     check_trainable(experiment)
     cluster = resolve_cluster(experiment.cluster, experiment.device)
@@ -151,7 +151,9 @@ class Run:
         data = experiment.data
         self.order = Order(len(self.records), data.batch, experiment.seed, data.shuffle)
         self.steps = experiment.training.steps or max(1, self.order.steps(experiment.training.epochs))
-        judge = Judge(experiment.training.judge) if experiment.training.judge else None
+        # Code of the user's runs once: on the rank that asks it.
+        reference = experiment.training.judge if process.rank == WRITER else None
+        judge = None if reference is None else Judge(reference)
         say: Callable[[str], None] = observer.note if observer is not None else lambda text: None
         self.costs = Costs(experiment, compiled, process, self.roles, profile, say)
         self.trace = Trace(process.rank)

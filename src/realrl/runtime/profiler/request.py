@@ -66,8 +66,6 @@ def make_request(
     if group is not None:
         device = "cpu" if group.device.cpu else "cuda"
     file = local_path(out)
-    if not file.parent.is_dir():
-        raise UserError(f"--out {out}: there is no directory {file.parent}")
     check_file(f"--out {out}", file)
     sampling = experiment.generation if isinstance(experiment, PPOExperiment) else GenerationConfig()
     # What is measured depends on the number of layers hardly, and not on what else a key leaves out.
