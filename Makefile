@@ -8,7 +8,7 @@ STAMP := $(VENV)/installed
 
 demo: $(STAMP)  ## RLHF on real human ratings, end to end
 	$(BIN)/python demo/prepare.py
-	$(BIN)/realrl tokenizer data/demo/sft_train.jsonl --out data/demo/tokenizer --vocab-size 2048
+	$(BIN)/realrl tokenizer data/demo/sft_train.jsonl --out data/demo/tokenizer --vocab-size 2048 --overwrite
 	$(BIN)/realrl train recipes/demo/sft.yaml
 	$(BIN)/realrl train recipes/demo/reward.yaml
 	$(BIN)/realrl train recipes/demo/ppo.yaml

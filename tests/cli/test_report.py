@@ -18,7 +18,7 @@ def write_run(path: Path, algorithm: str, lines: list[dict[str, Any]], seconds: 
     return str(path)
 
 
-def line(step: int, kind: str, **figures: float) -> dict[str, Any]:
+def line(step: int, kind: str, **figures: float | None) -> dict[str, Any]:
     named = {name.replace("__", "/"): value for name, value in figures.items()}
     return {"step": step, "kind": kind, "seconds": 1.0, "figures": named}
 
@@ -73,6 +73,16 @@ def test_report_of_all_three_stages(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_report_has_only_the_figures_of_the_runs_given(tmp_path: Path) -> None:
     assert run_app(["report", reward_run(tmp_path / "r"), "--out", str(tmp_path)]) == 0
     assert figures(tmp_path) == {"reward_pair_accuracy": 0.78, "seconds": {"reward": 7.0, "total": 7.0}}
+
+
+def test_a_last_figure_that_was_not_finite_is_not_taken_from_an_earlier_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [line(0, "eval", reward__score=0.5), line(5, "eval", reward__score=None)]
+    assert run_app(["report", write_run(tmp_path / "p", "ppo", lines), "--out", str(tmp_path)]) == 0
+    found = figures(tmp_path)
+    assert (found["reward_before"], found["reward_after"]) == (0.5, None)
+    assert "not finite" in capsys.readouterr().out
 
 
 def test_a_run_without_curves_still_gets_a_report(tmp_path: Path) -> None:

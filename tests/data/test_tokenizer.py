@@ -1,11 +1,14 @@
 """Tokenizers are trained, written and opened again without loss."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.data.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from tests.conftest import World
 
 TEXTS = ["the cat sat on the mat", " 2 dogs, née Ω\n\tand <s>", "🙂 end "]
 
@@ -89,3 +92,19 @@ def test_a_directory_without_a_usable_tokenizer_is_the_users_mistake(tmp_path, f
         (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=complaint):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_is_only_replaced_on_demand_and_that_of_a_model_never(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = str(world.root / "sft.jsonl"), tmp_path / "tokenizer"
+    command = ["tokenizer", data, "--out", str(out), "--vocab-size", "300"]
+    assert run_app(command) == 0
+    before = (out / "tokenizer.json").read_bytes()
+    assert run_app([*command[:-1], "310"]) == 2
+    assert "there is a tokenizer; choose another directory or give --overwrite" in capsys.readouterr().err
+    assert (out / "tokenizer.json").read_bytes() == before
+    assert run_app([*command[:-1], "310", "--overwrite"]) == 0
+    assert (out / "tokenizer.json").read_bytes() != before
+    assert run_app(["tokenizer", data, "--out", world.actor, "--overwrite"]) == 2
+    assert "this directory holds a model" in capsys.readouterr().err

@@ -60,7 +60,7 @@ def _print_report(runs: "dict[str, FinishedRun]", figures: dict[str, Any]) -> No
     table = Table(title="Figures", title_justify="left", show_header=False)
     for name, label in _LABELS.items():
         if name in figures:
-            table.add_row(label, f"{figures[name]:.3f}")
+            table.add_row(label, "not finite" if figures[name] is None else f"{figures[name]:.3f}")
     for name, seconds in figures["seconds"].items():
         table.add_row(f"wall time, {name}", f"{seconds:.0f} s")
     console.print(table)

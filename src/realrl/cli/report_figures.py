@@ -10,7 +10,8 @@ _PPO = {"judge": "judge", "reward": "score"}
 
 
 def report_figures(runs: Mapping[str, FinishedRun]) -> dict[str, Any]:
-    """What `runs` (algorithm -> run) came to; a figure that no run has is left out.
+    """What `runs` (algorithm -> run) came to; a figure that no run has is left out, and is None where it was no
+    finite number.
 
     reward_pair_accuracy: share of evaluation pairs ranked right at the last evaluation of the reward run.
     judge_before, judge_after, reward_before, reward_after: means over completions at the first and the last

@@ -51,16 +51,21 @@ class FinishedRun:
         known = [(step, value) for step, value in points if value is not None]
         return [step for step, _ in known], [value for _, value in known]
 
-    def first_and_last(self, figure: str) -> tuple[float, float] | None:
-        """The figure at the first and at the last evaluation; None if no evaluation has it."""
-        _, values = self.series("eval", figure)
+    def first_and_last(self, figure: str) -> tuple[float | None, float | None] | None:
+        """The figure at the first and at the last evaluation, None where it was no finite number; None if no
+        evaluation has it."""
+        evaluations = (line.figures for line in self.lines if line.kind == "eval")
+        values = [figures[name] for figures in evaluations if (name := _name(figures, figure))]
         return (values[0], values[-1]) if values else None
 
 
+def _name(figures: dict[str, float | None], figure: str) -> str | None:
+    return next((name for name in figures if name == figure or name.endswith("/" + figure)), None)
+
+
 def _find(figures: dict[str, float | None], figure: str) -> float | None:
-    return next(
-        (value for name, value in figures.items() if name == figure or name.endswith("/" + figure)), None
-    )
+    name = _name(figures, figure)
+    return None if name is None else figures[name]
 
 
 def read_runs(directories: Sequence[str]) -> dict[str, FinishedRun]:

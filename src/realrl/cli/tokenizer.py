@@ -9,13 +9,21 @@ def tokenizer(
     data: Annotated[str, typer.Argument(help="Records to train on, as in data.train.")],
     out: Annotated[str, typer.Option(metavar="DIR", help="Directory to write the tokenizer to.")],
     vocab_size: Annotated[int, typer.Option(help="Number of tokens, special ones included.")] = 32000,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a tokenizer that lies in the directory.")
+    ] = False,
 ) -> None:
     """Train a byte-level BPE tokenizer on the text of a data set."""
+    from realrl.config.errors import UserError
     from realrl.config.files import check_directory
     from realrl.config.paths import local_path
     from realrl.data.tokenizer import train_tokenizer
 
     folder = local_path(out)
     check_directory(f"--out {out}", folder)
+    if any((folder / name).exists() for name in ("config.json", "model.safetensors")):
+        raise UserError(f"--out {out}: this directory holds a model; choose another one")
+    if (folder / "tokenizer.json").exists() and not overwrite:
+        raise UserError(f"--out {out}: there is a tokenizer; choose another directory or give --overwrite")
     size = train_tokenizer(data, str(folder), vocab_size)
     typer.echo(f"wrote a tokenizer of {size} tokens to {folder}")

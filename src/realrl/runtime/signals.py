@@ -7,6 +7,8 @@ import sys
 import threading
 from types import FrameType
 
+from realrl.runtime.environment import is_writer
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 PATIENCE = 10.0
@@ -95,6 +97,11 @@ def _end_at_last(reader: int) -> None:
     first = _await_signal(reader, None)
     _await_signal(reader, PATIENCE)
     show_cursor()
+    if is_writer():
+        message = (
+            f"realrl: ended at once by {signal.Signals(first).name}, before it could say what was saved\n"
+        )
+        os.write(2, message.encode())
     os._exit(128 + first)
 
 
