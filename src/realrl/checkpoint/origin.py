@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from realrl.checkpoint.directory import local_directory
+from realrl.checkpoint.directory import CONFIG, GENERATION_CONFIG, config_file, generation_config_file
 from realrl.config.json_file import read_json
-
-CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -32,11 +30,11 @@ class Origin:
 
 
 def read_origin(path: str | Path) -> Origin:
-    """The settings of the model in a directory or on the hub; UserError where a file of them is no JSON object."""
-    directory = local_directory(path)
-    generation = directory / GENERATION_CONFIG
+    """The settings of the model in a directory or on the hub, whose weights are not fetched; UserError where a file
+    of them is no JSON object."""
+    config, generation = config_file(path), generation_config_file(path)
     return Origin(
-        directory=directory,
-        config=read_json(directory / CONFIG),
-        generation=read_json(generation) if generation.is_file() else None,
+        directory=config.parent,
+        config=read_json(config),
+        generation=None if generation is None else read_json(generation),
     )

@@ -2,7 +2,8 @@
 
 from collections.abc import Collection, Iterator
 
-from realrl.checkpoint.origin import CONFIG, Origin
+from realrl.checkpoint.directory import CONFIG
+from realrl.checkpoint.origin import Origin
 from realrl.checkpoint.special_tokens import classifier_padding, end_ids
 from realrl.checkpoint.tokenizer_files import Tokenizer
 from realrl.config.shape import Head
