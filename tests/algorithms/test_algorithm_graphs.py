@@ -26,8 +26,8 @@ def experiment(algorithm: str, *, evaluate: bool = True, **settings: object) -> 
 @pytest.mark.parametrize(
     ("algorithm", "calls", "sources"),
     [
-        ("sft", ["actor.train"], ("tokens", "trained")),
-        ("reward", ["reward.train"], ("chosen", "rejected", "pairs")),
+        ("sft", ["actor.train"], ("tokens", "loss_mask")),
+        ("reward", ["reward.train"], ("chosen", "rejected", "pairs_of_prompt")),
         (
             "ppo",
             [
@@ -54,8 +54,8 @@ def test_a_step_runs_these_calls_on_these_columns(
 @pytest.mark.parametrize(
     ("algorithm", "calls", "sources"),
     [
-        ("sft", ["actor.inference"], ("tokens", "trained")),
-        ("reward", ["reward.inference"], ("chosen", "rejected", "pairs")),
+        ("sft", ["actor.inference"], ("tokens", "loss_mask")),
+        ("reward", ["reward.inference"], ("chosen", "rejected", "pairs_of_prompt")),
         ("ppo", ["actor.generate", "reward.inference", "ref.inference"], ("prompts",)),
     ],
 )

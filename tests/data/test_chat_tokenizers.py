@@ -269,9 +269,9 @@ def test_whatever_is_said_tokens_are_the_templates(kind: str, contents: list[str
 def test_a_token_that_joins_prompt_and_answer_is_the_answers_and_is_said(write: Any) -> None:
     tokenizer = tokenizer_of("bytes without BOS")
     records = [{"messages": turns(system=False, contents=["hello", text])} for text in ("fine", "\nfine")]
-    data = Dataset.load(write(records), ("tokens", "trained"), tokenizer, DataConfig(train="unused"), 1)
+    data = Dataset.load(write(records), ("tokens", "loss_mask"), tokenizer, DataConfig(train="unused"), 1)
     batch = data.batch([1])
-    assert tokenizer.decode(batch["tokens"].values[batch["trained"].values.bool()]) == "\n\nfine<|end|>"
+    assert tokenizer.decode(batch["tokens"].values[batch["loss_mask"].values.bool()]) == "\n\nfine<|end|>"
     (note,) = data.notes
     assert "in 1 conversations, first " in note and "data.jsonl:2" in note
 

@@ -8,7 +8,7 @@ from realrl.data import dataset
 from realrl.data.dataset import Dataset
 
 PROMPTS = ("prompts",)
-PAIRS = ("chosen", "rejected", "pairs")
+PAIRS = ("chosen", "rejected", "pairs_of_prompt")
 
 
 def test_a_batch_holds_the_items_asked_for_as_int64(tokenizer, write, settings):
@@ -40,13 +40,13 @@ def test_items_keep_the_order_of_the_file_across_chunks(tokenizer, write, settin
 def test_a_record_over_a_limit_is_named(tokenizer, write, settings, limit, complaint):
     source = write([{"prompt": "q", "answer": "q"}, {"prompt": "qzqz", "answer": "zqz"}])
     with pytest.raises(UserError, match=rf"data\.jsonl:2: {complaint}"):
-        Dataset.load(source, ("tokens", "trained"), tokenizer, settings(**limit), 1)
+        Dataset.load(source, ("tokens", "loss_mask"), tokenizer, settings(**limit), 1)
 
 
 def test_a_record_at_the_limits_is_kept(tokenizer, write, settings):
     source = write([{"prompt": "qzqz", "answer": "zqz"}])
     limits = settings(max_prompt_tokens=5, max_tokens=9)
-    assert len(Dataset.load(source, ("tokens", "trained"), tokenizer, limits, 1)) == 1
+    assert len(Dataset.load(source, ("tokens", "loss_mask"), tokenizer, limits, 1)) == 1
 
 
 def test_skipped_records_are_counted_with_reasons(tokenizer, write, settings):
@@ -83,16 +83,16 @@ def test_an_empty_prompt_to_generate_from_is_named_where_nothing_stands_before_a
 def test_without_beginning_of_sequence_the_first_token_of_an_answer_alone_is_not_learnt(
     bare, write, settings
 ):
-    data = Dataset.load(write([{"prompt": "", "answer": "qz"}]), ("tokens", "trained"), bare, settings(), 1)
+    data = Dataset.load(write([{"prompt": "", "answer": "qz"}]), ("tokens", "loss_mask"), bare, settings(), 1)
     batch = data.batch([0])
     assert bare.convert_ids_to_tokens(batch["tokens"].values.tolist()) == ["q", "z", "</s>"]
-    assert batch["trained"].values.tolist() == [0, 1, 1]
+    assert batch["loss_mask"].values.tolist() == [0, 1, 1]
 
 
 def test_nothing_to_learn_is_named(bare, write, settings):
     source = write([{"prompt": "", "answer": ""}])
     with pytest.raises(UserError, match=r"data\.jsonl:1: prompt and answer are empty"):
-        Dataset.load(source, ("tokens", "trained"), bare, settings(), 1)
+        Dataset.load(source, ("tokens", "loss_mask"), bare, settings(), 1)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_pairs_of_a_record_know_how_many_are_left(tokenizer, write, settings, we
     ]
     config = settings(pair_weight=weight, max_tokens=8, on_error="skip")
     data = Dataset.load(write(records), PAIRS, tokenizer, config, 1)
-    assert data.batch(range(len(data)))["pairs"].values.tolist() == pairs
+    assert data.batch(range(len(data)))["pairs_of_prompt"].values.tolist() == pairs
 
 
 @pytest.mark.parametrize(

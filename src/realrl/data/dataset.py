@@ -103,8 +103,8 @@ class _Columns:
     def __init__(self, keys: tuple[str, ...]) -> None:
         self.records = array("q")
         """Which record each item was made of."""
-        self._weighted = "pairs" in keys
-        self._values = {key: array("i") for key in keys if key != "pairs"}
+        self._weighted = "pairs_of_prompt" in keys
+        self._values = {key: array("i") for key in keys if key != "pairs_of_prompt"}
         self._lengths: dict[str, list[int]] = {key: [] for key in self._values}
 
     def add(self, record: int, rows: Sequence[Row]) -> None:
@@ -116,7 +116,7 @@ class _Columns:
             self._lengths[key].append(len(row))
 
     def fields(self, pair_weight: Literal["pair", "prompt"]) -> dict[str, Ragged]:
-        """All rows by key; `pairs` is 1 or, where prompts weigh the same, how many items their record has."""
+        """All rows by key; `pairs_of_prompt` is 1 or, where prompts weigh the same, how many items the record has."""
         fields = {
             key: Ragged(torch.from_numpy(np.array(values)), tuple(self._lengths[key]))
             for key, values in self._values.items()
@@ -124,7 +124,7 @@ class _Columns:
         if self._weighted:
             _, which, counts = np.unique(np.array(self.records), return_inverse=True, return_counts=True)
             pairs = counts[which] if pair_weight == "prompt" else np.ones(len(which), dtype=np.int64)
-            fields["pairs"] = Ragged.scalars(torch.from_numpy(pairs))
+            fields["pairs_of_prompt"] = Ragged.scalars(torch.from_numpy(pairs))
         return fields
 
 

@@ -144,8 +144,8 @@ Form = Callable[[Reader, Fields], list[Item]]
 def form_of(keys: tuple[str, ...]) -> Form:
     """The form of record from which a graph's source keys can be made; ValueError where there is none."""
     for made, form in (
-        ({"tokens", "trained"}, Reader.answers),
-        ({"chosen", "rejected", "pairs"}, Reader.pairs),
+        ({"tokens", "loss_mask"}, Reader.answers),
+        ({"chosen", "rejected", "pairs_of_prompt"}, Reader.pairs),
         ({"prompts"}, Reader.prompts),
     ):
         if set(keys) <= made:

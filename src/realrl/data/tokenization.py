@@ -50,7 +50,7 @@ class Row:
         return self.answers[0][0] if self.answers else len(self.ids)
 
     @property
-    def trained(self) -> list[int]:
+    def loss_mask(self) -> list[int]:
         """1 for each token to learn, else 0; the first token of a row has nothing to follow from."""
         mask = [0] * len(self.ids)
         for first, stop in self.answers:
@@ -112,7 +112,7 @@ def complaint(rows: Sequence[Row], config: DataConfig) -> str | None:
             return (
                 f"prompt and answer have {len(row.ids)} tokens, more than data.max_tokens={config.max_tokens}"
             )
-        if row.answers and not any(row.trained):
+        if row.answers and not any(row.loss_mask):
             return "prompt and answer are empty"
     if len(rows) == 2:
         if rows[0].ids == rows[1].ids:
@@ -126,8 +126,8 @@ def complaint(rows: Sequence[Row], config: DataConfig) -> str | None:
 
 def field(key: str, rows: Sequence[Row]) -> list[int]:
     """The row of a source key for an item with these rows."""
-    if key == "trained":
-        return rows[0].trained
+    if key == "loss_mask":
+        return rows[0].loss_mask
     return rows[1].ids if key == "rejected" else rows[0].ids
 
 
