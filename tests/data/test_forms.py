@@ -9,6 +9,7 @@ from realrl.data.dataset import Dataset
 
 SFT = ("tokens", "loss_mask")
 PAIRS = ("chosen", "rejected")
+ENDS = (1,)
 PROMPTS = ("prompts",)
 
 TURNS = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
@@ -19,7 +20,7 @@ def rows(tokenizer, write, settings):
     """The decoded rows of every item, by key; of `loss_mask`, the texts of the tokens to learn."""
 
     def rows(records: list[Any], keys: tuple[str, ...], seed: int = 1, **fields: Any) -> dict[str, list[Any]]:
-        data = Dataset.load(write(records), keys, tokenizer, settings(**fields), seed)
+        data = Dataset.load(write(records), keys, tokenizer, settings(**fields), seed, ENDS)
         batch = data.batch(range(len(data)))
         return {
             key: [
@@ -33,7 +34,14 @@ def rows(tokenizer, write, settings):
 
 
 def test_prompt_and_answer_are_tokenised_apart_between_bos_and_eos(tokenizer, write, settings):
-    data = Dataset.load(write([{"prompt": "the c", "answer": "at sat"}]), SFT, tokenizer, settings(), 1)
+    data = Dataset.load(
+        write([{"prompt": "the c", "answer": "at sat"}]),
+        SFT,
+        tokenizer,
+        settings(),
+        1,
+        ENDS,
+    )
     prompt, answer = (tokenizer(t, add_special_tokens=False).input_ids for t in ("the c", "at sat"))
     batch = data.batch([0])
     ids = [tokenizer.bos_token_id, *prompt, *answer, tokenizer.eos_token_id]
@@ -76,7 +84,7 @@ def test_both_sides_of_a_pair_end_alike_whoever_wrote_the_end(rows):
 
 
 def test_a_beginning_of_sequence_that_the_tokenizer_does_not_write_is_not_written(bare, write, settings):
-    data = Dataset.load(write([{"prompt": "the cat"}]), PROMPTS, bare, settings(), 1)
+    data = Dataset.load(write([{"prompt": "the cat"}]), PROMPTS, bare, settings(), 1, ENDS)
     assert bare.bos_token == "<s>"
     assert data.batch([0])["prompts"].values.tolist() == bare("the cat").input_ids
 

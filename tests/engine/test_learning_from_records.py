@@ -45,7 +45,9 @@ def test_the_loss_of_a_conversation_is_that_of_transformers_on_its_answers(
     tokenizer = AutoTokenizer.from_pretrained(world.actor)
     tokenizer.chat_template = TEMPLATE
     source = write_jsonl(tmp_path / "data.jsonl", [{"messages": MESSAGES}])
-    data = Dataset.load(source, ("tokens", "loss_mask"), tokenizer, DataConfig(train=source), 1)
+    data = Dataset.load(
+        source, ("tokens", "loss_mask"), tokenizer, DataConfig(train=source), 1, (tokenizer.eos_token_id,)
+    )
 
     labels: list[int] = []
     for message in MESSAGES:

@@ -73,11 +73,9 @@ def beginning(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
 def tokenize(
     texts: Sequence[Text | Conversation],
     tokenizer: "PreTrainedTokenizerFast",
-    ends: tuple[int, ...] | None = None,
+    ends: tuple[int, ...],
 ) -> list[Row]:
-    """A row per text. `ends` are the ids that end a sequence, the tokenizer's own by default; the first one is
-    what is appended."""
-    ends = (tokenizer.eos_token_id,) if ends is None else ends
+    """A row per text. `ends` are the ids that end a sequence, at least one; the first one is what is appended."""
     before = beginning(tokenizer)
     pieces = [
         piece
@@ -182,7 +180,7 @@ class _Wholes:
     ) -> None:
         self.ends = ends
         # Added tokens that take the white space behind them with them, which may be the next speaker's.
-        self.greedy = {id for id, token in tokenizer.added_tokens_decoder.items() if token.rstrip}
+        self.rstripping = {id for id, token in tokenizer.added_tokens_decoder.items() if token.rstrip}
         parts = list(dict.fromkeys(texts))
         self.encoded: dict[str, tuple[list[int], list[int]]] = {}
         if parts:
@@ -197,7 +195,7 @@ class _Wholes:
     def _stops(self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[int]:
         """The character behind the last one of each token, ascending."""
         stops = (
-            first + len(text[first:stop].rstrip()) if id in self.greedy else stop
+            first + len(text[first:stop].rstrip()) if id in self.rstripping else stop
             for id, (first, stop) in zip(ids, offsets, strict=True)
         )
         return list(accumulate(stops, max))

@@ -7,21 +7,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from realrl.checkpoint import huggingface
-from realrl.checkpoint.origin import read_origin
-from realrl.checkpoint.special_tokens import end_ids
 from realrl.config.algorithms import GenerationConfig
 from realrl.config.errors import UserError
 from realrl.config.explain import shorten
 from realrl.data.batch import Batch, Ragged
 from realrl.data.conversation import Message
-from realrl.data.forms import Reader, Text, plain_text_note
+from realrl.data.forms import Reader, Text, is_plain_text, plain_text_note
 from realrl.data.records import Record
 from realrl.data.rejects import BadRecordError
-from realrl.data.tokenization import EMPTY_PROMPT, check_tokenizer, tokenize
+from realrl.data.tokenization import EMPTY_PROMPT, tokenize
 from realrl.data.tokenizer import load_tokenizer
 from realrl.engine.finite import NotFiniteError
 from realrl.engine.generate import Noise, generate
 from realrl.engine.model import whole_model
+from realrl.runtime.setup import read_ends
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -73,11 +72,10 @@ def generate_text(
             f"top_k={sampling.top_k} is more than the {shape.vocab_size} tokens of the vocabulary"
         )
     tokenizer = load_tokenizer(model_dir)
-    check_tokenizer(tokenizer)
+    ends = read_ends(tokenizer, model_dir, shape.vocab_size)
     limit = _Limit(shape.max_positions, sampling.max_new_tokens)
-    given, encoded = _encode(prompts, tokenizer, chat, say, limit)
+    given, encoded = _encode(prompts, tokenizer, ends, chat, say, limit)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ends = end_ids(tokenizer, read_origin(model_dir), shape.vocab_size)
     # A CPU is no faster at bfloat16, and float32 repeats what training computed.
     dtype = huggingface.read_dtype(model_dir) if device.type == "cuda" else torch.float32
     model = whole_model(shape, "lm", dtype=dtype, device=device)
@@ -108,6 +106,7 @@ def generate_text(
 def _encode(
     prompts: Sequence[Record],
     tokenizer: "PreTrainedTokenizerFast",
+    ends: tuple[int, ...],
     chat: bool,
     say: Callable[[str], None],
     limit: "_Limit",
@@ -122,14 +121,14 @@ def _encode(
         except BadRecordError as error:
             raise UserError(f"{origin}: {error}") from None
     note = plain_text_note(tokenizer, chat, "--chat")
-    if note is not None and (chat or any(isinstance(text, Text) for text in texts)):
+    if note is not None and any(is_plain_text(record) for _, record in prompts):
         say(note)
     # Of a text of megabytes the beginning is too long already, and takes no seconds to tokenise.
     long = _CHARACTERS * limit.positions
     for (origin, _), text in zip(prompts, texts, strict=True):
         if len(text.prompt) > long:
-            limit.check(origin, len(tokenize([Text(text.prompt[:long], None)], tokenizer)[0].ids))
-    rows = [row.ids for row in tokenize(texts, tokenizer)]
+            limit.check(origin, len(tokenize([Text(text.prompt[:long], None)], tokenizer, ends)[0].ids))
+    rows = [row.ids for row in tokenize(texts, tokenizer, ends)]
     for (origin, _), ids in zip(prompts, rows, strict=True):
         if not ids:
             raise UserError(f"{origin}: {EMPTY_PROMPT}")

@@ -46,10 +46,15 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
 def load_ends(experiment: Experiment, tokenizer: Any) -> tuple[int, ...]:
     """All tokens that end what the run's first role writes: the actor, where there is one. UserError if there is
     none, or one is not in the model's vocabulary."""
-    check_tokenizer(tokenizer)
     config = next(iter(models(experiment).values()))
-    origin = None if config.path is None else read_origin(config.path)
-    return end_ids(tokenizer, origin, role_shape(config).vocab_size)
+    return read_ends(tokenizer, config.path, role_shape(config).vocab_size)
+
+
+def read_ends(tokenizer: Any, path: str | None, vocabulary: int) -> tuple[int, ...]:
+    """All tokens that end what a model of this vocabulary writes; `path` is where it was opened from, if it was.
+    UserError if there is none, or one is not in the vocabulary."""
+    check_tokenizer(tokenizer)
+    return end_ids(tokenizer, None if path is None else read_origin(path), vocabulary)
 
 
 def load_data(
