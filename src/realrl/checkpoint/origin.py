@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from realrl.checkpoint.directory import CONFIG, GENERATION_CONFIG, config_file, generation_config_file
+from realrl.config.errors import UserError
 from realrl.config.json_file import read_json
 
 
@@ -20,13 +21,19 @@ class Origin:
     generation: Mapping[str, Any] | None
     """The contents of `generation_config.json`; None where there is no such file."""
 
-    @property
-    def ends(self) -> tuple[Path, Any]:
-        """The file that says which tokens end generation, and its `eos_token_id` as it stands there; like
-        transformers, `generation_config.json` before `config.json`."""
+    def ends(self, vocabulary: int) -> tuple[Path, tuple[int, ...]]:
+        """The file that says which tokens end generation, and these; like transformers, `generation_config.json`
+        before `config.json`. UserError for what is no token of the model's vocabulary."""
+        file, named = self.directory / CONFIG, self.config.get("eos_token_id")
         if self.generation is not None and self.generation.get("eos_token_id") is not None:
-            return self.directory / GENERATION_CONFIG, self.generation["eos_token_id"]
-        return self.directory / CONFIG, self.config.get("eos_token_id")
+            file, named = self.directory / GENERATION_CONFIG, self.generation["eos_token_id"]
+        listed = named if isinstance(named, list) else [] if named is None else [named]
+        if not all(type(token) is int and 0 <= token < vocabulary for token in listed):
+            raise UserError(
+                f"{file}: eos_token_id={named!r} must be the id of a token, or a list of them, from 0 to"
+                f" {vocabulary - 1}"
+            )
+        return file, tuple(listed)
 
 
 def read_origin(path: str | Path) -> Origin:

@@ -17,7 +17,7 @@ from realrl.data.records import Record
 from realrl.data.rejects import BadRecordError
 from realrl.data.tokenization import EMPTY_PROMPT, tokenize
 from realrl.data.tokenizer import load_tokenizer
-from realrl.engine.finite import NotFiniteError
+from realrl.engine.finite import NotFiniteLogitsError
 from realrl.engine.generate import Noise, generate
 from realrl.engine.model import whole_model
 from realrl.runtime.setup import read_ends
@@ -91,8 +91,9 @@ def generate_text(
             noise=Noise(seed, 0),
             budget=CACHE_TOKENS,
         )
-    except NotFiniteError as error:
-        raise UserError(f"{model_dir} cannot generate: {error}") from None
+    except NotFiniteLogitsError as error:
+        origin, _ = prompts[error.item // n]
+        raise UserError(f"{model_dir} cannot generate: {error.describe(shorten(origin))}") from None
     for i, prompt in enumerate(prompt for prompt in given for _ in range(n)):
         tokens = batch["sequences"].row(i)[len(rows.row(i)) :].tolist()
         yield {
