@@ -1,4 +1,4 @@
-"""Settings of a trained model that are ignored or saved otherwise, as sentences for the user. No torch."""
+"""Notes on settings that are ignored, or changed on saving. No torch."""
 
 from collections.abc import Collection, Iterator
 
@@ -9,7 +9,7 @@ from realrl.checkpoint.tokenizer_files import Tokenizer
 from realrl.config.shape import Head
 
 
-def remarks(
+def saving_notes(
     origin: Origin | None, head: Head, tokenizer: Tokenizer, ends: Collection[int], vocabulary: int
 ) -> Iterator[str]:
     """A sentence each; see `huggingface.save` for `ends`."""
