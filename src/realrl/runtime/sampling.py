@@ -20,7 +20,7 @@ from realrl.data.tokenizer import load_tokenizer
 from realrl.engine.finite import NotFiniteLogitsError
 from realrl.engine.generate import Noise, generate
 from realrl.engine.model import whole_model
-from realrl.runtime.setup import read_ends
+from realrl.runtime.setup import check_top_k, read_ends
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -67,10 +67,7 @@ def generate_text(
     a record has no prompt, or one that is too long for the model.
     """
     shape = huggingface.read_shape(model_dir)
-    if sampling.top_k > shape.vocab_size:
-        raise UserError(
-            f"top_k={sampling.top_k} is more than the {shape.vocab_size} tokens of the vocabulary"
-        )
+    check_top_k("top_k", sampling.top_k, shape.vocab_size)
     tokenizer = load_tokenizer(model_dir)
     ends = read_ends(tokenizer, model_dir, shape.vocab_size)
     limit = _Limit(shape.max_positions, sampling.max_new_tokens)

@@ -83,10 +83,15 @@ def _check_top_k(experiment: Experiment) -> None:
     """UserError if more tokens are to be chosen among than there are."""
     if isinstance(experiment, PPOExperiment):
         top_k, vocabulary = experiment.generation.top_k, role_shape(experiment.models.actor).vocab_size
-        if top_k > vocabulary:
-            raise UserError(
-                f"generation.top_k={top_k} is more than the {vocabulary} tokens that models.actor has; 0 takes all"
-            )
+        check_top_k("generation.top_k", top_k, vocabulary)
+
+
+def check_top_k(option: str, top_k: int, vocabulary: int) -> None:
+    """UserError if an option has tokens chosen among more than a model has."""
+    if top_k > vocabulary:
+        raise UserError(
+            f"{option}={top_k} is more than the {vocabulary} tokens of the model's vocabulary; 0 takes all"
+        )
 
 
 def _check_positions(experiment: Experiment) -> None:
