@@ -20,7 +20,7 @@ from realrl.data.tokenizer import load_tokenizer
 from realrl.engine.finite import NotFiniteLogitsError
 from realrl.engine.generate import Noise, generate
 from realrl.engine.model import whole_model
-from realrl.runtime.setup import check_top_k, read_ends
+from realrl.runtime.setup import check_length, check_top_k, read_ends
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -41,12 +41,11 @@ class _Limit:
 
     def check(self, origin: str, tokens: int) -> None:
         """UserError for a prompt of at least so many tokens that leaves no room."""
-        if tokens + self.max_new_tokens > self.positions:
-            raise UserError(
-                f"{shorten(origin)}: the prompt has at least {tokens} tokens; with"
-                f" max_new_tokens={self.max_new_tokens} that is above the {self.positions} positions that the model"
-                " is declared for"
-            )
+        what = (
+            f"{shorten(origin)}: the prompt has at least {tokens} tokens, which with"
+            f" max_new_tokens={self.max_new_tokens}"
+        )
+        check_length(what, tokens + self.max_new_tokens, self.positions, "the model")
 
 
 def generate_text(

@@ -101,9 +101,12 @@ def _check_positions(experiment: Experiment) -> None:
         longest = data.max_prompt_tokens + experiment.generation.max_new_tokens
         what = "data.max_prompt_tokens + generation.max_new_tokens"
     for role, config in models(experiment).items():
-        positions = role_shape(config).max_positions
-        if longest > positions:
-            raise UserError(
-                f"{what}={longest} is more than the {positions} positions that the model of models.{role} is"
-                " declared for"
-            )
+        check_length(
+            f"{what}={longest}", longest, role_shape(config).max_positions, f"the model of models.{role}"
+        )
+
+
+def check_length(what: str, tokens: int, positions: int, model: str) -> None:
+    """UserError if that many tokens, because of `what`, are more than a model is declared for."""
+    if tokens > positions:
+        raise UserError(f"{what} is more than the {positions} positions that {model} is declared for")
