@@ -33,9 +33,9 @@ def learn(started: list[int]) -> torch.Tensor:
         started.append(bucket)
         start(bucket)
 
-    def note_step(lr: float) -> float:
+    def note_step(lr: float, **options: float) -> float:
         started.append(-1)
-        return step(lr)
+        return step(lr, **options)
 
     trainer.optimizer.start_reduce, trainer.optimizer.step = note_start, note_step  # type: ignore[method-assign]
     for _ in range(2):
