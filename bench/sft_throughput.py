@@ -61,8 +61,8 @@ def theirs(directory: str, recipe: SFTExperiment, pad: int) -> Any:
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
         lengths = torch.tensor(batch["tokens"].lengths)[:, None]
         mask = torch.arange(tokens.shape[1]) < lengths
-        trained = torch.nn.utils.rnn.pad_sequence(batch["trained"].rows(), batch_first=True)
-        labels = tokens.masked_fill(trained == 0, -100)
+        learnt = torch.nn.utils.rnn.pad_sequence(batch["loss_mask"].rows(), batch_first=True)
+        labels = tokens.masked_fill(learnt == 0, -100)
         loss = model(input_ids=tokens, attention_mask=mask.long(), labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
@@ -86,7 +86,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         train_tokenizer(recipe.data.train, directory, shape.vocab_size)
         tokenizer = load_tokenizer(directory)
-    records = Dataset.load(recipe.data.train, ("tokens", "trained"), tokenizer, recipe.data, recipe.seed)
+    keys, ends = ("tokens", "loss_mask"), (tokenizer.eos_token_id,)
+    records = Dataset.load(recipe.data.train, keys, tokenizer, recipe.data, recipe.seed, ends)
     order = Order(len(records), recipe.data.batch, recipe.seed)
 
     cpu = torch.device("cpu")

@@ -57,8 +57,8 @@ def training(model: Model) -> float:
     trainer = Trainer(model, OptimizerConfig())
     count = TOKENS // LENGTH
     rows = Ragged(torch.randint(0, model.shape.vocab_size, (TOKENS,)), (LENGTH,) * count)
-    trained = Ragged(torch.ones_like(rows.values), rows.lengths)
-    batch = Batch(tuple(range(count)), {"tokens": rows, "trained": trained})
+    masks = Ragged.of([(torch.arange(n) > 0).long() for n in rows.lengths])
+    batch = Batch(tuple(range(count)), {"tokens": rows, "loss_mask": masks})
     everything = [list(range(count))]
     elapsed = seconds(lambda: trainer.train(batch, SFTTrain(), everything, lr=1e-5, budget=TOKENS), 5)
     shape = model.shape

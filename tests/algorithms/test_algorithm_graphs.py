@@ -27,8 +27,8 @@ def experiment(algorithm: str, *, evaluate: bool = True, **settings: object) -> 
 @pytest.mark.parametrize(
     ("algorithm", "calls", "sources"),
     [
-        ("sft", ["actor.train"], ("tokens", "trained")),
-        ("reward", ["reward.train"], ("chosen", "rejected", "pairs")),
+        ("sft", ["actor.train"], ("tokens", "loss_mask")),
+        ("reward", ["reward.train"], ("chosen", "rejected", "pairs_of_prompt")),
         (
             "ppo",
             list(PPO_CALLS),
@@ -48,8 +48,8 @@ def test_a_step_runs_these_calls_on_these_columns(
 @pytest.mark.parametrize(
     ("algorithm", "calls", "sources"),
     [
-        ("sft", ["actor.inference"], ("tokens", "trained")),
-        ("reward", ["reward.inference"], ("chosen", "rejected", "pairs")),
+        ("sft", ["actor.inference"], ("tokens", "loss_mask")),
+        ("reward", ["reward.inference"], ("chosen", "rejected", "pairs_of_prompt")),
         ("ppo", ["actor.generate", "reward.inference", "ref.inference"], ("prompts",)),
     ],
 )

@@ -131,7 +131,7 @@ def test_score_is_that_of_the_sequences_it_is_trained_on() -> None:
     [("bootstrap", 0.3, True), ("bootstrap", 0.7, False), ("score", 0.0, False)],
 )
 def test_scores_that_go_unused_are_remarked_on(truncated: str, finished: float, speaks: bool) -> None:
-    remarks = make_algorithm(PPOConfig(truncated=truncated)).remarks({"actor.train/finished": finished})
+    remarks = make_algorithm(PPOConfig(truncated=truncated)).notes({"actor.train/finished": finished})
     assert ["ppo.truncated=score" in text for text in remarks] == [True] * speaks
 
 

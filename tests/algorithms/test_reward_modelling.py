@@ -18,7 +18,7 @@ def random_pairs(seed: int, count: int) -> Batch:
         return Ragged.of([[rng.randrange(VOCABULARY) for _ in range(n)] for n in lengths], dtype=torch.int64)
 
     pairs = Ragged.scalars(torch.tensor([rng.randint(1, 4) for _ in range(count)]))
-    return Batch(tuple(range(count)), {"chosen": rows(), "rejected": rows(), "pairs": pairs})
+    return Batch(tuple(range(count)), {"chosen": rows(), "rejected": rows(), "pairs_of_prompt": pairs})
 
 
 def reference_scores(batch: Batch, model: TableModel) -> list[tuple[float, float]]:
@@ -29,7 +29,7 @@ def reference_scores(batch: Batch, model: TableModel) -> list[tuple[float, float
 
 def expected_figures(batch: Batch, scores: list[tuple[float, float]]) -> dict[str, float]:
     """Means over pairs that weigh one over their number; ties are half right."""
-    weights = [1 / n for n in batch["pairs"].values.tolist()]
+    weights = [1 / n for n in batch["pairs_of_prompt"].values.tolist()]
 
     def mean(values: list[float]) -> float:
         return sum(w * value for w, value in zip(weights, values, strict=True)) / sum(weights)
@@ -65,7 +65,7 @@ def test_evaluation_scores_each_side_and_reports_the_same_figures() -> None:
 def test_a_tie_is_half_right() -> None:
     scores = {"chosen_score": torch.tensor([1.0, 2.0]), "rejected_score": torch.tensor([1.0, 1.0])}
     fields = {key: Ragged.scalars(values) for key, values in scores.items()}
-    batch = Batch((0, 1), {**fields, "pairs": Ragged.scalars(torch.tensor([1, 1]))})
+    batch = Batch((0, 1), {**fields, "pairs_of_prompt": Ragged.scalars(torch.tensor([1, 1]))})
     assert RewardInference().metrics(batch).result()["accuracy"] == 0.75
 
 

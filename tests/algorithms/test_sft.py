@@ -12,9 +12,9 @@ from realrl.data.batch import Batch, Ragged
 def random_batch(seed: int, count: int) -> Batch:
     rng = random.Random(seed)
     rows = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 9))] for _ in range(count)]
-    trained = [[rng.randint(0, 1) for _ in row] for row in rows]
+    masks = [[0, *(rng.randint(0, 1) for _ in row[1:])] for row in rows]
     fields = {
-        key: Ragged.of(value, dtype=torch.int64) for key, value in (("tokens", rows), ("trained", trained))
+        key: Ragged.of(value, dtype=torch.int64) for key, value in (("tokens", rows), ("loss_mask", masks))
     }
     return Batch(tuple(range(count)), fields)
 
@@ -22,15 +22,15 @@ def random_batch(seed: int, count: int) -> Batch:
 def reference_nll(batch: Batch, model: TableModel) -> tuple[list[float], int]:
     """Per item, and the number of tokens to learn."""
     losses, answers = [], 0
-    for tokens, trained in zip(batch["tokens"].rows(), batch["trained"].rows(), strict=True):
-        learnt = [t for t in range(len(tokens)) if trained[t] and t != 0]
+    for tokens, mask in zip(batch["tokens"].rows(), batch["loss_mask"].rows(), strict=True):
+        learnt = [t for t in range(len(tokens)) if mask[t]]
         losses.append(sum(-float(model.table[0, tokens[t]].detach()) for t in learnt))
         answers += len(learnt)
     return losses, answers
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_loss_is_the_nll_of_the_tokens_to_learn_but_a_rows_first(seed: int) -> None:
+def test_loss_is_the_nll_of_the_tokens_to_learn(seed: int) -> None:
     batch, model, method = random_batch(seed, 6), TableModel(), SFTTrain()
     losses, answers = reference_nll(batch, model)
     prepared, _ = method.prepare(batch, alone)
@@ -53,7 +53,7 @@ def test_evaluation_reports_the_same_loss_as_training() -> None:
 def test_an_item_without_answer_adds_nothing_and_keeps_gradients_finite() -> None:
     fields = {
         "tokens": Ragged.of([[1, 2, 3]], dtype=torch.int64),
-        "trained": Ragged.of([[0, 0, 0]], dtype=torch.int64),
+        "loss_mask": Ragged.of([[0, 0, 0]], dtype=torch.int64),
     }
     batch, model, method = Batch((0,), fields), TableModel(), SFTTrain()
     loss, metrics = method.loss(batch, model(method.sequences(batch)))
@@ -61,6 +61,18 @@ def test_an_item_without_answer_adds_nothing_and_keeps_gradients_finite() -> Non
     assert loss.item() == 0 and method.weight(batch) == 0
     assert not model.table.grad.any()
     assert math.isnan(metrics.result()["loss"])
+
+
+def test_a_row_without_tokens_adds_nothing_wherever_it_stands() -> None:
+    rows = {"tokens": [[], [1, 2, 3], []], "loss_mask": [[], [0, 1, 1], []]}
+    fields = {key: Ragged.of(value, dtype=torch.int64) for key, value in rows.items()}
+    batch, model = Batch((0, 1, 2), fields), TableModel()
+    losses, _ = reference_nll(batch, model)
+    train, inference = SFTTrain(), SFTInference()
+    loss, _ = train.loss(batch, model(train.sequences(batch)))
+    assert loss.item() == pytest.approx(sum(losses), rel=1e-5) and train.weight(batch) == 2
+    outputs = inference.outputs(batch, model(inference.sequences(batch)))
+    assert outputs["nll"].values.tolist() == pytest.approx(losses, rel=1e-5)
 
 
 def test_micro_batches_add_up_to_the_batch() -> None:

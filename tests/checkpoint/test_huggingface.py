@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import (
@@ -20,6 +21,7 @@ from transformers import (
 
 from realrl.checkpoint import directory, huggingface
 from realrl.checkpoint.directory import known_shape
+from realrl.checkpoint.origin import read_origin
 from realrl.config.errors import UserError
 from realrl.config.llama import shape_to_hf
 from realrl.config.model import ModelConfig
@@ -304,10 +306,36 @@ def test_a_hub_name_that_cannot_be_fetched_is_named(monkeypatch: pytest.MonkeyPa
     assert "\n" not in str(caught.value)
 
 
-def test_a_hub_name_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_model_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(tmp_path / "m")
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(path))
+    assert huggingface.check("someone/model", model_tensors(shape_of(), "lm")) == []
+
+
+@pytest.mark.parametrize("generation", [None, {"eos_token_id": [3, 5]}])
+def test_for_the_settings_of_a_hub_model_no_weights_are_downloaded(
+    generation: dict[str, list[int]] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path / "m")
+    (path / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+
+    def download(name: str, file: str) -> str:
+        if not (path / file).is_file():
+            raise EntryNotFoundError(f"{name} has no {file}")
+        return str(path / file)
+
+    def refuse(name: str, **_: object) -> str:
+        raise AssertionError(f"{name} is downloaded")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     assert huggingface.read_shape("someone/model") == shape_of()
+    assert huggingface.read_dtype("someone/model") == torch.float32
+    origin = read_origin("someone/model")
+    assert origin.config["hidden_size"] == shape_of().hidden_size
+    assert origin.generation == generation
 
 
 def test_of_a_hub_model_the_config_alone_says_its_size(

@@ -200,12 +200,12 @@ def turns(*, system: bool, contents: list[str]) -> list[Message]:
 
 
 def row(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> Row:
-    (row,) = tokenize([conversation], tokenizer)
+    (row,) = tokenize([conversation], tokenizer, (tokenizer.eos_token_id,))
     return row
 
 
 def learnt(row: Row) -> list[int]:
-    return [id for id, trained in zip(row.ids, row.trained, strict=True) if trained]
+    return [id for id, trained in zip(row.ids, row.loss_mask, strict=True) if trained]
 
 
 # Contents that a tokenizer cuts the same way alone as inside a template.
@@ -269,9 +269,16 @@ def test_whatever_is_said_tokens_are_the_templates(kind: str, contents: list[str
 def test_a_token_that_joins_prompt_and_answer_is_the_answers_and_is_said(write: Any) -> None:
     tokenizer = tokenizer_of("bytes without BOS")
     records = [{"messages": turns(system=False, contents=["hello", text])} for text in ("fine", "\nfine")]
-    data = Dataset.load(write(records), ("tokens", "trained"), tokenizer, DataConfig(train="unused"), 1)
+    data = Dataset.load(
+        write(records),
+        ("tokens", "loss_mask"),
+        tokenizer,
+        DataConfig(train="unused"),
+        1,
+        (tokenizer.eos_token_id,),
+    )
     batch = data.batch([1])
-    assert tokenizer.decode(batch["tokens"].values[batch["trained"].values.bool()]) == "\n\nfine<|end|>"
+    assert tokenizer.decode(batch["tokens"].values[batch["loss_mask"].values.bool()]) == "\n\nfine<|end|>"
     (note,) = data.notes
     assert "in 1 conversations, first " in note and "data.jsonl:2" in note
 
@@ -290,6 +297,6 @@ def test_a_prompt_whose_white_space_is_cut_differently_before_an_answer_is_notic
 @pytest.mark.parametrize("kind", KINDS)
 def test_plain_text_begins_as_the_tokenizer_begins_it(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
-    (made,) = tokenize([Text("hello there", None)], tokenizer)
+    (made,) = tokenize([Text("hello there", None)], tokenizer, (tokenizer.eos_token_id,))
     ids = tokenizer("hello there").input_ids
     assert made.ids == (ids[:-1] if kind == "wordpiece" else ids)

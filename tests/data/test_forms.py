@@ -7,8 +7,9 @@ import pytest
 from realrl.config.errors import UserError
 from realrl.data.dataset import Dataset
 
-SFT = ("tokens", "trained")
+SFT = ("tokens", "loss_mask")
 PAIRS = ("chosen", "rejected")
+ENDS = (1,)
 PROMPTS = ("prompts",)
 
 TURNS = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
@@ -16,14 +17,14 @@ TURNS = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content"
 
 @pytest.fixture
 def rows(tokenizer, write, settings):
-    """The decoded rows of every item, by key; of `trained`, the texts of the tokens to learn."""
+    """The decoded rows of every item, by key; of `loss_mask`, the texts of the tokens to learn."""
 
     def rows(records: list[Any], keys: tuple[str, ...], seed: int = 1, **fields: Any) -> dict[str, list[Any]]:
-        data = Dataset.load(write(records), keys, tokenizer, settings(**fields), seed)
+        data = Dataset.load(write(records), keys, tokenizer, settings(**fields), seed, ENDS)
         batch = data.batch(range(len(data)))
         return {
             key: [
-                tokenizer.decode(batch["tokens"].row(i)[row.bool()] if key == "trained" else row)
+                tokenizer.decode(batch["tokens"].row(i)[row.bool()] if key == "loss_mask" else row)
                 for i, row in enumerate(batch[key].rows())
             ]
             for key in keys
@@ -33,19 +34,26 @@ def rows(tokenizer, write, settings):
 
 
 def test_prompt_and_answer_are_tokenised_apart_between_bos_and_eos(tokenizer, write, settings):
-    data = Dataset.load(write([{"prompt": "the c", "answer": "at sat"}]), SFT, tokenizer, settings(), 1)
+    data = Dataset.load(
+        write([{"prompt": "the c", "answer": "at sat"}]),
+        SFT,
+        tokenizer,
+        settings(),
+        1,
+        ENDS,
+    )
     prompt, answer = (tokenizer(t, add_special_tokens=False).input_ids for t in ("the c", "at sat"))
     batch = data.batch([0])
     ids = [tokenizer.bos_token_id, *prompt, *answer, tokenizer.eos_token_id]
     assert batch["tokens"].values.tolist() == ids
     learnt = len(answer) + 1
-    assert batch["trained"].values.tolist() == [0] * (len(ids) - learnt) + [1] * learnt
+    assert batch["loss_mask"].values.tolist() == [0] * (len(ids) - learnt) + [1] * learnt
 
 
 def test_an_empty_prompt_is_the_beginning_of_sequence(rows):
     assert rows([{"prompt": "", "answer": "a dog"}], SFT) == {
         "tokens": ["<s>a dog</s>"],
-        "trained": ["a dog</s>"],
+        "loss_mask": ["a dog</s>"],
     }
 
 
@@ -58,16 +66,16 @@ def test_an_empty_prompt_is_the_beginning_of_sequence(rows):
     ],
 )
 def test_beginning_and_end_of_sequence_are_not_doubled(rows, record):
-    assert rows([record], SFT) == {"tokens": ["<s>the cat sat</s>"], "trained": [" sat</s>"]}
+    assert rows([record], SFT) == {"tokens": ["<s>the cat sat</s>"], "loss_mask": [" sat</s>"]}
 
 
 def test_a_whole_text_as_the_answer_keeps_its_own_beginning(rows):
     record = {"prompt": "", "answer": "<s>the cat</s>"}
-    assert rows([record], SFT) == {"tokens": ["<s>the cat</s>"], "trained": ["the cat</s>"]}
+    assert rows([record], SFT) == {"tokens": ["<s>the cat</s>"], "loss_mask": ["the cat</s>"]}
 
 
 def test_an_end_of_sequence_inside_an_answer_does_not_end_it(rows):
-    assert rows([{"prompt": "", "answer": "the</s>cat"}], SFT)["trained"] == ["the</s>cat</s>"]
+    assert rows([{"prompt": "", "answer": "the</s>cat"}], SFT)["loss_mask"] == ["the</s>cat</s>"]
 
 
 def test_both_sides_of_a_pair_end_alike_whoever_wrote_the_end(rows):
@@ -76,7 +84,7 @@ def test_both_sides_of_a_pair_end_alike_whoever_wrote_the_end(rows):
 
 
 def test_a_beginning_of_sequence_that_the_tokenizer_does_not_write_is_not_written(bare, write, settings):
-    data = Dataset.load(write([{"prompt": "the cat"}]), PROMPTS, bare, settings(), 1)
+    data = Dataset.load(write([{"prompt": "the cat"}]), PROMPTS, bare, settings(), 1, ENDS)
     assert bare.bos_token == "<s>"
     assert data.batch([0])["prompts"].values.tolist() == bare("the cat").input_ids
 
@@ -125,16 +133,16 @@ LONG = [
 def test_a_conversation_teaches_its_answers(rows, chat_tokenizer, train_on, learnt):
     out = rows([{"messages": LONG}], SFT, train_on=train_on)
     prompt = "<|system|>a mat</s>\n<|user|>the cat</s>\n<|assistant|>sat</s>\n<|user|>dog</s>\n<|assistant|>"
-    assert out == {"tokens": [prompt + "ate</s>\n"], "trained": [learnt]}
+    assert out == {"tokens": [prompt + "ate</s>\n"], "loss_mask": [learnt]}
 
 
 def test_an_answer_to_messages_is_all_that_is_learnt(rows, chat_tokenizer):
     out = rows([{"prompt": LONG[:-1], "answer": "ate"}], SFT)
-    assert out["trained"] == ["ate</s>"]
+    assert out["loss_mask"] == ["ate</s>"]
 
 
 def test_an_opening_assistant_turn_answers_nothing_and_is_not_learnt(rows, chat_tokenizer):
-    assert rows([{"messages": [TURNS[1], *TURNS]}], SFT)["trained"] == ["sat</s>"]
+    assert rows([{"messages": [TURNS[1], *TURNS]}], SFT)["loss_mask"] == ["sat</s>"]
 
 
 OPEN_TEMPLATE = (
@@ -147,19 +155,19 @@ def test_eos_is_added_where_the_template_does_not_write_it(rows, tokenizer):
     tokenizer.chat_template = OPEN_TEMPLATE
     assert rows([{"messages": TURNS}], SFT) == {
         "tokens": ["[user]the cat[assistant]sat</s>"],
-        "trained": ["sat</s>"],
+        "loss_mask": ["sat</s>"],
     }
 
 
 def test_an_earlier_turn_without_eos_is_learnt_as_the_template_writes_it(rows, tokenizer):
     tokenizer.chat_template = OPEN_TEMPLATE
-    assert rows([{"messages": LONG[1:]}], SFT)["trained"] == ["satate</s>"]
+    assert rows([{"messages": LONG[1:]}], SFT)["loss_mask"] == ["satate</s>"]
 
 
 def test_an_end_of_sequence_inside_a_turn_does_not_end_it(rows, tokenizer):
     tokenizer.chat_template = OPEN_TEMPLATE
     messages = [TURNS[0], {"role": "assistant", "content": "the</s>cat"}]
-    assert rows([{"messages": messages}], SFT)["trained"] == ["the</s>cat</s>"]
+    assert rows([{"messages": messages}], SFT)["loss_mask"] == ["the</s>cat</s>"]
 
 
 def test_a_content_with_its_own_end_of_sequence_ends_there(rows, chat_tokenizer):
@@ -184,7 +192,7 @@ def test_a_template_that_shortens_earlier_turns_can_teach_the_last_only(rows, to
         UserError, match=r"data\.jsonl:1: .*differently once others follow.*data\.train_on=last"
     ):
         rows([record], SFT)
-    assert rows([record], SFT, train_on="last")["trained"] == ["<think>mat</think>sat</s>"]
+    assert rows([record], SFT, train_on="last")["loss_mask"] == ["<think>mat</think>sat</s>"]
 
 
 CONVERSED = "<|user|>the cat</s>\n<|assistant|>"
@@ -193,7 +201,7 @@ CONVERSED = "<|user|>the cat</s>\n<|assistant|>"
 @pytest.mark.parametrize(
     ("keys", "record", "expected"),
     [
-        (SFT, {"answer": "sat"}, {"tokens": [CONVERSED + "sat</s>\n"], "trained": ["sat</s>"]}),
+        (SFT, {"answer": "sat"}, {"tokens": [CONVERSED + "sat</s>\n"], "loss_mask": ["sat</s>"]}),
         (
             PAIRS,
             {"chosen": "sat", "rejected": "ate"},

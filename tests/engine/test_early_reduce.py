@@ -17,7 +17,8 @@ SHAPE = ModelShape(
 )
 ROWS = Ragged.of([torch.arange(1 + i, 8 + 2 * i) for i in range(6)])
 BATCH = Batch(
-    tuple(range(6)), {"tokens": ROWS, "trained": Ragged(torch.ones_like(ROWS.values), ROWS.lengths)}
+    tuple(range(6)),
+    {"tokens": ROWS, "loss_mask": Ragged.of([(torch.arange(n) > 0).long() for n in ROWS.lengths])},
 )
 
 

@@ -178,7 +178,7 @@ def test_no_end_of_several_comes_before_the_minimum(model: Model) -> None:
 def test_logits_that_are_not_finite_are_an_error(world: World, greedy: bool) -> None:
     broken = load(world)
     broken.parameters["model.norm.weight"][0] = float("nan")
-    with pytest.raises(NotFiniteError, match="logits of token 1 after prompt 0 are not finite"):
+    with pytest.raises(NotFiniteError, match="token 1 after the prompt of item 1 of this step"):
         generate(broken, prompts(), greedy=greedy)
 
 

@@ -45,7 +45,9 @@ def test_the_loss_of_a_conversation_is_that_of_transformers_on_its_answers(
     tokenizer = AutoTokenizer.from_pretrained(world.actor)
     tokenizer.chat_template = TEMPLATE
     source = write_jsonl(tmp_path / "data.jsonl", [{"messages": MESSAGES}])
-    data = Dataset.load(source, ("tokens", "trained"), tokenizer, DataConfig(train=source), 1)
+    data = Dataset.load(
+        source, ("tokens", "loss_mask"), tokenizer, DataConfig(train=source), 1, (tokenizer.eos_token_id,)
+    )
 
     labels: list[int] = []
     for message in MESSAGES:
@@ -74,7 +76,7 @@ def pair_batch(pairs: list[int], rows: list[int]) -> Batch:
     generator = torch.Generator().manual_seed(4)
     drawn = [torch.randint(3, 260, (5 + i,), generator=generator) for i in range(2 * (max(rows) + 1))]
     chosen, rejected = (Ragged.of([drawn[2 * i + side] for i in rows]) for side in (0, 1))
-    fields = {"chosen": chosen, "rejected": rejected, "pairs": Ragged.scalars(torch.tensor(pairs))}
+    fields = {"chosen": chosen, "rejected": rejected, "pairs_of_prompt": Ragged.scalars(torch.tensor(pairs))}
     return Batch(tuple(range(len(rows))), fields)
 
 

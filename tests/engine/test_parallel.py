@@ -90,10 +90,11 @@ def batch(head: Head, shape: ModelShape) -> Batch:
     if head == "scalar":
         # Weights of 1, 1/2, 1/3, and 1/4, whose sum over a micro-batch or a rank can be less than 1.
         pairs = Ragged.scalars(torch.arange(ITEMS) % 4 + 1)
-        return Batch(ids, {"chosen": rows(ITEMS), "rejected": rows(ITEMS), "pairs": pairs})
+        return Batch(ids, {"chosen": rows(ITEMS), "rejected": rows(ITEMS), "pairs_of_prompt": pairs})
     tokens = rows(ITEMS)
-    trained = torch.randint(0, 3, tokens.values.shape, generator=generator).clamp(max=1)
-    return Batch(ids, {"tokens": tokens, "trained": Ragged(trained, tokens.lengths)})
+    mask = torch.randint(0, 3, tokens.values.shape, generator=generator).clamp(max=1)
+    mask[list(tokens.offsets[:-1])] = 0
+    return Batch(ids, {"tokens": tokens, "loss_mask": Ragged(mask, tokens.lengths)})
 
 
 def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:

@@ -36,11 +36,11 @@ def rows(seed: int) -> Ragged:
 
 
 ONES = Ragged.scalars(torch.ones(len(LENGTHS), dtype=torch.int64))
-TRAINED = Ragged(torch.ones(sum(LENGTHS), dtype=torch.int64), LENGTHS)
+LOSS_MASK = Ragged.of([(torch.arange(n) > 0).long() for n in LENGTHS])
 WORK: dict[Head, tuple[Batch, TrainMethod]] = {
-    "lm": (Batch(tuple(range(6)), {"tokens": rows(1), "trained": TRAINED}), SFTTrain()),
+    "lm": (Batch(tuple(range(6)), {"tokens": rows(1), "loss_mask": LOSS_MASK}), SFTTrain()),
     "scalar": (
-        Batch(tuple(range(6)), {"chosen": rows(1), "rejected": rows(2), "pairs": ONES}),
+        Batch(tuple(range(6)), {"chosen": rows(1), "rejected": rows(2), "pairs_of_prompt": ONES}),
         RewardTrain(),
     ),
 }

@@ -79,12 +79,12 @@ class Sequences:
             [torch.randint(4, model.shape.vocab_size, (n,), generator=generator) for n in lengths]
         )
         if model.head == "lm":
-            trained = Ragged(torch.ones_like(rows.values), rows.lengths)
-            batch = Batch(tuple(range(len(rows))), {"tokens": rows, "trained": trained})
+            masks = Ragged.of([(torch.arange(n) > 0).long() for n in lengths])
+            batch = Batch(tuple(range(len(rows))), {"tokens": rows, "loss_mask": masks})
             return cls(batch, SFTTrain(), SFTInference())
         pairs = {"chosen": range(0, len(rows), 2), "rejected": range(1, len(rows), 2)}
         fields = {name: rows.select(which) for name, which in pairs.items()}
-        fields["pairs"] = Ragged.scalars(torch.ones(len(rows) // 2, dtype=torch.int64))
+        fields["pairs_of_prompt"] = Ragged.scalars(torch.ones(len(rows) // 2, dtype=torch.int64))
         return cls(Batch(tuple(range(len(rows) // 2)), fields), RewardTrain(), RewardInference())
 
 

@@ -16,7 +16,7 @@ from realrl.config.errors import UserError
 from realrl.config.load import load_experiment
 from realrl.engine.finite import NotFiniteError
 from realrl.runtime.train import train
-from tests.conftest import World, figures
+from tests.conftest import World, figures, write_jsonl
 from tests.runtime.ranks import Silent
 
 NORM = "model.norm.weight"
@@ -70,9 +70,10 @@ def test_finite_weights_whose_logits_overflow_generate_nothing(
 ) -> None:
     path = copied(world.actor, tmp_path)
     change(path, **{NORM: torch.full((32,), 3e38)})
-    assert run_app(["generate", str(path), "--prompt", "the"]) == 2
+    file = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "the"}])
+    assert run_app(["generate", str(path), "--prompts", file, "--n", "4"]) == 2
     error = capsys.readouterr().err
-    assert f"{path} cannot generate: the logits of token 1 after prompt 0 are not finite" in error
+    assert f"{path} cannot generate: the logits of token 1 after {file}:1 are not finite" in error
 
 
 def test_a_call_whose_logits_overflow_is_named(world: World, tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_a_call_whose_logits_overflow_is_named(world: World, tmp_path: Path) -> 
         "ppo", tmp_path, models__actor={"path": str(path)}, models__ref={"path": world.actor}
     )
     with pytest.raises(
-        NotFiniteError, match=r"^actor\.generate: the logits of token 1 after prompt \d+ are not"
+        NotFiniteError, match=r"^actor\.generate: the logits of token 1 after the prompt of item \d+ of"
     ):
         train(load_experiment(str(recipe), []), Silent())
 

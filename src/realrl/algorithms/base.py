@@ -27,7 +27,7 @@ class StatelessAlgorithm:
         """The method of a call of either graph; KeyError if there is none of that name."""
         return self._methods[call]
 
-    def remarks(self, figures: Mapping[str, float]) -> list[str]:
+    def notes(self, figures: Mapping[str, float]) -> list[str]:
         """Nothing to say."""
         return []
 

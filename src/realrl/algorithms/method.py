@@ -159,7 +159,7 @@ class Algorithm(Protocol):
     def method(self, call: str) -> Method:
         """The method of a call of either graph."""
 
-    def remarks(self, figures: Mapping[str, float]) -> list[str]:
+    def notes(self, figures: Mapping[str, float]) -> list[str]:
         """What the user should know about a training step with these figures, by `call/name`; each is said once."""
 
     def state_dict(self) -> dict[str, float]:

@@ -43,9 +43,8 @@ class Responses:
         return len(self.index)
 
     def row_sums(self, values: Tensor) -> Tensor:
-        """values: [A]. Sum per sequence: [N] float64, so that it does not depend on the batch around it."""
-        out = torch.zeros(len(self.lengths), dtype=torch.float64, device=values.device)
-        return out.index_add(0, self.row, values.double())
+        """values: [A]. Sum per sequence: [N] float64."""
+        return row_sums(values, self.row, len(self.lengths))
 
     def pad(self, values: Tensor) -> Tensor:
         """values: [A]. One sequence per row, zeros behind it: [N, longest response]."""
@@ -63,6 +62,13 @@ class Responses:
         out = values.new_zeros(sum(self.lengths))
         out[self.index] = values
         return Ragged(out, self.lengths)
+
+
+def row_sums(values: Tensor, row: Tensor, count: int) -> Tensor:
+    """Sum per packed row. values: [A], each in the row that `row` [A] says. Result: [count] float64, in double
+    precision so that a row's sum does not depend on the batch around it."""
+    out = torch.zeros(count, dtype=torch.float64, device=values.device)
+    return out.index_add(0, row, values.double())
 
 
 def last_of_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:

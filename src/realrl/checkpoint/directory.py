@@ -8,6 +8,7 @@ from realrl.config.model import ModelConfig
 from realrl.config.paths import is_local, local_path
 from realrl.config.shape import ModelShape
 
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
 
@@ -26,10 +27,44 @@ def local_directory(path: str | Path) -> Path:
         raise _not_given(path, error) from error
 
 
+def config_file(path: str | Path) -> Path:
+    """The `config.json` of a model in a directory, or of one on the hub, of which nothing else is downloaded.
+
+    UserError where there is no such model; a directory may lack the file.
+    """
+    directory = local_path(str(path))
+    if directory.is_dir():
+        return directory / CONFIG
+    if is_local(str(path)):
+        raise UserError(f"{path}: no such model directory")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(str(path), CONFIG))
+    except Exception as error:
+        raise _not_given(path, error) from error
+
+
+def generation_config_file(path: str | Path) -> Path | None:
+    """Its `generation_config.json`, likewise; None where it has none."""
+    directory = local_path(str(path))
+    if is_local(str(path)) or directory.is_dir():
+        file = directory / GENERATION_CONFIG
+        return file if file.is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(str(path), GENERATION_CONFIG))
+    except EntryNotFoundError:  # also without a network, where the cache holds a model that has no such file
+        return None
+    except Exception as error:
+        raise _not_given(path, error) from error
+
+
 def read_shape(path: str | Path) -> ModelShape:
     """The shape of the model in a directory or on the hub; UserError if it is absent or not supported."""
-    directory = local_directory(path)
-    return read_config(directory / "config.json")
+    return read_config(config_file(path))
 
 
 def known_shape(config: ModelConfig) -> ModelShape | None:
@@ -53,18 +88,7 @@ def shape_of(config: ModelConfig) -> ModelShape:
     if known is not None:
         return known
     assert config.path is not None, "a model has a path or a shape"
-    if is_local(config.path):
-        if local_path(config.path).is_dir():
-            return read_shape(config.path)  # says what is missing
-        raise UserError(f"{config.path}: no such model directory")
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return read_config(Path(hf_hub_download(config.path, "config.json")))
-    except UserError:
-        raise
-    except Exception as error:
-        raise _not_given(config.path, error) from error
+    return read_shape(config.path)
 
 
 def _not_given(path: str | Path, error: Exception) -> UserError:

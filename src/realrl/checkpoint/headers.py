@@ -10,10 +10,9 @@ from safetensors import SafetensorError, safe_open
 from realrl.config.errors import UserError
 from realrl.config.json_file import read_json
 from realrl.config.llama import read_config
-from realrl.layout.tensors import TensorSpec
+from realrl.layout.tensors import EMBEDDING, LM_HEAD, SCALAR_HEAD, TensorSpec
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-EMBEDDING, LM_HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -56,8 +55,8 @@ def find_tensors(directory: Path, wanted: Iterable[TensorSpec]) -> Contents:
     """
     specs = {spec.name: spec for spec in wanted}
     stored = _read_headers(directory)
-    if SCORE in stored and SCORE not in specs:
-        raise UserError(f"{directory} is a sequence classifier, not a language model: it has a {SCORE}")
+    if SCALAR_HEAD in stored and SCALAR_HEAD not in specs:
+        raise UserError(f"{directory} is a sequence classifier, not a language model: it has a {SCALAR_HEAD}")
     found, absent = {}, []
     for name, spec in specs.items():
         source = name
@@ -66,12 +65,12 @@ def find_tensors(directory: Path, wanted: Iterable[TensorSpec]) -> Contents:
         if source in stored:
             _check(stored[source], spec)
             found[name] = stored[source]
-        elif name == SCORE:
+        elif name == SCALAR_HEAD:
             absent.append(name)
         else:
             raise UserError(f"{directory}: tensor {source} is missing from the safetensors files")
     _check_known(stored, specs)
-    repeated = stored.get(LM_HEAD) if LM_HEAD not in specs and SCORE not in specs else None
+    repeated = stored.get(LM_HEAD) if LM_HEAD not in specs and SCALAR_HEAD not in specs else None
     if repeated is not None:
         _check(repeated, specs[EMBEDDING])
     return Contents(found, absent, repeated)
@@ -90,7 +89,7 @@ def _check(tensor: Stored, spec: TensorSpec) -> None:
 
 
 def _check_known(stored: Mapping[str, Stored], specs: Mapping[str, TensorSpec]) -> None:
-    known = {EMBEDDING, LM_HEAD, SCORE}
+    known = {EMBEDDING, LM_HEAD, SCALAR_HEAD}
     for name, tensor in stored.items():
         if name not in specs and name not in known and not name.endswith("rotary_emb.inv_freq"):
             raise UserError(

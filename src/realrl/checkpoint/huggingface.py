@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from realrl.checkpoint.directory import local_directory, read_shape
-from realrl.checkpoint.headers import EMBEDDING, INDEX, SINGLE, Contents, Stored, find_tensors, open_file
-from realrl.checkpoint.origin import CONFIG, GENERATION_CONFIG, Origin
+from realrl.checkpoint.directory import CONFIG, GENERATION_CONFIG, config_file, local_directory, read_shape
+from realrl.checkpoint.headers import INDEX, SINGLE, Contents, Stored, find_tensors, open_file
+from realrl.checkpoint.origin import Origin
 from realrl.checkpoint.special_tokens import classifier_padding, end_ids, saved_ids
 from realrl.checkpoint.tokenizer_files import Tokenizer, set_padding, write_tokenizer
 from realrl.config.errors import UserError
@@ -23,7 +23,7 @@ from realrl.config.shape import Head, ModelShape
 from realrl.engine.finite import NotFiniteError, all_finite
 from realrl.engine.flat import FlatBuffer
 from realrl.layout.region import Region
-from realrl.layout.tensors import TensorSpec, model_tensors
+from realrl.layout.tensors import EMBEDDING, TensorSpec, model_tensors
 
 __all__ = ["Tokenizer", "check", "load", "read_dtype", "read_shape", "save", "shards"]
 
@@ -33,13 +33,13 @@ SHARD_BYTES = 5e9
 
 def read_dtype(path: str | Path) -> torch.dtype:
     """The type in which a model directory is meant to be used, as far as we compute in it: bfloat16 or float32."""
-    config = read_json(local_directory(path) / "config.json")
+    config = read_json(config_file(path))
     name = config.get("dtype", config.get("torch_dtype"))
     return torch.bfloat16 if name in ("bfloat16", "float16") else torch.float32
 
 
 def check(path: str | Path, tensors: Sequence[TensorSpec]) -> list[str]:
-    """What `load` would say of a model's files, but for the weights in them, and return."""
+    """Check the headers of a model's files; the names of tensors that are absent."""
     return find_tensors(local_directory(path), tensors).absent
 
 

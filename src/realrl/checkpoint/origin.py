@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from realrl.checkpoint.directory import local_directory
+from realrl.checkpoint.directory import CONFIG, GENERATION_CONFIG, config_file, generation_config_file
+from realrl.config.errors import UserError
 from realrl.config.json_file import read_json
-
-CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -22,21 +21,27 @@ class Origin:
     generation: Mapping[str, Any] | None
     """The contents of `generation_config.json`; None where there is no such file."""
 
-    @property
-    def ends(self) -> tuple[Path, Any]:
-        """The file that says which tokens end generation, and its `eos_token_id` as it stands there; like
-        transformers, `generation_config.json` before `config.json`."""
+    def ends(self, vocabulary: int) -> tuple[Path, tuple[int, ...]]:
+        """The file that says which tokens end generation, and these; like transformers, `generation_config.json`
+        before `config.json`. UserError for what is no token of the model's vocabulary."""
+        file, named = self.directory / CONFIG, self.config.get("eos_token_id")
         if self.generation is not None and self.generation.get("eos_token_id") is not None:
-            return self.directory / GENERATION_CONFIG, self.generation["eos_token_id"]
-        return self.directory / CONFIG, self.config.get("eos_token_id")
+            file, named = self.directory / GENERATION_CONFIG, self.generation["eos_token_id"]
+        listed = named if isinstance(named, list) else [] if named is None else [named]
+        if not all(type(token) is int and 0 <= token < vocabulary for token in listed):
+            raise UserError(
+                f"{file}: eos_token_id={named!r} must be the id of a token, or a list of them, from 0 to"
+                f" {vocabulary - 1}"
+            )
+        return file, tuple(listed)
 
 
 def read_origin(path: str | Path) -> Origin:
-    """The settings of the model in a directory or on the hub; UserError where a file of them is no JSON object."""
-    directory = local_directory(path)
-    generation = directory / GENERATION_CONFIG
+    """The settings of the model in a directory or on the hub, whose weights are not fetched; UserError where a file
+    of them is no JSON object."""
+    config, generation = config_file(path), generation_config_file(path)
     return Origin(
-        directory=directory,
-        config=read_json(directory / CONFIG),
-        generation=read_json(generation) if generation.is_file() else None,
+        directory=config.parent,
+        config=read_json(config),
+        generation=None if generation is None else read_json(generation),
     )

@@ -44,15 +44,7 @@ def end_ids(tokenizer: SpecialTokens, origin: Origin | None, vocabulary: int) ->
                 f" but the model's vocabulary has {vocabulary} tokens"
             )
     if origin is not None:
-        file, named = origin.ends
-        listed = named if isinstance(named, list) else [] if named is None else [named]
-        for token in listed:
-            if type(token) is not int or not 0 <= token < vocabulary:
-                raise UserError(
-                    f"{file}: eos_token_id={named!r} must be the id of a token, or a list of them, from 0 to"
-                    f" {vocabulary - 1}"
-                )
-            ends[token] = None
+        ends |= dict.fromkeys(origin.ends(vocabulary)[1])
     return tuple(ends)
 
 

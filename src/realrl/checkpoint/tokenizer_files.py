@@ -24,7 +24,7 @@ PATTERNS = (
     "merges.txt",
 )
 """Files that transformers opens a tokenizer from."""
-CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
+TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 
 
 class Tokenizer(SpecialTokens, Protocol):
@@ -56,10 +56,10 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 def set_padding(directory: Path, token: str | None) -> None:
     """Give the tokenizer in a directory another padding token, or none."""
-    file = directory / CONFIG
+    file = directory / TOKENIZER_CONFIG
     settings = read_json(file) if file.is_file() else {}
     _write(file, settings | {"pad_token": token})  # absent would be the default of the tokenizer's class
-    older = directory / SPECIAL_TOKENS
+    older = directory / SPECIAL_TOKENS_MAP
     if older.is_file():
         tokens = {name: value for name, value in read_json(older).items() if name != "pad_token"}
         _write(older, tokens if token is None else tokens | {"pad_token": token})
@@ -74,7 +74,7 @@ def _source(name: str) -> Path | None:
     if directory is None:
         return None
     try:
-        if "tokenizer_class" in read_json(directory / CONFIG):
+        if "tokenizer_class" in read_json(directory / TOKENIZER_CONFIG):
             return directory
         same = read_json(directory / "config.json").get("model_type") == "llama"
     except UserError:
@@ -92,7 +92,7 @@ def _directory(name: str) -> Path | None:
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    cached = try_to_load_from_cache(name, CONFIG)
+    cached = try_to_load_from_cache(name, TOKENIZER_CONFIG)
     return Path(cached).parent if isinstance(cached, str) else None
 
 

@@ -9,6 +9,10 @@ from realrl.config.errors import UserError
 from realrl.config.files import reason_of
 
 
+class RepeatedKeyError(ValueError):
+    """A JSON object has a key twice."""
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; UserError naming the file if there is none."""
     try:
@@ -28,17 +32,17 @@ def read_json(file: Path) -> dict[str, Any]:
 def _parse(text: str, where: str) -> Any:
     """Value of JSON text; UserError starting with `where`."""
     try:
-        return json.loads(text, object_pairs_hook=_object)
+        return json.loads(text, object_pairs_hook=unique_keys)
     except RecursionError:
         raise UserError(f"{where}: not a valid file (lists or objects are nested too deep)") from None
     except ValueError as error:
         raise UserError(f"{where}: not valid JSON ({error})") from None
 
 
-def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """A mapping of pairs; ValueError where a key comes twice."""
+def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A mapping of pairs, as a hook for `json`; RepeatedKeyError where a key comes twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} twice")
+        raise RepeatedKeyError(f"key {next(key for key in keys if keys.count(key) > 1)!r} twice")
     return found

@@ -12,11 +12,11 @@ import torch
 from realrl.config.data import DataConfig
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
-from realrl.data.forms import Item, Reader, Text, form_of, plain_text_note
+from realrl.data.forms import Item, Reader, form_of, is_plain_text, plain_text_note
 from realrl.data.records import read_records
 from realrl.data.rejects import BadRecordError, Rejects
 from realrl.data.shuffle import permutation
-from realrl.data.tokenization import Row, check_tokenizer, complaint, field, tokenize
+from realrl.data.tokenization import Row, complaint, field, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -62,30 +62,28 @@ class Dataset:
         tokenizer: "PreTrainedTokenizerFast",
         config: DataConfig,
         seed: int,
-        ends: tuple[int, ...] | None = None,
+        ends: tuple[int, ...],
     ) -> "Dataset":
         """Read and tokenise `source` (see `read_records`) into the rows that `keys` name.
 
-        `ends` are the ids that end a sequence, the tokenizer's own by default. UserError where the source or the
-        tokenizer cannot be used, nothing is left, or, under `config.on_error=fail`, at the first record that is
-        malformed or too long.
+        `ends` are the ids that end a sequence, at least one. UserError where the source cannot be used, nothing is
+        left, or, under `config.on_error=fail`, at the first record that is malformed or too long.
         """
-        check_tokenizer(tokenizer)
         rejects, columns, notes = Rejects(config.on_error), _Columns(keys), _Notes(tokenizer, config)
         reader = Reader(
             tokenizer, config.apply_chat_template, config.train_on, config.max_pairs_per_prompt, seed
         )
         items = _items(source, keys, reader, rejects)
         while chunk := list(islice(items, CHUNK)):
-            rows = iter(tokenize([text for _, _, item in chunk for text in item], tokenizer, ends))
-            for origin, record, item in chunk:
+            rows = iter(tokenize([text for _, _, _, item in chunk for text in item], tokenizer, ends))
+            for origin, record, plain, item in chunk:
                 item_rows = list(islice(rows, len(item)))
                 reason = complaint(item_rows, config)
                 if reason is not None:
                     rejects(origin, reason)
                     continue
                 columns.add(record, item_rows)
-                notes.add(origin, item, item_rows)
+                notes.add(origin, plain, item_rows)
         if not columns.records:
             why = (
                 f"all {rejects.count} were skipped, first {rejects.reasons[0]}"
@@ -103,8 +101,8 @@ class _Columns:
     def __init__(self, keys: tuple[str, ...]) -> None:
         self.records = array("q")
         """Which record each item was made of."""
-        self._weighted = "pairs" in keys
-        self._values = {key: array("i") for key in keys if key != "pairs"}
+        self._weighted = "pairs_of_prompt" in keys
+        self._values = {key: array("i") for key in keys if key != "pairs_of_prompt"}
         self._lengths: dict[str, list[int]] = {key: [] for key in self._values}
 
     def add(self, record: int, rows: Sequence[Row]) -> None:
@@ -116,7 +114,7 @@ class _Columns:
             self._lengths[key].append(len(row))
 
     def fields(self, pair_weight: Literal["pair", "prompt"]) -> dict[str, Ragged]:
-        """All rows by key; `pairs` is 1 or, where prompts weigh the same, how many items their record has."""
+        """All rows by key; `pairs_of_prompt` is 1 or, where prompts weigh the same, the number of its items."""
         fields = {
             key: Ragged(torch.from_numpy(np.array(values)), tuple(self._lengths[key]))
             for key, values in self._values.items()
@@ -124,7 +122,7 @@ class _Columns:
         if self._weighted:
             _, which, counts = np.unique(np.array(self.records), return_inverse=True, return_counts=True)
             pairs = counts[which] if pair_weight == "prompt" else np.ones(len(which), dtype=np.int64)
-            fields["pairs"] = Ragged.scalars(torch.from_numpy(pairs))
+            fields["pairs_of_prompt"] = Ragged.scalars(torch.from_numpy(pairs))
         return fields
 
 
@@ -133,12 +131,12 @@ class _Notes:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", config: DataConfig) -> None:
         self._tokenizer, self._applied = tokenizer, config.apply_chat_template
-        self._plain = self._applied
+        self._plain = False
         self._joined, self._first_joined = 0, ""
 
-    def add(self, origin: str, item: Item, rows: Sequence[Row]) -> None:
-        """Take notice of an item."""
-        self._plain = self._plain or any(isinstance(text, Text) for text in item)
+    def add(self, origin: str, plain: bool, rows: Sequence[Row]) -> None:
+        """Take notice of an item, of a record of `plain` text or of a conversation."""
+        self._plain = self._plain or plain
         if any(row.joined for row in rows):
             self._first_joined = self._first_joined or origin
             self._joined += 1
@@ -157,8 +155,8 @@ class _Notes:
 
 def _items(
     source: str, keys: tuple[str, ...], reader: Reader, rejects: Rejects
-) -> Iterator[tuple[str, int, Item]]:
-    """Where it comes from, the number of its record, and the item."""
+) -> Iterator[tuple[str, int, bool, Item]]:
+    """Where it comes from, the number of its record, whether that is plain text, and the item."""
     form = form_of(keys)
     for number, (origin, record) in enumerate(read_records(source, rejects)):
         try:
@@ -167,7 +165,7 @@ def _items(
             rejects(origin, str(error))
             continue
         for item in items:
-            yield origin, number, item
+            yield origin, number, is_plain_text(record), item
 
 
 class Order:

@@ -110,8 +110,7 @@ class Reader:
 
     def _is_conversation(self, record: Fields) -> bool:
         """Whether a record without `messages` is written with the chat template."""
-        fields = ("prompt", "chosen", "rejected")
-        return self.apply_chat_template or any(isinstance(record.get(field), list) for field in fields)
+        return self.apply_chat_template or _has_turns(record)
 
     def _expanded(self, record: Fields) -> list[Item]:
         answers = ("pos_answers", "neg_answers")
@@ -144,13 +143,22 @@ Form = Callable[[Reader, Fields], list[Item]]
 def form_of(keys: tuple[str, ...]) -> Form:
     """The form of record from which a graph's source keys can be made; ValueError where there is none."""
     for made, form in (
-        ({"tokens", "trained"}, Reader.answers),
-        ({"chosen", "rejected", "pairs"}, Reader.pairs),
+        ({"tokens", "loss_mask"}, Reader.answers),
+        ({"chosen", "rejected", "pairs_of_prompt"}, Reader.pairs),
         ({"prompts"}, Reader.prompts),
     ):
         if set(keys) <= made:
             return form
     raise ValueError(f"no form of record yields the keys {', '.join(keys)}")
+
+
+def is_plain_text(record: Fields) -> bool:
+    """Whether a record is no conversation by itself."""
+    return "messages" not in record and not _has_turns(record)
+
+
+def _has_turns(record: Fields) -> bool:
+    return any(isinstance(record.get(field), list) for field in ("prompt", "chosen", "rejected"))
 
 
 def plain_text_note(tokenizer: "PreTrainedTokenizerFast", applied: bool, option: str) -> str | None:

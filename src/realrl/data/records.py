@@ -9,8 +9,9 @@ from typing import Any
 
 from realrl.config.errors import UserError
 from realrl.config.files import reason_of
+from realrl.config.json_file import RepeatedKeyError, unique_keys
 from realrl.config.paths import local_path
-from realrl.data.rejects import BadRecordError, Rejects
+from realrl.data.rejects import Rejects
 
 Record = tuple[str, dict[str, Any]]
 """Where a record comes from, as FILE:LINE (FILE:ROW in tables, counted from 1), and the record."""
@@ -82,8 +83,8 @@ def _json_lines(file: str, rejects: Rejects) -> Iterator[Record]:
                 continue
             origin = f"{file}:{number}"
             try:
-                value = json.loads(line, object_pairs_hook=_unique)
-            except BadRecordError as error:
+                value = json.loads(line, object_pairs_hook=unique_keys)
+            except RepeatedKeyError as error:
                 rejects(origin, str(error))
                 continue
             except (ValueError, RecursionError) as error:  # bad UTF-8 is a ValueError too
@@ -122,20 +123,10 @@ def _json(file: str, rejects: Rejects) -> Iterator[Record]:
 def _decode(text: str, position: int) -> tuple[Any, int, str | None]:
     """The JSON value that begins at `position`, where it ends, and why it cannot be used, if it cannot."""
     try:
-        value, end = json.JSONDecoder(object_pairs_hook=_unique).raw_decode(text, position)
+        value, end = json.JSONDecoder(object_pairs_hook=unique_keys).raw_decode(text, position)
         return value, end, None
-    except BadRecordError as error:
+    except RepeatedKeyError as error:
         return None, json.JSONDecoder().raw_decode(text, position)[1], str(error)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys differ."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in fields if keys.count(key) > 1)
-        raise BadRecordError(f"the key {twice!r} occurs twice in one JSON object")
-    return fields
 
 
 def _skip(text: str, position: int, separator: str) -> int:

@@ -50,7 +50,7 @@ class Row:
         return self.answers[0][0] if self.answers else len(self.ids)
 
     @property
-    def trained(self) -> list[int]:
+    def loss_mask(self) -> list[int]:
         """1 for each token to learn, else 0; the first token of a row has nothing to follow from."""
         mask = [0] * len(self.ids)
         for first, stop in self.answers:
@@ -73,11 +73,9 @@ def beginning(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
 def tokenize(
     texts: Sequence[Text | Conversation],
     tokenizer: "PreTrainedTokenizerFast",
-    ends: tuple[int, ...] | None = None,
+    ends: tuple[int, ...],
 ) -> list[Row]:
-    """A row per text. `ends` are the ids that end a sequence, the tokenizer's own by default; the first one is
-    what is appended."""
-    ends = (tokenizer.eos_token_id,) if ends is None else ends
+    """A row per text. `ends` are the ids that end a sequence, at least one; the first one is what is appended."""
     before = beginning(tokenizer)
     pieces = [
         piece
@@ -112,7 +110,7 @@ def complaint(rows: Sequence[Row], config: DataConfig) -> str | None:
             return (
                 f"prompt and answer have {len(row.ids)} tokens, more than data.max_tokens={config.max_tokens}"
             )
-        if row.answers and not any(row.trained):
+        if row.answers and not any(row.loss_mask):
             return "prompt and answer are empty"
     if len(rows) == 2:
         if rows[0].ids == rows[1].ids:
@@ -126,8 +124,8 @@ def complaint(rows: Sequence[Row], config: DataConfig) -> str | None:
 
 def field(key: str, rows: Sequence[Row]) -> list[int]:
     """The row of a source key for an item with these rows."""
-    if key == "trained":
-        return rows[0].trained
+    if key == "loss_mask":
+        return rows[0].loss_mask
     return rows[1].ids if key == "rejected" else rows[0].ids
 
 
@@ -182,7 +180,7 @@ class _Wholes:
     ) -> None:
         self.ends = ends
         # Added tokens that take the white space behind them with them, which may be the next speaker's.
-        self.greedy = {id for id, token in tokenizer.added_tokens_decoder.items() if token.rstrip}
+        self.rstripping = {id for id, token in tokenizer.added_tokens_decoder.items() if token.rstrip}
         parts = list(dict.fromkeys(texts))
         self.encoded: dict[str, tuple[list[int], list[int]]] = {}
         if parts:
@@ -197,7 +195,7 @@ class _Wholes:
     def _stops(self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[int]:
         """The character behind the last one of each token, ascending."""
         stops = (
-            first + len(text[first:stop].rstrip()) if id in self.greedy else stop
+            first + len(text[first:stop].rstrip()) if id in self.rstripping else stop
             for id, (first, stop) in zip(ids, offsets, strict=True)
         )
         return list(accumulate(stops, max))

@@ -10,6 +10,22 @@ class NotFiniteError(RunError):
     """NaN or infinite numbers where a run cannot go on, or a model must not be saved."""
 
 
+class NotFiniteLogitsError(NotFiniteError):
+    """Logits from which no token can be drawn."""
+
+    def __init__(self, token: int, item: int) -> None:
+        """`token` of what follows the prompt, and `item` of the step's batch, both counted from 0."""
+        super().__init__(token, item)
+        self.token, self.item = token, item
+
+    def __str__(self) -> str:
+        return self.describe(f"the prompt of item {self.item + 1} of this step's batch")
+
+    def describe(self, prompt: str) -> str:
+        """The same of a prompt that has a name."""
+        return f"the logits of token {self.token + 1} after {prompt} are not finite (NaN or infinity)"
+
+
 def all_finite(values: Tensor) -> bool:
     """Whether there is neither NaN nor infinity among them, without a temporary of their size."""
     if not values.numel():

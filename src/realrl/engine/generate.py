@@ -9,7 +9,7 @@ from torch import Tensor
 
 from realrl.config.algorithms import GenerationConfig
 from realrl.data.batch import Batch, Ragged
-from realrl.engine.finite import NotFiniteError, all_finite
+from realrl.engine.finite import NotFiniteLogitsError, all_finite
 from realrl.engine.model import Model
 from realrl.engine.pipeline import Coming
 from realrl.engine.sampling import sample, uniform
@@ -44,7 +44,7 @@ def generate(
     Adds sequences (prompt and continuation, end-of-sequence included), logprobs (aligned with them, 0 on the
     prompt), prompt_length, and finished (1.0 where the sequence ends with one of `ends`). Items are told apart by
     their ids: the same ids, noise and parameters give the same tokens whatever else is in the batch. `turn` is
-    called after each token. NotFiniteError if the model's logits are not finite.
+    called after each token. NotFiniteLogitsError if the model's logits are not finite.
     """
     costs = [length + sampling.max_new_tokens for length in batch[prompts].lengths]
     continuations = []
@@ -209,17 +209,14 @@ class Continuation:
     def rows(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
         """Per prompt: its sequence, aligned log-probabilities, and whether it ended by itself.
 
-        NotFiniteError if a logit was not finite. Only here, since looking at each token would make a GPU wait.
+        NotFiniteLogitsError if a logit was not finite. Only here, since looking at each token makes a GPU wait.
         """
         tokens, logprobs = self.tokens.cpu(), self.logprobs.cpu()
         finished, lengths = self.finished.tolist(), self.lengths.tolist()
         for i, length in enumerate(lengths):
             if not all_finite(logprobs[i, :length]):
                 position = int((~logprobs[i].isfinite()).nonzero()[0])
-                raise NotFiniteError(
-                    f"the logits of token {position + 1} after prompt {self.noise.first + int(self.ids[i])} are"
-                    " not finite (NaN or infinity)"
-                )
+                raise NotFiniteLogitsError(position, self.noise.first + int(self.ids[i]))
         for i, prompt in enumerate(self.prompts.rows()):
             blank = torch.zeros(len(prompt))
             yield (

@@ -5,9 +5,7 @@ from torch import Tensor
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.model import Model
 from realrl.layout.ranges import kv_heads
-from realrl.layout.tensors import SCALAR_HEAD
-
-_EMBEDDING = "model.embed_tokens.weight"
+from realrl.layout.tensors import EMBEDDING, SCALAR_HEAD
 
 
 def needs_completion(model: Model) -> bool:
@@ -33,7 +31,7 @@ def complete_gradients(model: Model, gradients: FlatBuffer) -> None:
                 _sum_shared_heads(model, gradients[spec.name])
     tied = model.shape.tied_embeddings and model.head == "lm"
     if tied and model.parallel.ends is not None:
-        model.parallel.ends.sum(gradients[_EMBEDDING])
+        model.parallel.ends.sum(gradients[EMBEDDING])
 
 
 def _sum_shared_heads(model: Model, gradient: Tensor) -> None:
@@ -50,7 +48,7 @@ def owned(model: Model, name: str) -> tuple[int, int]:
     so that what several tensor ranks or both ends of a pipeline hold is counted once."""
     spec = next(t for t in model.parameters.tensors if t.name == name)
     shard, end = model.shard, spec.numel
-    if name == _EMBEDDING and not shard.first:
+    if name == EMBEDDING and not shard.first:
         return 0, 0
     if shard.tp_index == 0:
         return 0, end

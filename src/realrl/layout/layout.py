@@ -7,11 +7,10 @@ from realrl.config.shape import Head, ModelShape
 from realrl.layout.ranges import feed_forward, kv_heads, query_heads, stage_layers, vocabulary
 from realrl.layout.ranges import padded_vocabulary as padded
 from realrl.layout.region import Region
-from realrl.layout.tensors import SCALAR_HEAD, TensorSpec, model_tensors
+from realrl.layout.tensors import EMBEDDING, LM_HEAD, SCALAR_HEAD, TensorSpec, model_tensors
 from realrl.plan.placement import Placement
 
-_EMBEDDING = "model.embed_tokens.weight"
-_ENDS = ("model.norm.weight", SCALAR_HEAD, "lm_head.weight")
+_ENDS = ("model.norm.weight", SCALAR_HEAD, LM_HEAD)
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Layout:
             for layer in layers
         }
         twice = self.shape.tied_embeddings and self.head == "lm" and last > 0
-        ends = dict.fromkeys(_ENDS, (last,)) | {_EMBEDDING: (0, last) if twice else (0,)}
+        ends = dict.fromkeys(_ENDS, (last,)) | {EMBEDDING: (0, last) if twice else (0,)}
         return tuple(ends[spec.name] if spec.layer is None else of_layer[spec.layer] for spec in self.specs)
 
     @cached_property

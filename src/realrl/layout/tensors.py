@@ -6,8 +6,8 @@ from math import prod
 
 from realrl.config.shape import Head, ModelShape
 
-SCALAR_HEAD = "score.weight"
-"""The tensor that gives a reward model or a critic its numbers."""
+EMBEDDING, LM_HEAD, SCALAR_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+"""Tensors outside the layers; a scalar head gives a reward model or a critic its numbers."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ def model_tensors(shape: ModelShape, head: Head) -> tuple[TensorSpec, ...]:
     only where it is not the embedding table; a scalar head is `score.weight` [1, hidden].
     """
     hidden = shape.hidden_size
-    tensors = [TensorSpec("model.embed_tokens.weight", (shape.vocab_size, hidden))]
+    tensors = [TensorSpec(EMBEDDING, (shape.vocab_size, hidden))]
     for i in range(shape.layers):
         tensors += _layer_tensors(shape, i)
     tensors.append(TensorSpec("model.norm.weight", (hidden,)))
     if head == "scalar":
         tensors.append(TensorSpec(SCALAR_HEAD, (1, hidden)))
     elif not shape.tied_embeddings:
-        tensors.append(TensorSpec("lm_head.weight", (shape.vocab_size, hidden)))
+        tensors.append(TensorSpec(LM_HEAD, (shape.vocab_size, hidden)))
     return tuple(tensors)
 
 

@@ -40,7 +40,7 @@ class StepNotes:
         self._said: set[str] = set()
         self._skipped = Counter[str]()
 
-    def of(self, step: int, figures: Mapping[str, float]) -> Iterator[str]:
+    def describe_step(self, step: int, figures: Mapping[str, float]) -> Iterator[str]:
         """What to say of a step, counted from 1, with these figures by `call/name`."""
         for call in self._algorithm.graph.calls:
             skipped = int(figures.get(f"{call.name}/skipped_steps", 0))
@@ -52,7 +52,7 @@ class StepNotes:
                 count = self._skipped[call.name]
                 steps = "1 optimizer step" if count == 1 else f"{count} optimizer steps so far"
                 yield f"step {step}: {call.name} has skipped {steps}; not finite: {causes}"
-        for text in self._algorithm.remarks(figures):
+        for text in self._algorithm.notes(figures):
             if text not in self._said:
                 self._said.add(text)
                 yield f"step {step}: {text}"

@@ -81,8 +81,9 @@ class Roles:
         self.origins = {
             role: None if config.path is None else read_origin(config.path)
             for role, config in configs.items()
+            if isinstance(config, TrainedModelConfig)
         }
-        """role -> the settings of the model that it was opened from; None where it starts from scratch"""
+        """trained role -> the settings of the model that it was opened from; None where it starts from scratch"""
         self.fresh = {role: self._check(role) for role, home in homes.items() if process.rank in home.ranks}
         """role -> tensors that its checkpoint does not have and that are initialised instead"""
 

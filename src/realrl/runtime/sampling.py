@@ -7,21 +7,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from realrl.checkpoint import huggingface
-from realrl.checkpoint.origin import read_origin
-from realrl.checkpoint.special_tokens import end_ids
 from realrl.config.algorithms import GenerationConfig
 from realrl.config.errors import UserError
 from realrl.config.explain import shorten
 from realrl.data.batch import Batch, Ragged
 from realrl.data.conversation import Message
-from realrl.data.forms import Reader, Text, plain_text_note
+from realrl.data.forms import Reader, Text, is_plain_text, plain_text_note
 from realrl.data.records import Record
 from realrl.data.rejects import BadRecordError
-from realrl.data.tokenization import EMPTY_PROMPT, check_tokenizer, tokenize
+from realrl.data.tokenization import EMPTY_PROMPT, tokenize
 from realrl.data.tokenizer import load_tokenizer
-from realrl.engine.finite import NotFiniteError
+from realrl.engine.finite import NotFiniteLogitsError
 from realrl.engine.generate import Noise, generate
 from realrl.engine.model import whole_model
+from realrl.runtime.setup import check_length, check_top_k, read_ends
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -42,12 +41,11 @@ class _Limit:
 
     def check(self, origin: str, tokens: int) -> None:
         """UserError for a prompt of at least so many tokens that leaves no room."""
-        if tokens + self.max_new_tokens > self.positions:
-            raise UserError(
-                f"{shorten(origin)}: the prompt has at least {tokens} tokens; with"
-                f" max_new_tokens={self.max_new_tokens} that is above the {self.positions} positions that the model"
-                " is declared for"
-            )
+        what = (
+            f"{shorten(origin)}: the prompt has at least {tokens} tokens, which with"
+            f" max_new_tokens={self.max_new_tokens}"
+        )
+        check_length(what, tokens + self.max_new_tokens, self.positions, "the model")
 
 
 def generate_text(
@@ -68,16 +66,12 @@ def generate_text(
     a record has no prompt, or one that is too long for the model.
     """
     shape = huggingface.read_shape(model_dir)
-    if sampling.top_k > shape.vocab_size:
-        raise UserError(
-            f"top_k={sampling.top_k} is more than the {shape.vocab_size} tokens of the vocabulary"
-        )
+    check_top_k("top_k", sampling.top_k, shape.vocab_size)
     tokenizer = load_tokenizer(model_dir)
-    check_tokenizer(tokenizer)
+    ends = read_ends(tokenizer, model_dir, shape.vocab_size)
     limit = _Limit(shape.max_positions, sampling.max_new_tokens)
-    given, encoded = _encode(prompts, tokenizer, chat, say, limit)
+    given, encoded = _encode(prompts, tokenizer, ends, chat, say, limit)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ends = end_ids(tokenizer, read_origin(model_dir), shape.vocab_size)
     # A CPU is no faster at bfloat16, and float32 repeats what training computed.
     dtype = huggingface.read_dtype(model_dir) if device.type == "cuda" else torch.float32
     model = whole_model(shape, "lm", dtype=dtype, device=device)
@@ -93,8 +87,9 @@ def generate_text(
             noise=Noise(seed, 0),
             budget=CACHE_TOKENS,
         )
-    except NotFiniteError as error:
-        raise UserError(f"{model_dir} cannot generate: {error}") from None
+    except NotFiniteLogitsError as error:
+        origin, _ = prompts[error.item // n]
+        raise UserError(f"{model_dir} cannot generate: {error.describe(shorten(origin))}") from None
     for i, prompt in enumerate(prompt for prompt in given for _ in range(n)):
         tokens = batch["sequences"].row(i)[len(rows.row(i)) :].tolist()
         yield {
@@ -108,6 +103,7 @@ def generate_text(
 def _encode(
     prompts: Sequence[Record],
     tokenizer: "PreTrainedTokenizerFast",
+    ends: tuple[int, ...],
     chat: bool,
     say: Callable[[str], None],
     limit: "_Limit",
@@ -122,14 +118,14 @@ def _encode(
         except BadRecordError as error:
             raise UserError(f"{origin}: {error}") from None
     note = plain_text_note(tokenizer, chat, "--chat")
-    if note is not None and (chat or any(isinstance(text, Text) for text in texts)):
+    if note is not None and any(is_plain_text(record) for _, record in prompts):
         say(note)
     # Of a text of megabytes the beginning is too long already, and takes no seconds to tokenise.
     long = _CHARACTERS * limit.positions
     for (origin, _), text in zip(prompts, texts, strict=True):
         if len(text.prompt) > long:
-            limit.check(origin, len(tokenize([Text(text.prompt[:long], None)], tokenizer)[0].ids))
-    rows = [row.ids for row in tokenize(texts, tokenizer)]
+            limit.check(origin, len(tokenize([Text(text.prompt[:long], None)], tokenizer, ends)[0].ids))
+    rows = [row.ids for row in tokenize(texts, tokenizer, ends)]
     for (origin, _), ids in zip(prompts, rows, strict=True):
         if not ids:
             raise UserError(f"{origin}: {EMPTY_PROMPT}")

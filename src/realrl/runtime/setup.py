@@ -46,10 +46,15 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
 def load_ends(experiment: Experiment, tokenizer: Any) -> tuple[int, ...]:
     """All tokens that end what the run's first role writes: the actor, where there is one. UserError if there is
     none, or one is not in the model's vocabulary."""
-    check_tokenizer(tokenizer)
     config = next(iter(models(experiment).values()))
-    origin = None if config.path is None else read_origin(config.path)
-    return end_ids(tokenizer, origin, role_shape(config).vocab_size)
+    return read_ends(tokenizer, config.path, role_shape(config).vocab_size)
+
+
+def read_ends(tokenizer: Any, path: str | None, vocabulary: int) -> tuple[int, ...]:
+    """All tokens that end what a model of this vocabulary writes; `path` is where it was opened from, if it was.
+    UserError if there is none, or one is not in the vocabulary."""
+    check_tokenizer(tokenizer)
+    return end_ids(tokenizer, None if path is None else read_origin(path), vocabulary)
 
 
 def load_data(
@@ -78,10 +83,15 @@ def _check_top_k(experiment: Experiment) -> None:
     """UserError if more tokens are to be chosen among than there are."""
     if isinstance(experiment, PPOExperiment):
         top_k, vocabulary = experiment.generation.top_k, role_shape(experiment.models.actor).vocab_size
-        if top_k > vocabulary:
-            raise UserError(
-                f"generation.top_k={top_k} is more than the {vocabulary} tokens that models.actor has; 0 takes all"
-            )
+        check_top_k("generation.top_k", top_k, vocabulary)
+
+
+def check_top_k(option: str, top_k: int, vocabulary: int) -> None:
+    """UserError if an option has tokens chosen among more than a model has."""
+    if top_k > vocabulary:
+        raise UserError(
+            f"{option}={top_k} is more than the {vocabulary} tokens of the model's vocabulary; 0 takes all"
+        )
 
 
 def _check_positions(experiment: Experiment) -> None:
@@ -91,9 +101,12 @@ def _check_positions(experiment: Experiment) -> None:
         longest = data.max_prompt_tokens + experiment.generation.max_new_tokens
         what = "data.max_prompt_tokens + generation.max_new_tokens"
     for role, config in models(experiment).items():
-        positions = role_shape(config).max_positions
-        if longest > positions:
-            raise UserError(
-                f"{what}={longest} is more than the {positions} positions that the model of models.{role} is"
-                " declared for"
-            )
+        check_length(
+            f"{what}={longest}", longest, role_shape(config).max_positions, f"the model of models.{role}"
+        )
+
+
+def check_length(what: str, tokens: int, positions: int, model: str) -> None:
+    """UserError if that many tokens, because of `what`, are more than a model is declared for."""
+    if tokens > positions:
+        raise UserError(f"{what} is more than the {positions} positions that {model} is declared for")

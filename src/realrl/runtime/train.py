@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 from realrl.algorithms.registry import build_algorithm
-from realrl.checkpoint.remarks import remarks
+from realrl.checkpoint.notes import saving_notes
 from realrl.checkpoint.sources import check_trainable
 from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.config.experiment import Experiment
@@ -146,7 +146,9 @@ class Run:
             verify=experiment.debug.verify_reallocation,
         )
         # Also what saving would stumble over, hours later.
-        self.remarks = [f"models.{role}: {text}" for role in self.trained for text in self._remarks(role)]
+        self.saving_notes = [
+            f"models.{role}: {text}" for role in self.trained for text in self._saving_notes(role)
+        ]
         self.records, self.eval_records = load_data(experiment, compiled, self.tokenizer, self.ends)
         data = experiment.data
         self.order = Order(len(self.records), data.batch, experiment.seed, data.shuffle)
@@ -191,7 +193,7 @@ class Run:
         notes = [
             *data_notes({"train": self.records, "eval": self.eval_records}),
             *model_notes(self.experiment, self.steps, fresh),
-            *self.remarks,
+            *self.saving_notes,
         ]
         for note in notes:
             observer.note(note)
@@ -239,7 +241,7 @@ class Run:
                 raise self._stopped(error, step + 1) from None
         self._record(Record(step + 1, "train", time.monotonic() - start, figures))
         if self.observer is not None:
-            for note in self.notes.of(step + 1, figures):
+            for note in self.notes.describe_step(step + 1, figures):
                 self.observer.note(note)
 
     def _check_learning(self) -> None:
@@ -302,9 +304,9 @@ class Run:
         if self.observer is not None and state:
             self.directory.write_state(done, state)
 
-    def _remarks(self, role: str) -> Iterator[str]:
+    def _saving_notes(self, role: str) -> Iterator[str]:
         origin, vocabulary = self.roles.origins[role], self.roles.shapes[role].vocab_size
-        return remarks(origin, HEADS[role], self.tokenizer, self.ends, vocabulary)
+        return saving_notes(origin, HEADS[role], self.tokenizer, self.ends, vocabulary)
 
     def _finish(self, started: float) -> None:
         comparison = self._collect(last=True)

@@ -10,7 +10,7 @@ from realrl.algorithms.ppo.inference import CriticInference, RefInference, Rewar
 from realrl.config.algorithms import GenerationConfig, PPOConfig
 from realrl.dataflow.graph import DataflowGraph
 
-MOSTLY = 0.5
+FEW_FINISHED = 0.5
 """Share of finished answers below which most are cut off."""
 
 
@@ -47,9 +47,12 @@ class PPOAlgorithm(StatelessAlgorithm):
         )
         self._appraisers = (actor.appraiser, critic.appraiser)
 
-    def remarks(self, figures: Mapping[str, float]) -> list[str]:
+    def notes(self, figures: Mapping[str, float]) -> list[str]:
         """Says so when `truncated: bootstrap` leaves most scores unused."""
-        if self._config.truncated != "bootstrap" or not figures.get("actor.train/finished", 1.0) < MOSTLY:
+        if (
+            self._config.truncated != "bootstrap"
+            or not figures.get("actor.train/finished", 1.0) < FEW_FINISHED
+        ):
             return []
         return [
             f"most answers are cut off at generation.max_new_tokens={self._generation.max_new_tokens}, and under"

@@ -25,7 +25,7 @@ def _pair_scores(output: ModelOutput) -> tuple[Tensor, Tensor]:
 
 def _weights(batch: Batch) -> Tensor:
     """Weight of each pair: [N] float64."""
-    return 1 / batch["pairs"].values.double()
+    return 1 / batch["pairs_of_prompt"].values.double()
 
 
 def _figures(*, chosen: Tensor, rejected: Tensor, weights: Tensor) -> Metrics:

@@ -5,18 +5,15 @@ from torch import Tensor
 
 from realrl.algorithms.base import PlainTrain, StatelessAlgorithm
 from realrl.algorithms.method import Method, Metrics, ModelOutput
+from realrl.algorithms.packed import row_sums
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.graph import DataflowGraph
 
 
-def _trained(batch: Batch) -> Tensor:
-    """Places of the A tokens to learn among all T of rows that are not empty, [A].
-
-    Never the first token of a row, which nothing predicts.
-    """
-    mask = batch["trained"].values.bool()
-    firsts = torch.tensor(batch["trained"].offsets[:-1], dtype=torch.long, device=mask.device)
-    return mask.index_fill(0, firsts, False).nonzero().squeeze(1)
+def _nll(batch: Batch, output: ModelOutput) -> Tensor:
+    """Negative log-likelihood of each token to learn, and 0 for the others: [T]."""
+    assert output.logprobs is not None
+    return -output.logprobs.masked_fill(batch["loss_mask"].values == 0, 0)
 
 
 class SFTInference:
@@ -28,18 +25,15 @@ class SFTInference:
 
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
         """`nll`: one number per item, summed over its tokens to learn."""
-        assert output.logprobs is not None
-        index, lengths = _trained(batch), torch.tensor(batch["tokens"].lengths, device=output.logprobs.device)
-        rows = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
-        # In double precision, so that a row's sum does not depend on the batch around it.
-        sums = torch.zeros(len(lengths), dtype=torch.float64, device=lengths.device)
-        sums = sums.index_add(0, rows[index], -output.logprobs[index].double())
+        nll, lengths = _nll(batch, output), batch["tokens"].lengths
+        rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(nll.device)
+        sums = row_sums(nll, rows, len(lengths))
         return {"nll": Ragged.scalars(sums.float())}
 
     def metrics(self, batch: Batch) -> Metrics:
         """`loss`: mean per token to learn; its exponential is the perplexity."""
         metrics = Metrics()
-        metrics.mean("loss", batch["nll"].values.double().sum(), len(_trained(batch)))
+        metrics.mean("loss", batch["nll"].values.double().sum(), batch["loss_mask"].values.sum())
         return metrics
 
 
@@ -52,15 +46,13 @@ class SFTTrain(PlainTrain):
 
     def weight(self, batch: Batch) -> float:
         """Number of tokens to learn."""
-        return len(_trained(batch))
+        return int(batch["loss_mask"].values.sum())
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
         """-log p summed over the tokens to learn."""
-        assert output.logprobs is not None
-        index = _trained(batch)
-        loss = -output.logprobs[index].sum()
+        loss = _nll(batch, output).sum()
         metrics = Metrics()
-        metrics.mean("loss", loss, len(index))
+        metrics.mean("loss", loss, batch["loss_mask"].values.sum())
         return loss, metrics
 
 

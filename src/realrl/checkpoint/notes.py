@@ -1,14 +1,15 @@
-"""Settings of a trained model that are ignored or saved otherwise, as sentences for the user. No torch."""
+"""Notes on settings that are ignored, or changed on saving. No torch."""
 
 from collections.abc import Collection, Iterator
 
-from realrl.checkpoint.origin import CONFIG, Origin
+from realrl.checkpoint.directory import CONFIG
+from realrl.checkpoint.origin import Origin
 from realrl.checkpoint.special_tokens import classifier_padding, end_ids
 from realrl.checkpoint.tokenizer_files import Tokenizer
 from realrl.config.shape import Head
 
 
-def remarks(
+def saving_notes(
     origin: Origin | None, head: Head, tokenizer: Tokenizer, ends: Collection[int], vocabulary: int
 ) -> Iterator[str]:
     """A sentence each; see `huggingface.save` for `ends`."""
@@ -16,12 +17,12 @@ def remarks(
         dropout = origin.config.get("attention_dropout")
         if dropout:
             yield f"{origin.directory / CONFIG} has attention_dropout={dropout}; training here is without dropout"
-        file, named = origin.ends
-        listed = named if isinstance(named, list) else [named]
-        if head == "lm" and tokenizer.eos_token_id not in listed:
+        file, named = origin.ends(vocabulary)
+        if head == "lm" and tokenizer.eos_token_id not in named:
             yield (
-                f"eos_token_id={named} in {file} lacks the tokenizer's end of sequence, {tokenizer.eos_token_id};"
-                " it is saved as it is, and other programs that generate with the model may not stop there"
+                f"eos_token_id={[*named] or None} in {file} lacks the tokenizer's end of sequence,"
+                f" {tokenizer.eos_token_id}; it is saved as it is, and other programs that generate with the"
+                " model may not stop there"
             )
     if head == "scalar":
         ends = {*ends, *end_ids(tokenizer, origin, vocabulary)}
