@@ -159,7 +159,7 @@ def test_skipped_records_are_counted_and_the_first_is_named(
     (tmp_path / "data.jsonl").write_text("\n".join(records))
     data = str(tmp_path / "data.jsonl")
     run(world, "sft", tmp_path, data__train=data, data__on_error="skip", training__steps=1)
-    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: data.")]
     assert len(notes) == 1
     assert f"data.train: skipped 2 records, first {data}:4: not valid JSON" in notes[0]
 
@@ -183,7 +183,7 @@ def test_a_run_says_once_what_becomes_of_plain_prompts(
 
 def test_a_new_head_is_noted(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(world, "reward", tmp_path, training__steps=1)
-    assert "note: models.reward: initialised score.weight" in capsys.readouterr().err
+    assert "note: models.reward starts with a new scoring head (score.weight)" in capsys.readouterr().err
 
 
 def test_without_shuffling_the_seed_does_not_change_the_order(world: World, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def model_notes(experiment: Experiment, steps: int, fresh: Mapping[str, Sequence
     """What a run of so many steps does to its models unasked; `fresh`: role -> tensors it had to initialise."""
     for role, tensors in fresh.items():
         if tensors:
-            yield f"models.{role}: initialised {', '.join(tensors)}, which the checkpoint lacks"
+            yield f"models.{role} starts with a new scoring head ({', '.join(tensors)}), since its path has none"
     for role, config in models(experiment).items():
         if isinstance(config, TrainedModelConfig) and config.optimizer.warmup_steps >= steps > 1:
             yield (

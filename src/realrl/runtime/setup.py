@@ -18,9 +18,13 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
 
     UserError when roles have different vocabularies, or a vocabulary does not fit its model.
     """
-    first: tuple[str, Any] | None = None
+    first: tuple[str, str, Any] | None = None
     loaded: dict[str, Any] = {}
-    for role, config in models(experiment).items():
+    fields = type(experiment.models).model_fields
+    # Roles that may have taken their model from another one come last, so that the one with the mistake is named.
+    for role, config in sorted(
+        models(experiment).items(), key=lambda item: not fields[item[0]].is_required()
+    ):
         source = config.tokenizer or config.path
         if source is None:
             raise UserError(f"models.{role}.tokenizer: a model that starts from scratch needs a tokenizer")
@@ -33,14 +37,14 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
                 f" but the model's vocabulary has {vocabulary}"
             )
         if first is None:
-            first = (role, tokenizer)
-        elif tokenizer.get_vocab() != first[1].get_vocab():
+            first = (role, source, tokenizer)
+        elif tokenizer.get_vocab() != first[2].get_vocab():
             raise UserError(
-                f"models.{role} and models.{first[0]} have different tokenizers;"
-                f" all roles of a run must share one vocabulary"
+                f"models.{role} and models.{first[0]} have different tokenizers ({source}: {len(tokenizer)} tokens,"
+                f" {first[1]}: {len(first[2])}); all roles of a run must share one vocabulary"
             )
     assert first is not None, "every recipe has a model"
-    return first[1]
+    return first[2]
 
 
 def load_ends(experiment: Experiment, tokenizer: Any) -> tuple[int, ...]:
