@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from realrl.runtime.signals import GRACE, PATIENCE
-from tests.runtime.processes import end, start
+from tests.runtime.processes import end, heed_interrupts, start
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of Unix")
 
@@ -60,7 +60,9 @@ def test_an_interrupt_while_modules_are_loaded_is_quiet_whatever_becomes_of_it(
     module: str, what: str
 ) -> None:
     code = INTERRUPTED.replace("MODULE", repr(module)).replace("WHAT", repr(what)).replace("DEMO", repr(DEMO))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=heed_interrupts
+    )
     assert (done.returncode, done.stderr) == (130, "")
 
 
@@ -79,7 +81,9 @@ assert interruption().status == 130
 
 
 def test_an_interrupt_in_a_destructor_is_remembered_without_a_traceback() -> None:
-    done = subprocess.run([sys.executable, "-c", DESTROYED], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", DESTROYED], capture_output=True, text=True, preexec_fn=heed_interrupts
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -98,7 +102,9 @@ except Interrupted:
 
 
 def test_a_second_interrupt_ends_the_process_at_once() -> None:
-    process = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
+    )
     assert process.stdout is not None
     for line in ("ready\n", "interrupted\n"):
         assert process.stdout.readline() == line
@@ -123,7 +129,9 @@ signal.pause()
 
 
 def test_a_signal_to_a_forked_child_is_not_the_parents() -> None:
-    process = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
+    )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     if not children.exists():

@@ -12,6 +12,12 @@ PATIENCE = 60.0
 """Seconds after which a command that should have ended is taken to hang."""
 
 
+def heed_interrupts() -> None:
+    """For a child process: tests that a shell runs in the background ignore interrupts, and so would what they
+    start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(*arguments: str, module: str = "realrl", **variables: str) -> "subprocess.Popen[str]":
     """Start `python -m MODULE ARGUMENTS` in a process group of its own, with more environment variables."""
     return subprocess.Popen(
@@ -21,8 +27,7 @@ def start(*arguments: str, module: str = "realrl", **variables: str) -> "subproc
         text=True,
         env={**os.environ, **variables},
         start_new_session=True,
-        # Tests that a shell runs in the background ignore interrupts, and so would what they start.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=heed_interrupts,
     )
 
 
