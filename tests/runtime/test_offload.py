@@ -52,7 +52,9 @@ def prepared(file: Path) -> Run:
     """A run in this process, before its first step."""
     experiment = load_experiment(str(file), [])
     compiled = compile_recipe(experiment, Cluster(1, 1))
-    return Run(experiment, compiled, Process(0, 1, torch.device("cpu")), None)
+    run = Run(experiment, compiled, Process(0, 1, torch.device("cpu")), None)
+    run.load()
+    return run
 
 
 def home(run: Run, role: str) -> Model:

@@ -273,9 +273,9 @@ class Run:
             figures, samples = self.evaluation.run()
         except UserError as error:
             # The judge's. What was trained before is not lost.
-            saved = find_saved(self.directory.path, self.trained).describe_checkpoint()
+            saved = find_saved(self.directory.path, self.trained).checkpoint
             trace = error.trace if isinstance(error, UserCodeError) else ""
-            raise UserCodeError(f"{error}; {saved}", trace) from error
+            raise UserCodeError(f"{error}; saved: {saved}" if saved else str(error), trace) from error
         if self.observer is not None and samples:
             self.directory.write_samples(done, samples[: self.experiment.training.samples])
         self._record(Record(done, "eval", time.monotonic() - start, figures))
