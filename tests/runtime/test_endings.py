@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 
 from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.runtime.endings import CAUSE, CONSEQUENCE, DEATH, Ending, describe, first_cause, report
+from realrl.runtime.environment import SCRATCH_VARIABLE
 from realrl.runtime.logs import keep_logs
 
 GLOO = (
@@ -118,3 +119,11 @@ def test_logs_are_kept_where_there_is_room_for_them(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("tempfile.tempdir", str(other))
     kept = keep_logs(scratch, tmp_path / "no" / "such" / "logs")
     assert kept is not None and kept.parent == other and os.listdir(kept) == ["rank-1.log"]
+
+
+def test_an_ending_does_not_bring_back_the_directory_of_a_launcher_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SCRATCH_VARIABLE, str(tmp_path / "gone"))
+    assert report(RuntimeError("its peer has gone")) == 1
+    assert not (tmp_path / "gone").exists()

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from realrl.config.errors import RunError, UserCodeError, UserError
-from realrl.config.files import as_os_error, reason_of, write_whole
+from realrl.config.files import as_os_error, partial_path, reason_of
 from realrl.runtime.environment import SCRATCH_VARIABLE, is_writer
 
 USER_STATUS, RUN_STATUS = 2, 1
@@ -79,7 +79,10 @@ def report(error: Exception) -> int:
     _log(error)
     # Where even this disk is full, the launcher says that this process has left no message.
     with suppress(OSError):
-        write_whole(Path(scratch) / f"ending-{ending.rank}.json", json.dumps(asdict(ending)))
+        file = Path(scratch) / f"ending-{ending.rank}.json"
+        # Not by write_whole, which would make the directory anew: it is gone once the launcher is, for good.
+        partial_path(file).write_text(json.dumps(asdict(ending)))
+        partial_path(file).replace(file)
     return ending.status
 
 
