@@ -47,7 +47,7 @@ class PlainTrain:
 
     @property
     def head_scale(self) -> float:
-        """The same learning rate for the head as for everything else."""
+        """1: the head has the learning rate of everything else."""
         return 1.0
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:

@@ -160,7 +160,7 @@ class Algorithm(Protocol):
         """The method of a call of either graph."""
 
     def notes(self, figures: Mapping[str, float]) -> list[str]:
-        """What the user should know about a training step with these figures, by `call/name`; each is said once."""
+        """Notes for the user on a training step with these figures, by `call/name`; each is said once."""
 
     def state_dict(self) -> dict[str, float]:
         """Numbers that must survive a restart, such as an adaptive coefficient."""

@@ -82,8 +82,8 @@ def known_shape(config: ModelConfig) -> ModelShape | None:
 
 
 def shape_of(config: ModelConfig) -> ModelShape:
-    """The same, but what only the hub knows is asked for: of its files, `config.json` alone. UserError where nobody
-    knows."""
+    """Sizes of a role's model, for which the hub is asked if need be: of its files, for `config.json` alone.
+    UserError where nobody knows them."""
     known = known_shape(config)
     if known is not None:
         return known

@@ -7,7 +7,7 @@ from realrl.config.explain import brief
 
 
 def not_devices(value: Any) -> str:
-    """What to say of a value that is no number of devices."""
+    """Error message for a value that is no number of devices."""
     return f"{brief(value)} is not understood; write nodes x devices per node, for example 1x2"
 
 

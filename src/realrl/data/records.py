@@ -54,7 +54,7 @@ def _records(source: str, rejects: Rejects) -> Iterator[Record]:
 
 
 def _not_understood(source: str) -> str:
-    """What to say of a source that is neither a file with a known suffix nor a data set."""
+    """Error message for a source that is neither a file with a known suffix nor a data set."""
     if not Path(source).exists():
         return f"data source {source!r} does not exist; give {ACCEPTED}"
     suffixes = [suffix.lower() for suffix in Path(source).suffixes]
@@ -69,7 +69,7 @@ def _not_understood(source: str) -> str:
 
 
 def _not_saved(directory: str) -> str:
-    """What to say of a directory that `Dataset.save_to_disk` has not written."""
+    """Error message for a directory that `Dataset.save_to_disk` has not written."""
     message = f"data source {directory} is a directory that Dataset.save_to_disk has not written"
     suffix = next((suffix for suffix in _READERS if any(Path(directory).glob(f"*{suffix}"))), None)
     accepted = ACCEPTED if suffix is None else f"{directory}/*{suffix} for its files"

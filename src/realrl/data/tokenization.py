@@ -65,7 +65,7 @@ def check_tokenizer(tokenizer: "PreTrainedTokenizerFast") -> None:
 
 
 def beginning(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
-    """What the tokenizer puts before every text."""
+    """Tokens that the tokenizer puts before every text."""
     encoded = tokenizer("a", return_special_tokens_mask=True)
     return encoded["input_ids"][: [*encoded["special_tokens_mask"], 0].index(0)]
 

@@ -22,7 +22,7 @@ class NotFiniteLogitsError(NotFiniteError):
         return self.describe(f"the prompt of item {self.item + 1} of this step's batch")
 
     def describe(self, prompt: str) -> str:
-        """The same of a prompt that has a name."""
+        """Error message that names the prompt, for example by its place in a file."""
         return f"the logits of token {self.token + 1} after {prompt} are not finite (NaN or infinity)"
 
 

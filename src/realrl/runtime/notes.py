@@ -11,7 +11,7 @@ from realrl.runtime.compile import models
 
 
 def data_notes(sets: Mapping[str, Dataset | None]) -> Iterator[str]:
-    """What became of records, by the name of their data set; each is said once, whatever sets it is true of."""
+    """Notes on records that were read, by the name of their data set; each is said once, even if true of several."""
     known = {name: records for name, records in sets.items() if records is not None}
     for name, records in known.items():
         if records.skipped:
@@ -20,7 +20,7 @@ def data_notes(sets: Mapping[str, Dataset | None]) -> Iterator[str]:
 
 
 def model_notes(experiment: Experiment, steps: int, fresh: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """What a run of so many steps does to its models unasked; `fresh`: role -> tensors it had to initialise."""
+    """Notes on what a run of so many steps does to its models; `fresh`: role -> tensors it had to initialise."""
     for role, tensors in fresh.items():
         if tensors:
             yield f"models.{role} starts with a new scoring head ({', '.join(tensors)}), since its path has none"
@@ -41,7 +41,7 @@ class StepNotes:
         self._skipped = Counter[str]()
 
     def describe_step(self, step: int, figures: Mapping[str, float]) -> Iterator[str]:
-        """What to say of a step, counted from 1, with these figures by `call/name`."""
+        """Notes on a step, counted from 1, with these figures by `call/name`."""
         for call in self._algorithm.graph.calls:
             skipped = int(figures.get(f"{call.name}/skipped_steps", 0))
             before, self._skipped[call.name] = self._skipped[call.name], self._skipped[call.name] + skipped

@@ -39,7 +39,7 @@ def to_reward_scale(values: Tensor, config: PPOConfig) -> Tensor:
 
 
 def scored(finished: Tensor, config: PPOConfig) -> Tensor:
-    """Which sequences get a reward for their score: under `truncated: bootstrap` those that ended by themselves.
+    """Mask of the sequences whose score is trained on: under `truncated: bootstrap` those that ended by themselves.
     finished: [N] -> [N] bool"""
     return (finished != 0) | (config.truncated == "score")
 

@@ -24,8 +24,8 @@ class RewardInference:
         return {"score": Ragged.scalars(last_of_rows(output.values, output.lengths).float())}
 
     def metrics(self, batch: Batch) -> Metrics:
-        """In evaluation `response_tokens` and `finished`, means over sequences, and `score`, over those whose score
-        would be trained on.
+        """Figures of evaluation: means of `response_tokens` and `finished` over sequences, and of `score` over
+        those whose score would be trained on.
 
         In training, where the call's inputs do not suffice, `actor.train` reports them."""
         metrics, count = Metrics(), len(batch)
@@ -55,7 +55,7 @@ class RefInference:
         return {"ref_logprobs": Ragged(output.logprobs.float(), output.lengths)}
 
     def metrics(self, batch: Batch) -> Metrics:
-        """In evaluation `kl`: divergence from the reference summed over the response, mean over sequences.
+        """Figure of evaluation, `kl`: divergence from the reference summed over the response, mean over sequences.
 
         In training, where the call's inputs do not suffice, `actor.train` reports it."""
         metrics = Metrics()
