@@ -11,7 +11,7 @@ from realrl.runtime.compile import models
 
 
 def data_notes(sets: Mapping[str, Dataset | None]) -> Iterator[str]:
-    """Notes on records that were read, by the name of their data set; each is said once, even if true of several."""
+    """Notes on records that were read, by the name of their data set; each is said once."""
     known = {name: records for name, records in sets.items() if records is not None}
     for name, records in known.items():
         if records.skipped:
