@@ -24,10 +24,10 @@ from pathlib import Path
 
 import torch
 
-from realrl.engine.pipeline import Pipeline, one_ahead
-from realrl.runtime import process
-from realrl.runtime.environment import LAUNCHER_VARIABLE, STORE_VARIABLE, leave
-from realrl.runtime.process import Process, connect
+from realrl.engine.pipeline.messages import Pipeline, one_ahead
+from realrl.runtime.processes import process
+from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, STORE_VARIABLE, leave
+from realrl.runtime.processes.process import Process, connect
 
 ROWS, WIDTH, TURNS = 32, 128, 200
 SQUARE = torch.ones(64, 64)

@@ -39,7 +39,7 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.plan.presets import make_plan
-from realrl.planner.comparison import Comparison
+from realrl.planner.calibration.comparison import Comparison
 
 GRAPH = train_graph(minibatches=2)
 CLUSTER = Cluster(1, 2)

@@ -34,15 +34,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from realrl.config.shape import ModelShape
 from realrl.engine.flat import FlatBuffer
+from realrl.families.shape import ModelShape
 from realrl.layout.layout import Layout, layout
-from realrl.layout.routes import Reallocation, reallocate
+from realrl.layout.routing.routes import Reallocation, reallocate
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.runtime.environment import leave
-from realrl.runtime.process import Process, wait_to_be_scheduled
-from realrl.runtime.reallocation import Reallocator
+from realrl.runtime.processes.environment import leave
+from realrl.runtime.processes.process import Process, wait_to_be_scheduled
+from realrl.runtime.worker.reallocation import Reallocator
 
 LARGE = 16 << 20
 """Bytes that a rank receives, on average, from which on a pair counts in the summary."""

@@ -32,13 +32,13 @@ from datetime import date
 from multiprocessing import Pool
 from pathlib import Path
 
-from realrl.config.shape import ModelShape
-from realrl.config.shapes import SHAPES
+from realrl.families.published import SHAPES
+from realrl.families.shape import ModelShape
+from realrl.families.tensors import model_tensors
 from realrl.layout.layout import layout, local_tensor
-from realrl.layout.links import Links
 from realrl.layout.ranges import stage_layers
-from realrl.layout.routes import reallocate
-from realrl.layout.tensors import model_tensors
+from realrl.layout.routing.links import Links
+from realrl.layout.routing.routes import reallocate
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 

@@ -33,22 +33,22 @@ from pathlib import Path
 from typing import Any
 
 from realrl.algorithms.graphs import build_graph
-from realrl.config.load import load_experiment
-from realrl.config.model import HEADS
-from realrl.config.shapes import SHAPES
 from realrl.dataflow.call import Call, Kind
+from realrl.families.published import SHAPES
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
-from realrl.planner.build import Choices, build_problem
-from realrl.planner.cluster import ClusterSpec
-from realrl.planner.cost import CallCost, CostModel
-from realrl.planner.efficiency import Efficiency
-from realrl.planner.memory import MemoryModel
-from realrl.planner.scenario import Scenario
+from realrl.planner.cluster.efficiency import Efficiency
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cost.model import CallCost, CostModel
+from realrl.planner.evaluate.timeline import Evaluation, Timeline
+from realrl.planner.memory.model import MemoryModel
 from realrl.planner.search.search import SearchResult, search
-from realrl.planner.timeline import Evaluation, Timeline
-from realrl.planner.workload import Workload
+from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.space.build import Choices, build_problem
+from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
+from realrl.recipe.load import load_experiment
+from realrl.recipe.model import HEADS
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED = ROOT / "bench" / "reference" / "realhf_v1.json"

@@ -38,12 +38,12 @@ import scipy
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-from realrl.config.shape import Head, ModelShape
-from realrl.config.shapes import SHAPES
+from realrl.families.published import SHAPES
+from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import Layout, layout
-from realrl.layout.links import Links
 from realrl.layout.region import Region
-from realrl.layout.routes import reallocate
+from realrl.layout.routing.links import Links
+from realrl.layout.routing.routes import reallocate
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 

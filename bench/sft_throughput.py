@@ -21,14 +21,14 @@ import transformers
 
 from realrl.algorithms.sft.method import SFTTrain
 from realrl.checkpoint import huggingface
-from realrl.config.experiment import SFTExperiment
-from realrl.config.load import load_experiment
 from realrl.data.batch import Batch
 from realrl.data.dataset import Dataset, Order
 from realrl.data.tokenizer import load_tokenizer, train_tokenizer
 from realrl.engine.model import Model, whole_model
-from realrl.engine.train import Trainer
+from realrl.engine.training.trainer import Trainer
 from realrl.model.init import initialise
+from realrl.recipe.experiment import SFTExperiment
+from realrl.recipe.load import load_experiment
 
 
 def ours(model: Model, recipe: SFTExperiment) -> Any:

@@ -5,11 +5,11 @@ Usage: python docs/plan_picture.py
 
 from pathlib import Path
 
-from realrl.cli.plan_page import timeline_svg
-from realrl.config.load import load_experiment
-from realrl.planner.cluster import ClusterSpec
-from realrl.planner.report_make import make_report
-from realrl.runtime.scenario import make_scenario
+from realrl.cli.planning.page import timeline_svg
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.report.make import make_report
+from realrl.recipe.load import load_experiment
+from realrl.runtime.prepare.scenario import make_scenario
 
 HERE = Path(__file__).parent
 RECIPE = HERE.parent / "recipes" / "reference" / "ppo-70b.yaml"

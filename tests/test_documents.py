@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from realrl.cli.app import app, run_app
-from realrl.config.load import load_experiment
+from realrl.recipe.load import load_experiment
 from tests.conftest import World
 
 ROOT = Path(__file__).parent.parent
@@ -204,7 +204,7 @@ def test_installing_names_the_extras_there_are() -> None:
 def test_the_description_of_a_recipe_lists_the_names_of_shapes(
     capsys: pytest.CaptureFixture[str], algorithm: str
 ) -> None:
-    from realrl.config.shapes import SHAPES
+    from realrl.families.published import SHAPES
 
     assert run_app(["config", algorithm]) == 0
     text = capsys.readouterr().out

@@ -22,10 +22,12 @@ ROOMS = (
     "program",
     "layout",
     "plan",
+    "recipe",
     "dataflow",
+    "families",
     "config",
 )
-TORCH_FREE_ROOMS = {"cli", "planner", "program", "layout", "plan", "dataflow", "config"}
+TORCH_FREE_ROOMS = {"cli", "planner", "program", "layout", "plan", "recipe", "dataflow", "families", "config"}
 LEAF = "realrl.data.batch"
 """Algorithms speak of batches; the module that defines them depends on nothing of ours."""
 HEAVY = ("torch", "transformers", "datasets", "tokenizers", "numpy", "matplotlib")
@@ -108,7 +110,7 @@ def test_modules_that_promise_it_load_no_torch() -> None:
         for name, path in MODULES.items()
         if re.search("(?i)(no|without) torch\\b", ast.get_docstring(ast.parse(path.read_text())) or "")
     ]
-    assert "realrl.runtime.compile" in promise and "realrl.checkpoint.sources" in promise
+    assert "realrl.runtime.prepare.compile" in promise and "realrl.checkpoint.sources" in promise
     assert loaded_by(promise) <= {"numpy"}
 
 

@@ -16,14 +16,14 @@ from pathlib import Path
 import torch
 
 from realrl.algorithms.sft.method import SFTTrain
-from realrl.config.model import OptimizerConfig
-from realrl.config.shape import ModelShape
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model, whole_model
-from realrl.engine.train import Trainer
+from realrl.engine.training.trainer import Trainer
+from realrl.families.shape import ModelShape
 from realrl.model.cache import KVCache
 from realrl.model.init import initialise
 from realrl.model.packing import Packing
+from realrl.recipe.model import OptimizerConfig
 
 TOKENS, LENGTH = 16384, 2048
 ROWS, CONTEXT = 128, 1024

@@ -3,8 +3,8 @@
 import os
 import sys
 
-from realrl.runtime.environment import SCRATCH_VARIABLE, leave, under_launcher
-from realrl.runtime.signals import forget_signals, interruption, raise_signals
+from realrl.runtime.processes.environment import SCRATCH_VARIABLE, leave, under_launcher
+from realrl.runtime.processes.signals import forget_signals, interruption, raise_signals
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
 
 def _run() -> int:
     if SCRATCH_VARIABLE in os.environ:
-        from realrl.runtime.logs import divert_errors
+        from realrl.runtime.processes.logs import divert_errors
 
         # The local launcher hears signals for its processes.
         divert_errors()

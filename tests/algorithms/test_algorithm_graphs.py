@@ -6,8 +6,8 @@ from pydantic import TypeAdapter
 
 from realrl.algorithms.graphs import build_eval_graph, build_graph
 from realrl.algorithms.registry import build_algorithm
-from realrl.config.experiment import EXPERIMENT, Experiment
 from realrl.dataflow.call import Kind
+from realrl.recipe.experiment import EXPERIMENT, Experiment
 from tests.conftest import PPO_CALLS
 
 MODELS = {

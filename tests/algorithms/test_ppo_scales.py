@@ -20,8 +20,8 @@ from realrl.algorithms.ppo.critic import CriticTrain
 from realrl.algorithms.ppo.graph import eval_graph, train_graph
 from realrl.algorithms.ppo.inference import RefInference, RewardInference
 from realrl.algorithms.ppo.method import PPOAlgorithm
-from realrl.config.algorithms import GenerationConfig, PPOConfig
 from realrl.data.batch import Batch, Ragged
+from realrl.recipe.settings import GenerationConfig, PPOConfig
 
 ADAPTIVE = {"coef": 0.3, "adaptive": True, "target": 2.0, "horizon": 100}
 

@@ -10,9 +10,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from realrl.checkpoint import huggingface
 from realrl.checkpoint.origin import read_origin
-from realrl.config.shape import Head
 from realrl.engine.flat import FlatBuffer
-from realrl.layout.tensors import model_tensors
+from realrl.families.shape import Head
+from realrl.families.tensors import model_tensors
 
 WORDS = ("the", "film", "is", "great", "dull", "and", "moving", "plot")
 CHAT = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"

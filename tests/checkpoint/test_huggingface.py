@@ -23,13 +23,13 @@ from realrl.checkpoint import directory, huggingface
 from realrl.checkpoint.directory import known_shape
 from realrl.checkpoint.origin import read_origin
 from realrl.config.errors import UserError
-from realrl.config.llama import shape_to_hf
-from realrl.config.model import ModelConfig
-from realrl.config.shape import Head, ModelShape
 from realrl.engine.finite import NotFiniteError
 from realrl.engine.flat import FlatBuffer
+from realrl.families.llama import shape_to_hf
+from realrl.families.shape import Head, ModelShape
+from realrl.families.tensors import model_tensors
 from realrl.layout.region import Region
-from realrl.layout.tensors import model_tensors
+from realrl.recipe.model import ModelConfig
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 4}
 

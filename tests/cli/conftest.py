@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from realrl.config.load import experiment_classes
+from realrl.recipe.load import experiment_classes
 from tests.cli.mistakes import CONFIG_JSON
 from tests.conftest import World
 

@@ -76,7 +76,7 @@ def test_an_interrupt_is_exit_status_130(monkeypatch: pytest.MonkeyPatch) -> Non
     def interrupt(path: str, overrides: list[str]) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("realrl.config.load.load_experiment", interrupt)
+    monkeypatch.setattr("realrl.recipe.load.load_experiment", interrupt)
     assert run_app(["train", DEMO]) == 130
 
 

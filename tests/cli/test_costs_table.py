@@ -5,8 +5,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from realrl.cli.costs import costs_note, costs_table
-from realrl.planner.comparison import Comparison, MoveCosts, Seconds
+from realrl.cli.progress.costs import costs_note, costs_table
+from realrl.planner.calibration.comparison import Comparison, MoveCosts, Seconds
 from tests.planner.test_calibrate import SPEC, run
 
 

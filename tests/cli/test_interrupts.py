@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from realrl.runtime.signals import GRACE, PATIENCE
+from realrl.runtime.processes.signals import GRACE, PATIENCE
 from tests.runtime.processes import end, heed_interrupts, start
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of Unix")
@@ -54,7 +54,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("module", ["realrl.cli.app", "typer", "realrl.config.load"])
+@pytest.mark.parametrize("module", ["realrl.cli.app", "typer", "realrl.recipe.load"])
 @pytest.mark.parametrize("what", ["raised", "wrapped", "swallowed"])
 def test_an_interrupt_while_modules_are_loaded_is_quiet_whatever_becomes_of_it(
     module: str, what: str
@@ -68,7 +68,7 @@ def test_an_interrupt_while_modules_are_loaded_is_quiet_whatever_becomes_of_it(
 
 DESTROYED = """
 import os, signal
-from realrl.runtime.signals import interruption, raise_signals
+from realrl.runtime.processes.signals import interruption, raise_signals
 
 class Destroyed:
     def __del__(self):
@@ -89,7 +89,7 @@ def test_an_interrupt_in_a_destructor_is_remembered_without_a_traceback() -> Non
 
 STUBBORN = """
 import time
-from realrl.runtime.signals import Interrupted, raise_signals
+from realrl.runtime.processes.signals import Interrupted, raise_signals
 
 raise_signals()
 try:
@@ -115,7 +115,7 @@ def test_a_second_interrupt_ends_the_process_at_once() -> None:
 
 CHILD = """
 import os, signal
-from realrl.runtime.signals import raise_signals
+from realrl.runtime.processes.signals import raise_signals
 
 raise_signals()
 child = os.fork()

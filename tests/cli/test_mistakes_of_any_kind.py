@@ -11,14 +11,14 @@ from realrl.cli.app import run_app
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
 from realrl.config.explain import section_class
-from realrl.config.load import (
+from realrl.config.yaml_file import parse_yaml, read_yaml
+from realrl.recipe.load import (
     apply_override,
     dump_experiment,
     experiment_class,
     experiment_classes,
     parse_experiment,
 )
-from realrl.config.yaml_file import parse_yaml, read_yaml
 from tests.cli.mistakes import SENTENCE, recipe_of
 
 

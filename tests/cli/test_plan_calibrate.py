@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from realrl.cli.app import run_app
-from realrl.planner.calibrate import calibrate
-from realrl.planner.profile import Profile
+from realrl.planner.calibration.calibrate import calibrate
+from realrl.planner.profile.profile import Profile
 from tests.planner.test_calibrate import run
 from tests.planner.test_profile_file import profile
 

@@ -202,7 +202,7 @@ def test_a_profile_of_another_device_is_said_to_be_of_no_use(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "profile.json"
-    from realrl.planner.profile import Profile
+    from realrl.planner.profile.profile import Profile
 
     Profile(device="h100", software={}).save(file)
     found = planned(capsys, "--cluster", "a100-40g:1x2", "--profile", str(file))

@@ -18,22 +18,22 @@ from realrl.cli.page.memory import memory_cards
 from realrl.cli.page.sections import TERMS, time_bars, verdict
 from realrl.cli.page.text import format_count, format_seconds, format_share
 from realrl.cli.page.timeline import WIDTH, draw_timeline
-from realrl.cli.plan_page import timeline_svg, write_page
-from realrl.config.shapes import SHAPES
+from realrl.cli.planning.page import timeline_svg, write_page
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
+from realrl.families.published import SHAPES
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
-from realrl.planner.cluster import ClusterSpec
-from realrl.planner.cost import CostModel
-from realrl.planner.estimate import Estimate
-from realrl.planner.memory import MemoryModel
-from realrl.planner.predict import estimate
-from realrl.planner.report import PlanReport, Preset
-from realrl.planner.report_alternatives import Alternative
-from realrl.planner.report_sizes import SizeReport
-from realrl.planner.scenario import Scenario
-from realrl.planner.workload import Workload
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cost.model import CostModel
+from realrl.planner.memory.model import MemoryModel
+from realrl.planner.report.alternatives import Alternative
+from realrl.planner.report.report import PlanReport, Preset
+from realrl.planner.report.sizes import SizeReport
+from realrl.planner.simulate.estimate import Estimate
+from realrl.planner.simulate.predict import estimate
+from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Run
 from realrl.program.memory import Stored
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from realrl.cli.progress import Progress
-from realrl.config.load import parse_experiment
+from realrl.cli.progress.training import Progress
+from realrl.recipe.load import parse_experiment
 from realrl.runtime.train import Record
 
 EXPERIMENT = parse_experiment(
@@ -40,7 +40,7 @@ def test_a_log_has_plain_whole_lines_and_no_bar(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setattr("realrl.cli.progress._QUIET_SECONDS", -1.0)
+    monkeypatch.setattr("realrl.cli.progress.training._QUIET_SECONDS", -1.0)
     whole_run(Progress())
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -55,7 +55,7 @@ def test_a_log_has_plain_whole_lines_and_no_bar(
 def test_a_log_is_not_flooded_with_steps(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("realrl.cli.progress._QUIET_SECONDS", 1e9)
+    monkeypatch.setattr("realrl.cli.progress.training._QUIET_SECONDS", 1e9)
     whole_run(Progress())
     assert "0.50 s" not in capsys.readouterr().err
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from realrl.cli.app import run_app
-from realrl.config.load import dump_experiment, load_experiment
+from realrl.recipe.load import dump_experiment, load_experiment
 
 DEMO = str(Path(__file__).parents[2] / "recipes" / "demo" / "ppo.yaml")
 

@@ -4,8 +4,8 @@ import pytest
 from transformers import LlamaConfig
 
 from realrl.config.errors import UserError
-from realrl.config.llama import shape_from_hf, shape_to_hf
-from realrl.config.shape import ModelShape
+from realrl.families.llama import shape_from_hf, shape_to_hf
+from realrl.families.shape import ModelShape
 from tests.model.small_models import SHAPES
 
 LLAMA3 = {

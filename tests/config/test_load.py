@@ -4,17 +4,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from realrl.config.describe import describe
 from realrl.config.errors import UserError
-from realrl.config.experiment import PPOExperiment
-from realrl.config.load import (
+from realrl.config.yaml_file import parse_yaml
+from realrl.recipe.describe import describe
+from realrl.recipe.experiment import PPOExperiment
+from realrl.recipe.load import (
     dump_experiment,
     experiment_class,
     experiment_classes,
     load_experiment,
     parse_experiment,
 )
-from realrl.config.yaml_file import parse_yaml
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))

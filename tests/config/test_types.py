@@ -3,8 +3,8 @@
 import pytest
 
 from realrl.config.errors import UserError
-from realrl.config.load import load_experiment, parse_experiment
-from realrl.config.model import OptimizerConfig
+from realrl.recipe.load import load_experiment, parse_experiment
+from realrl.recipe.model import OptimizerConfig
 
 RECIPE = "algorithm: sft\nrun_dir: x\ndata: {train: a.jsonl}\nmodels: {actor: {path: a}}\n"
 

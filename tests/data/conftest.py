@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from realrl.config.data import DataConfig
 from realrl.data.tokenizer import train_bpe
+from realrl.recipe.data import DataConfig
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>\n{% endfor %}"

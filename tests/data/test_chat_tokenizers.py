@@ -22,11 +22,11 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from realrl.config.data import DataConfig
 from realrl.data.conversation import Conversation, Message, write_conversation, write_prompt
 from realrl.data.dataset import Dataset
 from realrl.data.forms import Text
 from realrl.data.tokenization import Row, tokenize
+from realrl.recipe.data import DataConfig
 
 WORDS = [
     "hello",

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from realrl.algorithms.sft.method import SFTTrain
-from realrl.config.model import OptimizerConfig
-from realrl.config.shape import ModelShape
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import whole_model
-from realrl.engine.train import Trainer
-from realrl.layout import tensors as layout_tensors
+from realrl.engine.training.trainer import Trainer
+from realrl.families import tensors as layout_tensors
+from realrl.families.shape import ModelShape
 from realrl.model.init import initialise
+from realrl.recipe.model import OptimizerConfig
 
 SHAPE = ModelShape(
     vocab_size=50, hidden_size=16, intermediate_size=24, layers=4, heads=2, kv_heads=2, head_dim=8

@@ -8,13 +8,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from realrl.checkpoint import huggingface
-from realrl.config.algorithms import GenerationConfig
 from realrl.data.batch import Batch, Ragged
-from realrl.engine import generate as engine
 from realrl.engine.finite import NotFiniteError
-from realrl.engine.generate import Noise
+from realrl.engine.generation import generate as engine
+from realrl.engine.generation.generate import Noise
 from realrl.engine.model import Model, whole_model
 from realrl.model.packing import Packing
+from realrl.recipe.settings import GenerationConfig
 from tests.conftest import World
 
 NEVER = ()

@@ -9,13 +9,13 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from realrl.algorithms.reward.method import RewardTrain
 from realrl.algorithms.sft.method import SFTTrain
 from realrl.checkpoint import huggingface
-from realrl.config.data import DataConfig
-from realrl.config.model import OptimizerConfig
-from realrl.config.shape import Head
 from realrl.data.batch import Batch, Ragged
 from realrl.data.dataset import Dataset
 from realrl.engine.model import Model, whole_model
-from realrl.engine.train import Trainer
+from realrl.engine.training.trainer import Trainer
+from realrl.families.shape import Head
+from realrl.recipe.data import DataConfig
+from realrl.recipe.model import OptimizerConfig
 from tests.conftest import World, write_jsonl
 
 TEMPLATE = (

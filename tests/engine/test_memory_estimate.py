@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from realrl.config.model import OptimizerConfig
-from realrl.config.shape import Head, ModelShape
 from realrl.engine.model import Model
 from realrl.engine.parallel import Parallel
-from realrl.engine.train import Trainer
+from realrl.engine.training.trainer import Trainer
+from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import layout
 from realrl.model.group import Group, alone
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.program.memory import Item, Memory, Stored
+from realrl.recipe.model import OptimizerConfig
 
 SHAPE = ModelShape(
     vocab_size=67, hidden_size=12, intermediate_size=20, layers=3, heads=3, kv_heads=1, head_dim=4

@@ -9,13 +9,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from realrl.config.model import OptimizerConfig
 from realrl.engine.flat import FlatBuffer
-from realrl.engine.optimizer import ShardedAdamW
-from realrl.layout.tensors import SCALAR_HEAD, TensorSpec
+from realrl.engine.training.optimizer import ShardedAdamW
+from realrl.families.tensors import SCALAR_HEAD, TensorSpec
 from realrl.model.group import Group, alone
-from realrl.runtime.environment import leave
-from realrl.runtime.process import wait_to_be_scheduled
+from realrl.recipe.model import OptimizerConfig
+from realrl.runtime.processes.environment import leave
+from realrl.runtime.processes.process import wait_to_be_scheduled
 
 # 67 numbers: no shard of 3 ranks ends where a tensor does, and the buffer needs padding.
 TENSORS = tuple(

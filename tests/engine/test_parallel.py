@@ -12,21 +12,21 @@ import torch.multiprocessing as mp
 
 from realrl.algorithms.reward.method import RewardInference, RewardTrain
 from realrl.algorithms.sft.method import SFTInference, SFTTrain
-from realrl.config.algorithms import GenerationConfig
-from realrl.config.model import OptimizerConfig
-from realrl.config.shape import Head, ModelShape
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import assign
-from realrl.engine.generate import Noise, generate
+from realrl.engine.generation.generate import Noise, generate
 from realrl.engine.model import Model, whole_model
 from realrl.engine.parallel import all_rank_sets, parallel
-from realrl.engine.train import Trainer
-from realrl.layout import tensors as layout_tensors
+from realrl.engine.training.trainer import Trainer
+from realrl.families import tensors as layout_tensors
+from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import layout
 from realrl.model.init import initialise
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.runtime.environment import leave
-from realrl.runtime.process import Process, wait_to_be_scheduled
+from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.settings import GenerationConfig
+from realrl.runtime.processes.environment import leave
+from realrl.runtime.processes.process import Process, wait_to_be_scheduled
 
 CPU = torch.device("cpu")
 SLOW = pytest.mark.slow

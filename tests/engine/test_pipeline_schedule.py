@@ -2,7 +2,7 @@
 
 import pytest
 
-from realrl.engine.pipeline_schedule import Action, dry_run, one_forward_one_backward
+from realrl.engine.pipeline.schedule import Action, dry_run, one_forward_one_backward
 
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 2), (3, 2), (4, 3), (4, 8), (5, 16)]
 

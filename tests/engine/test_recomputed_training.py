@@ -7,14 +7,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from realrl.algorithms.method import TrainMethod
 from realrl.algorithms.reward.method import RewardTrain
 from realrl.algorithms.sft.method import SFTTrain
-from realrl.config.model import OptimizerConfig
-from realrl.config.shape import Head, ModelShape
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model, whole_model
-from realrl.engine.train import Trainer
-from realrl.layout import tensors as layout_tensors
+from realrl.engine.training.trainer import Trainer
+from realrl.families import tensors as layout_tensors
+from realrl.families.shape import Head, ModelShape
 from realrl.model.init import initialise
 from realrl.model.packing import Packing
+from realrl.recipe.model import OptimizerConfig
 
 SHAPE = ModelShape(
     vocab_size=50,

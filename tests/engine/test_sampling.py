@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from realrl.config.algorithms import GenerationConfig
-from realrl.engine.sampling import sample, uniform
+from realrl.engine.generation.sampling import sample, uniform
+from realrl.recipe.settings import GenerationConfig
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
 

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from realrl.config.model import OptimizerConfig
-from realrl.engine.schedule import learning_rate
+from realrl.engine.training.learning_rate import learning_rate
+from realrl.recipe.model import OptimizerConfig
 
 
 def rates(steps: int = 10, **settings: object) -> list[float]:

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from realrl.config.shape import Head, ModelShape
+from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import Layout, layout
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realrl.layout.balance import Capacity, Task, balance
+from realrl.layout.routing.balance import Capacity, Task, balance
 
 options = st.sets(st.integers(0, 3), min_size=1).map(lambda found: tuple(sorted(found)))
 tasks = st.lists(st.builds(Task, st.integers(0, 20).map(float), options), min_size=1, max_size=6)

@@ -4,11 +4,11 @@ from math import prod
 
 import pytest
 
-from realrl.config.shape import ModelShape
-from realrl.layout import chunks
-from realrl.layout.chunks import RankSchedule, rank_schedule, tensor_groups
+from realrl.families.shape import ModelShape
 from realrl.layout.layout import layout
-from realrl.layout.routes import reallocate
+from realrl.layout.routing import chunks
+from realrl.layout.routing.chunks import RankSchedule, rank_schedule, tensor_groups
+from realrl.layout.routing.routes import reallocate
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realrl.config.errors import UserError
-from realrl.config.shape import ModelShape
+from realrl.families.shape import ModelShape
+from realrl.families.tensors import model_tensors
 from realrl.layout.layout import Layout, layout
 from realrl.layout.ranges import (
     feed_forward,
@@ -16,7 +17,6 @@ from realrl.layout.ranges import (
     stage_layers,
     vocabulary,
 )
-from realrl.layout.tensors import model_tensors
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from tests.layout.strategies import moves

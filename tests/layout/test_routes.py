@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from realrl.config.shape import ModelShape
+from realrl.families.shape import ModelShape
 from realrl.layout.layout import Layout, layout
-from realrl.layout.links import Links
 from realrl.layout.region import Region
-from realrl.layout.routes import Reallocation, reallocate
+from realrl.layout.routing.links import Links
+from realrl.layout.routing.routes import Reallocation, reallocate
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from tests.layout.strategies import moves

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from small_models import SHAPES, Twins, make_twins
 
-from realrl.config.shape import Head, ModelShape
+from realrl.families.shape import Head, ModelShape
 
 
 @pytest.fixture(params=SHAPES)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from realrl.config.llama import shape_to_hf
-from realrl.config.shape import Head, ModelShape, RopeScaling
 from realrl.engine.flat import FlatBuffer
+from realrl.families.llama import shape_to_hf
+from realrl.families.shape import Head, ModelShape, RopeScaling
+from realrl.families.tensors import model_tensors
 from realrl.layout.shard import Shard
-from realrl.layout.tensors import model_tensors
 from realrl.model.group import alone
 from realrl.model.transformer import Transformer
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from small_models import pack, random_rows
 
-from realrl.config.shape import ModelShape
+from realrl.families.shape import ModelShape
 from realrl.model.cache import KVCache
 from realrl.model.packing import Packing
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from small_models import pack, padded, random_rows
 
-from realrl.config.shape import ModelShape
+from realrl.families.shape import ModelShape
 from realrl.model.packing import Packing
 
 LENGTHS = [5, 30, 12, 1, 140, 9, 30]

@@ -5,8 +5,8 @@ import torch
 from small_models import SHAPES, pack, random_rows
 
 from realrl.engine.flat import FlatBuffer
+from realrl.families.tensors import TensorSpec, model_tensors
 from realrl.layout.shard import Shard
-from realrl.layout.tensors import TensorSpec, model_tensors
 from realrl.model.group import alone
 from realrl.model.init import initialise
 from realrl.model.packing import Packing

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from realrl.config.errors import UserError
-from realrl.config.shape import ModelShape
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
+from realrl.families.shape import ModelShape
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan

@@ -5,8 +5,8 @@ import pytest
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.algorithms.sft.graph import train_graph as sft_graph
 from realrl.config.errors import UserError
-from realrl.config.shapes import SHAPES
 from realrl.dataflow.call import Kind
+from realrl.families.published import SHAPES
 from realrl.plan.cluster import Cluster
 from realrl.plan.partition import equal_parts, mesh_sizes, parts
 from realrl.plan.placement import Mesh, Placement, Strategy

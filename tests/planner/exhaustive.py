@@ -5,8 +5,8 @@ import math
 from collections.abc import Iterable
 
 from realrl.dataflow.call import Call, Kind
-from realrl.planner.problem import Option, Problem
-from realrl.planner.transfers import Layouts
+from realrl.planner.moves.transfers import Layouts
+from realrl.planner.space.problem import Option, Problem
 from realrl.program.order import Waves, changes, length_readers, producers, sharing, waves
 
 

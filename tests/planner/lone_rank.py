@@ -12,21 +12,21 @@ import torch.distributed as dist
 from realrl.algorithms.method import InferenceMethod, TrainMethod
 from realrl.algorithms.reward.method import RewardInference, RewardTrain
 from realrl.algorithms.sft.method import SFTInference, SFTTrain
-from realrl.config.algorithms import GenerationConfig
-from realrl.config.model import OptimizerConfig
 from realrl.data.batch import Batch, Ragged
-from realrl.engine.generate import Noise, generate
+from realrl.engine.generation.generate import Noise, generate
 from realrl.engine.model import Model
 from realrl.engine.parallel import Parallel
-from realrl.engine.pipeline import Pipeline
-from realrl.engine.train import Trainer
+from realrl.engine.pipeline.messages import Pipeline
+from realrl.engine.training.trainer import Trainer
 from realrl.layout.layout import layout
 from realrl.model import group as collectives
 from realrl.model.group import Group, alone
 from realrl.model.init import initialise
 from realrl.plan.placement import Placement
 from realrl.program.memory import Stored
-from realrl.runtime.allocations import allocations
+from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.settings import GenerationConfig
+from realrl.runtime.measure.allocations import allocations
 
 CPU = torch.device("cpu")
 DTYPES = {4: torch.float32, 2: torch.bfloat16}

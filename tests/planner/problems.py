@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from realrl.algorithms.ppo.graph import train_graph
-from realrl.config.shape import Head, ModelShape
-from realrl.config.shapes import SHAPES
 from realrl.dataflow.call import Call
+from realrl.families.published import SHAPES
+from realrl.families.shape import Head, ModelShape
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.planner.cluster import ClusterSpec
-from realrl.planner.workload import Workload
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 
 GRAPH = train_graph(minibatches=4)

@@ -6,14 +6,14 @@ import random
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.dataflow.call import Average, Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.layout.links import Links
+from realrl.layout.routing.links import Links
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.planner.exchange import Exchange
-from realrl.planner.link_transfers import LinkTransfers, Weights
-from realrl.planner.problem import Choice, Option, Problem
-from realrl.planner.simulate import simulate
-from realrl.planner.transfers import Layouts
+from realrl.planner.moves.exchange import Exchange
+from realrl.planner.moves.links import LinkTransfers, Weights
+from realrl.planner.moves.transfers import Layouts
+from realrl.planner.simulate.simulator import simulate
+from realrl.planner.space.problem import Choice, Option, Problem
 from realrl.program.instructions import (
     Instruction,
     Load,

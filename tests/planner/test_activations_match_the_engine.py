@@ -6,16 +6,17 @@ from itertools import product
 
 import pytest
 
-from realrl.config.shape import ModelShape
 from realrl.dataflow.call import Call, Kind
+from realrl.families.shape import ModelShape
 from realrl.model import logprobs, packing
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.planner import logits, padding
-from realrl.planner.activations import Activations
-from realrl.planner.cluster import ClusterSpec
-from realrl.planner.memory import MemoryModel
-from realrl.planner.sizes import LocalSizes
-from realrl.planner.workload import Workload
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.memory import logits
+from realrl.planner.memory.activations import Activations
+from realrl.planner.memory.model import MemoryModel
+from realrl.planner.workload import padding
+from realrl.planner.workload.sizes import LocalSizes
+from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 from tests.planner.lone_rank import LoneRank, Sequences
 

@@ -8,21 +8,21 @@ import pytest
 
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.config.errors import UserError
-from realrl.config.shapes import SHAPES
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
+from realrl.families.published import SHAPES
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
-from realrl.planner.build import build_problem
-from realrl.planner.cluster import ClusterSpec
-from realrl.planner.cost import CostModel
-from realrl.planner.memory import MemoryModel
-from realrl.planner.predict import estimate
-from realrl.planner.problem import Problem
-from realrl.planner.scenario import Scenario
-from realrl.planner.timeline import Timeline
-from realrl.planner.workload import Workload
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cost.model import CostModel
+from realrl.planner.evaluate.timeline import Timeline
+from realrl.planner.memory.model import MemoryModel
+from realrl.planner.simulate.predict import estimate
+from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.space.build import build_problem
+from realrl.planner.space.problem import Problem
+from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 
 from .reference import sampled_graph

@@ -8,12 +8,12 @@ import pytest
 
 from realrl.config.errors import UserError
 from realrl.plan.placement import Placement
-from realrl.planner.calibrate import calibrate
-from realrl.planner.cluster import ClusterSpec
-from realrl.planner.comparison import CallCosts, Comparison, Seconds
-from realrl.planner.corrections import correction
-from realrl.planner.cost import CostModel
-from realrl.planner.profile import Profile
+from realrl.planner.calibration.calibrate import calibrate
+from realrl.planner.calibration.comparison import CallCosts, Comparison, Seconds
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cost.model import CostModel
+from realrl.planner.profile.corrections import correction
+from realrl.planner.profile.profile import Profile
 from tests.planner.problems import GRAPH, GROUPED, SMALL, STEP, call, place, stored
 from tests.planner.test_profile_file import profile as measured_profile
 

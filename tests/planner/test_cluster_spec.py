@@ -6,8 +6,8 @@ import pytest
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh
-from realrl.planner.cluster import ClusterSpec
-from realrl.planner.devices import DEVICES
+from realrl.planner.cluster.devices import DEVICES
+from realrl.planner.cluster.spec import ClusterSpec
 
 MIXED = ClusterSpec.parse("h100:2x8+l40s:3x4")
 

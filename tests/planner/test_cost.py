@@ -4,11 +4,11 @@ import pytest
 
 from realrl.config.errors import UserError
 from realrl.plan.placement import Mesh, Placement
-from realrl.planner.cluster import ClusterSpec
-from realrl.planner.cost import CallCost, CostModel
-from realrl.planner.efficiency import Efficiency
-from realrl.planner.profile import CollectiveTime, Profile
-from realrl.planner.transfers import Layouts
+from realrl.planner.cluster.efficiency import Efficiency
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cost.model import CallCost, CostModel
+from realrl.planner.moves.transfers import Layouts
+from realrl.planner.profile.profile import CollectiveTime, Profile
 from tests.planner.problems import (
     GRAPH,
     GROUPED,

@@ -1,11 +1,11 @@
 """What is said of a profile: which times of a plan it has measured."""
 
-from realrl.config.shape import ModelShape
-from realrl.planner.cluster import ClusterSpec
-from realrl.planner.corrections import Correction
-from realrl.planner.coverage import describe_times
-from realrl.planner.profile import LayerTimes, Measurement, Profile, ShapeKey
-from realrl.planner.versions import versions
+from realrl.families.shape import ModelShape
+from realrl.planner.calibration.coverage import describe_times
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.profile.corrections import Correction
+from realrl.planner.profile.profile import LayerTimes, Measurement, Profile, ShapeKey
+from realrl.planner.profile.versions import versions
 from tests.planner.problems import SMALL, call, place, stored
 
 OTHER = SMALL.model_copy(update={"hidden_size": 2 * SMALL.hidden_size, "head_dim": 2 * SMALL.head_dim})

@@ -6,23 +6,23 @@ from dataclasses import replace
 import pytest
 
 from realrl.algorithms.ppo.graph import eval_graph, train_graph
-from realrl.config.shapes import SHAPES
 from realrl.dataflow.call import Kind
+from realrl.families.published import SHAPES
 from realrl.layout.layout import layout
-from realrl.layout.routes import reallocate
+from realrl.layout.routing.routes import reallocate
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
-from realrl.planner.cluster import ClusterSpec
-from realrl.planner.cost import CostModel
-from realrl.planner.estimate import Estimate
-from realrl.planner.flops import call_flops, layer_products
-from realrl.planner.footprints import footprints
-from realrl.planner.memory import MemoryModel
-from realrl.planner.predict import estimate
-from realrl.planner.predicted_trace import predict_trace
-from realrl.planner.scenario import Scenario
-from realrl.planner.workload import Workload
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cost.model import CostModel
+from realrl.planner.memory.model import MemoryModel
+from realrl.planner.simulate.estimate import Estimate
+from realrl.planner.simulate.footprints import footprints
+from realrl.planner.simulate.predict import estimate
+from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.simulate.trace import predict_trace
+from realrl.planner.workload.flops import call_flops, layer_products
+from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Run
 from realrl.program.lower import home_placements, lower, offloaded
 from realrl.program.memory import Memory, Stored

@@ -2,14 +2,14 @@ from dataclasses import replace
 
 import pytest
 
-from realrl.config.model import HEADS
-from realrl.config.shape import Head, ModelShape
-from realrl.config.shapes import SHAPES
+from realrl.families.published import SHAPES
+from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import layout
 from realrl.plan.placement import Placement
-from realrl.planner.cluster import ClusterSpec
-from realrl.planner.memory import MemoryModel, MemoryNeed
-from realrl.planner.sizes import LocalSizes
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.memory.model import MemoryModel, MemoryNeed
+from realrl.planner.workload.sizes import LocalSizes
+from realrl.recipe.model import HEADS
 from tests.planner.problems import GROUPED, KINDS, LARGE, NODES, SMALL, STEP, call, place, recomputing, stored
 
 MODEL = MemoryModel(NODES)

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realrl.config.errors import UserError
-from realrl.planner.cluster import ClusterSpec
-from realrl.planner.cost import CostModel
-from realrl.planner.curves import Curve, Surface
-from realrl.planner.profile import CollectiveTime, LayerTimes, Measurement, Profile, ShapeKey
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cost.model import CostModel
+from realrl.planner.profile.curves import Curve, Surface
+from realrl.planner.profile.profile import CollectiveTime, LayerTimes, Measurement, Profile, ShapeKey
 from tests.planner.problems import GRAPH, SMALL, STEP, call, place, stored
 
 MEASURED = [(256, 512, 1e-3), (256, 4096, 6e-3), (1024, 512, 2e-3), (1024, 4096, 9e-3)]

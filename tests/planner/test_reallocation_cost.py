@@ -1,8 +1,8 @@
 import pytest
 
-from realrl.config.shapes import SHAPES
+from realrl.families.published import SHAPES
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.planner.cost import CostModel
+from realrl.planner.cost.model import CostModel
 from tests.planner.problems import LARGE, NODES, SMALL, stored
 
 MODEL = CostModel(NODES)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from realrl.planner.efficiency import Efficiency
+from realrl.planner.cluster.efficiency import Efficiency
 
 FILE = Path(__file__).parents[2] / "bench" / "reference_table.py"
 

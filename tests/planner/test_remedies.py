@@ -9,19 +9,19 @@ import pytest
 from realrl.algorithms.ppo.graph import train_graph as ppo_graph
 from realrl.algorithms.sft.graph import train_graph
 from realrl.config.errors import UserError
-from realrl.config.model import HEADS
-from realrl.config.shapes import SHAPES
+from realrl.families.published import SHAPES
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.planner.build import Choices
-from realrl.planner.cluster import ClusterSpec
-from realrl.planner.cost import CostModel
-from realrl.planner.memory import MemoryModel
-from realrl.planner.plan_search import Wanted, find_plan
-from realrl.planner.remedies import _fewer, _narrower, no_plan, remedies
-from realrl.planner.scenario import Scenario
-from realrl.planner.search.shortage import DoesNotFit
-from realrl.planner.workload import Workload
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cost.model import CostModel
+from realrl.planner.evaluate.shortage import DoesNotFit
+from realrl.planner.memory.model import MemoryModel
+from realrl.planner.report.remedies import _fewer, _narrower, no_plan, remedies
+from realrl.planner.search.plan_search import Wanted, find_plan
+from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.space.build import Choices
+from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
+from realrl.recipe.model import HEADS
 from tests.planner.problems import GRAPH
 
 LEAN = Wanted(choices=Choices(offload=False))

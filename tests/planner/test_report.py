@@ -7,21 +7,21 @@ import pytest
 
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.config.errors import UserError
-from realrl.config.shapes import SHAPES
+from realrl.families.published import SHAPES
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.plan.presets import make_plan
-from realrl.planner.build import Choices
-from realrl.planner.cluster import ClusterSpec
-from realrl.planner.cost import CostModel
-from realrl.planner.memory import MemoryModel
-from realrl.planner.plan_search import Wanted, at_its_best, preset_plans
-from realrl.planner.predict import estimate
-from realrl.planner.report import PlanReport, SizeReport
-from realrl.planner.report_json import report_json
-from realrl.planner.report_make import make_report
-from realrl.planner.scenario import Scenario
-from realrl.planner.workload import Workload
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cost.model import CostModel
+from realrl.planner.memory.model import MemoryModel
+from realrl.planner.report.make import make_report
+from realrl.planner.report.report import PlanReport, SizeReport
+from realrl.planner.report.to_json import report_json
+from realrl.planner.search.plan_search import Wanted, at_its_best, preset_plans
+from realrl.planner.simulate.predict import estimate
+from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.space.build import Choices
+from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 
 GRAPH = train_graph(minibatches=2)

@@ -8,16 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from realrl.planner.problem import Problem
+from realrl.planner.evaluate.scorer import Scorer
+from realrl.planner.evaluate.shortage import DoesNotFit
+from realrl.planner.evaluate.tables import Tables
+from realrl.planner.evaluate.timeline import Timeline
 from realrl.planner.search.bound import Bound
 from realrl.planner.search.groups import ALONE
 from realrl.planner.search.mcmc import anneal
 from realrl.planner.search.nodes import by_nodes
-from realrl.planner.search.scorer import Scorer
 from realrl.planner.search.search import Effort, search
-from realrl.planner.search.shortage import DoesNotFit
-from realrl.planner.tables import Tables
-from realrl.planner.timeline import Timeline
+from realrl.planner.space.problem import Problem
 
 from .exhaustive import cheapest, cost
 from .reference import sampled_problem

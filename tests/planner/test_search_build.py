@@ -6,21 +6,21 @@ from dataclasses import replace
 import pytest
 
 from realrl.algorithms.ppo.graph import train_graph
-from realrl.config.model import HEADS
-from realrl.config.shapes import SHAPES
 from realrl.dataflow.call import Kind
+from realrl.families.published import SHAPES
 from realrl.plan.presets import make_plan
-from realrl.planner.build import Choices, build_problem
-from realrl.planner.candidates import meshes, micro_batches
-from realrl.planner.cluster import ClusterSpec
-from realrl.planner.cost import CostModel
-from realrl.planner.memory import MemoryModel
-from realrl.planner.problem import Problem
-from realrl.planner.scenario import Scenario
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cost.model import CostModel
+from realrl.planner.evaluate.timeline import Timeline
+from realrl.planner.memory.model import MemoryModel
 from realrl.planner.search.search import Effort, search
-from realrl.planner.timeline import Timeline
-from realrl.planner.workload import Workload
+from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.space.build import Choices, build_problem
+from realrl.planner.space.candidates import meshes, micro_batches
+from realrl.planner.space.problem import Problem
+from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
+from realrl.recipe.model import HEADS
 
 from .test_search import check_against_all_plans
 

@@ -6,8 +6,8 @@ import random
 import numpy as np
 import pytest
 
-from realrl.planner.problem import Problem
-from realrl.planner.timeline import Timeline
+from realrl.planner.evaluate.timeline import Timeline
+from realrl.planner.space.problem import Problem
 from realrl.program.order import producers
 
 from .exhaustive import cost

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from realrl.config.shape import ModelShape
+from realrl.families.shape import ModelShape
 from realrl.layout.layout import layout
-from realrl.layout.links import Links
-from realrl.layout.routes import reallocate
+from realrl.layout.routing.links import Links
+from realrl.layout.routing.routes import reallocate
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.planner.link_transfers import LinkTransfers, Weights
-from realrl.planner.transfers import Floats, Layouts, TransferTable
+from realrl.planner.moves.links import LinkTransfers, Weights
+from realrl.planner.moves.transfers import Floats, Layouts, TransferTable
 from realrl.program.memory import Stored
 
 SHAPE = ModelShape(
@@ -31,12 +31,12 @@ class PairTransfers:
         self._seconds = seconds
 
     def seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
-        """See `realrl.planner.transfers.Transfers`."""
+        """See `realrl.planner.moves.transfers.Transfers`."""
         pairs = zip(source.placements(), target.placements(), strict=True)
         return np.array([self._seconds(role, a, b) if a != b else 0.0 for a, b in pairs], dtype=np.float64)
 
     def at_least(self, role: str, source: Layouts, target: Layouts) -> Floats:
-        """See `realrl.planner.transfers.Transfers`."""
+        """See `realrl.planner.moves.transfers.Transfers`."""
         return np.zeros(len(source.first))
 
 

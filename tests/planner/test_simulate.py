@@ -11,7 +11,7 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
-from realrl.planner.simulate import SimulationError, simulate
+from realrl.planner.simulate.simulator import SimulationError, simulate
 from realrl.program.instructions import (
     Instruction,
     Load,

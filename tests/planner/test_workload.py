@@ -2,11 +2,11 @@ import pytest
 
 from realrl.algorithms.reward.graph import train_graph as reward_graph
 from realrl.config.errors import UserError
-from realrl.config.load import load_experiment
 from realrl.data.partition import even_micro_batches
 from realrl.plan.placement import Strategy
-from realrl.planner.batching import split_work
-from realrl.planner.workload import QUANTILES, CallWork, Workload, quantiles
+from realrl.planner.workload.batching import split_work
+from realrl.planner.workload.workload import QUANTILES, CallWork, Workload, quantiles
+from realrl.recipe.load import load_experiment
 from tests.planner.problems import GRAPH, STEP, call
 
 

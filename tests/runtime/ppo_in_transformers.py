@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from realrl.config.algorithms import PPOConfig
+from realrl.recipe.settings import PPOConfig
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from realrl.runtime.environment import LAUNCHER_VARIABLE, STORE_VARIABLE
+from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, STORE_VARIABLE
 from tests.runtime.processes import PATIENCE
 
 Tokens = dict[str, list[list[int]]]
@@ -81,9 +81,9 @@ def _rank(rank: int, size: int, recipes: Sequence[str]) -> None:
 
 def _run(rank: int, recipe: Path) -> None:
     """One run, whose generation is watched."""
-    from realrl.config.load import load_experiment
-    from realrl.engine.generate import generate
+    from realrl.engine.generation.generate import generate
     from realrl.plan.cluster import Cluster
+    from realrl.recipe.load import load_experiment
     from realrl.runtime import train, worker
 
     tokens: Tokens = {}

@@ -9,17 +9,17 @@ import torch
 
 from realrl.algorithms.graphs import build_graph
 from realrl.cli.app import run_app
-from realrl.config.load import load_experiment
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.planner.calibrate import calibrate
-from realrl.planner.comparison import Comparison
-from realrl.planner.cost import CostModel
-from realrl.planner.profile import Profile
+from realrl.planner.calibration.calibrate import calibrate
+from realrl.planner.calibration.comparison import Comparison
+from realrl.planner.cost.model import CostModel
+from realrl.planner.profile.profile import Profile
 from realrl.program.instructions import Load, Run
 from realrl.program.memory import Memory
-from realrl.runtime.allocations import Allocations, allocations
-from realrl.runtime.ledger import KEPT_STEPS, Ledger
-from realrl.runtime.measure import Meter, Span, StepTimes, offset
+from realrl.recipe.load import load_experiment
+from realrl.runtime.measure.allocations import Allocations, allocations
+from realrl.runtime.measure.ledger import KEPT_STEPS, Ledger
+from realrl.runtime.measure.meter import Meter, Span, StepTimes, offset
 from realrl.runtime.train import Record, train
 from tests.conftest import World
 from tests.runtime.conftest import changes, run
@@ -233,7 +233,7 @@ def test_a_prediction_that_fails_costs_no_run(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("nothing by nothing")
 
-    monkeypatch.setattr("realrl.runtime.compare.estimate", fail)
+    monkeypatch.setattr("realrl.runtime.measure.compare.estimate", fail)
     costs = Comparison.load(run(world, "sft", tmp_path))
     assert costs.predicted_step_seconds is None and costs.step.steps == 4
     error = capsys.readouterr().err

@@ -9,9 +9,9 @@ import pytest
 from safetensors import SafetensorError
 
 from realrl.config.errors import RunError, UserCodeError, UserError
-from realrl.runtime.endings import CAUSE, CONSEQUENCE, DEATH, Ending, describe, first_cause, report
-from realrl.runtime.environment import SCRATCH_VARIABLE
-from realrl.runtime.logs import keep_logs
+from realrl.runtime.processes.endings import CAUSE, CONSEQUENCE, DEATH, Ending, describe, first_cause, report
+from realrl.runtime.processes.environment import SCRATCH_VARIABLE
+from realrl.runtime.processes.logs import keep_logs
 
 GLOO = (
     "[/gloo/transport/tcp/pair.cc:1] Connection closed by peer [::1]:1. This is typically caused by a crash"

@@ -9,19 +9,19 @@ import pytest
 
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
-from realrl.config.experiment import Experiment
-from realrl.config.load import load_experiment
-from realrl.config.model import ModelConfig
-from realrl.config.shape import ModelShape
+from realrl.families.shape import ModelShape
 from realrl.plan.cluster import Cluster
-from realrl.planner.cluster import ClusterSpec
-from realrl.planner.devices import DEVICES, kind_of_gpu
-from realrl.runtime.compile import Compiled, compile_recipe, with_sizes
-from realrl.runtime.fit import device_memory, fullest
-from realrl.runtime.fit_check import check_fit
-from realrl.runtime.gpu import Gpu
-from realrl.runtime.host import host_memory
-from realrl.runtime.scenario import check_kind, memory_spec, spec_of, written_cluster
+from realrl.planner.cluster.devices import DEVICES, kind_of_gpu
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.load import load_experiment
+from realrl.recipe.model import ModelConfig
+from realrl.runtime.prepare.compile import Compiled, compile_recipe, with_sizes
+from realrl.runtime.prepare.fit import device_memory, fullest
+from realrl.runtime.prepare.fit_check import check_fit
+from realrl.runtime.prepare.gpu import Gpu
+from realrl.runtime.prepare.host import host_memory
+from realrl.runtime.prepare.scenario import check_kind, memory_spec, spec_of, written_cluster
 from tests.conftest import World
 
 PPO = str(Path(__file__).parents[2] / "recipes" / "reference" / "ppo.yaml")
@@ -79,8 +79,8 @@ def test_sizes_that_only_the_hub_knows_are_asked_for_before_anything_starts(
         asked.update([config.path] if config.path else [])
         return known(config) or shape
 
-    monkeypatch.setattr("realrl.runtime.compile.known_shape", known)
-    monkeypatch.setattr("realrl.runtime.compile.shape_of", ask)
+    monkeypatch.setattr("realrl.runtime.prepare.compile.known_shape", known)
+    monkeypatch.setattr("realrl.runtime.prepare.compile.shape_of", ask)
     model = ("models.actor.path=some/model", "models.actor.shape=null", "plan=symmetric")
     experiment, before = compiled(*model)
     assert before.unknown == ("actor", "ref") and not asked
@@ -185,9 +185,9 @@ def test_offloading_is_no_help_where_host_and_device_share_their_memory(
 ) -> None:
     plan = plan_file(tmp_path, **{"actor__generate": WIDE})
     more = ("cluster=1x8", "device=cpu", plan)
-    monkeypatch.setattr("realrl.runtime.fit_check._SECONDS", 1.0)
+    monkeypatch.setattr("realrl.runtime.prepare.fit_check._SECONDS", 1.0)
     assert "with actor in offload_optimizer" in refusal(*more, "device_memory=40GiB")
-    monkeypatch.setattr("realrl.runtime.scenario.host_memory", lambda: 8 * 40 << 30)
+    monkeypatch.setattr("realrl.runtime.prepare.scenario.host_memory", lambda: 8 * 40 << 30)
     assert "offload" not in refusal(*more).rpartition(";")[2]
 
 
@@ -230,7 +230,7 @@ def test_a_plan_that_this_machine_cannot_hold_is_refused_before_any_process_star
     def refuse(*_: object) -> int:
         raise AssertionError("processes were started")
 
-    monkeypatch.setattr("realrl.runtime.launch.launch", refuse)
+    monkeypatch.setattr("realrl.runtime.processes.launch.launch", refuse)
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 49_500}.__getitem__)
     assert run_app(["train", str(world.recipe("sft", tmp_path, cluster="1x2"))]) == 2
     error = capsys.readouterr().err
@@ -325,7 +325,7 @@ def test_memory_is_that_of_the_recipe_else_of_the_machine(
     size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("realrl.runtime.scenario.host_memory", lambda: 7 << 30)
+    monkeypatch.setattr("realrl.runtime.prepare.scenario.host_memory", lambda: 7 << 30)
     recipe = world.recipe("sft", tmp_path, device=device, device_memory=device_memory)
     spec = memory_spec(load_experiment(str(recipe)), Cluster(1, 1), here)
     assert (spec.device(0).name, spec.device(0).memory_bytes) == (kind, size)
@@ -351,7 +351,7 @@ def test_a_named_kind_has_the_memory_of_devices_here_only_if_they_may_be_of_it(
     here: Gpu | Literal["cpu"] | None,
     size: int,
 ) -> None:
-    monkeypatch.setattr("realrl.runtime.scenario.host_memory", lambda: 6 << 30)
+    monkeypatch.setattr("realrl.runtime.prepare.scenario.host_memory", lambda: 6 << 30)
     experiment = load_experiment(str(world.recipe("sft", tmp_path, cluster=cluster, device="auto")))
     spec = spec_of(experiment, Cluster(1, 2), here)
     assert spec is not None and spec.device(1).memory_bytes == size

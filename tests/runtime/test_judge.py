@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from realrl.config.errors import UserCodeError, UserError
-from realrl.config.load import load_experiment
+from realrl.recipe.load import load_experiment
 from realrl.runtime.judge import Judge
 from realrl.runtime.train import train
 from tests.conftest import World

@@ -163,7 +163,7 @@ def test_the_first_cause_is_the_last_line_and_told_once(
     if code:
         patch = [
             "from realrl.config.errors import RunError",
-            "from realrl.runtime.worker import Worker",
+            "from realrl.runtime.worker.worker import Worker",
             *code.splitlines(),
         ]
         lines += ["if rank is not None:", *(f"    {line}" for line in patch)]

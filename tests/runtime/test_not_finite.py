@@ -13,8 +13,8 @@ from realrl.algorithms.ppo.inference import RewardInference
 from realrl.algorithms.sft.method import SFTTrain
 from realrl.cli.app import run_app
 from realrl.config.errors import RunError
-from realrl.config.load import load_experiment
 from realrl.data.batch import Ragged
+from realrl.recipe.load import load_experiment
 from realrl.runtime.train import train
 from tests.conftest import World, figures
 from tests.runtime.processes import end, start

@@ -8,13 +8,13 @@ import torch
 from realrl.checkpoint import huggingface
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
-from realrl.config.load import load_experiment
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.model import Model
 from realrl.engine.offload import Offloadable
 from realrl.plan.cluster import Cluster
-from realrl.runtime.compile import compile_recipe
-from realrl.runtime.process import Process
+from realrl.recipe.load import load_experiment
+from realrl.runtime.prepare.compile import compile_recipe
+from realrl.runtime.processes.process import Process
 from realrl.runtime.train import Run
 from tests.conftest import World, figures
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from realrl.checkpoint import huggingface
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
-from realrl.config.load import load_experiment
 from realrl.engine.finite import NotFiniteError
+from realrl.recipe.load import load_experiment
 from realrl.runtime.train import train
 from tests.conftest import World, figures, write_jsonl
 from tests.runtime.ranks import Silent

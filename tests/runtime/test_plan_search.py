@@ -8,14 +8,14 @@ import pytest
 
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
-from realrl.config.experiment import Experiment
-from realrl.config.load import load_experiment
 from realrl.plan.cluster import Cluster
 from realrl.plan.plan import Plan
-from realrl.runtime import searched_plan
-from realrl.runtime.gpu import Gpu
-from realrl.runtime.scenario import search_spec
-from realrl.runtime.searched_plan import cached_plan, plans_directory
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.load import load_experiment
+from realrl.runtime.prepare import searched_plan
+from realrl.runtime.prepare.gpu import Gpu
+from realrl.runtime.prepare.scenario import search_spec
+from realrl.runtime.prepare.searched_plan import cached_plan, plans_directory
 from tests.conftest import World, figures
 from tests.runtime.processes import end, start
 

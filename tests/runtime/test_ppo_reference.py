@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from realrl.config.load import load_experiment
+from realrl.recipe.load import load_experiment
 from tests.conftest import PPO_CALLS, World
 from tests.runtime.ppo_in_transformers import Reference, Sample, Setting
 from tests.runtime.ranks import Tokens, run_on_ranks, sampled

@@ -7,7 +7,7 @@ import pytest
 
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
-from realrl.runtime.process import resolve_cluster, wait_to_be_scheduled
+from realrl.runtime.processes.process import resolve_cluster, wait_to_be_scheduled
 
 
 @pytest.fixture

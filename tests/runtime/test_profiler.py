@@ -12,25 +12,25 @@ from hypothesis import strategies as st
 
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.cli.app import run_app
-from realrl.config.algorithms import GenerationConfig
-from realrl.config.load import load_experiment
-from realrl.config.model import HEADS
-from realrl.config.shape import ModelShape
+from realrl.families.shape import ModelShape
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.planner.cluster import ClusterSpec, NodeGroup
-from realrl.planner.cost import CostModel
-from realrl.planner.devices import DEVICES
-from realrl.planner.profile import CollectiveTime, Profile
-from realrl.planner.workload import Workload
+from realrl.planner.cluster.devices import DEVICES
+from realrl.planner.cluster.spec import ClusterSpec, NodeGroup
+from realrl.planner.cost.model import CostModel
+from realrl.planner.profile.profile import CollectiveTime, Profile
+from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
-from realrl.runtime.process import Process
-from realrl.runtime.profiler.bench import Bench
-from realrl.runtime.profiler.clock import Clock
-from realrl.runtime.profiler.passes import Passes
-from realrl.runtime.profiler.point import Measurer, Pace, Point, medians
-from realrl.runtime.profiler.shapes import ShapeMeasurements
-from realrl.runtime.profiler.shard import tensor_rank
-from realrl.runtime.profiler.sizes import Sizes
+from realrl.recipe.load import load_experiment
+from realrl.recipe.model import HEADS
+from realrl.recipe.settings import GenerationConfig
+from realrl.runtime.processes.process import Process
+from realrl.runtime.profiler.models.passes import Passes
+from realrl.runtime.profiler.models.shapes import ShapeMeasurements
+from realrl.runtime.profiler.models.shard import tensor_rank
+from realrl.runtime.profiler.points.bench import Bench
+from realrl.runtime.profiler.points.clock import Clock
+from realrl.runtime.profiler.points.point import Measurer, Pace, Point, medians
+from realrl.runtime.profiler.points.sizes import Sizes
 from tests.conftest import SHAPE, World
 
 TINY = ModelShape.model_validate(SHAPE)

@@ -12,18 +12,18 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from realrl.config.shape import ModelShape
 from realrl.engine.flat import FlatBuffer
-from realrl.layout import chunks
-from realrl.layout.chunks import tensor_groups
+from realrl.families.shape import ModelShape
 from realrl.layout.layout import Layout, layout
-from realrl.layout.routes import reallocate
+from realrl.layout.routing import chunks
+from realrl.layout.routing.chunks import tensor_groups
+from realrl.layout.routing.routes import reallocate
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.runtime.agreement import ReallocationError
-from realrl.runtime.environment import leave
-from realrl.runtime.process import Process, wait_to_be_scheduled
-from realrl.runtime.reallocation import Reallocator
+from realrl.runtime.processes.environment import leave
+from realrl.runtime.processes.process import Process, wait_to_be_scheduled
+from realrl.runtime.worker.agreement import ReallocationError
+from realrl.runtime.worker.reallocation import Reallocator
 
 RANKS = 8
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from realrl.cli.app import run_app
-from realrl.engine.train import Trainer
+from realrl.engine.training.trainer import Trainer
 from tests.conftest import World, figures
 
 PLAN = """

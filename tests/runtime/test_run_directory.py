@@ -13,14 +13,14 @@ from realrl.algorithms.graphs import build_eval_graph, build_graph
 from realrl.checkpoint import huggingface
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
-from realrl.config.load import dump_experiment, load_experiment
 from realrl.data.dataset import eval_batches
 from realrl.plan.plan import Plan
 from realrl.program.lower import home_placements
 from realrl.program.text import parse_program
 from realrl.program.validate import validate
+from realrl.recipe.load import dump_experiment, load_experiment
 from realrl.runtime.judge import Judge
-from realrl.runtime.rundir import RunDirectory
+from realrl.runtime.output.rundir import RunDirectory
 from tests.conftest import World, figures
 from tests.runtime.conftest import run
 

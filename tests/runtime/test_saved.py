@@ -10,13 +10,13 @@ import torch
 
 from realrl.config.errors import RunError, UserError
 from realrl.config.files import check_directory, check_file, whole_file
-from realrl.config.load import load_experiment
 from realrl.data.batch import Batch, Ragged
 from realrl.plan.cluster import Cluster
-from realrl.runtime.compile import compile_recipe
-from realrl.runtime.rundir import RunDirectory
-from realrl.runtime.saved import find_saved, remove_partial
-from realrl.runtime.stopped import write_minibatch
+from realrl.recipe.load import load_experiment
+from realrl.runtime.output.rundir import RunDirectory
+from realrl.runtime.output.saved import find_saved, remove_partial
+from realrl.runtime.output.stopped import write_minibatch
+from realrl.runtime.prepare.compile import compile_recipe
 
 DEMO = str(Path(__file__).parents[2] / "recipes" / "demo" / "sft.yaml")
 
@@ -110,7 +110,7 @@ def test_a_mini_batch_is_kept_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
         file.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("realrl.runtime.stopped.save_file", tear)
+    monkeypatch.setattr("realrl.runtime.output.stopped.save_file", tear)
     minibatch = Batch((0,), {"tokens": Ragged(torch.tensor([1, 2]), (2,))})
     with pytest.raises(OSError, match="No space"):
         write_minibatch(tmp_path / "minibatches" / "step-000001.safetensors", minibatch)

@@ -7,12 +7,12 @@ from typing import Any
 
 import yaml
 
-from realrl.config.load import load_experiment
 from realrl.plan.plan import Plan
-from realrl.planner.cluster import ClusterSpec
-from realrl.planner.predicted_trace import predict_trace
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.simulate.trace import predict_trace
 from realrl.program.trace import write_trace
-from realrl.runtime.scenario import make_scenario
+from realrl.recipe.load import load_experiment
+from realrl.runtime.prepare.scenario import make_scenario
 from tests.conftest import World
 from tests.runtime.ranks import run_on_ranks
 

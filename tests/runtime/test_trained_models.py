@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from realrl.checkpoint import huggingface
-from realrl.config.shape import Head
 from realrl.data.batch import Ragged
 from realrl.engine.model import Model, whole_model
+from realrl.families.shape import Head
 from realrl.model.packing import Packing
 from tests.conftest import World, figures, sentence
 

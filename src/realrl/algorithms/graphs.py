@@ -5,8 +5,8 @@ from typing import assert_never
 from realrl.algorithms.ppo import graph as ppo
 from realrl.algorithms.reward import graph as reward
 from realrl.algorithms.sft import graph as sft
-from realrl.config.experiment import Experiment, PPOExperiment, RewardExperiment, SFTExperiment
 from realrl.dataflow.graph import DataflowGraph
+from realrl.recipe.experiment import Experiment, PPOExperiment, RewardExperiment, SFTExperiment
 
 
 def build_graph(experiment: Experiment) -> DataflowGraph:

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from realrl.config.algorithms import GenerationConfig
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.graph import DataflowGraph
+from realrl.recipe.settings import GenerationConfig
 
 Sum = Callable[[Tensor], Tensor]
 """Adds a tensor up over the data-parallel ranks of a call."""

@@ -7,7 +7,7 @@ from realrl.algorithms.method import Algorithm
 from realrl.algorithms.ppo.method import PPOAlgorithm
 from realrl.algorithms.reward.method import reward_algorithm
 from realrl.algorithms.sft.method import sft_algorithm
-from realrl.config.experiment import Experiment, PPOExperiment, RewardExperiment, SFTExperiment
+from realrl.recipe.experiment import Experiment, PPOExperiment, RewardExperiment, SFTExperiment
 
 
 def build_algorithm(experiment: Experiment) -> Algorithm:

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from realrl.config.errors import UserError
-from realrl.config.llama import read_config
-from realrl.config.model import ModelConfig
 from realrl.config.paths import is_local, local_path
-from realrl.config.shape import ModelShape
+from realrl.families.llama import read_config
+from realrl.families.shape import ModelShape
+from realrl.recipe.model import ModelConfig
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]

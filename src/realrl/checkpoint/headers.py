@@ -9,8 +9,8 @@ from safetensors import SafetensorError, safe_open
 
 from realrl.config.errors import UserError
 from realrl.config.json_file import read_json
-from realrl.config.llama import read_config
-from realrl.layout.tensors import EMBEDDING, LM_HEAD, SCALAR_HEAD, TensorSpec
+from realrl.families.llama import read_config
+from realrl.families.tensors import EMBEDDING, LM_HEAD, SCALAR_HEAD, TensorSpec
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")

@@ -18,12 +18,12 @@ from realrl.checkpoint.tokenizer_files import Tokenizer, set_padding, write_toke
 from realrl.config.errors import UserError
 from realrl.config.files import partial_path
 from realrl.config.json_file import read_json
-from realrl.config.llama import UNTOUCHED, shape_to_hf
-from realrl.config.shape import Head, ModelShape
 from realrl.engine.finite import NotFiniteError, all_finite
 from realrl.engine.flat import FlatBuffer
+from realrl.families.llama import UNTOUCHED, shape_to_hf
+from realrl.families.shape import Head, ModelShape
+from realrl.families.tensors import EMBEDDING, TensorSpec, model_tensors
 from realrl.layout.region import Region
-from realrl.layout.tensors import EMBEDDING, TensorSpec, model_tensors
 
 __all__ = ["Tokenizer", "check", "load", "read_dtype", "read_shape", "save", "shards"]
 

@@ -6,7 +6,7 @@ from realrl.checkpoint.directory import CONFIG
 from realrl.checkpoint.origin import Origin
 from realrl.checkpoint.special_tokens import classifier_padding, end_ids
 from realrl.checkpoint.tokenizer_files import Tokenizer
-from realrl.config.shape import Head
+from realrl.families.shape import Head
 
 
 def saving_notes(

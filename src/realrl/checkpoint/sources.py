@@ -1,9 +1,9 @@
 """Where a recipe's models are to come from, checked before anything is read. No torch."""
 
 from realrl.config.errors import UserError
-from realrl.config.experiment import Experiment
 from realrl.config.paths import is_local, local_path
-from realrl.config.shape import TRAINABLE
+from realrl.families.shape import TRAINABLE
+from realrl.recipe.experiment import Experiment
 
 
 def check_directories(experiment: Experiment) -> None:

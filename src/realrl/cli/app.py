@@ -15,8 +15,8 @@ from realrl.cli.report import report
 from realrl.cli.show import show
 from realrl.cli.tokenizer import tokenizer
 from realrl.cli.train import train
-from realrl.runtime.environment import is_writer
-from realrl.runtime.signals import Interrupted, interruption
+from realrl.runtime.processes.environment import is_writer
+from realrl.runtime.processes.signals import Interrupted, interruption
 
 app = typer.Typer(
     name="realrl",
@@ -53,7 +53,7 @@ def run_app(arguments: Sequence[str]) -> int:
     if interrupted is not None:
         return _report_interruption(interrupted)
     if failure is not None:
-        from realrl.runtime.endings import report as report_ending
+        from realrl.runtime.processes.endings import report as report_ending
 
         return report_ending(failure)
     return status

@@ -7,17 +7,17 @@ from typing import TypeVar
 from realrl.config.units import format_bytes
 from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.layout import layout
-from realrl.layout.routes import reallocate
+from realrl.layout.routing.routes import reallocate
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import ELEMENT_BYTES
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, SEARCH
-from realrl.planner.estimate import DeviceMemory, Footprint
+from realrl.planner.simulate.estimate import DeviceMemory, Footprint
 from realrl.program.instructions import Program, Reallocate, Run
 from realrl.program.memory import Memory
 from realrl.program.order import waves
 from realrl.program.text import format_ranks
-from realrl.runtime.compile import Compiled, Phase
+from realrl.runtime.prepare.compile import Compiled, Phase
 
 _WIDTH = 110
 """Columns of the picture are set below each other rather than make a line longer than this."""

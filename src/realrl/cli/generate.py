@@ -43,10 +43,10 @@ def generate(
     """Sample completions from a model."""
     from pydantic import ValidationError
 
-    from realrl.config.algorithms import GenerationConfig
     from realrl.config.errors import UserError
     from realrl.config.explain import explain
     from realrl.config.paths import local_path
+    from realrl.recipe.settings import GenerationConfig
 
     try:
         sampling = GenerationConfig(

@@ -14,9 +14,9 @@ from realrl.config.errors import UserError
 from realrl.config.files import reason_of
 
 if TYPE_CHECKING:
-    from realrl.planner.plan_search import Wanted
-    from realrl.planner.report import Objective, PlanReport
-    from realrl.planner.scenario import Scenario
+    from realrl.planner.report.report import Objective, PlanReport
+    from realrl.planner.search.plan_search import Wanted
+    from realrl.planner.simulate.scenario import Scenario
 
 RecipeOrNone = Annotated[
     str | None, typer.Argument(help="A recipe: YAML file; needed except to calibrate.", show_default=False)
@@ -108,15 +108,15 @@ def plan(
     Prints how long a step takes and why, what fills the devices, how near to the best the plan is proven to be, and
     what presets would do.
     """
-    from realrl.cli import plan_input
-    from realrl.config.load import load_experiment
-    from realrl.runtime.scenario import wanted_plans
+    from realrl.cli.planning import input as plan_input
+    from realrl.recipe.load import load_experiment
+    from realrl.runtime.prepare.scenario import wanted_plans
 
     if recipe is None and calibrate is None:
         raise UserError("name a recipe, a YAML file, to plan for")
     experiment = None if recipe is None else load_experiment(recipe, overrides or [])
     if calibrate is not None:
-        from realrl.cli.plan_calibrate import calibrate_profile
+        from realrl.cli.planning.calibrate import calibrate_profile
 
         profile = calibrate_profile(calibrate, profile or (experiment.profile if experiment else None))
     if experiment is None:
@@ -128,11 +128,11 @@ def plan(
     wanted = wanted_plans(experiment, scenario.spec, files.get("out"))
     report = _report(scenario, wanted, nodes=counts, objective=goal, seconds=seconds, seed=seed)
     if as_json:
-        from realrl.planner.report_json import report_json
+        from realrl.planner.report.to_json import report_json
 
         typer.echo(json.dumps({**report_json(report), "source": source}, allow_nan=False))
     else:
-        from realrl.cli.plan_tables import print_report
+        from realrl.cli.planning.tables import print_report
 
         print_report(report, source)
     title = f"{experiment.algorithm.upper()} on {report.scenario.spec.name}"
@@ -149,11 +149,11 @@ def _write(report: "PlanReport", name: str, file: Path, title: str, source: str)
     if name == "out":
         report.chosen.plan.save(file)
     elif name == "html":
-        from realrl.cli.plan_page import write_page
+        from realrl.cli.planning.page import write_page
 
         write_page(report, file, title, source=source, command=shlex.join(["realrl", *sys.argv[1:]]))
     else:
-        from realrl.planner.predicted_trace import predict_trace
+        from realrl.planner.simulate.trace import predict_trace
         from realrl.program.trace import write_trace
 
         write_trace(file, predict_trace(report.scenario, report.chosen.plan), "predicted")
@@ -170,10 +170,10 @@ def _report(
 ) -> "PlanReport":
     from rich.console import Console
 
-    from realrl.planner.remedies import no_plan
-    from realrl.planner.report_make import make_report
-    from realrl.planner.report_sizes import on_cluster
-    from realrl.planner.search.shortage import DoesNotFit
+    from realrl.planner.evaluate.shortage import DoesNotFit
+    from realrl.planner.report.make import make_report
+    from realrl.planner.report.remedies import no_plan
+    from realrl.planner.report.sizes import on_cluster
 
     try:
         with Console(stderr=True).status("planning"):

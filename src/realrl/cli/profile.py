@@ -45,8 +45,8 @@ def profile(
     Takes some minutes. On CPUs as many processes measure side by side as the cluster has devices, since that is how
     fast each of them then is.
     """
-    from realrl.config.load import load_experiment
-    from realrl.runtime.environment import is_writer, under_launcher
+    from realrl.recipe.load import load_experiment
+    from realrl.runtime.processes.environment import is_writer, under_launcher
     from realrl.runtime.profiler.request import make_request
 
     experiment = load_experiment(recipe, overrides or []) if recipe is not None else None
@@ -62,7 +62,7 @@ def profile(
     if not under_launcher():
         here = _processes(request, None if experiment is None or cluster is not None else experiment.cluster)
         if here.size > 1:
-            from realrl.runtime.launch import check_local, launch
+            from realrl.runtime.processes.launch import check_local, launch
 
             check_local(here)
             options = [
@@ -77,7 +77,7 @@ def profile(
             ]
             arguments += ["--quick"] * quick + ["--again"] * again
             raise typer.Exit(launch(here, arguments))
-    from realrl.cli.profile_progress import ProfileProgress
+    from realrl.cli.progress.profiling import ProfileProgress
     from realrl.runtime.profiler.driver import profile as run
 
     with ProfileProgress() as progress:
@@ -89,7 +89,7 @@ def _processes(request: "Request", counted: str | None) -> "Cluster":
     are GPUs. `counted`: the recipe's cluster, where none was named."""
     from realrl.config.errors import UserError
     from realrl.plan.cluster import Cluster
-    from realrl.runtime.process import resolve_cluster, use_cuda
+    from realrl.runtime.processes.process import resolve_cluster, use_cuda
 
     group = request.group
     if group is None:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from realrl.config.experiment import Experiment
     from realrl.plan.cluster import Cluster
+    from realrl.recipe.experiment import Experiment
 
 Recipe = Annotated[str, typer.Argument(help="A recipe: YAML file.", show_default=False)]
 Overrides = Annotated[
@@ -21,11 +21,11 @@ Overrides = Annotated[
 
 def cluster_of(experiment: "Experiment") -> "Cluster":
     """The cluster a recipe means; only `auto` needs torch, to count GPUs."""
-    from realrl.runtime.scenario import written_cluster
+    from realrl.runtime.prepare.scenario import written_cluster
 
     cluster = written_cluster(experiment.cluster)
     if cluster is not None:
         return cluster
-    from realrl.runtime.process import resolve_cluster
+    from realrl.runtime.processes.process import resolve_cluster
 
     return resolve_cluster(experiment.cluster, experiment.device)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from realrl.cli.report_runs import FinishedRun, Sample
+    from realrl.cli.reporting.runs import FinishedRun, Sample
 
 _LABELS = {
     "reward_pair_accuracy": "reward model: held-out pairs ranked right",
@@ -26,15 +26,15 @@ def report(
     """Sum up finished runs: a table and samples here, figures in report.json, curves in report.png."""
     from importlib.util import find_spec
 
-    from realrl.cli.report_figures import report_figures
-    from realrl.cli.report_runs import read_runs
+    from realrl.cli.reporting.figures import report_figures
+    from realrl.cli.reporting.runs import read_runs
     from realrl.config.errors import RunError, UserError
     from realrl.config.files import check_directory, check_file, reason_of, write_whole
     from realrl.config.paths import local_path
 
     if find_spec("matplotlib") is None:
         raise UserError("the report's curves need matplotlib: pip install 'realrl[demo]'")
-    from realrl.cli.report_picture import draw_picture
+    from realrl.cli.reporting.picture import draw_picture
 
     runs = read_runs(run_dirs)
     folder = local_path(out)

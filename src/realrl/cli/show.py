@@ -8,8 +8,8 @@ import typer
 from realrl.cli.recipe import Overrides, Recipe, cluster_of
 
 if TYPE_CHECKING:
-    from realrl.config.experiment import Experiment
-    from realrl.runtime.compile import Compiled
+    from realrl.recipe.experiment import Experiment
+    from realrl.runtime.prepare.compile import Compiled
 
 
 def show(
@@ -25,13 +25,13 @@ def show(
     Of the plan it draws which device does what in the course of a step, and tells the bytes that each reallocation
     moves and what every device holds.
     """
-    from realrl.config.load import dump_experiment, load_experiment
     from realrl.plan.presets import SEARCH
-    from realrl.runtime.compile import compile_recipe
-    from realrl.runtime.fit_check import check_fit
-    from realrl.runtime.gpu import ask_machine
-    from realrl.runtime.scenario import search_spec
-    from realrl.runtime.searched_plan import cached_plan
+    from realrl.recipe.load import dump_experiment, load_experiment
+    from realrl.runtime.prepare.compile import compile_recipe
+    from realrl.runtime.prepare.fit_check import check_fit
+    from realrl.runtime.prepare.gpu import ask_machine
+    from realrl.runtime.prepare.scenario import search_spec
+    from realrl.runtime.prepare.searched_plan import cached_plan
 
     experiment = load_experiment(recipe, overrides or [])
     if plan is not None:
@@ -56,8 +56,8 @@ def show(
 def _show_phase(experiment: "Experiment", compiled: "Compiled", name: str) -> None:
     from realrl.cli import drawing
     from realrl.dataflow.text import format_graph
-    from realrl.runtime.fit import device_memory
-    from realrl.runtime.scenario import memory_spec, spec_of
+    from realrl.runtime.prepare.fit import device_memory
+    from realrl.runtime.prepare.scenario import memory_spec, spec_of
 
     phase, title = compiled.phases[name], _TITLES[name]
     cluster = phase.plan.cluster

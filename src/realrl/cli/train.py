@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 import typer
 
 from realrl.cli.recipe import Overrides, Recipe, cluster_of
-from realrl.runtime.signals import interruption
+from realrl.runtime.processes.signals import interruption
 
 if TYPE_CHECKING:
-    from realrl.config.experiment import Experiment
     from realrl.plan.cluster import Cluster
     from realrl.plan.plan import Plan
+    from realrl.recipe.experiment import Experiment
 
 
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
     """Run a recipe: start local processes, or take part as a rank when started by torchrun."""
-    from realrl.config.load import load_experiment
-    from realrl.runtime.environment import quiet_profiler, under_launcher
+    from realrl.recipe.load import load_experiment
+    from realrl.runtime.processes.environment import quiet_profiler, under_launcher
 
     quiet_profiler()
     experiment = load_experiment(recipe, overrides or [])
@@ -29,10 +29,10 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
             cluster = cluster_of(experiment)
             plan = _check(experiment, cluster)
             if cluster.size > 1:
-                from realrl.runtime.launch import launch
+                from realrl.runtime.processes.launch import launch
 
                 raise typer.Exit(launch(cluster, ["train", recipe, *(overrides or [])], plan, run_dir))
-        from realrl.cli.progress import Progress
+        from realrl.cli.progress.training import Progress
         from realrl.runtime.train import train as run
 
         with Progress() as progress:
@@ -45,9 +45,9 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
     nothing half written is left. Yields a function for the run's directory, None as long as the run has not made
     it."""
     from realrl.algorithms.graphs import build_graph
-    from realrl.runtime.environment import is_writer
-    from realrl.runtime.rundir import RunDirectory
-    from realrl.runtime.saved import find_saved, remove_partial
+    from realrl.runtime.output.rundir import RunDirectory
+    from realrl.runtime.output.saved import find_saved, remove_partial
+    from realrl.runtime.processes.environment import is_writer
 
     directory, graph = RunDirectory(experiment.run_dir), build_graph(experiment)
     before = directory.mark()
@@ -76,14 +76,14 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     """
     from realrl.checkpoint.sources import check_directories, check_trainable
     from realrl.plan.presets import SEARCH
-    from realrl.planner.profile import Profile
-    from realrl.runtime.compile import compile_recipe, with_sizes
-    from realrl.runtime.fit_check import check_fit
-    from realrl.runtime.gpu import ask_machine
-    from realrl.runtime.launch import check_local
-    from realrl.runtime.rundir import RunDirectory
-    from realrl.runtime.scenario import check_kind, search_spec
-    from realrl.runtime.searched_plan import cached_plan
+    from realrl.planner.profile.profile import Profile
+    from realrl.runtime.output.rundir import RunDirectory
+    from realrl.runtime.prepare.compile import compile_recipe, with_sizes
+    from realrl.runtime.prepare.fit_check import check_fit
+    from realrl.runtime.prepare.gpu import ask_machine
+    from realrl.runtime.prepare.scenario import check_kind, search_spec
+    from realrl.runtime.prepare.searched_plan import cached_plan
+    from realrl.runtime.processes.launch import check_local
 
     check_trainable(experiment)
     searches = experiment.plan == SEARCH

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from realrl.config.data import DataConfig
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
 from realrl.data.forms import Item, Reader, form_of, is_plain_text, plain_text_note
@@ -17,6 +16,7 @@ from realrl.data.records import read_records
 from realrl.data.rejects import BadRecordError, Rejects
 from realrl.data.shuffle import permutation
 from realrl.data.tokenization import Row, complaint, field, tokenize
+from realrl.recipe.data import DataConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

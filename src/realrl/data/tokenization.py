@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from realrl.config.data import DataConfig
 from realrl.config.errors import UserError
 from realrl.data.conversation import Conversation, Turn
 from realrl.data.forms import Text
+from realrl.recipe.data import DataConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

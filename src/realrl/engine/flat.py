@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from realrl.layout.tensors import TensorSpec
+from realrl.families.tensors import TensorSpec
 
 
 class FlatBuffer:

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from realrl.algorithms.method import InferenceMethod, Metrics, ModelOutput
-from realrl.config.shape import Head, ModelShape
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import even_micro_batches, micro_batches
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.offload import Offloadable, allocate, free
 from realrl.engine.parallel import Parallel
-from realrl.engine.pipeline import Pipeline, one_ahead
+from realrl.engine.pipeline.messages import Pipeline, one_ahead
+from realrl.families.shape import Head, ModelShape
+from realrl.families.tensors import bucket_count
 from realrl.layout.layout import Layout, layout
 from realrl.layout.shard import Shard
-from realrl.layout.tensors import bucket_count
 from realrl.model.group import Group, alone
 from realrl.model.packing import Packing
 from realrl.model.transformer import Transformer

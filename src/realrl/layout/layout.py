@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from realrl.config.shape import Head, ModelShape
+from realrl.families.shape import Head, ModelShape
+from realrl.families.tensors import EMBEDDING, LM_HEAD, SCALAR_HEAD, TensorSpec, model_tensors
 from realrl.layout.ranges import feed_forward, kv_heads, query_heads, stage_layers, vocabulary
 from realrl.layout.ranges import padded_vocabulary as padded
 from realrl.layout.region import Region
-from realrl.layout.tensors import EMBEDDING, LM_HEAD, SCALAR_HEAD, TensorSpec, model_tensors
 from realrl.plan.placement import Placement
 
 _ENDS = ("model.norm.weight", SCALAR_HEAD, LM_HEAD)

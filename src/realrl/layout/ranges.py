@@ -4,7 +4,7 @@ from functools import cache
 from itertools import pairwise
 
 from realrl.config.errors import UserError
-from realrl.config.shape import ModelShape
+from realrl.families.shape import ModelShape
 
 
 def query_heads(shape: ModelShape, tp: int, t: int) -> range:

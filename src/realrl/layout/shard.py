@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from realrl.config.shape import Head, ModelShape
+from realrl.families.shape import Head, ModelShape
 from realrl.layout.ranges import kv_heads, query_heads, stage_layers, vocabulary
 from realrl.plan.placement import Placement
 

@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from realrl.config.shape import ModelShape
+from realrl.families.shape import ModelShape
+from realrl.families.tensors import TensorSpec
 from realrl.layout.region import Region
-from realrl.layout.tensors import TensorSpec
 
 
 class Weights(Protocol):

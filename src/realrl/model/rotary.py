@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from realrl.config.shape import ModelShape
+from realrl.families.shape import ModelShape
 
 
 def frequencies(shape: ModelShape) -> Tensor:

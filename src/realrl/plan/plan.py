@@ -13,10 +13,10 @@ from realrl.config.devices import check_cluster
 from realrl.config.errors import UserError
 from realrl.config.explain import brief, mistakes_in, nearest
 from realrl.config.files import write_whole
-from realrl.config.shape import ModelShape
 from realrl.config.yaml_file import read_yaml
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
+from realrl.families.shape import ModelShape
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Dtype, Mesh, Placement, Strategy
 

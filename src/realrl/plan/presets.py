@@ -5,9 +5,9 @@ from pathlib import Path
 
 from realrl.config.errors import UserError
 from realrl.config.explain import brief, nearest
-from realrl.config.shape import ModelShape
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
+from realrl.families.shape import ModelShape
 from realrl.plan.cluster import Cluster
 from realrl.plan.partition import equal_parts, parts
 from realrl.plan.placement import Mesh, Placement, Strategy

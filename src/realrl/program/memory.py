@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from realrl.config.shape import Head, ModelShape
+from realrl.families.shape import Head, ModelShape
+from realrl.families.tensors import bucket_count
 from realrl.layout.layout import Layout, layout
-from realrl.layout.tensors import bucket_count
 from realrl.plan.placement import ELEMENT_BYTES, Placement, Strategy
 from realrl.program.instructions import Instruction, Load, Offload, Program, Reallocate, Release, What
 

@@ -6,21 +6,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from realrl.config.experiment import Experiment
 from realrl.dataflow.call import Kind
-from realrl.planner.comparison import Comparison
-from realrl.planner.coverage import describe_times
-from realrl.planner.profile import Profile
-from realrl.planner.versions import versions
+from realrl.planner.calibration.comparison import Comparison
+from realrl.planner.calibration.coverage import describe_times
+from realrl.planner.profile.profile import Profile
+from realrl.planner.profile.versions import versions
 from realrl.program.lower import WRITER
-from realrl.runtime.compare import Facts, compare
-from realrl.runtime.compile import Compiled, stored_models
-from realrl.runtime.ledger import Ledger
-from realrl.runtime.measure import Meter, clock_offsets
-from realrl.runtime.process import Process
-from realrl.runtime.roles import Roles
-from realrl.runtime.scenario import spec_of
-from realrl.runtime.store import Store
+from realrl.recipe.experiment import Experiment
+from realrl.runtime.measure.compare import Facts, compare
+from realrl.runtime.measure.ledger import Ledger
+from realrl.runtime.measure.meter import Meter, clock_offsets
+from realrl.runtime.prepare.compile import Compiled, stored_models
+from realrl.runtime.prepare.scenario import spec_of
+from realrl.runtime.processes.process import Process
+from realrl.runtime.worker.roles import Roles
+from realrl.runtime.worker.store import Store
 
 KEPT_LENGTHS = 1 << 13
 """Lengths kept of a run: the last ones, so that memory, and what ranks tell each other, stay bounded."""

@@ -4,13 +4,13 @@ from typing import Any
 
 from realrl.algorithms.method import Metrics
 from realrl.data.dataset import Dataset, eval_batches
-from realrl.engine.generate import Noise
+from realrl.engine.generation.generate import Noise
 from realrl.program.lower import WRITER
-from realrl.runtime.compile import Phase
 from realrl.runtime.judge import Judge
-from realrl.runtime.process import Process
-from realrl.runtime.store import Store
-from realrl.runtime.worker import StepInput, Worker
+from realrl.runtime.prepare.compile import Phase
+from realrl.runtime.processes.process import Process
+from realrl.runtime.worker.store import Store
+from realrl.runtime.worker.worker import StepInput, Worker
 
 _NOISE_STEP = 1 << 40
 """Evaluation draws its noise from a step that training never reaches: the same noise at every evaluation, so

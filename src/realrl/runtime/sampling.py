@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from realrl.checkpoint import huggingface
-from realrl.config.algorithms import GenerationConfig
 from realrl.config.errors import UserError
 from realrl.config.explain import shorten
 from realrl.data.batch import Batch, Ragged
@@ -18,8 +17,9 @@ from realrl.data.rejects import BadRecordError
 from realrl.data.tokenization import EMPTY_PROMPT, tokenize
 from realrl.data.tokenizer import load_tokenizer
 from realrl.engine.finite import NotFiniteLogitsError
-from realrl.engine.generate import Noise, generate
+from realrl.engine.generation.generate import Noise, generate
 from realrl.engine.model import whole_model
+from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.setup import check_length, check_top_k, read_ends
 
 if TYPE_CHECKING:

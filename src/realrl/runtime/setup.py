@@ -5,12 +5,12 @@ from typing import Any
 from realrl.checkpoint.origin import read_origin
 from realrl.checkpoint.special_tokens import end_ids
 from realrl.config.errors import UserError
-from realrl.config.experiment import Experiment, PPOExperiment
 from realrl.data.dataset import Dataset
 from realrl.data.tokenization import check_tokenizer
 from realrl.data.tokenizer import load_tokenizer
-from realrl.runtime.compile import Compiled, models
-from realrl.runtime.roles import role_shape
+from realrl.recipe.experiment import Experiment, PPOExperiment
+from realrl.runtime.prepare.compile import Compiled, models
+from realrl.runtime.worker.roles import role_shape
 
 
 def load_shared_tokenizer(experiment: Experiment) -> Any:

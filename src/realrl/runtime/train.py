@@ -10,35 +10,35 @@ from realrl.algorithms.registry import build_algorithm
 from realrl.checkpoint.notes import saving_notes
 from realrl.checkpoint.sources import check_trainable
 from realrl.config.errors import RunError, UserCodeError, UserError
-from realrl.config.experiment import Experiment
-from realrl.config.model import HEADS, TrainedModelConfig
 from realrl.data.dataset import Order
-from realrl.engine.generate import Noise
+from realrl.engine.generation.generate import Noise
 from realrl.engine.parallel import all_rank_sets
-from realrl.engine.schedule import learning_rate
-from realrl.engine.skipped_steps import SkippedStepsError
+from realrl.engine.training.learning_rate import learning_rate
+from realrl.engine.training.skipped_steps import SkippedStepsError
 from realrl.plan.presets import SEARCH
-from realrl.planner.comparison import COSTS, Comparison
-from realrl.planner.profile import Profile
+from realrl.planner.calibration.comparison import COSTS, Comparison
+from realrl.planner.profile.profile import Profile
 from realrl.program.lower import WRITER
 from realrl.program.trace import write_trace
-from realrl.runtime.compile import Compiled, compile_recipe, models, with_sizes
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.model import HEADS, TrainedModelConfig
 from realrl.runtime.costs import Costs
 from realrl.runtime.evaluate import Evaluation, flatten
-from realrl.runtime.fit_check import check_fit
 from realrl.runtime.judge import Judge
-from realrl.runtime.notes import StepNotes, data_notes, model_notes
-from realrl.runtime.process import Process, connect, resolve_cluster
-from realrl.runtime.roles import Roles
-from realrl.runtime.rundir import RunDirectory
-from realrl.runtime.saved import find_saved
-from realrl.runtime.scenario import check_kind
+from realrl.runtime.output.notes import StepNotes, data_notes, model_notes
+from realrl.runtime.output.rundir import RunDirectory
+from realrl.runtime.output.saved import find_saved
+from realrl.runtime.output.stopped import learning_stopped
+from realrl.runtime.prepare.compile import Compiled, compile_recipe, models, with_sizes
+from realrl.runtime.prepare.fit_check import check_fit
+from realrl.runtime.prepare.scenario import check_kind
+from realrl.runtime.processes.process import Process, connect, resolve_cluster
+from realrl.runtime.processes.startup import agreed_plan, least_device
 from realrl.runtime.setup import load_data, load_ends, load_shared_tokenizer
-from realrl.runtime.startup import agreed_plan, least_device
-from realrl.runtime.stopped import learning_stopped
-from realrl.runtime.store import Store
-from realrl.runtime.trace import Trace
-from realrl.runtime.worker import StepInput, Worker
+from realrl.runtime.worker.roles import Roles
+from realrl.runtime.worker.store import Store
+from realrl.runtime.worker.trace import Trace
+from realrl.runtime.worker.worker import StepInput, Worker
 
 COLLECT_EVERY = 100
 """Steps after which what has been measured is written down, if evaluations and checkpoints are further apart."""

@@ -9,8 +9,8 @@ from realrl.algorithms.packed import Responses
 from realrl.algorithms.ppo.experience import Appraiser, Experience, scored
 from realrl.algorithms.ppo.losses import approximate_kl, policy_loss
 from realrl.algorithms.ppo.normalization import global_moments, whiten
-from realrl.config.algorithms import PPOConfig
 from realrl.data.batch import Batch, Ragged
+from realrl.recipe.settings import PPOConfig
 
 
 class ActorTrain(PlainTrain):

@@ -10,8 +10,8 @@ from realrl.algorithms.packed import Responses
 from realrl.algorithms.ppo.experience import Appraiser, to_reward_scale
 from realrl.algorithms.ppo.losses import value_loss
 from realrl.algorithms.ppo.normalization import global_moments
-from realrl.config.algorithms import PPOConfig
 from realrl.data.batch import Batch, Ragged
+from realrl.recipe.settings import PPOConfig
 
 
 class CriticTrain(PlainTrain):

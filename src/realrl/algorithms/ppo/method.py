@@ -7,8 +7,8 @@ from realrl.algorithms.method import GenerateMethod
 from realrl.algorithms.ppo.actor import ActorTrain
 from realrl.algorithms.ppo.critic import CriticTrain
 from realrl.algorithms.ppo.inference import CriticInference, RefInference, RewardInference
-from realrl.config.algorithms import GenerationConfig, PPOConfig
 from realrl.dataflow.graph import DataflowGraph
+from realrl.recipe.settings import GenerationConfig, PPOConfig
 
 FEW_FINISHED = 0.5
 """Share of finished answers below which most are cut off."""

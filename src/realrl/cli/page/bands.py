@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from realrl.planner.cluster import ClusterSpec
-from realrl.planner.estimate import Estimate, Slice
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.simulate.estimate import Estimate, Slice
 from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Receive, Run
 
 WORK = (Run, Reallocate, Load, Offload)

@@ -8,11 +8,11 @@ from realrl.cli.page.sections import Bar, Segment
 from realrl.cli.page.text import format_share
 from realrl.cli.page.tips import role_class, tip
 from realrl.config.units import format_bytes
-from realrl.planner.estimate import DeviceMemory
+from realrl.planner.simulate.estimate import DeviceMemory
 from realrl.program.text import format_ranks
 
 if TYPE_CHECKING:
-    from realrl.planner.report import PlanReport
+    from realrl.planner.report.report import PlanReport
 
 _KNOWN = ("cache", "activations", "logits", "fragmentation")
 """Parts that belong to no role and have a colour of their own."""

@@ -16,7 +16,7 @@ from realrl.cli.page.tips import role_class, tip
 from realrl.config.units import format_bytes
 
 if TYPE_CHECKING:
-    from realrl.planner.report import PlanReport
+    from realrl.planner.report.report import PlanReport
 
 TERMS: Mapping[str, str] = {
     "compute": "arithmetic of the model",

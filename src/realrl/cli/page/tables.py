@@ -17,8 +17,8 @@ from realrl.cli.page.tips import role_class
 from realrl.config.units import format_bytes
 
 if TYPE_CHECKING:
-    from realrl.planner.report import PlanReport, Preset
-    from realrl.planner.report_alternatives import Alternative
+    from realrl.planner.report.alternatives import Alternative
+    from realrl.planner.report.report import PlanReport, Preset
 
 
 @dataclass(frozen=True)

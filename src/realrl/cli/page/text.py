@@ -3,16 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from realrl.config.shapes import SHAPES
 from realrl.config.units import format_bytes
-from realrl.layout.tensors import model_tensors
+from realrl.families.published import SHAPES
+from realrl.families.tensors import model_tensors
 from realrl.plan.placement import Placement
-from realrl.planner.cluster import ClusterSpec
-from realrl.planner.estimate import DeviceMemory
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.simulate.estimate import DeviceMemory
 from realrl.program.memory import Stored
 
 if TYPE_CHECKING:
-    from realrl.planner.scenario import Scenario
+    from realrl.planner.simulate.scenario import Scenario
 
 _FACTORS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from realrl.cli.page.bands import Area, Band, find_areas, find_bands
 from realrl.cli.page.text import count_of, format_seconds, interval, strategy
 from realrl.cli.page.tips import block_tip, role_class
-from realrl.planner.cluster import ClusterSpec
+from realrl.planner.cluster.spec import ClusterSpec
 from realrl.program.instructions import Load, Offload, Reallocate, Run
 
 if TYPE_CHECKING:
-    from realrl.planner.report import PlanReport
+    from realrl.planner.report.report import PlanReport
 
 WIDTH = 1000
 """Pixels for which the labels of the picture are chosen; a page of another width chooses anew."""

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 from realrl.cli.page.bands import Block
 from realrl.cli.page.text import extras, format_seconds, format_share, interval, strategy
 from realrl.config.units import format_bytes
-from realrl.planner.estimate import Estimate
+from realrl.planner.simulate.estimate import Estimate
 from realrl.program.instructions import Load, Offload, Reallocate, Run
 
 if TYPE_CHECKING:
-    from realrl.planner.report import PlanReport
+    from realrl.planner.report.report import PlanReport
 
 _COLOURS = 8
 

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from realrl.cli.page.text import format_count, format_seconds, format_share
 from realrl.config.words import join
 from realrl.plan.plan import Plan
-from realrl.planner.memory import FRAGMENTATION
+from realrl.planner.memory.model import FRAGMENTATION
 from realrl.program.instructions import Load, Offload, Reallocate, Run
 
 if TYPE_CHECKING:
-    from realrl.planner.report import PlanReport
+    from realrl.planner.report.report import PlanReport
 
 
 def legend(report: "PlanReport") -> list[tuple[str, str]]:

@@ -3,9 +3,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from realrl.planner.evaluate.tables import Bools, Tables
+from realrl.planner.moves.transfers import Floats, Ints
 from realrl.planner.search.groups import ALONE, KIND, Groups, groups
-from realrl.planner.tables import Bools, Tables
-from realrl.planner.transfers import Floats, Ints
 
 Numbers = NDArray[np.int32]
 """Of groups; there may be millions of nodes."""

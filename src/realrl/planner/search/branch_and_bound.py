@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from realrl.planner.evaluate.scorer import Scorer
+from realrl.planner.moves.transfers import Floats
 from realrl.planner.search.bound import Bound, Numbers
 from realrl.planner.search.groups import ALONE, KIND, SIZE
 from realrl.planner.search.local import descend
-from realrl.planner.search.scorer import Scorer
-from realrl.planner.transfers import Floats
 
 _PARENTS, _CHILDREN = 512, 1 << 15
 """Nodes that are divided, and bounded, at once: enough for numpy, few enough for the caches."""

@@ -6,8 +6,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from realrl.planner.tables import Tables
-from realrl.planner.transfers import Floats, Ints, Layouts
+from realrl.planner.evaluate.tables import Tables
+from realrl.planner.moves.transfers import Floats, Ints, Layouts
 
 Scalar = TypeVar("Scalar", np.float64, np.int64)
 

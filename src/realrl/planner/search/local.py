@@ -4,8 +4,8 @@ from collections import defaultdict
 
 import numpy as np
 
-from realrl.planner.search.scorer import Scorer
-from realrl.planner.transfers import Ints
+from realrl.planner.evaluate.scorer import Scorer
+from realrl.planner.moves.transfers import Ints
 
 
 def descend(scorer: Scorer, choice: Ints, *, part: float = 1.0) -> Ints:

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from realrl.planner.search.scorer import Scorer
-from realrl.planner.transfers import Ints
+from realrl.planner.evaluate.scorer import Scorer
+from realrl.planner.moves.transfers import Ints
 
 _HOT, _COLD = 0.1, 0.001
 """Temperatures at the start and at the end, as a part of the best score."""

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from realrl.planner.problem import Choice, Option, Problem
+from realrl.planner.evaluate.shortage import DoesNotFit, Shortage
 from realrl.planner.search.search import Effort, SearchResult, search
-from realrl.planner.search.shortage import DoesNotFit, Shortage
+from realrl.planner.space.problem import Choice, Option, Problem
 
 
 @dataclass(frozen=True)

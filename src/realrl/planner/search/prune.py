@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from realrl.planner.problem import Option, Problem
-from realrl.planner.search.shortage import DoesNotFit, call_shortage
-from realrl.planner.transfers import Ints
+from realrl.planner.evaluate.shortage import DoesNotFit, call_shortage
+from realrl.planner.moves.transfers import Ints
+from realrl.planner.space.problem import Option, Problem
 
 
 def prune(problem: Problem) -> tuple[Problem, dict[str, Ints]]:

@@ -5,15 +5,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from realrl.planner.problem import Choice, Option, Problem
+from realrl.planner.evaluate.scorer import Improvement, Scorer
+from realrl.planner.evaluate.shortage import DoesNotFit, plan_shortage
+from realrl.planner.evaluate.timeline import Evaluation, Timeline
+from realrl.planner.moves.transfers import Ints
 from realrl.planner.search.branch_and_bound import prove
 from realrl.planner.search.local import descend
 from realrl.planner.search.mcmc import anneal
 from realrl.planner.search.prune import prune
-from realrl.planner.search.scorer import Improvement, Scorer
-from realrl.planner.search.shortage import DoesNotFit, plan_shortage
-from realrl.planner.timeline import Evaluation, Timeline
-from realrl.planner.transfers import Ints
+from realrl.planner.space.problem import Choice, Option, Problem
 
 _STARTS, _POLISHED = 64, 3
 """Random plans the chains begin with besides those given, and chains whose end is polished."""

@@ -9,16 +9,16 @@ from typing import Protocol
 import torch
 
 from realrl.config.errors import UserError
-from realrl.planner.devices import kind_of_gpu
-from realrl.planner.profile import Profile, ShapeKey
-from realrl.planner.versions import versions
-from realrl.runtime.process import Process, connect
-from realrl.runtime.profiler import machine
-from realrl.runtime.profiler.bench import Bench
-from realrl.runtime.profiler.notebook import Notebook
-from realrl.runtime.profiler.point import Entry, Measurer, Pace, Point, medians
+from realrl.planner.cluster.devices import kind_of_gpu
+from realrl.planner.profile.profile import Profile, ShapeKey
+from realrl.planner.profile.versions import versions
+from realrl.runtime.processes.process import Process, connect
+from realrl.runtime.profiler.hardware import machine
+from realrl.runtime.profiler.models.shapes import ShapeMeasurements
+from realrl.runtime.profiler.points.bench import Bench
+from realrl.runtime.profiler.points.notebook import Notebook
+from realrl.runtime.profiler.points.point import Entry, Measurer, Pace, Point, medians
 from realrl.runtime.profiler.request import Request
-from realrl.runtime.profiler.shapes import ShapeMeasurements
 
 THOROUGH = Pace(5, 0.1, (1, 8), limit=2.0, total=60.0)
 QUICK = Pace(1, 0.05, (1, 5), limit=0.2, total=20.0)

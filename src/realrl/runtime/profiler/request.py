@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import Literal
 
 from realrl.checkpoint.directory import shape_of
-from realrl.config.algorithms import GenerationConfig
 from realrl.config.errors import UserError
-from realrl.config.experiment import Experiment, PPOExperiment
 from realrl.config.files import check_file
 from realrl.config.paths import local_path
-from realrl.config.shape import ModelShape
-from realrl.config.shape_source import find_shape
+from realrl.families.find import find_shape
+from realrl.families.shape import ModelShape
 from realrl.plan.placement import DTYPES, Dtype
-from realrl.planner.cluster import ClusterSpec, NodeGroup
-from realrl.planner.profile import ShapeKey
-from realrl.runtime.compile import models
-from realrl.runtime.profiler.sizes import Sizes
-from realrl.runtime.scenario import named_cluster
+from realrl.planner.cluster.spec import ClusterSpec, NodeGroup
+from realrl.planner.profile.profile import ShapeKey
+from realrl.recipe.experiment import Experiment, PPOExperiment
+from realrl.recipe.settings import GenerationConfig
+from realrl.runtime.prepare.compile import models
+from realrl.runtime.prepare.scenario import named_cluster
+from realrl.runtime.profiler.points.sizes import Sizes
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,95 @@
+"""Bars of characters: what fills a device, and what its time goes into."""
+
+from collections.abc import Mapping
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from realrl.cli.page.text import format_share, largest, shortage
+from realrl.config.units import format_bytes
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.simulate.estimate import DeviceMemory, Estimate
+
+_WIDTH = 30
+_SMALL = 0.01
+"""Of the devices' time; terms below are added up."""
+KINDS: Mapping[str, str] = {
+    "parameters": "█",
+    "gradients and optimizer": "▓",
+    "cache": "▒",
+    "activations and the rest": "░",
+}
+"""What fills a device -> the character of its bar."""
+
+
+def time_bars(estimate: Estimate) -> Table:
+    """A line for each term of the devices' time, the largest first."""
+    total = sum(estimate.terms.values())
+    shares = {name: seconds / total for name, seconds in estimate.terms.items()}
+    named = {name: share for name, share in shares.items() if share >= _SMALL}
+    named = dict(sorted(named.items(), key=lambda item: -item[1]))
+    rest = 1 - sum(named.values())
+    rows = Table.grid(padding=(0, 2))
+    for name, share in {**named, **({"everything else": rest} if rest > _SMALL / 10 else {})}.items():
+        rows.add_row(name, Text(format_share(share), justify="right"), "█" * max(1, round(share * _WIDTH)))
+    return rows
+
+
+def memory_bars(estimate: Estimate, spec: ClusterSpec) -> RenderableType:
+    """A line for each phase of the fullest device of each group of nodes."""
+    parts: list[RenderableType] = []
+    first = 0
+    for group in spec.groups:
+        own = estimate.memory[first : first + group.size]
+        first += group.size
+        fullest = max(own, key=lambda device: device.peak.bytes / device.capacity)
+        parts += [
+            Text(f"device {fullest.rank}, {group.device.name}, {format_bytes(fullest.capacity)} to use")
+        ]
+        parts += [_device(fullest)]
+        if fullest.peak.bytes > fullest.capacity:
+            parts.append(Text(f"does not fit: {shortage(fullest)}"))
+    legend = "   ".join(f"{character} {kind}" for kind, character in KINDS.items())
+    return Group(*parts, Text(legend, style="dim"))
+
+
+def _device(device: DeviceMemory) -> Table:
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(no_wrap=True)
+    rows.add_column(no_wrap=True)
+    phases = [(f.during, f.parts) for f in device.footprints]
+    for name, parts in [("between steps", device.resting), *_largest_of_each(phases)]:
+        most = largest(parts) if parts else ""
+        rows.add_row(
+            name,
+            _bar(parts, device.capacity),
+            Text(format_bytes(sum(parts.values())), justify="right"),
+            f"{most} {format_bytes(parts[most])}" if most else "",
+        )
+    return rows
+
+
+def _largest_of_each(phases: list[tuple[str, Mapping[str, int]]]) -> list[tuple[str, Mapping[str, int]]]:
+    """One of those that are called alike."""
+    found: dict[str, Mapping[str, int]] = {}
+    for name, parts in phases:
+        if name not in found or sum(parts.values()) > sum(found[name].values()):
+            found[name] = parts
+    return list(found.items())
+
+
+def _bar(parts: Mapping[str, int], capacity: int) -> str:
+    """As long as the device is full; dots are free. What does not fit is cut off at `>`."""
+    bar, before, position = "", 0.0, 0
+    for kind, character in KINDS.items():
+        before += sum(size for part, size in parts.items() if _kind(part) == kind) / capacity
+        end = round(before * _WIDTH)
+        bar += character * (end - position)
+        position = end
+    return bar.ljust(_WIDTH, "·") if before <= 1 else bar[: _WIDTH - 1] + ">"
+
+
+def _kind(part: str) -> str:
+    """Which kind of thing a part is, by the end of its name."""
+    return next((kind for kind in KINDS if part.endswith(kind)), "activations and the rest")

@@ -1,0 +1,59 @@
+"""`realrl plan --calibrate`: a run's measurements become part of a profile."""
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from realrl.config.errors import UserError
+from realrl.config.files import check_file, reason_of
+from realrl.config.paths import local_path
+
+if TYPE_CHECKING:
+    from realrl.planner.calibration.comparison import Comparison
+    from realrl.planner.profile.profile import Profile
+
+DEFAULT = "profile.json"
+"""The file that `realrl profile` writes unless told otherwise."""
+
+
+def calibrate_profile(run_dir: str, path: str | None) -> str:
+    """Correct the profile in a file by a run, and say on stderr what has changed; the file's path. Where there is
+    no such file, one is written that corrects what data sheets say."""
+    from realrl.planner.calibration.calibrate import calibrate
+    from realrl.planner.calibration.comparison import Comparison
+    from realrl.planner.profile.profile import Profile
+
+    file = local_path(path or DEFAULT)
+    check_file(f"profile {file}", file)
+    run = Comparison.load(run_dir)
+    before = Profile.load(file) if file.exists() else None
+    after = calibrate(before, run)
+    try:
+        after.save(file)
+    except OSError as error:
+        raise UserError(f"profile {file} cannot be written: {reason_of(error)}") from None
+    _print(run, before, after)
+    typer.echo(f"profile: {file}", err=True)
+    return str(file)
+
+
+def _print(run: "Comparison", before: "Profile | None", after: "Profile") -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from realrl.plan.placement import Placement
+    from realrl.planner.cost.model import CostModel
+
+    assert run.spec is not None, "else there is nothing to calibrate by"
+    table = Table(box=box.SIMPLE)
+    table.add_column("call", no_wrap=True)
+    for name in ("placement", "predicted before", "from now on", "steps"):
+        table.add_column(name, justify="left" if name == "placement" else "right", no_wrap=True)
+    models = [CostModel(run.spec, profile) for profile in (before, after)]
+    for of in run.calls:
+        place = Placement.parse(of.placement)
+        arguments = (of.call, run.models[of.call.role], place, run.workload)
+        old, new = (f"{model.call(*arguments).seconds:.4g} s" for model in models)
+        table.add_row(of.call.name, place.layout, old, new, str(of.seconds.steps))
+    Console(stderr=True, highlight=False).print(table)

@@ -1,0 +1,158 @@
+"""What `realrl plan` is given besides a recipe: a cluster, measured lengths, a profile, and files to write."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from realrl.config.errors import UserError
+from realrl.config.explain import brief
+from realrl.config.files import check_file
+from realrl.config.json_file import read_json
+from realrl.config.paths import local_path
+from realrl.config.units import parse_bytes
+from realrl.config.words import join
+from realrl.families.shape import TRAINABLE
+
+if TYPE_CHECKING:
+    from realrl.planner.cluster.spec import ClusterSpec
+    from realrl.planner.report.report import Objective
+    from realrl.planner.simulate.scenario import Scenario
+    from realrl.recipe.experiment import Experiment
+
+_DAY = 86400
+"""Seconds of it."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of prompts and of answers, as they were measured; None where nothing was."""
+
+    prompts: tuple[int, ...] | None = None
+    answers: tuple[int, ...] | None = None
+
+
+def read_lengths(path: str) -> Lengths:
+    """Lengths from a JSON file, `{"prompts": [..], "answers": [..]}`, or from the directory of a run, which has one
+    as `lengths.json`. UserError for anything else."""
+    file = local_path(path)
+    file = file / "lengths.json" if file.is_dir() else file
+    try:
+        content = read_json(file)
+    except UserError as error:
+        raise UserError(f"--lengths: {error}") from None
+    if not content.keys() <= {"prompts", "answers"}:
+        raise UserError(f'--lengths: {file} must hold {{"prompts": [..], "answers": [..]}}')
+    return Lengths(*(_numbers(content.get(key), f"{file}: {key}") for key in ("prompts", "answers")))
+
+
+def _check_lengths(lengths: Lengths, experiment: "Experiment") -> None:
+    """UserError for lengths that records of the recipe cannot have. Answers may be longer: generation cuts them
+    off."""
+    generates = hasattr(experiment, "generation")
+    name = "max_prompt_tokens" if generates else "max_tokens"
+    most = getattr(experiment.data, name)
+    for tokens in lengths.prompts or ():
+        if not 0 < tokens <= most:
+            raise UserError(f"--lengths: prompts: {tokens} is not between 1 and data.{name}={most}")
+    if generates and 0 in (lengths.answers or ()):
+        raise UserError("--lengths: answers: every answer must have at least 1 token")
+
+
+def _numbers(value: object, where: str) -> tuple[int, ...] | None:
+    """A list of lengths; None where nothing is given."""
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or any(type(n) is not int or n < 0 for n in value):
+        raise UserError(f"--lengths: {where} must be a list of numbers of tokens")
+    return tuple(value)
+
+
+def parse_nodes(text: str | None) -> tuple[int, ...]:
+    """`1,2,4,8` as numbers; nothing for None. UserError for anything else."""
+    if text is None:
+        return ()
+    if not re.fullmatch(r"\s*[1-9]\d{0,8}\s*(,\s*[1-9]\d{0,8}\s*)*", text):
+        raise UserError(
+            f"--nodes: {brief(text)} is not understood; write numbers of nodes, for example 1,2,4,8"
+        )
+    numbers = tuple(int(number) for number in text.split(","))
+    if len(set(numbers)) < len(numbers):
+        raise UserError(f"--nodes: {brief(text)} names a number twice")
+    return numbers
+
+
+def choose_devices(cluster: str | None, experiment: "Experiment") -> tuple["ClusterSpec", str]:
+    """The devices to plan for, and what to say of how they were chosen: those that are named, or that the recipe's
+    `cluster` names, else as many CPU processes as it has devices."""
+    from realrl.plan.cluster import Cluster
+    from realrl.planner.cluster.spec import ClusterSpec
+    from realrl.runtime.prepare.scenario import named_cluster, spec_of, with_memory, written_cluster
+
+    if cluster is not None:
+        named, memory = ClusterSpec.parse(cluster), experiment.device_memory
+        return named if memory is None else with_memory(named, parse_bytes(memory)), ""
+    on_cpus = experiment.model_copy(update={"device": "cpu"})
+    spec = spec_of(on_cpus, written_cluster(experiment.cluster) or Cluster(1, 1))
+    assert spec is not None, "CPUs are a kind"
+    if named_cluster(experiment.cluster) is not None:
+        return spec, ""
+    return spec, f"no --cluster was named, so this is for CPU processes of this machine, {spec.name}"
+
+
+def read_scenario(
+    experiment: "Experiment", cluster: str | None, profile: str | None, lengths: str | None
+) -> tuple["Scenario", str]:
+    """What is to be planned, and where its times come from."""
+    from realrl.planner.calibration.coverage import describe_times
+    from realrl.planner.profile.profile import Profile
+    from realrl.runtime.prepare.scenario import make_scenario
+
+    spec, remark = choose_devices(cluster, experiment)
+    known = read_lengths(lengths) if lengths else Lengths()
+    _check_lengths(known, experiment)
+    path = profile or experiment.profile
+    measured = Profile.load(path) if path else None
+    scenario = make_scenario(experiment, spec, profile=measured, prompts=known.prompts, answers=known.answers)
+    source = describe_times(measured, path or "", spec, scenario.models)
+    return scenario, "; ".join(filter(None, (*source, remark, _not_trainable(scenario))))
+
+
+def _not_trainable(scenario: "Scenario") -> str:
+    """What to say of models of families that can be planned for alone; nothing where there are none."""
+    families = {model.shape.family for model in scenario.models.values()} - set(TRAINABLE)
+    if not families:
+        return ""
+    names = join(sorted(families))
+    return f"models of family {names} can be planned for and not trained yet (trained are: {', '.join(TRAINABLE)})"
+
+
+def parse_objective(text: str) -> "Objective":
+    """`time` or `cost`; UserError for anything else."""
+    if text not in ("time", "cost"):
+        raise UserError(f"--objective: {text!r} is neither time nor cost")
+    return "time" if text == "time" else "cost"
+
+
+def check_seconds(seconds: float | None) -> None:
+    """UserError unless there is some time to search, and an end of it."""
+    if seconds is not None and not 0 < seconds <= _DAY:
+        raise UserError(f"--seconds: {seconds:g} must be above 0 and at most {_DAY}, which is a day")
+
+
+def files_to_write(*sources: str | None, **paths: str | None) -> dict[str, Path]:
+    """Option -> the file that it names, for those that are given; UserError for one that cannot be written, or is
+    one of the `sources` that are read, or named twice."""
+    taken = {local_path(source).resolve(): source for source in sources if source is not None}
+    files = {}
+    for option, path in paths.items():
+        if path is None:
+            continue
+        files[option] = file = local_path(path)
+        check_file(f"--{option} {path}", file)
+        if file.resolve() in taken:
+            raise UserError(f"--{option} {path}: this file is {taken[file.resolve()]}; name another one")
+        taken[file.resolve()] = f"that of --{option}"
+    if "out" in files and files["out"].suffix not in (".yaml", ".yml"):
+        raise UserError(f"--out {files['out']}: the name of a plan file ends in .yaml")
+    return files

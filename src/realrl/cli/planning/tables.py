@@ -1,0 +1,202 @@
+"""What `realrl plan` prints: the plan, why it takes as long as it does, and what else could be done."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from realrl.cli.page.text import (
+    batch,
+    count_of,
+    devices,
+    format_count,
+    format_seconds,
+    format_share,
+    largest,
+    model_name,
+)
+from realrl.cli.page.words import remarks
+from realrl.cli.planning.bars import memory_bars, time_bars
+from realrl.cli.planning.sizes import format_gap, size_table
+from realrl.config.units import format_bytes
+from realrl.config.words import join
+from realrl.plan.placement import Placement
+from realrl.planner.report.report import Alternative, PlanReport, Preset
+from realrl.planner.simulate.estimate import CallEstimate, Estimate
+
+_WIDTH = 100
+"""Columns where the terminal does not say otherwise."""
+_TERMS, _ALTERNATIVES = 3, 2
+"""Terms that are named of a call, and alternatives of it that are shown."""
+
+
+def print_report(report: PlanReport, source: str, console: Console | None = None) -> None:
+    """Print all of it. `source`: where times come from."""
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDTH
+    for part in _parts(report, source):
+        console.print(part)
+
+
+def _parts(report: PlanReport, source: str) -> Iterator[RenderableType]:
+    chosen = report.chosen
+    yield _setting(report, source)
+    yield _headline(report)
+    if report.sizes:
+        yield _section(
+            "Numbers of nodes", size_table(report.sizes, report.scenario.spec.nodes, report.objective)
+        )
+    yield _section("Calls", _calls(chosen))
+    yield _section("Reallocations", _moves(chosen)) if chosen.moves else Text("Nothing is reallocated.\n")
+    yield _section("Where the devices' time goes", time_bars(chosen))
+    yield _section("Memory of the fullest device", memory_bars(chosen, report.scenario.spec))
+    yield _section("Compared with", _presets(report))
+    if report.alternatives:
+        yield _section("Not chosen", _alternatives(report))
+
+
+def _section(title: str, *parts: RenderableType) -> RenderableType:
+    return Group(Text(title, style="bold"), *parts, Text(""))
+
+
+def table(*columns: str) -> Table:
+    """A table without lines. Columns whose name ends in `>` are aligned to the right."""
+    made = Table(box=None, pad_edge=False, header_style="italic")
+    for name in columns:
+        made.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left")
+    return made
+
+
+def _setting(report: PlanReport, source: str) -> Text:
+    scenario = report.scenario
+    roles = {role: model_name(model) for role, model in scenario.models.items()}
+    models = [
+        f"{name} ({', '.join(role for role in roles if roles[role] == name)})"
+        for name in dict.fromkeys(roles.values())
+    ]
+    return Text(f"{join(models)} on {devices(scenario.spec)}: {batch(scenario)}; {source}\n", style="dim")
+
+
+def _headline(report: PlanReport) -> Text:
+    chosen = report.chosen
+    kinds = sum(report.options.values())
+    gap = report.gap
+    proof = f"proven within {format_gap(gap)} of the best" if gap > 1e-9 else "proven to be the best"
+    return Text.assemble(
+        (f"One step takes {format_seconds(chosen.step_seconds)}", "bold"),
+        f" ({proof}), {chosen.tokens_per_second:,.0f} tokens/s,"
+        f" {format_share(chosen.utilisation)} busy, {format_share(chosen.mfu)} MFU.\n",
+        f"Found in {format_seconds(report.search_seconds)}: {report.evaluations:,} plans costed, made of"
+        f" {kinds:,} ways to run {count_of(len(report.options), 'call')}.\n",
+    )
+
+
+def degrees(placement: Placement) -> str:
+    """For example `2×8×4`."""
+    s = placement.strategy
+    return f"{s.dp}×{s.tp}×{s.pp}"
+
+
+def _calls(chosen: Estimate) -> RenderableType:
+    rows = table("call", "devices", "dp×tp×pp", "micro-batch>", "", "time>", "where it goes")
+    for name, call in chosen.calls.items():
+        strategy = call.placement.strategy
+        flags = ["recompute" if strategy.recompute else "", strategy.dtype or ""]
+        rows.add_row(
+            name,
+            str(call.placement.mesh),
+            degrees(call.placement),
+            f"{strategy.micro_batch_tokens:,}",
+            " ".join(filter(None, flags)),
+            format_seconds(call.seconds),
+            _largest_terms(call),
+        )
+    return Group(rows, *map(Text, remarks(chosen.plan)))
+
+
+def _largest_terms(call: CallEstimate) -> str:
+    total = call.seconds or 1.0
+    largest = sorted(call.terms.items(), key=lambda item: -item[1])[:_TERMS]
+    return ", ".join(f"{name} {format_share(s / total)}" for name, s in largest if s >= 0.01 * total)
+
+
+def _moves(chosen: Estimate) -> Table:
+    rows = table("model", "before", "from", "to", "time>", "sent>", "between nodes>")
+    for move in chosen.moves:
+        source, target = move.instruction.source, move.instruction.target
+        into = move.instruction.into
+        rows.add_row(
+            move.instruction.role if into is None else f"{move.instruction.role} into {into}",
+            move.before or "-",
+            f"{degrees(source)} @{source.mesh}",
+            f"{degrees(target)} @{target.mesh}",
+            format_seconds(move.seconds),
+            format_bytes(move.sent_bytes),
+            format_bytes(move.network_bytes),
+        )
+    return rows
+
+
+def _presets(report: PlanReport) -> Table:
+    rows = table("plan", "step>", "slower>", "tokens/s>", "memory>", "")
+    chosen = report.chosen
+    ordered = sorted(report.presets.items(), key=lambda item: _order(item[1]))
+    rows.add_row("this one", *_figures(chosen, chosen), "")
+    for name, preset in ordered:
+        if preset.estimate is None:
+            rows.add_row(name, "-", "-", "-", "-", f"not possible: {preset.refused}")
+        elif not preset.estimate.fits:
+            figures = ("-", "-", "-", format_bytes(preset.estimate.peak_bytes))
+            rows.add_row(name, *figures, f"does not fit: {_blame(preset.estimate)}")
+        else:
+            remark = "with recomputation" if preset.recompute else ""
+            rows.add_row(name, *_figures(preset.estimate, chosen), remark)
+    return rows
+
+
+def _blame(estimate: Estimate) -> str:
+    """What fills the fullest device most."""
+    peak = estimate.fullest.peak
+    return f"{largest(peak.parts)} {format_bytes(max(peak.parts.values()))} in {peak.during}"
+
+
+def _order(preset: Preset) -> tuple[bool, bool, float]:
+    found = preset.estimate
+    return found is None, found is not None and not found.fits, found.step_seconds if found else 0.0
+
+
+def _figures(estimate: Estimate, chosen: Estimate) -> tuple[str, str, str, str]:
+    factor = estimate.step_seconds / chosen.step_seconds
+    return (
+        format_seconds(estimate.step_seconds),
+        "" if estimate is chosen else f"{factor:.2f} ×",
+        format_count(estimate.tokens_per_second),
+        format_bytes(estimate.peak_bytes),
+    )
+
+
+def _alternatives(report: PlanReport) -> Table:
+    rows = table("call", "devices", "dp×tp×pp", "micro-batch>", "why not")
+    for name, found in groupby(report.alternatives, key=lambda other: other.call):
+        for number, other in enumerate(_few(list(found))):
+            strategy = other.placement.strategy
+            flags = [
+                "recomputing" if strategy.recompute else "",
+                "offloading" if other.offload else "without offloading" if other.on_device else "",
+            ]
+            rows.add_row(
+                "" if number else name,
+                str(other.placement.mesh),
+                degrees(other.placement),
+                f"{strategy.micro_batch_tokens:,}",
+                ": ".join(filter(None, (", ".join(filter(None, flags)), other.reason))),
+            )
+    return rows
+
+
+def _few(found: Sequence[Alternative]) -> Iterable[Alternative]:
+    """What would be faster but does not fit, and the nearest of the others."""
+    return [*(o for o in found if not o.fits), *(o for o in found if o.fits)][:_ALTERNATIVES]

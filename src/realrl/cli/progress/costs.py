@@ -1,0 +1,56 @@
+"""Predicted and measured costs of a run as a table."""
+
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+
+from realrl.config.units import format_bytes
+
+if TYPE_CHECKING:
+    from realrl.planner.calibration.comparison import Comparison
+
+_MEASURED = ("measured\nseconds", "measured\nmemory")
+_COLUMNS = ("predicted\nseconds", _MEASURED[0], "ratio", "predicted\nmemory", _MEASURED[1])
+
+
+def costs_table(comparison: "Comparison") -> Table:
+    """A row for each call, for all reallocations, and for the step; columns of predictions only where there are."""
+    predicted = comparison.spec is not None
+    table = Table(box=box.SIMPLE)
+    table.add_column("in a step", no_wrap=True, overflow="fold")
+    for name in _COLUMNS if predicted else _MEASURED:
+        table.add_column(name, justify="right", no_wrap=True)
+    rows: list[tuple[str, float | None, float, int | None, int | None]] = [
+        (of.call.name, of.predicted_seconds, of.seconds.median, of.predicted_bytes, of.bytes)
+        for of in comparison.calls
+    ]
+    moves = comparison.reallocations
+    if moves:
+        expected = sum(move.predicted_seconds or 0.0 for move in moves)
+        rows.append(("reallocations", expected, sum(move.seconds.median for move in moves), None, None))
+    last = len(rows) - 1
+    rows.append(("whole step", comparison.predicted_step_seconds, comparison.step.median, None, None))
+    for number, (name, before, after, bytes_before, bytes_after) in enumerate(rows):
+        ratio = f"{after / before:.2f}" if before else ""
+        cells = (_seconds(before), _seconds(after), ratio, _memory(bytes_before), _memory(bytes_after))
+        table.add_row(name, *(cells if predicted else (cells[1], cells[4])), end_section=number == last)
+    return table
+
+
+def costs_note(comparison: "Comparison") -> str:
+    """What the figures of the table are."""
+    steps = comparison.step.steps
+    measured = f"medians of {steps} steps" if steps > 1 else "one step"
+    if comparison.spec is None:
+        return f"{measured}; nothing was predicted, since the kind of the devices is not known"
+    return f"{measured}; ratio: measured over predicted; memory: of the fullest device"
+
+
+def _seconds(value: float | None) -> str:
+    """At least three significant digits, without an exponent, down to a millisecond."""
+    return "" if value is None else f"{value:.{3 if value < 10 else 1 if value < 1000 else 0}f}"
+
+
+def _memory(size: int | None) -> str:
+    return "" if size is None else format_bytes(size)

@@ -1,0 +1,107 @@
+"""What a person sees while a run goes on."""
+
+import time
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+from rich.table import Column
+
+from realrl.cli.progress.costs import costs_note, costs_table
+
+if TYPE_CHECKING:
+    from realrl.planner.calibration.comparison import Comparison
+    from realrl.recipe.experiment import Experiment
+    from realrl.runtime.train import Record
+
+_HEADLINES = {
+    "sft": ("actor.train/loss", "actor.inference/loss"),
+    "reward": ("reward.train/loss", "reward.train/accuracy", "reward.inference/accuracy"),
+    "ppo": (
+        "reward.inference/score",
+        "reward.inference/finished",
+        "actor.train/score",
+        "actor.train/finished",
+        "actor.train/kl",
+        "actor.train/response_tokens",
+        "critic.train/value_loss",
+        "ref.inference/kl",
+        "judge",
+    ),
+}
+"""The figures that matter, per algorithm; shown without their call."""
+
+_QUIET_SECONDS = 10.0
+"""Without a terminal, training lines are at least this far apart, so that a log stays readable."""
+
+
+class Progress:
+    """One bar, and one line per evaluation; in a log file, a line now and then instead of the bar."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self._bars = Bars(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=12),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            # On a narrow terminal the figures are cut short, and nothing else.
+            TextColumn("{task.fields[figures]}", table_column=Column(no_wrap=True, ratio=1)),
+            console=self._console,
+            expand=True,
+        )
+        self._headlines: tuple[str, ...] = ()
+        self._steps = 0
+        self._spoken = 0.0
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def begin(self, experiment: "Experiment", steps: int) -> None:
+        """Show the bar."""
+        self._headlines, self._steps = _HEADLINES[experiment.algorithm], steps
+        self._task = self._bars.add_task(experiment.algorithm, total=steps, figures="")
+        if self._console.is_terminal:
+            self._bars.start()
+
+    def note(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._print(f"note: {text}")
+
+    def record(self, record: "Record") -> None:
+        """Move the bar, or print an evaluation."""
+        text = self._figures(record)
+        if record.kind == "eval":
+            self._print(f"step {record.step}/{self._steps} evaluation: {text}")
+            return
+        self._bars.update(self._task, completed=record.step, figures=text)
+        if not self._console.is_terminal and time.monotonic() - self._spoken > _QUIET_SECONDS:
+            self._spoken = time.monotonic()
+            self._print(f"step {record.step}/{self._steps} {record.seconds:.2f} s: {text}")
+
+    def costs(self, comparison: "Comparison") -> None:
+        """Print what steps took beside what they were predicted to take."""
+        self._stop()
+        self._console.print(costs_table(comparison))
+        self._print(costs_note(comparison))
+
+    def end(self, run_dir: str, seconds: float) -> None:
+        """Take the bar away and say where everything is."""
+        self._stop()
+        self._print(f"done in {seconds:.0f} s; results in {run_dir}")
+
+    def _stop(self) -> None:
+        """Take the bar away, where there is one: else rich prints an empty line."""
+        if self._bars.live.is_started:
+            self._bars.stop()
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True)
+
+    def _figures(self, record: "Record") -> str:
+        shown = (name for name in self._headlines if name in record.figures)
+        return "  ".join(f"{name.rpartition('/')[2]} {record.figures[name]:.4g}" for name in shown)

@@ -1,0 +1,55 @@
+"""The curves of runs in one picture."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from realrl.cli.reporting.runs import FinishedRun
+from realrl.config.files import whole_file
+
+_PANELS = {
+    "sft": {"loss": "loss per token (nats)"},
+    "reward": {"loss": "loss per pair (nats)", "accuracy": "pairs ranked right"},
+    "ppo": {
+        "score": "reward model's score",
+        "judge": "independent judge",
+        "kl": "KL to the reference (nats)",
+        "response_tokens": "tokens per completion",
+    },
+}
+"""Algorithm -> figure -> what its curve shows."""
+
+_COLUMNS = 4
+
+
+def draw_picture(runs: Mapping[str, FinishedRun], path: Path) -> None:
+    """Write a PNG with one panel per curve: a line for training, dots for evaluations."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = [
+        (run, figure, label)
+        for algorithm, run in runs.items()
+        for figure, label in _PANELS[algorithm].items()
+        if run.series("train", figure)[0] or run.series("eval", figure)[0]
+    ]
+    rows = max(1, -(-len(panels) // _COLUMNS))
+    picture = Figure(figsize=(4 * _COLUMNS, 3 * rows), layout="constrained")
+    FigureCanvasAgg(picture)
+    for number, (run, figure, label) in enumerate(panels, 1):
+        _draw_panel(picture.add_subplot(rows, _COLUMNS, number), run, figure, label)
+    with whole_file(path) as partial:
+        picture.savefig(partial, format="png", dpi=120)
+
+
+def _draw_panel(axes: Any, run: FinishedRun, figure: str, label: str) -> None:
+    trained, evaluated = run.series("train", figure), run.series("eval", figure)
+    if trained[0]:
+        axes.plot(*trained, color="#7a9cc6", linewidth=1.2, label="training")
+    if evaluated[0]:
+        axes.plot(*evaluated, color="#c0392b", linewidth=1, marker="o", markersize=4, label="evaluation")
+    axes.set_title(f"{run.algorithm}: {label}", fontsize=10)
+    axes.set_xlabel("step", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8, frameon=False)

@@ -1,0 +1,137 @@
+"""Figures and samples of a finished run, read from its directory for a report."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from realrl.algorithms.graphs import build_graph
+from realrl.config.errors import UserError
+from realrl.config.paths import local_path
+from realrl.config.yaml_file import read_yaml
+from realrl.recipe.load import load_experiment
+from realrl.runtime.output.saved import find_saved
+
+LineKind = Literal["train", "eval"]
+
+
+@dataclass(frozen=True)
+class MetricLine:
+    """Figures of one training step, or of one evaluation; None for what is not a finite number."""
+
+    step: int
+    kind: str
+    figures: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A generated text with what the reward model (`score`) and the independent judge say of it."""
+
+    prompt: str
+    completion: str
+    score: float | None = None
+    judge: float | None = None
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """One run directory. samples: the sample files in the order they were written; seconds: wall time."""
+
+    path: Path
+    algorithm: str
+    lines: tuple[MetricLine, ...]
+    samples: tuple[tuple[Sample, ...], ...]
+    seconds: float
+
+    def series(self, kind: LineKind, figure: str) -> tuple[list[int], list[float]]:
+        """Steps and values of a figure. `figure` is a whole name or what follows its last slash."""
+        points = [(line.step, _find(line.figures, figure)) for line in self.lines if line.kind == kind]
+        known = [(step, value) for step, value in points if value is not None]
+        return [step for step, _ in known], [value for _, value in known]
+
+    def first_and_last(self, figure: str) -> tuple[float | None, float | None] | None:
+        """The figure at the first and at the last evaluation, None where it was no finite number; None if no
+        evaluation has it."""
+        evaluations = (line.figures for line in self.lines if line.kind == "eval")
+        values = [figures[name] for figures in evaluations if (name := _name(figures, figure))]
+        return (values[0], values[-1]) if values else None
+
+
+def _name(figures: dict[str, float | None], figure: str) -> str | None:
+    return next((name for name in figures if name == figure or name.endswith("/" + figure)), None)
+
+
+def _find(figures: dict[str, float | None], figure: str) -> float | None:
+    name = _name(figures, figure)
+    return None if name is None else figures[name]
+
+
+def read_runs(directories: Sequence[str]) -> dict[str, FinishedRun]:
+    """Algorithm -> run. UserError for a directory without a finished run, or two runs of one algorithm."""
+    runs: dict[str, FinishedRun] = {}
+    for directory in directories:
+        run = read_run(directory)
+        if run.algorithm in runs:
+            other = runs[run.algorithm].path
+            raise UserError(
+                f"{other} and {run.path} are both {run.algorithm} runs; a report takes one of each"
+            )
+        runs[run.algorithm] = run
+    return runs
+
+
+def read_run(directory: str) -> FinishedRun:
+    """Read a run directory; UserError naming the file, and the line, that is missing or malformed."""
+    path = local_path(directory)
+    for name in ("config.yaml", "metrics.jsonl"):
+        if not (path / name).exists():
+            raise UserError(f"{directory} holds no finished run: {name} is missing")
+    try:
+        return _read_run(path)
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{directory} is not a run directory this version understands: {error!r}") from None
+
+
+def _read_run(path: Path) -> FinishedRun:
+    if not (path / "summary.json").exists():
+        raise UserError(f"{path}: {_describe_unfinished(path)}")
+    lines = (MetricLine(row["step"], row["kind"], row["figures"]) for row in _rows(path / "metrics.jsonl"))
+    samples = (
+        tuple(
+            Sample(row["prompt"], row["completion"], row.get("score"), row.get("judge"))
+            for row in _rows(file)
+        )
+        for file in sorted((path / "samples").glob("step-*.jsonl"))
+    )
+    return FinishedRun(
+        path,
+        read_yaml(str(path / "config.yaml"))["algorithm"],
+        tuple(lines),
+        tuple(samples),
+        json.loads((path / "summary.json").read_text(encoding="utf-8"))["seconds"],
+    )
+
+
+def _describe_unfinished(path: Path) -> str:
+    """Error message for a run that goes on, or that was interrupted."""
+    experiment = load_experiment(str(path / "config.yaml"))
+    graph = build_graph(experiment)
+    saved = find_saved(path, [role for role in graph.roles if graph.trained(role)])
+    return (
+        "a report takes finished runs, and this one goes on or has ended"
+        f" {saved.describe(experiment.training.steps)}"
+    )
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            rows.append(json.loads(line))
+        except (ValueError, RecursionError):
+            raise UserError(f"{path}, line {number}: not valid JSON") from None
+    return rows

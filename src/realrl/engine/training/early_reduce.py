@@ -1,0 +1,44 @@
+"""Adding gradients up over data-parallel ranks while the backward pass still computes others."""
+
+from realrl.engine.flat import FlatBuffer
+from realrl.engine.model import Model
+from realrl.engine.training.optimizer import ShardedAdamW
+
+
+class EarlyReduce:
+    """Starts each bucket's reduce-scatter as soon as the last backward pass of a mini-batch has completed it.
+
+    Buckets start from the end of the buffer, where the gradients that come first lie, and always in that
+    order, which is therefore the same on every rank.
+    """
+
+    def __init__(self, model: Model, gradients: FlatBuffer, optimizer: ShardedAdamW) -> None:
+        self._optimizer = optimizer
+        self._parts = [0] * optimizer.buckets
+        self._missing: list[int] | None = None
+        self._next = 0
+        sizes = {tensor.name: tensor.numel for tensor in gradients.tensors}
+        for name, parameter in model.transformer.named_parameters():
+            sources = model.transformer.sources[name]
+            first = gradients.offset(sources[0])
+            end = first + sum(sizes[source] for source in sources)
+            touched = range(first // optimizer.bucket_size, (end - 1) // optimizer.bucket_size + 1)
+            for bucket in touched:
+                self._parts[bucket] += 1
+            parameter.register_post_accumulate_grad_hook(lambda _, touched=touched: self._arrived(touched))
+
+    def arm(self) -> None:
+        """The next backward pass is the last one of the mini-batch."""
+        self._missing, self._next = list(self._parts), len(self._parts) - 1
+
+    def _arrived(self, touched: range) -> None:
+        """The gradient of a parameter that lies in these buckets is complete, if the pass is the last one."""
+        if self._missing is None:
+            return
+        for bucket in touched:
+            self._missing[bucket] -= 1
+        while self._next >= 0 and self._missing[self._next] == 0:
+            self._optimizer.start_reduce(self._next)
+            self._next -= 1
+        if self._next < 0:
+            self._missing = None

@@ -1,0 +1,211 @@
+"""AdamW whose state is sharded over data-parallel ranks."""
+
+from collections.abc import Iterator, Mapping
+from math import isfinite
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from realrl.engine.flat import FlatBuffer
+from realrl.families.tensors import SCALAR_HEAD, bucket_count
+from realrl.model.group import Group, all_gather, reduce_scatter
+from realrl.recipe.model import OptimizerConfig
+
+
+class ShardedAdamW:
+    """Updates a flat parameter buffer from a flat float32 gradient buffer of the same length.
+
+    The buffers are cut into buckets, and every bucket into equal parts, one per rank. A step adds the gradients
+    of each bucket up over the ranks (reduce-scatter, which can start while others are still being computed),
+    updates this rank's part in float32, and collects the parameters (all-gather, while the next bucket is
+    updated). Parameters of a lower precision have float32 masters, which exist only as this rank's parts.
+    """
+
+    def __init__(
+        self,
+        parameters: FlatBuffer,
+        gradients: FlatBuffer,
+        config: OptimizerConfig,
+        group: Group,
+        *,
+        everyone: Group | None = None,
+        owned: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:
+        """Both buffers must be padded to a multiple of `group.size` times their bucket count.
+
+        The gradient norm is taken over `everyone`, the ranks of all shards of the model, where a rank counts
+        elements `owned[name]`, first and end, of a tensor; by default over `group` and all elements.
+        """
+        self._parameters, self._gradients = parameters, gradients.data
+        self._group, self._everyone = group, everyone or group
+        self._clip, self._decay = config.grad_clip, config.weight_decay
+        self.buckets = bucket_count(parameters.tensors)
+        self.bucket_size = parameters.data.numel() // self.buckets
+        self._part = self.bucket_size // group.size
+        mine = parameters.data.new_empty(self.buckets * self._part, dtype=torch.float32)
+        self._gradient, *self._moments = (torch.zeros_like(mine) for _ in range(3))
+        self._master: Tensor | None = None
+        if parameters.data.dtype != torch.float32:
+            self._master = mine
+            for bucket in range(self.buckets):
+                self._slot(mine, bucket).copy_(self._stored(bucket))
+        self._counted = list(self._counted_parts(owned))
+        self._optimizers = [self._bucket_optimizer(bucket, config) for bucket in range(self.buckets)]
+        self._reducing: dict[int, dist.Work | None] = {}
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """What must survive between steps, besides the parameters themselves."""
+        return [*self._moments, *([] if self._master is None else [self._master])]
+
+    @property
+    def scratch(self) -> list[Tensor]:
+        """What is of use only during a step, and overwritten then."""
+        return [self._gradient]
+
+    def _slot(self, flat: Tensor, bucket: int) -> Tensor:
+        """A bucket's part of a flat tensor that holds all of this rank's parts."""
+        return flat[bucket * self._part : (bucket + 1) * self._part]
+
+    def _begin(self, bucket: int) -> int:
+        """Where this rank's part of a bucket starts in the buffers."""
+        return bucket * self.bucket_size + self._group.index * self._part
+
+    def _stored(self, bucket: int) -> Tensor:
+        """This rank's part of a bucket of the parameters."""
+        begin = self._begin(bucket)
+        return self._parameters.data[begin : begin + self._part]
+
+    def _runs(self, bucket: int) -> Iterator[tuple[str, int, int]]:
+        """Tensors, or parts of them, in this rank's part of a bucket: name, first element and end in the
+        buffers."""
+        begin = self._begin(bucket)
+        for tensor in self._parameters.tensors:
+            start = self._parameters.offset(tensor.name)
+            low, high = max(start, begin), min(start + tensor.numel, begin + self._part)
+            if low < high:
+                yield tensor.name, low, high
+
+    def _counted_parts(self, owned: Mapping[str, tuple[int, int]] | None) -> Iterator[tuple[Tensor, bool]]:
+        """Views of this rank's gradient whose elements it counts in the norm, and whether they are the head's."""
+        for bucket in range(self.buckets):
+            gradient, begin = self._slot(self._gradient, bucket), self._begin(bucket)
+            for name, low, high in self._runs(bucket):
+                if owned is not None:
+                    start = self._parameters.offset(name)
+                    low, high = max(low, start + owned[name][0]), min(high, start + owned[name][1])
+                if low < high:
+                    yield gradient[low - begin : high - begin], name == SCALAR_HEAD
+
+    def _bucket_optimizer(self, bucket: int, config: OptimizerConfig) -> torch.optim.AdamW:
+        """AdamW over this rank's part of a bucket: pieces with weight decay, pieces without, and the scalar head,
+        whose learning rate is its own. The moments of all pieces are views of two flat tensors, which can be
+        offloaded in one copy."""
+        begin = self._begin(bucket)
+        values = self._stored(bucket) if self._master is None else self._slot(self._master, bucket)
+        pieces: dict[str, list[Tensor]] = {"decay": [], "no decay": [], "head": []}
+        state: dict[Tensor, dict[str, Tensor]] = {}
+        for kind, low, high in _merged(
+            (self._kind(name), low, high) for name, low, high in self._runs(bucket)
+        ):
+            window = slice(low - begin, high - begin)
+            piece = torch.nn.Parameter(values[window])
+            piece.grad = self._slot(self._gradient, bucket)[window]
+            pieces[kind].append(piece)
+            first, second = (self._slot(moment, bucket)[window] for moment in self._moments)
+            step = torch.zeros((), dtype=torch.float32, device=piece.device)
+            state[piece] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": pieces["decay"], "weight_decay": config.weight_decay},
+                {"params": pieces["no decay"], "weight_decay": 0.0},
+                {"params": pieces["head"], "weight_decay": config.weight_decay},
+            ],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
+        )
+        optimizer.state.update(state)
+        return optimizer
+
+    def _kind(self, name: str) -> str:
+        if name == SCALAR_HEAD:
+            return "head"
+        return "decay" if len(self._parameters[name].shape) > 1 else "no decay"
+
+    def start_reduce(self, bucket: int) -> None:
+        """Begin to add up the gradients of a bucket, which must be complete. Every rank of the group starts
+        the buckets in the same order."""
+        whole = self._gradients[bucket * self.bucket_size : (bucket + 1) * self.bucket_size]
+        self._reducing[bucket] = reduce_scatter(
+            self._slot(self._gradient, bucket), whole, self._group, later=True
+        )
+
+    def _finish_reduce(self) -> None:
+        for bucket in reversed(range(self.buckets)):
+            if bucket not in self._reducing:
+                self.start_reduce(bucket)
+        for work in self._reducing.values():
+            if work is not None:
+                work.wait()
+        self._reducing.clear()
+
+    @torch.no_grad()
+    def step(self, lr: float, *, head_scale: float = 1.0) -> float:
+        """Apply the accumulated gradients at learning rate `lr` and set them to zero.
+
+        A scalar head's rate is `lr * head_scale`, and its decay per step that of `lr`: it is trained as if it were
+        stored divided by `head_scale`, and so its gradient counts times `head_scale` in the norm.
+        Returns the global gradient norm before clipping. Where it is not finite, parameters and gradients are left
+        as they were: look at the gradients, and `discard` them.
+        """
+        self._finish_reduce()
+        squares = [
+            part.square().sum(dtype=torch.float64) * (head_scale**2 if head else 1.0)
+            for part, head in self._counted
+        ]
+        total = torch.stack(squares).sum() if squares else self._gradient.new_zeros((), dtype=torch.float64)
+        norm: float = self._everyone.sum(total).sqrt().item()
+        if not isfinite(norm):
+            return norm
+        self._gradients.zero_()
+        if self._clip is not None and norm > self._clip:
+            self._gradient.mul_(self._clip / norm)
+        gathering = [self._update(bucket, lr, head_scale) for bucket in range(self.buckets)]
+        for work in gathering:
+            if work is not None:
+                work.wait()
+        return norm
+
+    def _update(self, bucket: int, lr: float, head_scale: float) -> dist.Work | None:
+        """Update a bucket and begin to collect it."""
+        optimizer, stored = self._optimizers[bucket], self._stored(bucket)
+        *rest, head = optimizer.param_groups
+        for settings in rest:
+            settings["lr"] = lr
+        head |= {"lr": lr * head_scale, "weight_decay": self._decay / head_scale}
+        optimizer.step()
+        if self._master is not None:
+            stored.copy_(self._slot(self._master, bucket))
+        whole = self._parameters.data[bucket * self.bucket_size : (bucket + 1) * self.bucket_size]
+        return all_gather(whole, stored, self._group, later=True)
+
+    @torch.no_grad()
+    def discard(self) -> None:
+        """Forget the accumulated gradients."""
+        if self._reducing:
+            self._finish_reduce()
+        self._gradients.zero_()
+
+
+def _merged(runs: Iterator[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    """Runs (kind, first, end), neighbours of the same kind joined."""
+    joined: list[tuple[str, int, int]] = []
+    for kind, low, high in runs:
+        if joined and joined[-1][0] == kind and joined[-1][2] == low:
+            joined[-1] = (kind, joined[-1][1], high)
+        else:
+            joined.append((kind, low, high))
+    return joined

@@ -1,0 +1,44 @@
+"""What may stand for the sizes of a model: the name of a published one, or a `config.json`."""
+
+import re
+from typing import get_args
+
+from realrl.config.errors import UserError
+from realrl.config.explain import nearest
+from realrl.config.paths import local_path
+from realrl.families.llama import read_config
+from realrl.families.published import SHAPES
+from realrl.families.shape import Family, ModelShape
+
+_FAMILIES: tuple[Family, ...] = get_args(Family)
+
+
+def find_shape(source: str) -> ModelShape:
+    """The sizes that a name in `SHAPES`, a Hugging Face `config.json` or a directory with one stands for.
+
+    The file may be of a model that can be planned for and not trained (`shape.TRAINABLE`). UserError where it is
+    neither, or describes something else.
+    """
+    if source in SHAPES:
+        return SHAPES[source]
+    path = local_path(source)
+    if path.is_dir():
+        return read_config(path / "config.json", _FAMILIES)
+    if path.exists():
+        return read_config(path, _FAMILIES)
+    if path.suffix == ".json" or "/" in source:
+        raise UserError(
+            f"{source}: no such file; give a config.json, a directory that holds one, or the name of a"
+            " published model such as llama-2-7b"
+        )
+    # Another generation, or another size, is another model and not a misspelling.
+    hint = nearest(source, [name for name in SHAPES if _numbers(name) == _numbers(source)])
+    suffix = f"did you mean {hint}?" if hint else f"known models are {', '.join(SHAPES)}"
+    raise UserError(
+        f"{source!r} is no model whose sizes are known, and no config.json or directory with one; {suffix}"
+    )
+
+
+def _numbers(name: str) -> list[str]:
+    """The generation and the size that the name of a model holds."""
+    return re.findall(r"\d+(?:\.\d+)?", name)

@@ -1,0 +1,228 @@
+"""What one rank sends, receives and copies in a reallocation: messages of bounded size, in terms of storage."""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from realrl.layout.layout import Layout, LocalTensor, local_tensor
+from realrl.layout.region import Region
+from realrl.layout.routing.routes import Reallocation
+
+CHUNK_BYTES = 8 << 20
+"""Most bytes in one message, unless a single row has more."""
+ALONE_BYTES = 1 << 20
+"""What is so large and lies in one piece gets a message of its own, because it need not be packed."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements of a flat buffer: `rows` stretches of `width`, their starts `stride` apart, the first at
+    `start`."""
+
+    start: int
+    rows: int
+    width: int
+    stride: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.rows * self.width
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether it is a single stretch."""
+        return self.rows == 1
+
+    def precedes(self, other: "Span") -> bool:
+        """Whether both are single stretches and `other` starts where this one ends."""
+        return self.contiguous and other.contiguous and self.start + self.width == other.start
+
+
+@dataclass(frozen=True)
+class Message:
+    """One send or one receive of a rank. Several spans are packed in their order."""
+
+    stage: int
+    peer: int
+    sends: bool
+    numel: int
+    spans: tuple[Span, ...]
+    """Where the rank has the elements: in its source buffer for what it sends in stage 0, else in its target
+    buffer."""
+    regions: tuple[Region, ...]
+    """What they are."""
+
+
+@dataclass(frozen=True)
+class RankSchedule:
+    """Messages in an order in which no rank waits for another for ever, however few it has under way: all
+    ranks order what they exchange alike."""
+
+    copies: tuple[tuple[Span, Span], ...]
+    """From the source buffer to the target buffer."""
+    messages: tuple[Message, ...]
+    digests: dict[str, str]
+    """`SENDER-RECEIVER` -> a hash of everything the two exchange, the same on both."""
+
+
+class Storage:
+    """Where the local tensors of a rank lie in a flat buffer that stores them back to back."""
+
+    def __init__(self, tensors: Sequence[LocalTensor]) -> None:
+        self._tensors: dict[str, tuple[int, Region]] = {}
+        end = 0
+        for tensor in tensors:
+            self._tensors[tensor.region.tensor] = (end, tensor.region)
+            end += tensor.stored.numel
+
+    def span(self, region: Region) -> Span:
+        """Where a region lies that the rank holds."""
+        start, held = self._tensors[region.tensor]
+        first = region.offset[0] - held.offset[0]
+        assert first >= 0 and region.end[0] <= held.end[0], f"{region} is not held: {held}"
+        row = prod(held.size[1:])
+        if region.size[1:] == held.size[1:]:
+            return _stretch(start + first * row, region.numel)
+        column = region.offset[1] - held.offset[1]
+        assert column >= 0 and region.end[1] <= held.end[1], f"{region} is not held: {held}"
+        at = start + first * row + column
+        rows, width = region.size
+        return Span(at, rows, width, row) if rows > 1 else _stretch(at, width)
+
+
+def rank_schedule(
+    reallocation: Reallocation, rank: int, element_bytes: int, tensors: Collection[str] | None = None
+) -> RankSchedule:
+    """What a rank does in a reallocation, by default of all tensors.
+
+    `element_bytes` is the width of an element sent. With `tensors`, the target buffer holds only these; the
+    source buffer always holds all that the source layout gives the rank.
+    """
+    source, target = reallocation.source, reallocation.target
+    wanted = {spec.name for spec in source.specs} if tensors is None else set(tensors)
+    before: dict[int, Storage] = {}
+    after: dict[int, Storage] = {}
+
+    def storage(of: int, stage: int) -> Storage:
+        if stage == 0:
+            return before.setdefault(of, Storage(source.tensors(of)))
+        return after.setdefault(of, Storage([t for t in target.tensors(of) if t.region.tensor in wanted]))
+
+    exchanged: defaultdict[tuple[int, int, int], list[Region]] = defaultdict(list)
+    for transfer in reallocation.transfers:
+        if rank in (transfer.sender, transfer.receiver) and transfer.region.tensor in wanted:
+            exchanged[transfer.stage, transfer.sender, transfer.receiver].append(transfer.region)
+    ordered: list[tuple[tuple[int, int, int, int], Message]] = []
+    hashes: defaultdict[str, list[str]] = defaultdict(list)
+    ranks = reallocation.cluster.size
+    for (stage, sender, receiver), regions in sorted(exchanged.items()):
+        ends = storage(sender, stage), storage(receiver, 1)
+        chunks = list(_chunks(regions, *ends, element_bytes))
+        hashes[f"{sender}-{receiver}"].append(repr((stage, chunks)))
+        for number, chunk in enumerate(chunks):
+            peer = receiver if sender == rank else sender
+            mine = ends[0] if sender == rank else ends[1]
+            spans = _merge(mine.span(region) for region in chunk)
+            numel = sum(span.numel for span in spans)
+            message = Message(stage, peer, sender == rank, numel, spans, tuple(chunk))
+            ordered.append(((stage, number, (receiver - sender) % ranks, sender), message))
+    ordered.sort(key=lambda item: item[0])
+    copies = [c.region for c in reallocation.copies if c.rank == rank and c.region.tensor in wanted]
+    return RankSchedule(
+        copies=tuple(_copies(copies, storage(rank, 0), storage(rank, 1))),
+        messages=tuple(message for _, message in ordered),
+        digests={pair: hashlib.sha256("".join(h).encode()).hexdigest() for pair, h in hashes.items()},
+    )
+
+
+def _stretch(start: int, numel: int) -> Span:
+    return Span(start, 1, numel, numel)
+
+
+def _merge(spans: Iterator[Span]) -> tuple[Span, ...]:
+    merged: list[Span] = []
+    for span in spans:
+        if merged and merged[-1].precedes(span):
+            merged[-1] = _stretch(merged[-1].start, merged[-1].numel + span.numel)
+        else:
+            merged.append(span)
+    return tuple(merged)
+
+
+def _runs(regions: Sequence[Region], storages: Sequence[Storage]) -> Iterator[list[Region]]:
+    """Regions in groups that are one stretch in all of the storages; those that are none stand alone."""
+    run: list[Region] = []
+    ends: list[Span] = []
+    for region in regions:
+        spans = [storage.span(region) for storage in storages]
+        if run and not all(a.precedes(b) for a, b in zip(ends, spans, strict=True)):
+            yield run
+            run = []
+        run.append(region)
+        ends = spans
+    if run:
+        yield run
+
+
+def _copies(regions: Sequence[Region], before: Storage, after: Storage) -> Iterator[tuple[Span, Span]]:
+    for run in _runs(regions, (before, after)):
+        (source,), (target,) = _merge(map(before.span, run)), _merge(map(after.span, run))
+        yield source, target
+
+
+def _chunks(
+    regions: Sequence[Region], sender: Storage, receiver: Storage, element_bytes: int
+) -> Iterator[list[Region]]:
+    """The messages that regions are sent in.
+
+    Alone goes a run that is large and one stretch on both sides, so that it is packed on neither; then, of what
+    is left, one that is packed on one side only; the rest goes together.
+    """
+    for storages in ((sender, receiver), (sender,), (receiver,)):
+        loose: list[Region] = []
+        for run in _runs(regions, storages):
+            if sum(region.numel for region in run) * element_bytes >= ALONE_BYTES:
+                yield from _cut(run, CHUNK_BYTES // element_bytes)
+            else:
+                loose += run
+        regions = loose
+    yield from _cut(regions, CHUNK_BYTES // element_bytes)
+
+
+def _cut(regions: Sequence[Region], limit: int) -> Iterator[list[Region]]:
+    """Regions in lists of at most `limit` elements, large ones divided by rows."""
+    chunk: list[Region] = []
+    room = limit
+    for region in regions:
+        row, first, rows = prod(region.size[1:]), 0, region.size[0]
+        while first < rows:
+            fits = min(room // row, rows - first)
+            if fits == 0 and chunk:
+                yield chunk
+                chunk, room = [], limit
+                continue
+            fits = max(fits, 1)
+            offset = (region.offset[0] + first, *region.offset[1:])
+            chunk.append(Region(region.tensor, offset, (fits, *region.size[1:])))
+            room, first = room - fits * row, first + fits
+    if chunk:
+        yield chunk
+
+
+def tensor_groups(target: Layout, element_bytes: int, limit: int) -> list[tuple[str, ...]]:
+    """All tensors in storage order, in groups of which no rank of the target layout holds more than `limit`
+    bytes, or than one tensor."""
+    groups: list[list[str]] = []
+    used, tp = 0, target.placement.strategy.tp
+    for spec in target.specs:
+        tensors = (local_tensor(target.shape, spec, tp, t) for t in range(tp))
+        size = max(tensor.stored.numel for tensor in tensors) * element_bytes
+        if not groups or used + size > limit:
+            groups.append([])
+            used = 0
+        groups[-1].append(spec.name)
+        used += size
+    return [tuple(group) for group in groups]

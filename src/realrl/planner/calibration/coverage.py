@@ -1,0 +1,69 @@
+"""What of the times that a plan rests on a profile has measured."""
+
+from collections.abc import Mapping
+
+from realrl.config.words import join
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.profile.profile import Profile
+from realrl.planner.profile.versions import versions
+from realrl.program.memory import Stored
+
+_SHEETS = "times from data sheets (roofline)"
+
+
+def describe_times(
+    profile: Profile | None, path: str, spec: ClusterSpec, models: Mapping[str, Stored]
+) -> tuple[str, ...]:
+    """Where times of models on a cluster come from, in words, and what speaks against those measured."""
+    if profile is None:
+        rough = any(group.device.cpu for group in spec.groups)
+        return (f"{_SHEETS}, which are rough for a CPU; realrl profile measures it" if rough else _SHEETS,)
+    kinds = {group.device.name for group in spec.groups}
+    if profile.device not in kinds:
+        return _SHEETS, f"the profile {path} is of {profile.device}, so it was not used"
+    missing = _missing(profile, models)
+    if len(missing) == len(models):
+        corrected = (
+            f", corrected by runs ({path})" if profile.corrections else f"; {path} has none of these models"
+        )
+        return _SHEETS + corrected, *_doubts(profile, spec)
+    sheets = [*missing]
+    if len(kinds) > 1:
+        sheets.append("the other devices")
+    degrees = _degrees(profile, spec, {role: model for role, model in models.items() if role not in missing})
+    if degrees:
+        sheets.append("tp=" + ", ".join(map(str, degrees)))
+    rest = f", but for {join(sheets)} from data sheets" if sheets else ""
+    return f"times of {profile.device} measured ({path}){rest}", *_doubts(profile, spec)
+
+
+def _missing(profile: Profile, models: Mapping[str, Stored]) -> list[str]:
+    """Roles whose models were not measured at all."""
+    return [role for role, model in models.items() if not profile.degrees(model.shape, model.element_bytes)]
+
+
+def _degrees(profile: Profile, spec: ClusterSpec, models: Mapping[str, Stored]) -> list[int]:
+    """Tensor-parallel degrees that a plan may have and that were not measured for some model."""
+    lacking: set[int] = set()
+    for group in spec.groups:
+        if group.device.name == profile.device:
+            per = group.devices_per_node
+            for model in models.values():
+                possible = {n for n in range(1, min(per, model.shape.heads) + 1) if per % n == 0}
+                lacking |= possible - profile.degrees(model.shape, model.element_bytes)
+    return sorted(lacking)
+
+
+def _doubts(profile: Profile, spec: ClusterSpec) -> list[str]:
+    """What was otherwise when it was measured. Only on a CPU do processes of a node share what they compute
+    with."""
+    doubts = []
+    group = next(group for group in spec.groups if group.device.name == profile.device)
+    if group.device.cpu and profile.layers and profile.processes != group.devices_per_node:
+        doubts.append(f"measured by {profile.processes} processes on a node, not {group.devices_per_node}")
+    here = versions()
+    for name in ("realrl", "torch"):
+        then = profile.software.get(name)
+        if then is not None and then.partition("+")[0] != here[name].partition("+")[0]:
+            doubts.append(f"measured with {name} {then}; this is {here[name]}")
+    return doubts

@@ -1,0 +1,266 @@
+"""The devices a plan is made for, with all that their cost depends on."""
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
+
+from realrl.config.base import Settings
+from realrl.config.errors import UserError
+from realrl.config.explain import brief, mistakes_in
+from realrl.config.units import check_size, parse_bytes
+from realrl.config.yaml_file import read_yaml
+from realrl.plan.cluster import Cluster
+from realrl.plan.placement import Mesh
+from realrl.planner.cluster.devices import DeviceKind, device_kind
+
+MOST_DEVICES = 1 << 12
+"""Of a cluster. With four times as many, listing what there is to choose from alone takes minutes."""
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """Equal nodes of a cluster."""
+
+    nodes: int
+    devices_per_node: int
+    device: DeviceKind
+    node_bytes_per_s: float
+    """Bandwidth between one node and the others, in each direction."""
+    price_per_device_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.devices_per_node < 1:
+            raise UserError(f"cluster {self.nodes}x{self.devices_per_node}: both numbers must be at least 1")
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return self.nodes * self.devices_per_node
+
+    def __str__(self) -> str:
+        return f"{self.device.name}:{self.nodes}x{self.devices_per_node}"
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """Groups of equal nodes. Ranks are numbered group by group, in a group node by node. A mesh stays inside
+    one group."""
+
+    name: str
+    groups: tuple[NodeGroup, ...]
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise UserError(f"cluster {self.name} has no groups of nodes")
+        if self.size > MOST_DEVICES:
+            raise UserError(f"cluster {self.name} has {self.size:,} devices; {MOST_DEVICES:,} can be planned")
+
+    @property
+    def size(self) -> int:
+        """Number of devices, which is the number of ranks."""
+        return sum(group.size for group in self.groups)
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return sum(group.nodes for group in self.groups)
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """Nodes and devices per node; UserError where nodes have different numbers of devices."""
+        per_node = self.groups[0].devices_per_node
+        if any(group.devices_per_node != per_node for group in self.groups):
+            raise UserError(f"cluster {self.name}: all nodes must have the same number of devices")
+        return Cluster(self.nodes, per_node)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(group.size for group in self.groups))
+
+    def group_index(self, rank: int) -> int:
+        """Which group holds a rank."""
+        return bisect_right(self._ends, rank)
+
+    def group(self, mesh: Mesh) -> NodeGroup:
+        """The group that holds a mesh; UserError if there is none."""
+        index = self.group_index(mesh.first)
+        if index >= len(self.groups) or mesh.first + mesh.size > self._ends[index]:
+            raise UserError(f"mesh {mesh} does not lie inside one group of cluster {self.name}")
+        return self.groups[index]
+
+    def device(self, rank: int) -> DeviceKind:
+        """The kind of a rank's device."""
+        return self.groups[self.group_index(rank)].device
+
+    def node(self, rank: int) -> int:
+        """The node of a rank, counted over the whole cluster."""
+        index = self.group_index(rank)
+        group, first = self.groups[index], self._ends[index] - self.groups[index].size
+        before = sum(g.nodes for g in self.groups[:index])
+        return before + (rank - first) // group.devices_per_node
+
+    def meshes(self) -> Iterator[Mesh]:
+        """All meshes: aligned slices of a node by divisors of its size, and runs of whole nodes."""
+        first = 0
+        for group in self.groups:
+            per = group.devices_per_node
+            for size in (d for d in range(1, per) if per % d == 0):
+                yield from (Mesh(r, size) for r in range(first, first + group.size, size))
+            for nodes in range(1, group.nodes + 1):
+                yield from (Mesh(first + n * per, nodes * per) for n in range(group.nodes - nodes + 1))
+            first += group.size
+
+    @property
+    def price_per_hour(self) -> float | None:
+        """Price of all devices; None unless that of each is given."""
+        total = 0.0
+        for group in self.groups:
+            if group.price_per_device_hour is None:
+                return None
+            total += group.price_per_device_hour * group.size
+        return total
+
+    def with_nodes(self, nodes: int) -> "ClusterSpec":
+        """The first `nodes` nodes; more of the same where there is one group. UserError for fewer than 1, and for
+        more than there are in several groups."""
+        if len(self.groups) > 1 and nodes > self.nodes:
+            raise UserError(
+                f"cluster {self.name} has {self.nodes} nodes of several kinds, so {nodes} of them cannot be planned"
+            )
+        if len(self.groups) == 1:
+            group = replace(self.groups[0], nodes=nodes)
+            return ClusterSpec(str(group), (group,))
+        groups: list[NodeGroup] = []
+        for group in self.groups:
+            left = nodes - sum(g.nodes for g in groups)
+            if left > 0 or not groups:
+                groups.append(replace(group, nodes=min(left, group.nodes)))
+        return ClusterSpec("+".join(map(str, groups)), tuple(groups))
+
+    @classmethod
+    def parse(cls, text: str) -> "ClusterSpec":
+        """Read `KIND:NODESxDEVICES`, several joined by `+`, for example `a100-80g:16x8`, or a YAML file.
+
+        UserError for anything else.
+        """
+        if Path(text).suffix in (".yaml", ".yml"):
+            return load_cluster(text)
+        groups = []
+        for part in text.split("+"):
+            match = re.fullmatch(r"\s*([\w.-]+):(\d{1,9})x(\d{1,9})\s*", part)
+            if match is None:
+                raise UserError(
+                    f"cluster {brief(text)} is not understood; write kind:nodes x devices per node, for example"
+                    " a100-80g:2x8, or name a .yaml file"
+                )
+            kind = device_kind(match[1].lower())
+            groups.append(NodeGroup(int(match[2]), int(match[3]), kind, kind.node_bytes_per_s))
+        return cls(text.replace(" ", ""), tuple(groups))
+
+
+class _Device(Settings):
+    """A kind of device in a cluster file. What is not given is that of the built-in kind `like`."""
+
+    like: str
+    """Name of a built-in kind."""
+    name: str | None = None
+    """What to call it; the key of measured profiles."""
+    memory: str | None = None
+    """Device memory, for example `80GiB`."""
+    bf16_tflops: PositiveFloat | None = None
+    """Dense peak in bfloat16, in 10^12 operations per second."""
+    fp32_tflops: PositiveFloat | None = None
+    """Dense peak in float32, in 10^12 operations per second."""
+    memory_gb_per_s: PositiveFloat | None = None
+    """Bandwidth of device memory, in 10^9 bytes per second."""
+    link_gb_per_s: PositiveFloat | None = None
+    """Bandwidth to the other devices of the node, each direction, in 10^9 bytes per second."""
+    host_gb_per_s: PositiveFloat | None = None
+    """Bandwidth to host memory, each direction, in 10^9 bytes per second."""
+
+    @field_validator("memory", mode="before")
+    @classmethod
+    def _size(cls, value: Any) -> Any:
+        return check_size(value)
+
+    def kind(self) -> DeviceKind:
+        """The kind that this describes."""
+        given: dict[str, Any] = {
+            "name": self.name,
+            "memory_bytes": None if self.memory is None else parse_bytes(self.memory),
+            "bf16_flops": _times(self.bf16_tflops, 1e12),
+            "fp32_flops": _times(self.fp32_tflops, 1e12),
+            "memory_bytes_per_s": _times(self.memory_gb_per_s, 1e9),
+            "link_bytes_per_s": _times(self.link_gb_per_s, 1e9),
+            "host_bytes_per_s": _times(self.host_gb_per_s, 1e9),
+        }
+        changes = {name: value for name, value in given.items() if value is not None}
+        return replace(device_kind(self.like), **changes)
+
+
+class _Group(Settings):
+    """Equal nodes in a cluster file."""
+
+    device: Any
+    """Name of a built-in kind, or `{like: KIND, ...}` with what differs."""
+    nodes: PositiveInt
+    """Number of nodes."""
+    devices_per_node: PositiveInt
+    """Devices of each node."""
+    node_gbit_per_s: PositiveFloat | None = None
+    """Bandwidth between a node and the others, each direction, in 10^9 bits per second."""
+    price_per_device_hour: NonNegativeFloat | None = None
+    """Price of one device for an hour, in any currency."""
+
+    def group(self) -> NodeGroup:
+        """The group that this describes."""
+        given = self.device
+        if not isinstance(given, str | dict):
+            raise UserError(
+                f"{brief(given)} is neither the name of a kind, for example h100, nor a section of keys"
+            )
+        kind = device_kind(given) if isinstance(given, str) else _Device.model_validate(given).kind()
+        network = _times(self.node_gbit_per_s, 1e9 / 8) or kind.node_bytes_per_s
+        return NodeGroup(self.nodes, self.devices_per_node, kind, network, self.price_per_device_hour)
+
+
+class _File(Settings):
+    """A cluster file."""
+
+    name: str | None = None
+    """What to call the cluster; the name of the file when not given."""
+    groups: tuple[Any, ...] = Field(min_length=1, strict=False)
+    """Groups of equal nodes; validated one by one, so that errors say which."""
+
+
+def load_cluster(path: str) -> ClusterSpec:
+    """Read a cluster file. UserError with the file and the field that is wrong."""
+    content = read_yaml(path)
+    with mistakes_in(f"cluster file {path}", _File):
+        file = _File.model_validate(content)
+    groups = []
+    for number, entry in enumerate(file.groups, 1):
+        where = f"cluster file {path}: group {number}"
+        with mistakes_in(where, _Group):
+            group = _Group.model_validate(entry)
+        with mistakes_in(f"{where}: device", _Device):
+            groups.append(group.group())
+    priced = [group.price_per_device_hour is not None for group in groups]
+    if any(priced) and not all(priced):
+        number = priced.index(False) + 1
+        raise UserError(
+            f"cluster file {path}: group {number}: price_per_device_hour is missing; give it for all groups, or for"
+            " none"
+        )
+    return ClusterSpec(file.name or Path(path).stem, tuple(groups))
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor

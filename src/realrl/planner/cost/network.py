@@ -1,0 +1,145 @@
+"""Seconds of communication between the ranks of a placement."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.planner.cluster.efficiency import Efficiency
+from realrl.planner.cluster.spec import NodeGroup
+from realrl.planner.profile.profile import CollectiveKind, Profile
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Equal groups of ranks that each talk at the same time: bandwidth and latency of the slowest."""
+
+    size: int
+    bytes_per_s: float
+    hop_s: float
+    nodes: int = 1
+    """Most nodes that one of the groups lies on."""
+    profile: Profile | None = None
+
+    def all_gather(self, number_bytes: float) -> float:
+        """Seconds until every rank has `number_bytes`, of which each brings an equal part."""
+        return self._seconds("all_gather", 1, number_bytes)
+
+    def reduce_scatter(self, number_bytes: float) -> float:
+        """Seconds until every rank has its part of the sum of `number_bytes`."""
+        return self._seconds("reduce_scatter", 1, number_bytes)
+
+    def all_reduce(self, number_bytes: float) -> float:
+        """Seconds until every rank has the sum of `number_bytes`: a reduce-scatter and an all-gather."""
+        return self._seconds("all_reduce", 2, number_bytes)
+
+    def _seconds(self, kind: CollectiveKind, rounds: int, number_bytes: float) -> float:
+        if self.size == 1:
+            return 0.0
+        if self.profile is not None:
+            measured = self.profile.collective(kind, self.size, self.nodes, number_bytes)
+            if measured is not None:
+                return measured
+        steps = self.size - 1
+        return rounds * steps * (self.hop_s + number_bytes / self.size / self.bytes_per_s)
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links between the ranks of one call. Ranks are counted from 0 at the start of a node or an aligned
+    slice of it."""
+
+    group: NodeGroup
+    placement: Placement
+    efficiency: Efficiency
+    profile: Profile | None = None
+
+    @classmethod
+    def of(
+        cls, group: NodeGroup, placement: Placement, efficiency: Efficiency, profile: Profile | None = None
+    ) -> "Network":
+        """The network of a placement, wherever in the group it lies."""
+        s = placement.strategy
+        ranks = Placement(Mesh(0, placement.mesh.size), Strategy(s.dp, s.tp, s.pp))
+        return cls(group, ranks, efficiency, profile)
+
+    @cached_property
+    def tensor(self) -> Ring:
+        """Ranks that share matrices."""
+        s = self.placement.strategy
+        return self._ring(
+            [self.placement.rank(dp=d, tp=t, pp=p) for t in range(s.tp)]
+            for p in range(s.pp)
+            for d in range(s.dp)
+        )
+
+    @cached_property
+    def data(self) -> Ring:
+        """Ranks that hold the same parameters."""
+        s = self.placement.strategy
+        return self._ring(
+            [self.placement.rank(dp=d, tp=t, pp=p) for d in range(s.dp)]
+            for p in range(s.pp)
+            for t in range(s.tp)
+        )
+
+    @cached_property
+    def everyone(self) -> Ring:
+        """All ranks of the placement."""
+        return self._ring([list(self.placement.ranks)])
+
+    @cached_property
+    def ends(self) -> Ring:
+        """First and last stages of its pipelines."""
+        s = self.placement.strategy
+        return self._ring(
+            [self.placement.rank(dp=d, tp=t, pp=p) for p in sorted({0, s.pp - 1})]
+            for d in range(s.dp)
+            for t in range(s.tp)
+        )
+
+    def hop(self, number_bytes: float) -> float:
+        """Seconds for every rank of a stage to send `number_bytes` to its peer on the next; the slowest."""
+        device = self.group.device
+        crosses = self.placement.mesh.size > self.group.devices_per_node
+        measured = self.profile.collective("send", 2, 1 + crosses, number_bytes) if self.profile else None
+        if measured is not None:
+            return measured
+        if not crosses:
+            return device.link_latency_s + number_bytes / (device.link_bytes_per_s * self.efficiency.link)
+        width = self.group.node_bytes_per_s / self._most_leaving
+        seconds = number_bytes / (min(width, device.link_bytes_per_s) * self.efficiency.link)
+        return device.node_latency_s + seconds
+
+    @cached_property
+    def _most_leaving(self) -> int:
+        """Ranks of a node that send to another one's, on the node with most of them."""
+        step = self.placement.strategy.dp * self.placement.strategy.tp
+        leaving = Counter(
+            self._node(rank)
+            for rank in range(self.placement.mesh.size - step)
+            if self._node(rank) != self._node(rank + step)
+        )
+        return max(leaving.values())
+
+    def _node(self, rank: int) -> int:
+        return rank // self.group.devices_per_node
+
+    def _ring(self, groups: Iterable[list[int]]) -> Ring:
+        """Groups that work at the same time share the networks of the nodes they cross."""
+        members = list(groups)
+        size, device = len(members[0]), self.group.device
+        through: defaultdict[int, int] = defaultdict(int)
+        most = 1
+        for ranks in members:
+            nodes = {self._node(rank) for rank in ranks}
+            most = max(most, len(nodes))
+            if len(nodes) > 1:
+                for node in nodes:
+                    through[node] += 1
+        width, hop = device.link_bytes_per_s, device.link_latency_s
+        if through:
+            width = min(width, self.group.node_bytes_per_s / max(through.values()))
+            hop = max(hop, device.node_latency_s)
+        return Ring(size, width * self.efficiency.link, hop, most, self.profile)

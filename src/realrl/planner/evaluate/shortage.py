@@ -1,0 +1,70 @@
+"""Why a problem has no plan: what does not fit where."""
+
+from dataclasses import dataclass
+
+from realrl.dataflow.call import Call
+from realrl.planner.evaluate.timeline import Evaluation
+from realrl.planner.space.problem import Choice, Option, Problem
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A device that cannot hold what the plan nearest to fitting needs there."""
+
+    rank: int
+    limit_bytes: float
+    needed_bytes: float
+    call: str
+    """During which the device is fullest."""
+    option: Option
+    """How that call runs."""
+    resident_bytes: dict[str, float]
+    """Role -> what it keeps on the device all the time."""
+    choice: Choice | None
+    """The plan; None where the call alone fits no device."""
+    proven: bool = True
+    """Whether no plan fits at all; if not, none was found in the time there was."""
+
+    @property
+    def factor(self) -> float:
+        """How many times its memory the device would need."""
+        return self.needed_bytes / self.limit_bytes
+
+
+class DoesNotFit(Exception):
+    """No plan of a problem is known that fits the memory of its devices. Commands make a sentence of `shortage`."""
+
+    def __init__(self, shortage: Shortage) -> None:
+        self.shortage = shortage
+        super().__init__(
+            f"{shortage.call} needs {shortage.factor:.3g} times the memory of device {shortage.rank}"
+        )
+
+
+def call_shortage(problem: Problem, call: Call, number: int) -> Shortage:
+    """Of a call that fits no device; `number`: of the option that comes nearest."""
+    option = problem.options[call.name][number]
+    is_home = problem.home(call.role) == call
+    resident = {call.role: option.resident_bytes} if is_home else {}
+    needed = option.bytes_alone(is_home=is_home)
+    rank = option.placement.mesh.first
+    return Shortage(rank, problem.limit(option.placement), needed, call.name, option, resident, None)
+
+
+def plan_shortage(problem: Problem, choice: Choice, evaluation: Evaluation) -> Shortage:
+    """Of a whole plan."""
+    options = problem.chosen(choice)
+    rank = evaluation.fullest_rank
+    homes = {role: options[problem.home(role).name] for role in problem.graph.roles}
+    resident = {role: o.resident_bytes for role, o in homes.items() if rank in o.placement.ranks}
+    here = {name: o for name, o in options.items() if rank in o.placement.ranks}
+    biggest = max(here, key=lambda name: here[name].working_bytes + _copy(problem, options, name))
+    limit, needed = problem.limit(options[biggest].placement), evaluation.peak_bytes
+    return Shortage(rank, limit, needed, biggest, options[biggest], resident, choice)
+
+
+def _copy(problem: Problem, options: dict[str, Option], name: str) -> float:
+    """Bytes of the parameters that a call brings to its devices."""
+    home = options[problem.home(problem.graph.call(name).role).name]
+    borrowed = options[name].layout != home.layout
+    return options[name].weights_bytes if borrowed or home.offload else 0.0

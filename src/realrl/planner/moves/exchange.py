@@ -1,0 +1,78 @@
+"""Seconds of bringing rows from the ranks of one call to those of another, for many pairs of layouts at once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from realrl.dataflow.call import Kind
+from realrl.dataflow.graph import DataflowGraph
+from realrl.layout.routing.links import Links
+from realrl.planner.moves.transfers import Floats, Ints, Layouts
+from realrl.planner.workload.workload import Workload
+from realrl.program.order import keys_between, producers
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What calls hand to each other.
+
+    Every data-parallel rank of the target gets its share, its tensor ranks and stages the same each, from one
+    sender after the other, over the hosts' network where they lie on several nodes.
+    """
+
+    links: Links
+    devices_per_node: int
+    volumes: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """(producer, consumer) -> bytes of all records of a step."""
+
+    def seconds(self, producer: str, consumer: str, source: Layouts, target: Layouts) -> Floats:
+        """Of each pair of layouts."""
+        volume, links, per = self.volumes.get((producer, consumer), 0.0), self.links, self.devices_per_node
+        copies, senders = target.tp * target.pp, source.size // (source.tp * source.pp)
+        busiest = volume * np.maximum(copies / target.size, copies / senders)
+        first = np.minimum(source.first, target.first) // per
+        last = (np.maximum(source.first + source.size, target.first + target.size) - 1) // per
+        width = np.where(first < last, links.node_bytes_per_s, links.device_bytes_per_s)
+        return np.asarray(busiest / width + (senders + target.size) * links.latency_s)
+
+    def at_least(
+        self,
+        producer: str,
+        consumer: str,
+        *,
+        senders: tuple[Ints, Ints],
+        size: Ints,
+        copies: Ints,
+        rows: Ints,
+    ) -> Floats:
+        """Seconds that pairs take at the least, of which only this is known: the fewest and the most `senders`, the
+        smallest `size` of the target and the fewest ranks that get the same rows, and the most that get different
+        ones."""
+        volume, links = self.volumes.get((producer, consumer), 0.0), self.links
+        busiest = volume * np.maximum(1 / rows, copies / senders[1])
+        width = max(links.node_bytes_per_s, links.device_bytes_per_s)
+        return np.asarray(busiest / width + (senders[0] + size) * links.latency_s)
+
+
+def exchanged_bytes(graph: DataflowGraph, workload: Workload) -> dict[tuple[str, str], float]:
+    """(producer, consumer) -> bytes that a step's records have in the keys that one reads of the other."""
+    return {
+        (producer.name, consumer.name): workload.items
+        * sum(_row_bytes(graph, workload, key) for key in keys_between(graph, producer, consumer))
+        for consumer in graph.calls
+        for producer in producers(graph, consumer)
+    }
+
+
+def _row_bytes(graph: DataflowGraph, workload: Workload, key: str) -> float:
+    """Mean bytes of a row."""
+    width = 8 if graph.keys[key].dtype == "int64" else 4
+    length = graph.length_key(key)
+    if length is None:
+        return width
+    made_by = graph.producer(length)
+    tokens = sum(workload.prompts) / len(workload.prompts)
+    if made_by is not None and made_by.kind is Kind.GENERATE:
+        tokens += sum(workload.answers) / len(workload.answers)
+    return width * tokens

@@ -1,0 +1,102 @@
+"""How far predictions were off in runs, and what that says of others."""
+
+import math
+from collections.abc import Iterable
+from typing import Self
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from realrl.config.base import Settings
+from realrl.dataflow.call import Call, Kind
+from realrl.families.shape import Head, ModelShape
+from realrl.plan.placement import Strategy
+from realrl.program.memory import Stored
+
+_PARALLEL = 8
+"""How unlike two strategies are if only one of them is data-, tensor- or pipeline-parallel; a difference in all
+else together weighs less."""
+_DEGREE = 2
+"""The same for another degree above 1."""
+
+
+class Correction(Settings):
+    """Seconds of a call in a run, in relation to what a profile without corrections predicts for it."""
+
+    call: str
+    kind: Kind = Field(strict=False)
+    shape: ModelShape
+    head: Head
+    element_bytes: PositiveInt
+    dp: PositiveInt
+    tp: PositiveInt
+    pp: PositiveInt
+    micro_batch_tokens: PositiveInt
+    sequence_parallel: bool
+    recompute: bool
+    ratio: PositiveFloat
+    """Measured over predicted."""
+    steps: PositiveInt
+    """Steps that were measured."""
+
+    @classmethod
+    def of(cls, call: Call, model: Stored, strategy: Strategy, ratio: float, steps: int) -> Self:
+        """Of a call as it ran."""
+        return cls(
+            call=call.name,
+            kind=call.kind,
+            shape=model.shape,
+            head=model.head,
+            element_bytes=model.width(strategy),
+            dp=strategy.dp,
+            tp=strategy.tp,
+            pp=strategy.pp,
+            micro_batch_tokens=strategy.micro_batch_tokens,
+            sequence_parallel=strategy.sequence_parallel,
+            recompute=strategy.recompute,
+            ratio=ratio,
+            steps=steps,
+        )
+
+    @property
+    def about(self) -> tuple[object, ...]:
+        """What was measured; a newer correction of the same takes its place."""
+        return tuple(getattr(self, name) for name in type(self).model_fields if name not in _OUTCOME)
+
+    def distance(self, call: Call, model: Stored, strategy: Strategy) -> int | None:
+        """How unlike a call of the same kind and model is, 0 for the very same; None for any other call."""
+        same = (self.kind, _sizes(self.shape), self.head, self.element_bytes)
+        if same != (call.kind, _sizes(model.shape), model.head, model.width(strategy)):
+            return None
+        pairs = ((self.dp, strategy.dp), (self.tp, strategy.tp), (self.pp, strategy.pp))
+        parallel = sum((mine > 1) != (theirs > 1) for mine, theirs in pairs)
+        degrees = sum(mine != theirs for mine, theirs in pairs)
+        others = (
+            self.call != call.name,
+            self.micro_batch_tokens != strategy.micro_batch_tokens,
+            self.sequence_parallel != strategy.sequence_parallel,
+            self.recompute != strategy.recompute,
+        )
+        return _PARALLEL * parallel + _DEGREE * degrees + sum(others)
+
+
+_OUTCOME = ("ratio", "steps")
+
+
+def _sizes(shape: ModelShape) -> tuple[object, ...]:
+    """What the time of a call depends on."""
+    s = shape
+    widths = (s.hidden_size, s.intermediate_size, s.heads, s.kv_heads, s.head_dim)
+    return (*widths, s.layers, s.vocab_size, s.tied_embeddings)
+
+
+def correction(corrections: Iterable[Correction], call: Call, model: Stored, strategy: Strategy) -> float:
+    """The factor for a prediction: that of the nearest correction of the same kind of call with the same model,
+    1 where there is none. Several that are equally near are averaged by their steps, in logarithms."""
+    distances = [(c.distance(call, model, strategy), c) for c in corrections]
+    found = [(distance, c) for distance, c in distances if distance is not None]
+    if not found:
+        return 1.0
+    least = min(distance for distance, _ in found)
+    nearest = [c for distance, c in found if distance == least]
+    weight = sum(c.steps for c in nearest)
+    return math.exp(sum(c.steps * math.log(c.ratio) for c in nearest) / weight)

@@ -1,0 +1,218 @@
+"""Ways to run a call that were not chosen, and why not."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from realrl.config.errors import UserError
+from realrl.config.units import format_bytes
+from realrl.dataflow.call import Call, Kind
+from realrl.plan.placement import Placement, Strategy
+from realrl.plan.plan import Plan
+from realrl.planner.evaluate.shortage import Shortage, plan_shortage
+from realrl.planner.evaluate.timeline import Evaluation, Timeline
+from realrl.planner.report.report import Alternative
+from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.space.build import Choices, build_problem
+from realrl.planner.space.problem import Choice, Option, Problem
+
+_PER_CALL = 3
+_NOTHING = 5e-4
+"""A difference of so little of a step is none."""
+_WORTH_SAYING, _NAMED = 0.15, 2
+"""Part of the difference in seconds that a term must make to be named, and most that are."""
+
+
+def alternatives(
+    scenario: Scenario, problem: Problem, choice: Choice, step_seconds: float, *, offload: bool
+) -> tuple[Alternative, ...]:
+    """For each call, the best of those that differ in one respect: devices, degrees, micro-batch, recomputation,
+    or what is offloaded; and the fastest of those that would be faster and do not fit.
+
+    `step_seconds`: of the plan that `choice` stands for; those of others differ from it as their time lines do.
+    `offload`: whether it frees anything.
+    """
+    found: list[Alternative] = []
+    choices = Choices(micro_batch_tokens=(), offload=offload)
+    for call in scenario.graph.order:
+        extended = _with_neighbours(scenario, problem, choice, call, choices)
+        view = _View(scenario, extended, dict.fromkeys(choice, 0), call, step_seconds)
+        found += view.alternatives()
+    return tuple(found)
+
+
+def _with_neighbours(
+    scenario: Scenario, problem: Problem, choice: Choice, call: Call, choices: Choices
+) -> Problem:
+    """The problem with only what was chosen for other calls, and for this one, the first of all, besides what
+    there is, its neighbours whether they fit or not."""
+    fixed = {name: (option,) for name, option in problem.chosen(choice).items()}
+    plan = problem.plan(choice)
+    plans = [
+        replace(plan, placements={**plan.placements, call.name: placement})
+        for placement in _neighbours(scenario, call, plan[call.name])
+    ]
+    extra = build_problem(scenario, choices=choices, include=_possible(scenario, plans))
+    everything = (*fixed[call.name], *problem.options[call.name], *extra.options[call.name])
+    return replace(problem, options={**fixed, call.name: tuple(dict.fromkeys(everything))})
+
+
+def _possible(scenario: Scenario, plans: Iterable[Plan]) -> Iterator[Plan]:
+    """Without those that leave ranks without a sequence."""
+    for plan in plans:
+        try:
+            for call in scenario.graph.calls:
+                scenario.cost.call(call, scenario.models[call.role], plan[call.name], scenario.workload)
+        except UserError:
+            continue
+        yield plan
+
+
+def _neighbours(scenario: Scenario, call: Call, placement: Placement) -> Iterator[Placement]:
+    """The same on the same devices, with one degree halved for the benefit of data parallelism, or with or without
+    recomputation."""
+    yield placement
+    s = placement.strategy
+    changes: list[Strategy] = []
+    if call.kind is Kind.TRAIN:
+        changes.append(replace(s, recompute=not s.recompute))
+    if s.tp % 2 == 0:
+        changes.append(
+            replace(s, tp=s.tp // 2, dp=2 * s.dp, sequence_parallel=s.sequence_parallel and s.tp > 2)
+        )
+    if s.pp % 2 == 0:
+        changes.append(replace(s, pp=s.pp // 2, dp=2 * s.dp))
+    for strategy in changes:
+        yield Placement(placement.mesh, strategy)
+
+
+@dataclass(frozen=True)
+class _View:
+    """All ways to run one call beside the chosen one, which is option 0."""
+
+    scenario: Scenario
+    problem: Problem
+    choice: Choice
+    call: Call
+    step_seconds: float
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """Of the call."""
+        return self.problem.options[self.call.name]
+
+    def alternatives(self) -> list[Alternative]:
+        """The informative ones, the fastest first."""
+        timeline = Timeline(self.problem)
+        calls = [call.name for call in timeline.tables.calls]
+        plans = np.array([np.full(len(self.options), self.choice[name]) for name in calls])
+        plans[calls.index(self.call.name)] = np.arange(len(self.options))
+        seconds, fill = timeline(plans)
+        picked = _pick(self.options, seconds.tolist(), fill.tolist())
+        base = timeline.evaluate(self.choice)
+        return [self._alternative(timeline, base, number) for number in picked]
+
+    def _alternative(self, timeline: Timeline, base: Evaluation, number: int) -> Alternative:
+        choice = {**self.choice, self.call.name: number}
+        other, option, chosen = timeline.evaluate(choice), self.options[number], self.options[0]
+        slower = other.seconds - base.seconds
+        away = {
+            "parameters": (chosen.offload, option.offload),
+            "optimizer": (chosen.offload_optimizer, option.offload_optimizer),
+        }
+        reason = (
+            self._where_slower(base, other, option)
+            if other.fits
+            else shortage_text(self.scenario, plan_shortage(self.problem, choice, other))
+        )
+        return Alternative(
+            self.call.name,
+            option.placement,
+            tuple(name for name, (before, after) in away.items() if after and not before),
+            self.step_seconds + slower,
+            other.fits,
+            reason,
+            tuple(name for name, (before, after) in away.items() if before and not after),
+        )
+
+    def _where_slower(self, base: Evaluation, other: Evaluation, option: Option) -> str:
+        slower = other.seconds - base.seconds
+        terms = _difference(self._terms(other, option), self._terms(base, self.options[0]))
+        # Calls that now need the same devices, or that depend on this one, run later.
+        terms["waiting"] = slower - sum(terms.values())
+        said = [
+            f"{name} {_seconds(seconds)}"
+            for name, seconds in sorted(terms.items(), key=lambda item: -item[1])
+            if seconds > _WORTH_SAYING * slower
+        ]
+        return f"{_seconds(slower)} slower" + (f": {', '.join(said[:_NAMED])}" if said else "")
+
+    def _terms(self, evaluation: Evaluation, option: Option) -> dict[str, float]:
+        """Seconds of the call and of bringing parameters to all calls."""
+        model, workload = self.scenario.models[self.call.role], self.scenario.workload
+        terms = dict(self.scenario.cost.call(self.call, model, option.placement, workload).terms)
+        terms["offload"] = option.seconds - sum(terms.values())
+        terms["reallocation"] = sum(evaluation.bring_seconds.values())
+        return terms
+
+
+def _difference(terms: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
+    return {name: terms.get(name, 0.0) - others.get(name, 0.0) for name in {**terms, **others}}
+
+
+def _pick(options: tuple[Option, ...], seconds: list[float], fill: list[float]) -> list[int]:
+    """Numbers of options: the fastest in each respect that is not as fast as option 0, and of those that would be
+    much faster but do not fit, the one that comes nearest to fitting."""
+    others = range(1, len(options))
+    slower, faster = seconds[0] * (1 + _NOTHING), seconds[0] * (1 - _NOTHING)
+    best: dict[str, int] = {}
+    for number in others:
+        respect = _respect(options[0], options[number])
+        if fill[number] <= 1 and seconds[number] > slower and respect is not None:
+            best[respect] = min(best.get(respect, number), number, key=lambda i: seconds[i])
+    tempting = [number for number in others if fill[number] > 1 and seconds[number] < faster]
+    gain = seconds[0] - min((seconds[number] for number in tempting), default=0.0)
+    worth = [number for number in tempting if seconds[0] - seconds[number] >= gain / 2]
+    nearest = [min(worth, key=lambda number: fill[number])] if worth else []
+    return sorted([*best.values(), *nearest], key=lambda number: seconds[number])[:_PER_CALL]
+
+
+def _respect(chosen: Option, other: Option) -> str | None:
+    """In what an option differs first of all; None if it only offloads more."""
+    a, b = chosen.placement, other.placement
+    if a.mesh.size != b.mesh.size:
+        return "size"
+    if a.mesh != b.mesh:
+        return "place"
+    if (a.strategy.tp, a.strategy.pp) != (b.strategy.tp, b.strategy.pp):
+        return "degrees"
+    if a.strategy.recompute != b.strategy.recompute:
+        return "recomputation"
+    if (chosen.offload, chosen.offload_optimizer) != (other.offload, other.offload_optimizer):
+        less = other.offload <= chosen.offload and other.offload_optimizer <= chosen.offload_optimizer
+        return "offload" if less else None
+    return "micro-batch"
+
+
+def shortage_text(scenario: Scenario, shortage: Shortage) -> str:
+    """What does not fit, for example `needs 93 GiB of 79 GiB in actor.train, most of it activations`."""
+    graph = scenario.graph
+    call, strategy = graph.call(shortage.call), shortage.option.placement
+    need = scenario.memory.call(call, scenario.models[call.role], strategy, scenario.workload)
+    parts = Counter(need.dynamic)
+    parts[f"{call.role} parameters"] = need.static["parameters"]
+    parts[f"{call.role} gradients and optimizer"] = need.static_bytes - need.static["parameters"]
+    for role, kept in shortage.resident_bytes.items():
+        if role != call.role or call.kind is not Kind.TRAIN:
+            what = "parameters, gradients and optimizer" if graph.trained(role) else "parameters"
+            parts[f"{role} {what}"] += int(kept)
+    return (
+        f"needs {format_bytes(shortage.needed_bytes)} of {format_bytes(shortage.limit_bytes)} in"
+        f" {call.name}, most of it {max(parts, key=lambda name: parts[name])}"
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if abs(seconds) >= 0.9995 else f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,77 @@
+"""Plan a step and report on the plan: what it takes, and what it was preferred to."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from realrl.config.errors import UserError
+from realrl.planner.report.alternatives import alternatives
+from realrl.planner.report.report import Objective, PlanReport, Preset
+from realrl.planner.report.sizes import compare_sizes, on_cluster, size_report
+from realrl.planner.search.plan_search import BestPlan, Wanted, best_plan, enough_seconds
+from realrl.planner.simulate.estimate import Estimate
+from realrl.planner.simulate.scenario import Scenario
+
+
+def make_report(
+    scenario: Scenario,
+    *,
+    seconds: float | None = None,
+    seed: int = 0,
+    wanted: Wanted | None = None,
+    nodes: Sequence[int] = (),
+    objective: Objective = "time",
+) -> PlanReport:
+    """Plan a step and compare the plan with presets, other ways to run its calls, and other numbers of nodes.
+
+    `nodes`: numbers of nodes, the first ones of the scenario's cluster, of which that is planned which is best by
+    `objective`; without them, `time` plans for the whole cluster, and `cost` for as many of the first
+    nodes as make a step cheapest. `seconds`: for the search, and before it as much for each of `nodes`, or for
+    all together that look for the cheapest number. DoesNotFit if no plan fits; UserError where a call cannot run
+    on the cluster at all.
+    """
+    wanted = wanted or Wanted()
+    if not nodes and objective == "time":
+        return _report(scenario, best_plan(scenario, seconds=seconds, seed=seed, wanted=wanted), wanted)
+    counts = sorted(set(nodes)) or range(1, scenario.spec.nodes + 1)
+    largest = scenario.spec.with_nodes(counts[-1])
+    seconds = enough_seconds(largest) if seconds is None else seconds
+    each = seconds if nodes else seconds / len(counts)
+    scenario = on_cluster(scenario, largest)
+    sizes = compare_sizes(scenario, counts, seconds=each, seed=seed, wanted=wanted)
+    best = min(sizes, key=lambda size: size.step_seconds if objective == "time" else size.cost)
+    scenario = on_cluster(scenario, scenario.spec.with_nodes(best.nodes))
+    found = best_plan(scenario, seconds=seconds, seed=seed, wanted=wanted, start=best.plan)
+    report = _report(scenario, found, wanted)
+    row = size_report(scenario, report.chosen, report.gap)
+    sizes = tuple(row if size.nodes == row.nodes else size for size in sizes)
+    return replace(report, sizes=sizes, objective=objective)
+
+
+def _report(scenario: Scenario, best: BestPlan, wanted: Wanted) -> PlanReport:
+    found, result, plan = best.found, best.found.result, best.estimate.plan
+    # A preset that is better may have no place in the problem, so that nothing is known of its neighbours.
+    choice = result.choice if plan == found.plan else found.problem.choice(plan)
+    step_seconds = best.estimate.step_seconds
+    others = (
+        ()
+        if choice is None
+        else alternatives(scenario, found.problem, choice, step_seconds, offload=wanted.choices.offload)
+    )
+    return PlanReport(
+        scenario,
+        best.estimate,
+        best.lower_bound,
+        best.gap,
+        best.seconds,
+        result.evaluations,
+        {name: len(options) for name, options in found.problem.options.items()},
+        {name: _preset(preset, wanted) for name, preset in best.presets.items()},
+        others,
+    )
+
+
+def _preset(found: Estimate | UserError, wanted: Wanted) -> Preset:
+    if isinstance(found, UserError):
+        return Preset(None, str(found))
+    recomputes = any(placement.strategy.recompute for placement in found.plan.placements.values())
+    return Preset(found, None, recompute=recomputes and not wanted.recompute)

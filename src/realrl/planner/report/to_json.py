@@ -1,0 +1,160 @@
+"""The report of a plan as one object for machines. Times are in seconds, sizes in bytes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.report.report import Alternative, PlanReport, Preset, SizeReport
+from realrl.planner.simulate.estimate import CallEstimate, Estimate, MoveEstimate
+from realrl.planner.simulate.scenario import Scenario
+
+
+def report_json(report: PlanReport) -> dict[str, Any]:
+    """All of a report. Made of dicts, lists, text, numbers and None only."""
+    found = {
+        **estimate_json(report.chosen),
+        "lower_bound_seconds": report.lower_bound_seconds,
+        "gap": report.gap,
+        "search_seconds": report.search_seconds,
+        "evaluations": report.evaluations,
+        "options": dict(report.options),
+        "objective": report.objective,
+        "presets": {name: _preset(preset) for name, preset in report.presets.items()},
+        "alternatives": [_alternative(of) for of in report.alternatives],
+        "cluster": _cluster(report.scenario.spec),
+        "workload": _workload(report.scenario),
+    }
+    return found | ({"nodes": [_size(size) for size in report.sizes]} if report.sizes else {})
+
+
+def estimate_json(estimate: Estimate) -> dict[str, Any]:
+    """What is to be expected of one plan."""
+    return {
+        "plan": yaml.safe_load(estimate.plan.to_text()),
+        "step_seconds": estimate.step_seconds,
+        "repeated_seconds": estimate.repeated_seconds,
+        "fits": estimate.fits,
+        "peak_bytes": estimate.peak_bytes,
+        "tokens_per_second": estimate.tokens_per_second,
+        "utilisation": estimate.utilisation,
+        "mfu": estimate.mfu,
+        "terms": dict(estimate.terms),
+        "calls": {name: _call(call) for name, call in estimate.calls.items()},
+        "reallocations": [_move(move) for move in estimate.moves],
+        "memory": _memory(estimate),
+    }
+
+
+def _preset(preset: Preset) -> dict[str, Any]:
+    if preset.estimate is None:
+        return {"refused": preset.refused}
+    return {**estimate_json(preset.estimate), "recompute_added": preset.recompute}
+
+
+def _call(call: CallEstimate) -> dict[str, Any]:
+    strategy = call.placement.strategy
+    return {
+        "mesh": str(call.placement.mesh),
+        "dp": strategy.dp,
+        "tp": strategy.tp,
+        "pp": strategy.pp,
+        "micro_batch_tokens": strategy.micro_batch_tokens,
+        "sequence_parallel": strategy.sequence_parallel,
+        "recompute": strategy.recompute,
+        "start": call.start,
+        "end": call.end,
+        "seconds": call.seconds,
+        "terms": dict(call.terms),
+    }
+
+
+def _move(move: MoveEstimate) -> dict[str, Any]:
+    return {
+        "role": move.instruction.role,
+        "into": move.instruction.into or move.instruction.role,
+        "from": move.instruction.source.layout,
+        "to": move.instruction.target.layout,
+        "before": move.before,
+        "start": move.start,
+        "seconds": move.seconds,
+        "bytes": move.sent_bytes,
+        "network_bytes": move.network_bytes,
+    }
+
+
+def _memory(estimate: Estimate) -> dict[str, Any]:
+    device = estimate.fullest
+    return {
+        "rank": device.rank,
+        "capacity": device.capacity,
+        "during": device.peak.during,
+        "parts": dict(device.peak.parts),
+        "resting": dict(device.resting),
+    }
+
+
+def _alternative(alternative: Alternative) -> dict[str, Any]:
+    strategy = alternative.placement.strategy
+    return {
+        "call": alternative.call,
+        "mesh": str(alternative.placement.mesh),
+        "dp": strategy.dp,
+        "tp": strategy.tp,
+        "pp": strategy.pp,
+        "micro_batch_tokens": strategy.micro_batch_tokens,
+        "recompute": strategy.recompute,
+        "offload": list(alternative.offload),
+        "on_device": list(alternative.on_device),
+        "step_seconds": alternative.step_seconds,
+        "fits": alternative.fits,
+        "reason": alternative.reason,
+    }
+
+
+def _cluster(spec: ClusterSpec) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "devices": spec.size,
+        "groups": [
+            {
+                "device": group.device.name,
+                "nodes": group.nodes,
+                "devices_per_node": group.devices_per_node,
+                "memory_bytes": group.device.memory_bytes,
+                "price_per_device_hour": group.price_per_device_hour,
+            }
+            for group in spec.groups
+        ],
+    }
+
+
+def _workload(scenario: Scenario) -> dict[str, Any]:
+    workload = scenario.workload
+    return {
+        "items": workload.items,
+        "tokens": workload.tokens(scenario.graph),
+        "prompts": _lengths(workload.prompts),
+        "answers": _lengths(workload.answers),
+        "epochs": workload.epochs,
+    }
+
+
+def _lengths(lengths: Sequence[int]) -> dict[str, float]:
+    return {"mean": sum(lengths) / len(lengths), "least": min(lengths), "most": max(lengths)}
+
+
+def _size(size: SizeReport) -> dict[str, Any]:
+    found: dict[str, Any] = {"nodes": size.nodes, "devices": size.devices, "fits": size.estimate is not None}
+    if size.estimate is None:
+        return {**found, "refused": size.refused}
+    return {
+        **found,
+        "step_seconds": size.estimate.step_seconds,
+        "tokens_per_second": size.estimate.tokens_per_second,
+        "device_hours": size.device_hours,
+        "price": size.price,
+        "gap": size.gap,
+        "plan": yaml.safe_load(size.estimate.plan.to_text()),
+    }

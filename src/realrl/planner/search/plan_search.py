@@ -1,0 +1,252 @@
+"""From a scenario to the plan of its step: candidates, presets to begin with, search."""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from realrl.config.errors import UserError
+from realrl.dataflow.call import Call, Kind
+from realrl.plan.placement import Placement
+from realrl.plan.plan import Plan
+from realrl.plan.presets import PRESETS, make_plan
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.evaluate.shortage import DoesNotFit
+from realrl.planner.search.search import Effort, SearchResult, search
+from realrl.planner.simulate.estimate import Estimate
+from realrl.planner.simulate.predict import estimate
+from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.space.build import Choices, build_problem
+from realrl.planner.space.candidates import micro_batches
+from realrl.planner.space.problem import Problem
+from realrl.planner.workload.workload import Workload
+from realrl.program.lower import home_placements, kept_copies, offloaded
+from realrl.program.memory import Memory
+
+_LITTLE, _SECONDS_FOR_PRESET = Effort(chains=32, rounds=20, nodes=20_000), 1.0
+"""For a preset, of which only micro-batches and recomputation are open."""
+_FEW_DEVICES = 128
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a recipe says about plans that it does not give."""
+
+    micro_batch_tokens: int = 8192
+    """Of presets."""
+    recompute: bool = False
+    """Whether presets compute activations again."""
+    choices: Choices = field(default_factory=Choices)
+    """What a search may vary besides."""
+    own: Mapping[str, Plan] = field(default_factory=dict)
+    """Plans of the recipe's author by the names of their files, compared with presets as they are."""
+
+
+@dataclass(frozen=True)
+class FoundPlan:
+    """The best plan of a scenario that was found."""
+
+    plan: Plan
+    problem: Problem
+    """Its options include those of the presets that can run."""
+    result: SearchResult
+
+
+@dataclass(frozen=True)
+class BestPlan:
+    """What was found, or the preset that is better: presets may keep copies, which searches do not."""
+
+    estimate: Estimate
+    found: FoundPlan
+    presets: Mapping[str, Estimate | UserError]
+    """By name, or why there is no such plan."""
+    seconds: float
+    """With everything: presets, candidates, search and proof."""
+
+    @property
+    def lower_bound(self) -> float:
+        """No plan of those searched, nor this one, takes fewer seconds."""
+        return min(self.found.result.lower_bound, self.estimate.step_seconds)
+
+    @property
+    def gap(self) -> float:
+        """By which part of its seconds the plan can be from the best, at most."""
+        return 1 - self.lower_bound / self.estimate.step_seconds
+
+
+def best_plan(
+    scenario: Scenario,
+    *,
+    seconds: float | None = None,
+    seed: int = 0,
+    wanted: Wanted | None = None,
+    start: Plan | None = None,
+) -> BestPlan:
+    """The best of what `find_plan` finds, beginning with the presets and with `start`, and of the presets that
+    fit, in so many `seconds`; without them, in `enough_seconds`. Raises as `find_plan`."""
+    begin = time.monotonic()
+    if seconds is None:
+        seconds = enough_seconds(scenario.spec)
+    presets = preset_plans(scenario, wanted)
+    starts = presets | ({} if start is None else {"": start})
+    left = seconds - (time.monotonic() - begin)
+    found = find_plan(scenario, seconds=left, seed=seed, wanted=wanted, presets=starts)
+    estimates = {
+        name: estimate(scenario, plan) if isinstance(plan, Plan) else plan for name, plan in presets.items()
+    }
+    fitting = [e for e in estimates.values() if isinstance(e, Estimate) and e.fits]
+    best = min([estimate(scenario, found.plan), *fitting], key=lambda e: e.step_seconds)
+    return BestPlan(best, found, estimates, time.monotonic() - begin)
+
+
+def enough_seconds(spec: ClusterSpec) -> float:
+    """How long a search for a plan of a cluster is worth its while."""
+    return 8.0 if spec.size <= _FEW_DEVICES else 45.0
+
+
+def find_plan(
+    scenario: Scenario,
+    *,
+    seconds: float = 10.0,
+    seed: int = 0,
+    wanted: Wanted | None = None,
+    presets: Mapping[str, Plan | UserError] | None = None,
+    effort: Effort | None = None,
+) -> FoundPlan:
+    """Search for the plan with the shortest step, beginning with the presets; `seconds` for everything.
+
+    `presets` are those of `preset_plans` where the caller has them. Raises DoesNotFit if no plan fits the memory of
+    the devices, and UserError where a call cannot run on the cluster at all.
+    """
+    begin = time.monotonic()
+    wanted = wanted or Wanted()
+    if presets is None:
+        presets = preset_plans(scenario, wanted)
+    plans = [_as_candidates(plan) for plan in presets.values() if isinstance(plan, Plan)]
+    problem = build_problem(scenario, choices=wanted.choices, include=plans)
+    starts = [choice for plan in plans if (choice := problem.choice(plan)) is not None]
+    left = max(0.1 * seconds, seconds - (time.monotonic() - begin))
+    result = search(problem, seconds=left, seed=seed, starts=starts, effort=effort)
+    return FoundPlan(problem.plan(result.choice), problem, result)
+
+
+def preset_plans(scenario: Scenario, wanted: Wanted | None = None) -> dict[str, Plan | UserError]:
+    """Every preset by name, at its best, and plans of one's own as they are; or why there is no such plan: it needs
+    more devices, or fewer data-parallel ranks."""
+    wanted, graph, models = wanted or Wanted(), scenario.graph, scenario.models
+    shapes = {role: stored.shape for role, stored in models.items()}
+    found: dict[str, Plan | UserError] = {}
+    for name in PRESETS:
+        try:
+            plan = make_plan(
+                name,
+                graph,
+                scenario.spec.cluster,
+                wanted.micro_batch_tokens,
+                shapes,
+                recompute=wanted.recompute,
+            )
+            _check_calls(scenario, plan)
+            found[name] = at_its_best(scenario, plan)
+        except UserError as error:
+            found[name] = error
+    for name, own in wanted.own.items():
+        try:
+            found[name] = _checked(scenario, own, wanted)
+        except UserError as error:
+            found[name] = error
+    return found
+
+
+def _checked(scenario: Scenario, plan: Plan, wanted: Wanted) -> Plan:
+    """The plan; UserError where it is for something else."""
+    if plan.cluster != scenario.spec.cluster:
+        raise UserError(f"it is for cluster {plan.cluster}; this is {scenario.spec.cluster}")
+    if offloaded(plan) and not wanted.choices.offload:
+        raise UserError("it offloads, which frees nothing where host and devices share their memory")
+    plan.check(scenario.graph, {role: stored.shape for role, stored in scenario.models.items()})
+    _check_calls(scenario, plan)
+    return plan
+
+
+def _check_calls(scenario: Scenario, plan: Plan) -> None:
+    """UserError where a call leaves ranks without a record, or has a mesh on unlike nodes."""
+    for call in scenario.graph.calls:
+        place = plan[call.name]
+        scenario.spec.group(place.mesh)
+        scenario.cost.call(call, scenario.models[call.role], place, scenario.workload)
+
+
+def at_its_best(scenario: Scenario, plan: Plan) -> Plan:
+    """A plan with the micro-batches, and recomputation in training, that make its step shortest, all else as it
+    is; the plan itself where none of them fits the memory of the devices."""
+    variants = [plan]
+    options = {
+        call.name: tuple(_variants(call, plan[call.name], scenario.workload)) for call in scenario.graph.calls
+    }
+    for i in range(max(map(len, options.values()))):
+        placements = {name: found[min(i, len(found) - 1)] for name, found in options.items()}
+        variants.append(replace(plan, placements=placements))
+    problem = build_problem(scenario, choices=Choices(micro_batch_tokens=(), offload=False), include=variants)
+    if plan.keep:
+        problem = _with_kept_copies(problem, scenario, plan)
+    try:
+        result = search(problem, seconds=_SECONDS_FOR_PRESET, effort=_LITTLE)
+    except DoesNotFit:
+        return plan
+    best = problem.plan(result.choice)
+    placements = {
+        name: replace(
+            place,
+            strategy=replace(
+                place.strategy,
+                micro_batch_tokens=best[name].strategy.micro_batch_tokens,
+                recompute=best[name].strategy.recompute,
+            ),
+        )
+        for name, place in plan.placements.items()
+    }
+    return replace(plan, placements=placements)
+
+
+def _with_kept_copies(problem: Problem, scenario: Scenario, plan: Plan) -> Problem:
+    """The problem, whose options all have the layouts of the plan, with the memory of copies that the plan keeps:
+    a problem counts a copy only for calls that use it."""
+    graph, homes = scenario.graph, home_placements(scenario.graph, plan)
+    memory = Memory(scenario.models, homes, offloaded(plan), kept_copies(graph, plan, homes))
+
+    def unused(call: Call, place: Placement, rank: int) -> int:
+        """Bytes of copies on a rank other than that of the call."""
+        return sum(
+            size
+            for item, size in memory.at_rest(rank).items()
+            if item.what == "parameters"
+            and item.layout not in (memory.home(item.role), place.layout if item.role == call.role else None)
+        )
+
+    options = {}
+    for call in graph.calls:
+        place = plan[call.name]
+        more = max(unused(call, place, rank) for rank in place.ranks)
+        given = problem.options[call.name]
+        options[call.name] = tuple(replace(o, working_bytes=o.working_bytes + more) for o in given)
+    return replace(problem, options=options)
+
+
+def _variants(call: Call, place: Placement, workload: Workload) -> Iterator[Placement]:
+    """A placement with other micro-batches, and with and without recomputation."""
+    for tokens in micro_batches(call.kind, workload.work(call)):
+        for recompute in (False, True) if call.kind is Kind.TRAIN else (False,):
+            strategy = replace(place.strategy, micro_batch_tokens=tokens, recompute=recompute)
+            yield replace(place, strategy=strategy)
+
+
+def _as_candidates(plan: Plan) -> Plan:
+    """A preset in the form of candidates, which keep no copies and cut activations wherever they cut tensors.
+
+    Calls that share parameters must agree on the latter, and a search may mix what it begins with.
+    """
+    placements = {
+        name: replace(place, strategy=replace(place.strategy, sequence_parallel=place.strategy.tp > 1))
+        for name, place in plan.placements.items()
+    }
+    return replace(plan, placements=placements, keep=())

@@ -1,0 +1,50 @@
+"""Seconds of the instructions of a plan's programs, by the cost model."""
+
+from collections.abc import Mapping
+
+from realrl.plan.plan import Plan
+from realrl.planner.moves.transfers import Layouts
+from realrl.planner.simulate.scenario import Scenario
+from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Receive, Run
+from realrl.program.order import changes
+
+
+class Durations:
+    """What each instruction takes once all who take part are there. Feeding, releasing, telling lengths and
+    figures take nothing: they move some kilobytes, or none."""
+
+    def __init__(self, scenario: Scenario, plan: Plan) -> None:
+        self._scenario, self._plan = scenario, plan
+        graph = scenario.graph
+        self._exchange = scenario.cost.exchange(graph, scenario.workload)
+        self._changing = {role for call in graph.calls for role in changes(graph, call)}
+
+    def __call__(self, instruction: Instruction) -> float:
+        """Seconds."""
+        match instruction:
+            case Run(call):
+                return sum(self.terms(call).values())
+            case Reallocate(role, source, target):
+                return self._scenario.cost.reallocation(self._scenario.models[role], source, target)
+            case Receive(_, _, producer, consumer):
+                pair = (Layouts.of([self._plan[call]]) for call in (producer, consumer))
+                return float(self._exchange.seconds(producer, consumer, *pair)[0])
+            case Load() | Offload():
+                return self._copy(instruction)
+            case _:
+                return 0.0
+
+    def terms(self, call: str) -> Mapping[str, float]:
+        """Of a call, by what takes them."""
+        scenario, of = self._scenario, self._scenario.graph.call(call)
+        return scenario.cost.call(of, scenario.models[of.role], self._plan[call], scenario.workload).terms
+
+    def _copy(self, instruction: Load | Offload) -> float:
+        """Between device and host memory. What has not changed need not be copied back."""
+        role, placement = instruction.role, instruction.placement
+        if isinstance(instruction, Offload) and role not in self._changing:
+            return 0.0
+        scenario, model = self._scenario, self._scenario.models[role]
+        optimizer = instruction.what == "optimizer"
+        size = scenario.memory.kept_state if optimizer else scenario.memory.parameters
+        return scenario.cost.offload(size(model, placement), placement.mesh.first)

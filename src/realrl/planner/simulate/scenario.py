@@ -1,0 +1,23 @@
+"""A step to plan: what is computed, with which models, on which devices, at what cost."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from realrl.dataflow.graph import DataflowGraph
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cost.model import CostModel
+from realrl.planner.memory.model import MemoryModel
+from realrl.planner.workload.workload import Workload
+from realrl.program.memory import Stored
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """All that a plan's time and memory depend on. `models` are by role."""
+
+    graph: DataflowGraph
+    models: Mapping[str, Stored]
+    spec: ClusterSpec
+    workload: Workload
+    cost: CostModel
+    memory: MemoryModel

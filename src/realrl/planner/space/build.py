@@ -1,0 +1,171 @@
+"""From models, a cluster and a workload to a problem: enumerate candidates and cost them."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from realrl.config.errors import UserError
+from realrl.dataflow.call import Call, Kind
+from realrl.plan.placement import Mesh, Placement
+from realrl.plan.plan import Plan
+from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.space.candidates import meshes, micro_batches, strategies
+from realrl.planner.space.problem import Option, Problem
+from realrl.program.order import changes
+
+_WORTH_OFFLOADING = 0.05
+"""Part of a device's memory; what is less stays there."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a search may vary, besides meshes and degrees."""
+
+    micro_batch_tokens: tuple[int, ...] | None = None
+    """None for what `candidates.micro_batches` finds sensible for each call."""
+    recompute: tuple[bool, ...] = (False, True)
+    offload: bool = True
+    per_size: int = 8
+    """Of each call and size of mesh, so many of the fastest strategies are candidates, and as many of those that
+    take less memory than all faster ones."""
+
+
+def build_problem(
+    scenario: Scenario, *, choices: Choices | None = None, include: Iterable[Plan] = ()
+) -> Problem:
+    """The problem of planning a step.
+
+    What the plans of `include` choose is among the options, even if it does not fit; not if a call has parameters
+    of a type of its own.
+    """
+    graph, spec = scenario.graph, scenario.spec
+    builder = _Builder(scenario, choices or Choices())
+    plans = tuple(include)
+    options = {call.name: builder.options(call, plans) for call in graph.calls}
+    first_ranks = [n * spec.cluster.devices_per_node for n in range(spec.cluster.nodes)]
+    return Problem(
+        graph,
+        spec.cluster,
+        options,
+        scenario.cost.transfers({role: scenario.models[role] for role in graph.roles}),
+        tuple(float(scenario.memory.capacity(rank)) for rank in first_ranks),
+        scenario.cost.exchange(graph, scenario.workload),
+    )
+
+
+@dataclass(frozen=True)
+class _Builder:
+    scenario: Scenario
+    choices: Choices
+
+    def options(self, call: Call, plans: Iterable[Plan]) -> tuple[Option, ...]:
+        """Candidates of a call, and what plans choose for it."""
+        work, given = self.scenario.workload.work(call), self.choices.micro_batch_tokens
+        found = self._candidates(call, micro_batches(call.kind, work) if given is None else given)
+        if given is None and not any(map(self._fits, found)):
+            # The smallest micro-batches are slow, but may be all that fits.
+            found += self._candidates(call, (work.longest,))
+        for placement in (plan[call.name] for plan in plans):
+            if placement.strategy.dtype is None:  # layouts of a problem know nothing of types
+                found += self._variants(call, self._option(call, placement), 0.0)
+        return tuple(dict.fromkeys(found))
+
+    def _candidates(self, call: Call, tokens: tuple[int, ...]) -> list[Option]:
+        """What they cost depends on the size and the devices of a mesh, so it is asked for once per such kind."""
+        kinds: dict[tuple[int, int], list[Mesh]] = defaultdict(list)
+        spec = self.scenario.spec
+        for mesh in meshes(spec):
+            kinds[mesh.size, spec.group_index(mesh.first)].append(mesh)
+        found = []
+        for alike in kinds.values():
+            for option in self._of_size(call, alike[0], tokens):
+                strategy = option.placement.strategy
+                found += [replace(option, placement=Placement(mesh, strategy)) for mesh in alike]
+        return found
+
+    def _of_size(self, call: Call, mesh: Mesh, tokens: tuple[int, ...]) -> list[Option]:
+        spec, shape = self.scenario.spec, self.scenario.models[call.role].shape
+        per_node = spec.groups[spec.group_index(mesh.first)].devices_per_node
+        limit = self.scenario.memory.capacity(mesh.first)
+        recompute = self.choices.recompute if call.kind is Kind.TRAIN else (False,)
+        found = []
+        for strategy in strategies(mesh.size, per_node, shape.layers, shape.heads, tokens, recompute):
+            try:
+                option = self._option(call, Placement(mesh, strategy))
+            except UserError:  # fewer records than data-parallel ranks
+                continue
+            found += self._variants(call, option, limit)
+        fitting = list(filter(self._fits, found))
+        # Where nothing fits, what comes nearest says by how much.
+        nearest = sorted(found, key=lambda option: option.bytes_alone(is_home=True))[:1]
+        return _worthwhile(fitting, self.choices.per_size) if fitting else nearest
+
+    def _fits(self, option: Option) -> bool:
+        """Whether it fits its devices alone."""
+        limit = self.scenario.memory.capacity(option.placement.mesh.first)
+        return option.bytes_alone(is_home=True) <= limit
+
+    def _option(self, call: Call, placement: Placement) -> Option:
+        scenario = self.scenario
+        arguments = (call, scenario.models[call.role], placement, scenario.workload)
+        needs = scenario.memory.stages(*arguments)
+        resident = max(need.static_bytes for need in needs)
+        return Option(
+            placement,
+            scenario.cost.call(*arguments).seconds,
+            weights_bytes=max(need.static["parameters"] for need in needs),
+            resident_bytes=resident,
+            # What is largest may be so on different stages.
+            working_bytes=max(need.bytes for need in needs) - resident,
+        )
+
+    def _variants(self, call: Call, option: Option, limit: float) -> list[Option]:
+        """The option, and what offloading makes of it."""
+        graph, cost, memory = self.scenario.graph, self.scenario.cost, self.scenario.memory
+        model = self.scenario.models[call.role]
+        found = [option]
+        if graph.home(call.role) != call or not self.choices.offload:
+            return found
+        rank = option.placement.mesh.first
+        state = option.resident_bytes - option.weights_bytes
+        if state > _WORTH_OFFLOADING * limit:
+            moved = cost.offload(memory.kept_state(model, option.placement), rank)
+            found.append(
+                replace(
+                    option,
+                    seconds=option.seconds + 2 * moved,
+                    resident_bytes=option.weights_bytes,
+                    working_bytes=option.working_bytes + state,
+                    offload_optimizer=True,
+                )
+            )
+        if option.weights_bytes > _WORTH_OFFLOADING * limit:
+            load = cost.offload(option.weights_bytes, rank)
+            changing = any(call.role in changes(graph, other) for other in graph.calls)
+            found += [
+                replace(
+                    o,
+                    resident_bytes=o.resident_bytes - o.weights_bytes,
+                    offload=True,
+                    load_seconds=load,
+                    unload_seconds=load if changing else 0.0,
+                )
+                for o in tuple(found)
+            ]
+        return found
+
+
+def _worthwhile(options: list[Option], most: int) -> list[Option]:
+    """The `most` fastest of them, and of the others as many that keep, or need, less memory than all faster ones:
+    the leanest, and those at equal distances in between."""
+    ordered = sorted(options, key=lambda o: o.seconds + o.load_seconds + o.unload_seconds)
+    lean: list[Option] = []
+    least_kept = least_needed = math.inf
+    for i, option in enumerate(ordered):
+        needed = option.resident_bytes + option.working_bytes
+        if i >= most and (option.resident_bytes < least_kept or needed < least_needed):
+            lean.append(option)
+        least_kept, least_needed = min(least_kept, option.resident_bytes), min(least_needed, needed)
+    steps = min(most, len(lean))
+    return ordered[:most] + [lean[len(lean) - 1 - i * len(lean) // steps] for i in range(steps)]

@@ -1,0 +1,113 @@
+"""Sizes of what one tensor rank computes with."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from realrl.families.shape import Head, ModelShape
+from realrl.families.tensors import model_tensors
+from realrl.layout.layout import local_tensor
+from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
+from realrl.layout.shard import Shard
+
+BUCKET_ELEMENTS = 2**24
+"""Of gradients and parameters, that travel in one collective (`engine.flat`)."""
+
+
+def buckets(elements: int) -> int:
+    """Buckets that so many elements are cut into."""
+    return max(1, round(elements / BUCKET_ELEMENTS))
+
+
+@dataclass(frozen=True)
+class LocalSizes:
+    """A model cut `tp` ways: widths, in elements, on the rank that has most of each."""
+
+    shape: ModelShape
+    head: Head
+    tp: int
+
+    @cached_property
+    def _shards(self) -> list[Shard]:
+        return [Shard(self.shape, self.head, self.tp, t) for t in range(self.tp)]
+
+    @cached_property
+    def queries(self) -> int:
+        """Width of the queries."""
+        return self.shape.head_dim * max(len(shard.queries) for shard in self._shards)
+
+    @cached_property
+    def keys(self) -> int:
+        """Width of the keys; that of the values is the same."""
+        return self.shape.head_dim * max(len(shard.keys) for shard in self._shards)
+
+    @cached_property
+    def cached(self) -> int:
+        """Width of the keys as the key/value cache holds them."""
+        uneven = any(shard.uneven_groups is not None for shard in self._shards)
+        return self.queries if uneven else self.keys
+
+    @cached_property
+    def inner(self) -> int:
+        """Width inside the feed-forward block."""
+        return max(len(feed_forward(self.shape, self.tp, t)) for t in range(self.tp))
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Rows of the embedding table, padding included."""
+        return padded_vocabulary(self.shape, self.tp)
+
+    @cached_property
+    def products(self) -> tuple[tuple[int, int], ...]:
+        """(outputs, inputs) of the matrices of a layer, as they are multiplied."""
+        hidden = self.shape.hidden_size
+        return (
+            (self.queries + 2 * self.keys, hidden),
+            (hidden, self.queries),
+            (2 * self.inner, hidden),
+            (hidden, self.inner),
+        )
+
+    @cached_property
+    def shares_keys(self) -> bool:
+        """Whether some key/value head lies on more than one tensor rank."""
+        return self._shards[0].shares_keys
+
+    @cached_property
+    def _elements(self) -> tuple[list[int], list[int], list[int], list[int]]:
+        """Per tensor rank, elements stored: of a layer, the embedding table, the final norm, and the head."""
+        found: tuple[list[int], list[int], list[int], list[int]] = ([], [], [], [])
+        few = self.shape.model_copy(update={"layers": 1, "tied_embeddings": False})
+        for t in range(self.tp):
+            sums = [0, 0, 0, 0]
+            for spec in model_tensors(few, self.head):
+                name = spec.name.split(".")[-2]
+                place = 0 if spec.layer == 0 else {"embed_tokens": 1, "norm": 2}.get(name, 3)
+                sums[place] += local_tensor(self.shape, spec, self.tp, t).stored.numel
+            for parts, elements in zip(found, sums, strict=True):
+                parts.append(elements)
+        return found
+
+    @cached_property
+    def parts(self) -> tuple[int, int, int]:
+        """Elements of a layer, of the embedding table, and of what follows the layers, on the fullest rank."""
+        layer, embedding, norm, head = self._elements
+        tied = self.shape.tied_embeddings and self.head == "lm"
+        return max(layer), max(embedding), max(norm) + (0 if tied else max(head))
+
+    def stage_elements(self, pp: int) -> tuple[int, ...]:
+        """Elements that each stage of a pipeline stores on its fullest rank."""
+        layer, embedding, norm, head = self._elements
+        tied = self.shape.tied_embeddings and self.head == "lm"
+        counts = [len(layers) for layers in stage_layers(self.shape.layers, pp)]
+        result = []
+        for stage, layers in enumerate(counts):
+            last = stage == pp - 1
+            own = [layers * elements for elements in layer]
+            if stage == 0 or (last and tied):
+                own = [a + b for a, b in zip(own, embedding, strict=True)]
+            if last:
+                own = [a + b for a, b in zip(own, norm, strict=True)]
+            if last and not tied:
+                own = [a + b for a, b in zip(own, head, strict=True)]
+            result.append(max(own))
+        return tuple(result)

@@ -1,0 +1,145 @@
+"""How much work a step is: how many sequences, and how long they are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from realrl.dataflow.call import Call, Kind
+from realrl.dataflow.graph import DataflowGraph
+from realrl.recipe.experiment import Experiment, PPOExperiment
+
+QUANTILES = 64
+"""Lengths by which a distribution is represented."""
+_GOLDEN = 0.6180339887498949
+"""Multiples of it, modulo 1, are spread evenly: pairs prompts with answers as if they were independent."""
+
+
+@dataclass(frozen=True)
+class CallWork:
+    """What one call processes in a step."""
+
+    items: int
+    """Records in the whole step, over all mini-batches, once. Ranks share out records, not sequences."""
+    lengths: tuple[int, ...]
+    """Sample of tokens per sequence that is passed through the model at once: whole sequences, or prompts
+    where the call generates."""
+    answers: tuple[int, ...]
+    """Of the same sequences, tokens to generate one by one; empty unless the call generates."""
+    room: int
+    """Most tokens that are generated per sequence."""
+    minibatches: int
+    """Optimizer steps per pass."""
+    passes: int
+    """Times that the sequences are gone through."""
+    episode: int = 0
+    """Most tokens of an answer that a train call learns from, where it was generated."""
+    per_item: int = 1
+    """Sequences of each record."""
+
+    @property
+    def sequences(self) -> int:
+        """In the whole step, over all mini-batches, once."""
+        return self.items * self.per_item
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest record, with room for what is generated: the least that a micro-batch holds."""
+        return self.per_item * (max(self.lengths) + self.room)
+
+    @property
+    def mean(self) -> float:
+        """Mean of `lengths`."""
+        return sum(self.lengths) / len(self.lengths)
+
+    @property
+    def mean_square(self) -> float:
+        """Mean of the squares of `lengths`, which the cost of attention grows with."""
+        return sum(n * n for n in self.lengths) / len(self.lengths)
+
+    @property
+    def tokens(self) -> float:
+        """Tokens passed through the model at once in a step, over all mini-batches, one pass."""
+        return self.sequences * self.mean
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A step's records. Lengths are samples, sorted: 64 quantiles say enough of any distribution."""
+
+    items: int
+    """Records per step (`data.batch`)."""
+    prompts: tuple[int, ...]
+    """Tokens of prompts; of whole training sequences where nothing is generated."""
+    answers: tuple[int, ...] = (0,)
+    """Tokens of answers; 0 where nothing is generated."""
+    max_new_tokens: int = 0
+    """Bound of the answers, for which the key/value cache has room."""
+    epochs: int = 1
+    """Training passes over the records of a step."""
+
+    @classmethod
+    def of(
+        cls,
+        experiment: Experiment,
+        *,
+        prompts: Sequence[int] | None = None,
+        answers: Sequence[int] | None = None,
+    ) -> "Workload":
+        """The workload of a recipe, with measured lengths where there are any.
+
+        Without them every prompt has `max_prompt_tokens`, every answer `max_new_tokens`, and every training
+        sequence `max_tokens`: the most there can be. Longer answers are cut off, as generation does it.
+        """
+        data = experiment.data
+        if not isinstance(experiment, PPOExperiment):
+            return cls(data.batch, quantiles(prompts or [data.max_tokens]))
+        longest = experiment.generation.max_new_tokens
+        return cls(
+            data.batch,
+            quantiles(prompts or [data.max_prompt_tokens]),
+            quantiles([min(answer, longest) for answer in answers or [longest]]),
+            longest,
+            experiment.ppo.epochs,
+        )
+
+    def work(self, call: Call) -> CallWork:
+        """What a call has to do. Each of its `work` keys is one sequence per record."""
+        if call.kind is Kind.GENERATE:
+            prompts, answers = zip(*self.pairs, strict=True)
+            return CallWork(self.items, prompts, answers, self.max_new_tokens, 1, 1, per_item=len(call.work))
+        passes = self.epochs if call.kind is Kind.TRAIN else 1
+        lengths = tuple(sorted(prompt + answer for prompt, answer in self.pairs))
+        episode = max(self.answers) if call.kind is Kind.TRAIN else 0
+        return CallWork(
+            self.items, lengths, (), 0, call.minibatches, passes, episode, per_item=len(call.work)
+        )
+
+    def tokens(self, graph: DataflowGraph) -> float:
+        """Mean tokens of a step of a graph, prompts and answers together, each sequence once."""
+        mean = sum(self.prompts) / len(self.prompts) + sum(self.answers) / len(self.answers)
+        return mean * max(self.work(call).sequences for call in graph.calls)
+
+    @cached_property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """A sample of (prompt, answer), as if the two were independent."""
+        count = max(len(self.prompts), len(self.answers))
+        shuffled = sorted(range(count), key=lambda i: i * _GOLDEN % 1)
+        return tuple(
+            (self.prompts[i * len(self.prompts) // count], self.answers[j * len(self.answers) // count])
+            for i, j in enumerate(shuffled)
+        )
+
+
+def quantiles(lengths: Sequence[int], count: int = QUANTILES) -> tuple[int, ...]:
+    """A sorted sample of at most `count` lengths: the middles of equal parts of the sorted lengths.
+
+    A single number where all are the same. ValueError for none.
+    """
+    if not lengths:
+        raise ValueError("no lengths to take quantiles of")
+    ordered = sorted(lengths)
+    if ordered[0] == ordered[-1]:
+        return (ordered[0],)
+    if len(ordered) <= count:
+        return tuple(ordered)
+    return tuple(ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count))

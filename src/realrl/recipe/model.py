@@ -1,0 +1,90 @@
+"""What a user says about each model of a run."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, field_validator, model_validator
+
+from realrl.config.base import Settings
+from realrl.config.explain import brief
+from realrl.families.find import find_shape
+from realrl.families.published import SHAPES
+from realrl.families.shape import Head, ModelShape
+
+Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
+"""How much of a moving average stays per step."""
+
+
+class OptimizerConfig(Settings):
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = Field(default=1e-5, gt=0, le=1)
+    """Peak learning rate. An update moves every weight by about this, and weights are well below 1."""
+    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), strict=False)  # YAML has lists, not tuples
+    """Decay of the first and second moment."""
+    eps: float = Field(default=1e-8, gt=0, le=1)
+    """Added to the denominator of the update."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay; not applied to one-dimensional tensors. Each step takes `lr * weight_decay` of a
+    weight away, which must be less than all of it."""
+    grad_clip: PositiveFloat | None = 1.0
+    """Global gradient norm is scaled down to this; null for no clipping."""
+    warmup_steps: NonNegativeInt = 0
+    """Training steps over which the rate rises linearly from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """How the rate falls after warm-up, over the remaining training steps."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """The schedule ends at this fraction of `lr`."""
+
+    @model_validator(mode="after")
+    def _decays(self) -> Self:
+        if self.lr * self.weight_decay >= 1:
+            raise ValueError(
+                f"lr={self.lr:g} times weight_decay={self.weight_decay:g} must be below 1; each step would take"
+                " away all of every weight"
+            )
+        return self
+
+
+class ModelConfig(Settings):
+    """Where a role's weights come from."""
+
+    path: str | None = None
+    """A Hugging Face directory or hub name to load weights, shape and tokenizer from."""
+    shape: ModelShape | None = Field(
+        default=None,
+        description="Sizes of a model to initialise from scratch, when there is no `path`: each of them, a Hugging"
+        " Face `config.json` or a directory that holds one, or the name of a published model. Names are "
+        + ", ".join(SHAPES)
+        + ". Qwen2.5 models can be planned for and not trained yet.",
+    )
+    tokenizer: str | None = None
+    """Tokenizer directory or hub name; taken from `path` when not given."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights in computation. Trained bfloat16 models keep float32 master weights."""
+
+    @property
+    def has_source(self) -> bool:
+        """Whether it says where the weights come from."""
+        return self.path is not None or self.shape is not None
+
+    @field_validator("shape", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        if value == "":
+            raise ValueError("must not be empty")
+        if isinstance(value, int | float | list):
+            raise ValueError(
+                f"{brief(value)} is neither the name of a published model, nor a config.json, nor a section of"
+                " sizes"
+            )
+        return find_shape(value) if isinstance(value, str) else value
+
+
+class TrainedModelConfig(ModelConfig):
+    """A role whose parameters the run updates."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+HEADS: dict[str, Head] = {"actor": "lm", "ref": "lm", "critic": "scalar", "reward": "scalar"}
+"""What each role's model computes."""

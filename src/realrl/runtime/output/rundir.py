@@ -1,0 +1,178 @@
+"""Everything a run writes, in one directory."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from glob import glob
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from realrl.config.errors import RunError, UserError
+from realrl.config.files import as_os_error, check_directory, partial_path, reason_of, write_whole
+from realrl.config.paths import local_path
+from realrl.plan.plan import Plan
+from realrl.program.instructions import Program
+from realrl.program.text import format_program
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.load import dump_experiment
+from realrl.runtime.output.saved import METRICS, checkpoint_path, find_saved
+
+CONFIG, PLAN, PROGRAMS = "config.yaml", "plan.yaml", "programs"
+"""What every run's directory has. One without them is somebody else's and never deleted."""
+BOARD = "tensorboard"
+
+
+class RunDirectory:
+    """Paths of a run, and its writers. Only the rank that writes may open one."""
+
+    def __init__(self, path: str, trained: Sequence[str] = ()) -> None:
+        """`trained` are the roles that the run saves."""
+        self.path, self._trained = local_path(path), trained
+        self._metrics = self.path / METRICS
+        self._board: Any = None
+
+    def check(self, experiment: Experiment) -> None:
+        """UserError when the directory cannot be written, is in use and the recipe does not say `overwrite`, is not
+        a run's, or holds a model, data or another file that the run reads."""
+        if not self.path.is_file():
+            check_directory(f"run_dir={self.path}", self.path)
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise UserError(f"run_dir={self.path} is a file; choose a directory")
+        if not any(self.path.iterdir()):
+            return
+        if not all((self.path / name).exists() for name in (CONFIG, PLAN, PROGRAMS)):
+            raise UserError(f"run_dir={self.path} holds something other than a run; choose another directory")
+        if not experiment.overwrite:
+            raise UserError(
+                f"run_dir={self.path} holds an earlier run; choose another one or set overwrite=true"
+            )
+        inside = self.path.resolve()
+        for name, source in _sources(experiment):
+            files = [local_path(file) for file in (source, *glob(str(local_path(source)), recursive=True))]
+            if any(file.exists() and file.resolve().is_relative_to(inside) for file in files):
+                raise UserError(
+                    f"{name}={source} lies in run_dir={self.path}, which overwrite=true would delete;"
+                    " choose another run_dir"
+                )
+
+    def mark(self) -> tuple[int, int] | None:
+        """Tells the run that lies here from an earlier one; None where there is none."""
+        try:
+            status = (self.path / CONFIG).stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+    def start(self, experiment: Experiment, plan: Plan, programs: Mapping[str, Sequence[Program]]) -> None:
+        """Make the directory and write what is known before the first step: config, plan, programs.
+
+        UserError as in `check`, and when the directory cannot be written.
+        """
+        self.check(experiment)
+        try:
+            if self.path.exists():
+                shutil.rmtree(self.path)
+            (self.path / PROGRAMS).mkdir(parents=True)
+            write_whole(self.path / CONFIG, dump_experiment(experiment))
+            plan.save(self.path / PLAN)
+            for name, ranks in programs.items():
+                for program in ranks:
+                    file = self.path / PROGRAMS / f"{name}-rank{program.rank}.txt"
+                    write_whole(file, format_program(program))
+        except OSError as error:
+            raise UserError(f"run_dir={self.path} cannot be written: {reason_of(error)}") from None
+
+    def open_tensorboard(self) -> None:
+        """Also write figures for TensorBoard from now on."""
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._board = SummaryWriter(str(self.path / BOARD))
+
+    def log(self, step: int, kind: str, seconds: float, figures: Mapping[str, float]) -> None:
+        """Append one line to metrics.jsonl; not-a-number and infinite figures become null there. RunError, and no
+        part of the line is left, when it cannot be written."""
+        line = {"step": step, "kind": kind, "seconds": round(seconds, 4), "figures": _finite(figures)}
+        rest = (json.dumps(line) + "\n").encode()
+        # A buffer would be written once more when the file is closed.
+        with self.writing(self._metrics), self._metrics.open("ab", buffering=0) as file:
+            end = file.tell()
+            try:
+                while rest:
+                    rest = rest[file.write(rest) :]
+            except OSError:
+                os.ftruncate(file.fileno(), end)
+                raise
+        if self._board is not None:
+            with self.writing(self.path / BOARD):
+                for name, value in figures.items():
+                    self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write what an evaluation generated, one JSON object per line; RunError when that fails."""
+        lines = "".join(json.dumps(_finite(row), ensure_ascii=False) + "\n" for row in rows)
+        file = self.path / "samples" / f"step-{step:06}.jsonl"
+        with self.writing(file):
+            write_whole(file, lines)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary, the sign that the run ended well; RunError when that fails."""
+        file = self.path / "summary.json"
+        with self.writing(file):
+            write_whole(file, json.dumps(summary, indent=2) + "\n")
+            if self._board is not None:
+                self._board.close()
+
+    def write_state(self, step: int | None, state: Mapping[str, float]) -> None:
+        """Write an algorithm's own numbers beside the checkpoint of a step, or the final one; RunError when that
+        fails."""
+        path = self.checkpoint(step)
+        file = path.with_name(f"{path.name}-state.json")
+        with self.writing(file):
+            write_whole(file, json.dumps(state, indent=2) + "\n")
+
+    def checkpoint(self, step: int | None, role: str = "") -> Path:
+        """The directory of a checkpoint, see `checkpoint_path`."""
+        return checkpoint_path(self.path, step, role)
+
+    @contextmanager
+    def writing(self, what: Path) -> Iterator[None]:
+        """A block that writes a file or directory of the run: a refusal of the operating system becomes a RunError
+        that says what there is, and what was half written is removed."""
+        try:
+            yield
+        except Exception as error:
+            shutil.rmtree(partial_path(what), ignore_errors=True)
+            refusal = as_os_error(error)
+            if refusal is None:
+                raise
+            saved = find_saved(self.path, self._trained).describe_checkpoint()
+            raise RunError(f"{what} cannot be written: {reason_of(refusal)}; {saved}") from error
+
+
+def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
+    """Everything that the run reads, by the name of its field. Not all are files: models may be on the hub."""
+    for role in type(experiment.models).model_fields:
+        config = getattr(experiment.models, role)
+        for field in ("path", "tokenizer"):
+            if getattr(config, field) is not None:
+                yield f"models.{role}.{field}", getattr(config, field)
+    data, judge = experiment.data, experiment.training.judge
+    yield "data.train", data.train
+    if data.eval is not None:
+        yield "data.eval", data.eval
+    if judge is not None:
+        yield "training.judge", judge.rpartition(":")[0]
+    yield "plan", experiment.plan
+    yield "cluster", experiment.cluster
+    if experiment.profile is not None:
+        yield "profile", experiment.profile
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers that JSON does not have become null."""
+    return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}

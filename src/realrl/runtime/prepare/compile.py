@@ -1,0 +1,141 @@
+"""From a recipe to validated programs, without torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from realrl.algorithms.graphs import build_eval_graph, build_graph
+from realrl.checkpoint.directory import known_shape, shape_of
+from realrl.config.errors import UserError
+from realrl.dataflow.graph import DataflowGraph
+from realrl.families.shape import ModelShape
+from realrl.plan.cluster import Cluster
+from realrl.plan.placement import ELEMENT_BYTES, Placement
+from realrl.plan.plan import Plan
+from realrl.plan.presets import SEARCH, make_plan
+from realrl.program.instructions import Program
+from realrl.program.lower import home_placements, kept_copies, lower, lower_start, offloaded
+from realrl.program.memory import Memory, Stored
+from realrl.program.validate import validate, validate_start
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.model import HEADS, ModelConfig
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One kind of step: its graph, where its calls run, and the program of every rank."""
+
+    graph: DataflowGraph
+    plan: Plan
+    programs: list[Program]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A recipe on a cluster: training steps, evaluation steps, and where parameters live in between.
+
+    `start` are the programs that make the copies which are `kept`, before the first step.
+    """
+
+    train: Phase
+    evaluation: Phase | None
+    homes: Mapping[str, Placement]
+    kept: Mapping[str, tuple[Placement, ...]]
+    start: list[Program]
+    memory: Memory
+
+    @property
+    def phases(self) -> dict[str, Phase]:
+        """The kinds of steps there are, by name."""
+        return {"train": self.train} | ({"eval": self.evaluation} if self.evaluation else {})
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Roles whose sizes are not known on this machine."""
+        return tuple(role for role in self.homes if role not in self.memory.stored)
+
+    @property
+    def programs(self) -> dict[str, list[Program]]:
+        """The programs of all ranks by what they do: `start`, if anything, and the kinds of steps."""
+        starts = any(program.instructions for program in self.start)
+        return ({"start": self.start} if starts else {}) | {n: p.programs for n, p in self.phases.items()}
+
+
+def models(experiment: Experiment) -> dict[str, ModelConfig]:
+    """The model settings of every role."""
+    return {role: getattr(experiment.models, role) for role in type(experiment.models).model_fields}
+
+
+def stored_models(
+    experiment: Experiment, graph: DataflowGraph, shapes: Mapping[str, ModelShape]
+) -> dict[str, Stored]:
+    """How roles are stored whose sizes are given."""
+    return {
+        role: Stored(shapes[role], HEADS[role], ELEMENT_BYTES[config.dtype], graph.trained(role))
+        for role, config in models(experiment).items()
+        if role in shapes
+    }
+
+
+def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None = None) -> Compiled:
+    """Graph, plan and validated programs. UserError for a plan that cannot be run on the cluster.
+
+    `plan` takes the place of the recipe's, and must be given where that is `search`. What depends on the sizes of
+    models is checked for those whose sizes are known without the network; what they need of memory is not.
+    """
+    graph = build_graph(experiment)
+    known = {role: known_shape(config) for role, config in models(experiment).items()}
+    stored = stored_models(experiment, graph, {role: shape for role, shape in known.items() if shape})
+    shapes = {role: of.shape for role, of in stored.items()}
+    if plan is None:
+        assert experiment.plan != SEARCH, "whoever compiles searches first"
+        tokens, recompute = experiment.micro_batch_tokens, experiment.recompute
+        plan = make_plan(experiment.plan, graph, cluster, tokens, shapes, recompute=recompute)
+    else:
+        plan.check(graph, shapes)
+    homes = home_placements(graph, plan)
+    kept = kept_copies(graph, plan, homes)
+    _check_batch(experiment, graph, plan)
+    start = lower_start(plan, homes, kept)
+    validate_start(start, homes, offloaded(plan), kept)
+    train, evaluation, eval_graph = _phase(graph, plan, homes, kept), None, build_eval_graph(experiment)
+    if eval_graph is not None:
+        evaluation = _phase(eval_graph, plan.evaluation(eval_graph, graph), homes, kept)
+    memory = Memory(stored, homes, offloaded(plan), kept)
+    return Compiled(train, evaluation, homes, kept, start, memory)
+
+
+def with_sizes(experiment: Experiment, compiled: Compiled, plan: Plan | None) -> Compiled:
+    """Compiled once more where this machine does not know the sizes of all models: the hub is asked for them, of
+    its files for `config.json` alone. `plan`: as for `compile_recipe`. UserError where it does not answer."""
+    if not compiled.unknown:
+        return compiled
+    for role, config in models(experiment).items():
+        try:
+            shape_of(config)
+        except UserError as error:
+            raise UserError(f"models.{role}: {error}") from None
+    return compile_recipe(experiment, compiled.train.plan.cluster, plan)
+
+
+def _phase(
+    graph: DataflowGraph,
+    plan: Plan,
+    homes: Mapping[str, Placement],
+    kept: Mapping[str, tuple[Placement, ...]],
+) -> Phase:
+    homes = {role: homes[role] for role in graph.roles}
+    kept = {role: kept[role] for role in graph.roles if role in kept}
+    programs = lower(graph, plan, homes, kept)
+    validate(programs, graph, homes, offloaded(plan), kept)
+    return Phase(graph, plan, programs)
+
+
+def _check_batch(experiment: Experiment, graph: DataflowGraph, plan: Plan) -> None:
+    batch = experiment.data.batch
+    for call in graph.calls:
+        dp = plan[call.name].strategy.dp
+        if batch // call.minibatches < dp:
+            raise UserError(
+                f"data.batch={batch} in {call.minibatches} mini-batches leaves some of the {dp} data-parallel"
+                f" ranks of {call.name} without an item; make it at least {dp * call.minibatches}"
+            )

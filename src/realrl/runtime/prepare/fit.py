@@ -1,0 +1,46 @@
+"""How full devices get under a recipe's plan, in steps of every kind. No torch."""
+
+from dataclasses import dataclass
+
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.simulate.estimate import DeviceMemory
+from realrl.planner.simulate.footprints import footprints
+from realrl.recipe.experiment import Experiment
+from realrl.runtime.prepare.compile import Compiled
+from realrl.runtime.prepare.scenario import host_is_device, phase_scenarios
+
+
+@dataclass(frozen=True)
+class Fullest:
+    """The device that is nearest to running over, or runs over furthest."""
+
+    phase: str
+    """Of `Compiled.phases`."""
+    device: DeviceMemory
+
+    @property
+    def missing(self) -> int:
+        """Bytes by which it is too small; negative where it is not."""
+        return self.device.peak.bytes - self.device.capacity
+
+
+def device_memory(
+    experiment: Experiment, compiled: Compiled, spec: ClusterSpec
+) -> dict[str, tuple[DeviceMemory, ...]]:
+    """The memory of every device through each kind of step, by the names of `Compiled.phases`.
+
+    UserError where a call has fewer records than data-parallel ranks.
+    """
+    scenarios, memory = phase_scenarios(experiment, compiled, spec), compiled.memory
+    if host_is_device(experiment, spec):
+        memory = memory.in_host_memory()
+    return {
+        name: footprints(scenarios[name], memory, phase.programs) for name, phase in compiled.phases.items()
+    }
+
+
+def fullest(experiment: Experiment, compiled: Compiled, spec: ClusterSpec) -> Fullest:
+    """Of all devices, in steps of every kind."""
+    found = device_memory(experiment, compiled, spec)
+    devices = (Fullest(phase, device) for phase, devices in found.items() for device in devices)
+    return max(devices, key=lambda one: one.missing)

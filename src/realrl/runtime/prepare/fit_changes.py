@@ -1,0 +1,164 @@
+"""What could be changed in a recipe, or in its plan file, so that devices hold less. No torch."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from realrl.dataflow.call import Kind
+from realrl.dataflow.graph import DataflowGraph
+from realrl.plan.placement import Placement, Strategy
+from realrl.plan.plan import Plan
+from realrl.planner.simulate.estimate import Footprint
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.load import apply_override, parse_experiment
+from realrl.recipe.model import ModelConfig
+from realrl.runtime.prepare.compile import models
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A recipe, with the content of its plan file, or what a search has found; None for a preset."""
+
+    experiment: Experiment
+    plan: Plan | None
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something a user can write; what it makes of a draft may be impossible."""
+
+    text: str
+    apply: Callable[[Draft], Draft]
+
+
+Group = Sequence[Change]
+"""Degrees of one change, the mildest first."""
+
+
+def changes(draft: Draft, graph: DataflowGraph, peak: Footprint, *, offload: bool = True) -> Iterator[Group]:
+    """What could help a device that holds `peak` during a call of `graph`, in the order of what it costs in time,
+    and last what changes the results. `offload`: whether the host has other memory than the device."""
+    longest = draft.experiment.data.max_tokens
+    if draft.plan is None:
+        tokens = draft.experiment.micro_batch_tokens
+        yield [field(f"micro_batch_tokens={n}") for n in _halves(tokens, longest)]
+        yield [] if draft.experiment.recompute else [field("recompute=true")]
+    else:
+        yield from _plan_changes(draft.plan, graph, peak, longest, offload)
+    for role, config in models(draft.experiment).items():
+        if not graph.trained(role) and f"{role} parameters" in " ".join(peak.parts) and _wide(config):
+            yield [field(f"models.{role}.dtype=bfloat16")]
+
+
+def smaller_batches(experiment: Experiment) -> Group:
+    """Fewer records per step, which changes what is learnt."""
+    return [field(f"data.batch={n}") for n in _halves(experiment.data.batch, 1)]
+
+
+def _plan_changes(
+    plan: Plan, graph: DataflowGraph, peak: Footprint, longest: int, offload: bool
+) -> Iterator[Group]:
+    call = next((call for call in graph.calls if call.name == peak.during), None)
+    if call is not None and call.name in plan.placements:
+        together = [c.name for c in graph.role_calls(call.role) if c.name in plan.placements]
+        together = [name for name in together if plan[name].layout == plan[call.name].layout]
+        strategy = plan[call.name].strategy
+        if strategy.tp > 1 and not strategy.sequence_parallel:
+            yield [_strategy("sequence_parallel: true", together, sequence_parallel=True)]
+        yield [
+            _strategy(f"micro_batch_tokens: {n}", [call.name], micro_batch_tokens=n)
+            for n in _halves(strategy.micro_batch_tokens, longest)
+        ]
+        if call.kind is Kind.TRAIN and not strategy.recompute:
+            yield [_strategy("recompute: true", [call.name], recompute=True)]
+    running = call.role if call is not None else None
+    largest_first = sorted(peak.parts, key=lambda name: -peak.parts[name])
+    for part in largest_first:
+        role = part.partition(" ")[0]
+        if offload and part == f"{role} parameters" and role != running:
+            yield [_listed("offload", role)]
+        elif offload and part == f"{role} gradients and optimizer" and peak.during != f"{role}.train":
+            yield [_listed("offload_optimizer", role)]
+        elif role in plan.keep and part.startswith(f"{role} parameters (copy"):
+            yield [_unlisted("keep", role)]
+        elif part == f"{role} parameters (host copy)":
+            yield [_unlisted("offload", role)]
+        elif part == f"{role} optimizer (host copy)":
+            yield [_unlisted("offload_optimizer", role)]
+    if call is not None and call.name in plan.placements:
+        yield [
+            _strategy(f"dp: {s.dp}, tp: {s.tp}, pp: {s.pp}", together, dp=s.dp, tp=s.tp, pp=s.pp)
+            for s in _more_parts(plan[call.name], plan.cluster.devices_per_node)
+        ]
+
+
+def field(override: str) -> Change:
+    """A field of the recipe."""
+
+    def apply(draft: Draft) -> Draft:
+        document = draft.experiment.model_dump(mode="json")
+        return replace(draft, experiment=parse_experiment(apply_override(document, override)))
+
+    return Change(override, apply)
+
+
+def _strategy(text: str, calls: Sequence[str], **fields: object) -> Change:
+    """What a plan file says of calls."""
+
+    def apply(draft: Draft) -> Draft:
+        assert draft.plan is not None, "only plan files are changed call by call"
+        placements = dict(draft.plan.placements)
+        for name in calls:
+            place = placements[name]
+            placements[name] = replace(place, strategy=replace(place.strategy, **fields))  # type: ignore[arg-type]
+        return replace(draft, plan=replace(draft.plan, placements=placements))
+
+    return Change(f"{text} on {' and '.join(calls)}", apply)
+
+
+def _listed(key: str, role: str) -> Change:
+    """A role in a list of the plan file."""
+
+    def apply(draft: Draft) -> Draft:
+        assert draft.plan is not None, "only plan files have such lists"
+        roles = dict.fromkeys((*getattr(draft.plan, key), role))
+        return replace(draft, plan=replace(draft.plan, **{key: tuple(roles)}))  # type: ignore[arg-type]
+
+    return Change(f"{role} in {key}", apply)
+
+
+def _unlisted(key: str, role: str) -> Change:
+    """A role out of a list of the plan file."""
+
+    def apply(draft: Draft) -> Draft:
+        assert draft.plan is not None, "only plan files have such lists"
+        others = tuple(other for other in getattr(draft.plan, key) if other != role)
+        return replace(draft, plan=replace(draft.plan, **{key: others}))  # type: ignore[arg-type]
+
+    return Change(f"{role} removed from {key}", apply)
+
+
+def _more_parts(place: Placement, devices_per_node: int) -> list[Strategy]:
+    """The same mesh with the model in more parts, as few as possible first."""
+    old, found = place.strategy, []
+    tp = old.tp
+    while tp <= devices_per_node:
+        pp = old.pp
+        while tp * pp <= place.mesh.size:
+            if place.mesh.size % (tp * pp) == 0:
+                found.append(replace(old, dp=place.mesh.size // (tp * pp), tp=tp, pp=pp))
+            pp *= 2
+        tp *= 2
+    return sorted((s for s in found if s != old), key=lambda s: (-s.dp, s.pp))
+
+
+def _halves(number: int, least: int) -> list[int]:
+    """Half of it, a quarter, ... down to `least`."""
+    found = []
+    while number // 2 >= least:
+        number //= 2
+        found.append(number)
+    return found
+
+
+def _wide(config: ModelConfig) -> bool:
+    return config.dtype == "float32"

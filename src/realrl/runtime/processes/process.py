@@ -1,0 +1,184 @@
+"""This process among the others: its rank, its device, and the groups it belongs to."""
+
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from realrl.config.errors import RunError, UserError
+from realrl.model.group import Group
+from realrl.plan.cluster import Cluster
+from realrl.runtime.prepare.gpu import NO_GPU, Gpu
+from realrl.runtime.prepare.scenario import written_cluster
+from realrl.runtime.processes.environment import (
+    LAUNCHER_VARIABLE,
+    SCRATCH_VARIABLE,
+    STORE_VARIABLE,
+    under_launcher,
+)
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass
+class Process:
+    """One rank. `control` carries small CPU tensors between any two ranks; None when there is one rank."""
+
+    rank: int
+    world: int
+    device: torch.device
+    control: dist.ProcessGroup | None = None
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """This rank's GPU; None where it computes on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        properties = torch.cuda.get_device_properties(self.device)
+        return Gpu(properties.name, properties.total_memory)
+
+    def groups(self, rank_sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Group]:
+        """The groups this rank is in, out of `rank_sets`, which must be the same sets in the same order on
+        every rank."""
+        found: dict[tuple[int, ...], Group] = {}
+        for ranks in dict.fromkeys(rank_sets):
+            handle = dist.new_group(sorted(ranks)) if len(ranks) > 1 else None
+            if self.rank in ranks:
+                found[ranks] = Group(ranks, ranks.index(self.rank), handle)
+        return found
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank passes, in the order of ranks, on every rank."""
+        if self.control is None:
+            return [value]
+        everyone: list[Any] = [None] * self.world
+        dist.all_gather_object(everyone, value, group=self.control)
+        return everyone
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A block that ranks leave together: a UserError or RunError of one of them becomes that of all, so that
+        none is left waiting for one that has gone."""
+        mine: UserError | RunError | None = None
+        try:
+            yield
+        except (UserError, RunError) as error:
+            mine = error
+        everyone = self.gather(mine)
+        first = next((rank for rank, error in enumerate(everyone) if error is not None), None)
+        if first is not None:
+            # Its own has the traceback, which is not sent.
+            raise mine if first == self.rank and mine is not None else everyone[first]
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Leave the other ranks. Those who end well, or by a UserError that all know of, wait for each other, since
+        what one still sends is lost when it goes. After any other failure it just goes: others may be gone."""
+        if self.control is None or (kind and not issubclass(kind, UserError)):
+            return
+        if kind is None:
+            dist.barrier(group=self.control)
+        else:
+            # Not for long, should this rank alone have found the mistake.
+            with suppress(RuntimeError):
+                dist.monitored_barrier(group=self.control, timeout=timedelta(seconds=5))
+        # Else its threads would abort the interpreter on its way out.
+        dist.destroy_process_group()
+
+
+def use_cuda(device: Device) -> bool:
+    """Whether ranks compute on GPUs; UserError when that was asked for and there is none."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError(NO_GPU)
+    return device != "cpu" and torch.cuda.is_available()
+
+
+def resolve_cluster(text: str, device: Device) -> Cluster:
+    """The cluster a recipe means by `text`; UserError when it contradicts the launcher."""
+    cluster = written_cluster(text)
+    if not under_launcher():
+        return cluster or Cluster(1, torch.cuda.device_count() if use_cuda(device) else 1)
+    world = int(os.environ["WORLD_SIZE"])
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    started = Cluster(world // per_node, per_node)
+    if cluster is None:
+        return started
+    if cluster != started:
+        raise UserError(
+            f"cluster={cluster}, but {started.devices_per_node} processes were started on each of"
+            f" {started.nodes} nodes; set cluster={started} or auto"
+        )
+    return cluster
+
+
+def connect(device: Device) -> Process:
+    """Join the other ranks, or be the only one; UserError when there are not enough GPUs for all."""
+    cuda = use_cuda(device)
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if cuda and here > gpus:
+        raise UserError(
+            f"{here} processes cannot share the {gpus} GPUs here; make the cluster smaller or set device=cpu"
+        )
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    place = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(place)
+    if not under_launcher() or int(os.environ["WORLD_SIZE"]) == 1:
+        return Process(0, 1, place)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if not cuda:
+        wait_to_be_scheduled()
+    store = os.environ.get(STORE_VARIABLE)
+    if store:
+        _follow(int(os.environ[LAUNCHER_VARIABLE]))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        init_method=f"file://{store}" if store else "env://",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(minutes=30),
+    )
+    if cuda:
+        # NCCL wants every rank at a group's first operation; later ones may be between some of them.
+        dist.all_reduce(torch.zeros((), device=place))
+    return Process(rank, world, place, dist.new_group(backend="gloo"))
+
+
+def wait_to_be_scheduled() -> None:
+    """Let no thread of this process interrupt another one when it wakes up; threads that start later do the same.
+
+    Gloo's thread that waits for messages is woken by what its peers answer while another thread still holds the
+    lock of the connection that it sends on. Where it takes that thread's core away it tries the lock again and
+    again until its time slice is over, some milliseconds for every few messages. Tensor-parallel decoding on as
+    many cores as ranks took twice as long.
+    """
+    if sys.platform == "linux":
+        # Sandboxes may forbid it; then it is slower.
+        with suppress(OSError):
+            if os.sched_getscheduler(0) == os.SCHED_OTHER:
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def _follow(launcher: int) -> None:
+    """End this process when the launcher is gone, however it went, and remove what it can no longer remove."""
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(1)
+        scratch = os.environ.get(SCRATCH_VARIABLE)
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,120 @@
+"""Ctrl-C, and the SIGTERM that schedulers and containers send."""
+
+import os
+import select
+import signal
+import sys
+import threading
+from types import FrameType
+
+from realrl.runtime.processes.environment import is_writer
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+PATIENCE = 10.0
+"""Seconds that a process may take to end by itself. It may be busy in code that is not Python, or wait for a rank
+that has gone."""
+
+GRACE = PATIENCE / 4
+"""Seconds that the local launcher waits for its processes, once after SIGTERM and once after SIGKILL. It is then
+still in time to say what was saved."""
+
+_interruption: "Interrupted | None" = None
+"""The exception that a handler has raised in this process."""
+
+
+class Interrupted(BaseException):
+    """A signal asks the process to end. Not a KeyboardInterrupt, which the command line's library keeps for itself.
+
+    `saved` says what is left of what the command did.
+    """
+
+    def __init__(self, number: int, saved: str = "") -> None:
+        super().__init__(number, saved)
+        self.number, self.saved = signal.Signals(number), saved
+
+    @property
+    def status(self) -> int:
+        """The exit status, as a shell gives it: 130 after Ctrl-C, 143 after SIGTERM."""
+        return 128 + self.number
+
+    @property
+    def message(self) -> str:
+        """The message to print; empty where nothing is known of what was saved."""
+        verb = "interrupted" if self.number == signal.SIGINT else "ended by SIGTERM"
+        return f"{verb} {self.saved}" if self.saved else ""
+
+
+def interruption() -> Interrupted | None:
+    """The exception raised because of a signal in this process, whatever became of it; None if there was none.
+
+    It may come out of a library as another exception, or be swallowed there.
+    """
+    return _interruption
+
+
+def raise_signals() -> None:
+    """From now on the first of these signals raises Interrupted in the main thread; the next one ends the process
+    at once, and so does time.
+
+    A signal that the parent has told this process to ignore stays ignored, as in a shell's background job.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    # Handlers in Python run only between steps of Python; this pipe is written to at once.
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        global _interruption
+        if _interruption is None:
+            _interruption = Interrupted(number)
+            raise _interruption
+
+    sys.unraisablehook = _pass_over_interruption
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, interrupt)
+    threading.Thread(target=_end_at_last, args=(reader,), daemon=True).start()
+    # A child would write into the same pipe.
+    os.register_at_fork(after_in_child=forget_signals)
+
+
+def forget_signals() -> None:
+    """From now on signals end the process as if it had never asked for them."""
+    signal.set_wakeup_fd(-1)
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def show_cursor() -> None:
+    """Give the terminal back its cursor, on a new line, after a process with a progress bar was killed."""
+    if os.isatty(2):
+        os.write(2, b"\x1b[?25h\n")
+
+
+def _end_at_last(reader: int) -> None:
+    first = _await_signal(reader, None)
+    _await_signal(reader, PATIENCE)
+    show_cursor()
+    if is_writer():
+        message = (
+            f"realrl: ended at once by {signal.Signals(first).name}, before it could say what was saved\n"
+        )
+        os.write(2, message.encode())
+    os._exit(128 + first)
+
+
+def _await_signal(reader: int, seconds: float | None) -> int:
+    """The number of the next signal to end; 0 when there was none for so long."""
+    while select.select([reader], [], [], seconds)[0]:
+        number = os.read(reader, 1)[0]
+        if number in SIGNALS:
+            return number
+    return 0
+
+
+def _pass_over_interruption(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Print no traceback when a signal comes while a destructor runs; `interruption` still knows of it."""
+    if not isinstance(unraisable.exc_value, Interrupted):
+        sys.__unraisablehook__(unraisable)

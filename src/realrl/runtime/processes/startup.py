@@ -1,0 +1,39 @@
+"""What ranks agree on before they compile a recipe: the least of their devices, and a plan that is searched for."""
+
+import os
+from collections.abc import Callable
+
+from realrl.plan.cluster import Cluster
+from realrl.plan.plan import Plan
+from realrl.program.lower import WRITER
+from realrl.recipe.experiment import Experiment
+from realrl.runtime.prepare.gpu import Gpu, Here
+from realrl.runtime.prepare.scenario import search_spec
+from realrl.runtime.prepare.searched_plan import cached_plan
+from realrl.runtime.processes.environment import PLAN_VARIABLE
+from realrl.runtime.processes.process import Process
+
+
+def least_device(process: Process) -> Here:
+    """The GPU with the least memory of all ranks, or that they compute on CPUs."""
+    gpus: list[Gpu] = [gpu for gpu in process.gather(process.gpu) if gpu is not None]
+    if not gpus:
+        return "cpu"
+    return min(gpus, key=lambda gpu: gpu.memory_bytes)
+
+
+def agreed_plan(
+    experiment: Experiment, cluster: Cluster, process: Process, here: Here, say: Callable[[str], None]
+) -> Plan:
+    """The plan of a recipe that says `plan: search`, the same on all ranks: what the local launcher has found, or
+    what the rank that writes finds now and `say`s. UserError, on all ranks, where there is none."""
+    file = os.environ.get(PLAN_VARIABLE)
+    if file is not None:
+        return Plan.load(file)
+    plan: Plan | None = None
+    with process.together():
+        if process.rank == WRITER:
+            plan = cached_plan(experiment, search_spec(experiment, cluster, here), say)
+    # A search that is cut short by time may find another plan elsewhere, so that nobody else searches.
+    agreed: Plan = process.gather(plan)[WRITER]
+    return agreed

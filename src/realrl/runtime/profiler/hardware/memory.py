@@ -1,0 +1,63 @@
+"""Copies inside a rank's memory, and the optimizer, which little else limits."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from realrl.engine.flat import FlatBuffer
+from realrl.engine.offload import Offloadable
+from realrl.engine.training.optimizer import ShardedAdamW
+from realrl.families.tensors import TensorSpec, bucket_count
+from realrl.model.group import alone
+from realrl.planner.profile.profile import CollectiveKind
+from realrl.recipe.model import OptimizerConfig
+from realrl.runtime.profiler.points.clock import Clock
+
+_ELEMENT = 4  # all of it is measured with float32
+
+
+def copies(number_bytes: int, clock: Clock) -> Mapping[CollectiveKind, float]:
+    """Seconds of what happens to so many bytes in the memory of one rank, and between it and the host's."""
+    source = torch.zeros(max(1, number_bytes // _ELEMENT), device=clock.device)
+    target = torch.zeros_like(source)
+    begin = clock.now()
+    target.copy_(source)
+    copied = clock.now()
+    source.zero_()
+    cleared = clock.now()
+    fresh = torch.zeros_like(source)
+    allocated = clock.now()
+    copy, clear, allocate = clock.between(begin, copied, cleared, allocated)
+    del source, fresh
+    moving = Offloadable([target])
+    moving.offload()  # host memory is taken the first time
+    moving.load()
+    begin = clock.now()
+    moving.offload()
+    moving.load()
+    (both,) = clock.between(begin, clock.now())
+    return {"copy": copy, "clear": clear, "allocate": allocate, "host": both / 2}
+
+
+class Update:
+    """An optimizer of tensors that nobody else has."""
+
+    def __init__(self, tensors: Sequence[TensorSpec], dtype: torch.dtype, clock: Clock) -> None:
+        count = bucket_count(tensors)
+        self._clock = clock
+        parameters = FlatBuffer(tensors, dtype, clock.device, multiple_of=count)
+        self._gradients = FlatBuffer(tensors, torch.float32, clock.device, multiple_of=count)
+        self._optimizer = ShardedAdamW(parameters, self._gradients, OptimizerConfig(), alone())
+
+    def seconds(self) -> float:
+        """Of a step whose gradients have been added up, without clearing them."""
+        clock, gradients = self._clock, self._gradients.data
+        gradients.fill_(1.0)
+        for bucket in range(self._optimizer.buckets):
+            self._optimizer.start_reduce(bucket)
+        begin = clock.now()
+        self._optimizer.step(1e-6)
+        stepped = clock.now()
+        gradients.zero_()
+        step, clear = clock.between(begin, stepped, clock.now())
+        return step - clear

@@ -1,0 +1,158 @@
+"""All measurements of one model shape in one precision."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import groupby, zip_longest
+from operator import itemgetter
+
+import torch
+
+from realrl.engine.model import Model
+from realrl.families.shape import Head, ModelShape
+from realrl.families.tensors import TensorSpec, model_tensors
+from realrl.model.packing import DENSE_LENGTH
+from realrl.plan.placement import ELEMENT_BYTES, Dtype
+from realrl.planner.profile.profile import LayerKind, Measurement
+from realrl.planner.workload.sizes import LocalSizes
+from realrl.recipe.settings import GenerationConfig
+from realrl.runtime.profiler.hardware.memory import Update
+from realrl.runtime.profiler.models.decoding import TURNS, Decoding
+from realrl.runtime.profiler.models.passes import UNLIKE, Passes, bucket_parts, parts, prepare
+from realrl.runtime.profiler.models.shard import tensor_rank
+from realrl.runtime.profiler.points.clock import Clock
+from realrl.runtime.profiler.points.point import UNKNOWN, Point
+from realrl.runtime.profiler.points.sizes import Sizes
+
+_LAYERS = 2
+"""Of the models that sequences pass through: the first one prepares what all use, the second is as all others."""
+_DECODED_BYTES = 256 << 20
+"""Of the layers that tokens pass through: more than caches hold, where the model has as much."""
+_LARGEST_UPDATE = 1 << 27
+"""Parameters."""
+_PASSES: Mapping[Head, tuple[LayerKind, ...]] = {
+    "lm": ("head", "head_backward"),
+    "scalar": ("enter", "enter_backward", "forward", "backward", "scalar", "scalar_backward"),
+}
+"""What is measured with models of either head: with scalar ones what both share, since no vocabulary delays it."""
+
+_BUCKETS: tuple[LayerKind, ...] = ("bucket_enter", "bucket", "bucket_backward")
+
+Row = list[Point[Measurement]]
+
+
+@dataclass(frozen=True)
+class ShapeMeasurements:
+    """What to measure of a shape. `degrees`: of tensor parallelism."""
+
+    shape: ModelShape
+    dtype: Dtype
+    sizes: Sizes
+    sampling: GenerationConfig
+    degrees: tuple[int, ...]
+    clock: Clock
+
+    def rows(self) -> Iterator[Row]:
+        """Points that differ in size alone, smaller ones first.
+
+        Degrees take turns, so that a machine that becomes slower or faster does so for all of them.
+        """
+        for answer, sizes in _by_length(self.sizes.preparations()):
+            yield [self._preparation(rows, answer) for rows in sizes]
+        yield [self._update(layers) for layers in self.sizes.layers(self.shape.layers)]
+        for alike in zip_longest(*map(self._calls, self.degrees)):
+            yield from (row for row in alike if row is not None)
+
+    def _calls(self, tp: int) -> Iterator[Row]:
+        yield from self._passes("scalar", tp, self.sizes.passes(DENSE_LENGTH))
+        yield from self._passes("lm", tp, self.sizes.few_passes())
+        yield from self._starts(tp)
+        yield from self._turns(tp)
+
+    def _preparation(self, rows: int, answer: int) -> Point[Measurement]:
+        blank = Measurement(kind="prepare", sequences=rows, context=answer, seconds=UNKNOWN)
+        return Point((blank,), lambda: {"prepare": prepare(rows, answer, self.clock)}, rows, times=2)
+
+    def _update(self, layers: int) -> Point[Measurement]:
+        tensors = _layer_tensors(self.shape, layers)
+        elements = sum(spec.numel for spec in tensors)
+        update = cache(lambda: Update(tensors, self._torch_dtype, self.clock))
+        blank = Measurement(kind="optimizer", tokens=elements, seconds=UNKNOWN)
+        return Point((blank,), lambda: {"optimizer": update().seconds()}, elements)
+
+    def _passes(self, head: Head, tp: int, sizes: Iterable[tuple[int, int]]) -> Iterator[Row]:
+        passes = cache(lambda: Passes(self._model(head, tp, _LAYERS), self.clock))
+
+        def point(tokens: int, context: int) -> Point[Measurement]:
+            blanks = _blanks(_PASSES[head], tp=tp, tokens=tokens, context=context)
+            return Point(
+                blanks,
+                lambda: passes().measure([context] * (tokens // context)),
+                tokens,
+                times=_LAYERS,
+                derive=partial(parts, head=head),
+            )
+
+        for context, group in _by_length(sizes):
+            yield [point(tokens, context) for tokens in group]
+        if head == "scalar":
+            blanks = _blanks(_BUCKETS, tp=tp, tokens=sum(UNLIKE))
+            yield [Point(blanks, lambda: passes().measure_buckets(), sum(UNLIKE), derive=bucket_parts)]
+
+    def _starts(self, tp: int) -> Iterator[Row]:
+        decoding = cache(lambda: Decoding(self._model("lm", tp, _LAYERS), self.sampling, self.clock))
+
+        def point(tokens: int, context: int) -> Point[Measurement]:
+            blanks = _blanks(("prefill", "start"), tp=tp, tokens=tokens, context=context)
+            return Point(blanks, lambda: decoding().start(tokens, context), tokens, _LAYERS)
+
+        for context, group in _by_length(self.sizes.starts()):
+            yield [point(tokens, context) for tokens in group]
+
+    def _turns(self, tp: int) -> Iterator[Row]:
+        layer_bytes = LocalSizes(self.shape, "lm", tp).parts[0] * ELEMENT_BYTES[self.dtype]
+        layers = min(self.shape.layers, max(_LAYERS, -(-_DECODED_BYTES // layer_bytes)))
+        decoding = cache(lambda: Decoding(self._model("lm", tp, layers), self.sampling, self.clock))
+
+        def point(rows: int, context: int, *, first: bool) -> Point[Measurement]:
+            blanks = _blanks(("decode",), tp=tp, sequences=rows, context=context)
+            if first:
+                # They do not depend on the context.
+                blanks += _blanks(("turn", "sample"), tp=tp, sequences=rows)
+            return Point(blanks, lambda: decoding().turn(rows, context), rows, layers * TURNS)
+
+        for i, (context, group) in enumerate(_by_length(self.sizes.turns())):
+            yield [point(rows, context, first=i == 0) for rows in group]
+
+    def _model(self, head: Head, tp: int, layers: int) -> Model:
+        return tensor_rank(
+            self.shape,
+            head,
+            tp,
+            layers=min(layers, self.shape.layers),
+            dtype=self._torch_dtype,
+            device=self.clock.device,
+        )
+
+    @property
+    def _torch_dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+
+def _by_length(sizes: Iterable[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
+    """(size, length) with equal lengths together: each length with its sizes."""
+    for length, group in groupby(sizes, itemgetter(1)):
+        yield length, [size for size, _ in group]
+
+
+def _blanks(kinds: Iterable[LayerKind], **at: int) -> tuple[Measurement, ...]:
+    return tuple(Measurement(kind=kind, seconds=UNKNOWN, **at) for kind in kinds)
+
+
+def _layer_tensors(shape: ModelShape, layers: int) -> list[TensorSpec]:
+    """Those of so many layers, but no more than `_LARGEST_UPDATE` elements unless one layer has more."""
+    few = shape.model_copy(update={"layers": layers})
+    tensors = [spec for spec in model_tensors(few, "lm") if spec.layer is not None]
+    per_layer = sum(spec.numel for spec in tensors) // layers
+    return [spec for spec in tensors if (spec.layer or 0) < max(1, _LARGEST_UPDATE // per_layer)]

@@ -1,0 +1,114 @@
+"""Moving rows between the ranks of two calls, and lengths to everyone who needs them."""
+
+import json
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from realrl.algorithms.method import Metrics
+from realrl.data.batch import Ragged
+from realrl.dataflow.call import Call
+from realrl.program.instructions import Receive, Report, Send, ShareLengths
+from realrl.runtime.processes.process import Process
+from realrl.runtime.worker.store import DTYPES, Store
+
+# Above every exchange number of a program.
+_LENGTHS_TAG = 1 << 20
+_FIGURES_TAG = 1 << 21
+
+
+class Exchange:
+    """Executes `Send`, `Receive` and `ShareLengths` for one rank.
+
+    Which rows go where is computed from lengths on both sides alike, so messages carry nothing but rows: all
+    keys of an exchange between two ranks are one message of bytes.
+    """
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._pending: list[tuple[dist.Work, Tensor]] = []
+
+    def send(self, send: Send, store: Store) -> None:
+        """Post the rows for every receiver; what this rank itself needs stays where it is."""
+        producer, consumer = store.graph.call(send.producer), store.graph.call(send.consumer)
+        source = store.plan[producer.name].dp_index(self._process.rank)
+        for receiver in send.receivers:
+            ids = self._moving(store, producer, source, consumer, receiver)
+            if receiver != self._process.rank and ids:
+                message = torch.cat([store.rows(key, ids).values.view(torch.uint8) for key in send.keys])
+                self._post(message, receiver, send.number)
+
+    def receive(self, receive: Receive, store: Store) -> None:
+        """Wait for the rows of every sender and put them into the store."""
+        rank = self._process.rank
+        producer, consumer = store.graph.call(receive.producer), store.graph.call(receive.consumer)
+        for source, sender in enumerate(receive.senders):
+            ids = self._moving(store, producer, source, consumer, rank)
+            if sender == rank or not ids:
+                continue
+            lengths = {key: store.row_lengths(key, ids) for key in receive.keys}
+            sizes = [sum(lengths[key]) * _width(store, key) for key in receive.keys]
+            message = torch.empty(sum(sizes), dtype=torch.uint8)
+            self._take(message, sender, receive.number)
+            for key, part in zip(receive.keys, message.split(sizes), strict=True):
+                values = part.clone().view(DTYPES[store.graph.keys[key].dtype])
+                store.put(key, ids, Ragged(values, lengths[key]))
+
+    def share_lengths(self, share: ShareLengths, store: Store) -> None:
+        """Heads report to the first of them; it tells all readers."""
+        rank, first = self._process.rank, share.heads[0]
+        call = store.graph.call(share.call)
+        items = [store.items(call, dp) for dp in range(len(share.heads))]
+        if rank != first and rank in share.heads:
+            mine = items[share.heads.index(rank)]
+            self._post(torch.tensor(store.rows(share.key, mine).lengths), first, _LENGTHS_TAG)
+        everything = torch.zeros(store.size, dtype=torch.int64)
+        if rank == first:
+            everything[items[0]] = torch.tensor(store.rows(share.key, items[0]).lengths)
+            for head, ids in zip(share.heads[1:], items[1:], strict=True):
+                lengths = torch.empty(len(ids), dtype=torch.int64)
+                self._take(lengths, head, _LENGTHS_TAG)
+                everything[ids] = lengths
+            for other in sorted({*share.heads, *share.readers} - {first}):
+                self._post(everything, other, _LENGTHS_TAG + 1)
+        else:
+            self._take(everything, first, _LENGTHS_TAG + 1)
+        store.lengths[share.key] = tuple(everything.tolist())
+
+    def report(self, report: Report, figures: Metrics | None) -> Metrics:
+        """Bring a call's figures from the sender, which passes them, to the receiver, which gets them."""
+        if self._process.rank == report.sender:
+            assert figures is not None, f"{report.call} left no figures"
+            text = torch.frombuffer(bytearray(json.dumps(figures.to_plain()).encode()), dtype=torch.uint8)
+            self._post(torch.tensor([len(text)]), report.receiver, _FIGURES_TAG)
+            self._post(text, report.receiver, _FIGURES_TAG)
+            return figures
+        size = torch.empty(1, dtype=torch.int64)
+        self._take(size, report.sender, _FIGURES_TAG)
+        text = torch.empty(int(size), dtype=torch.uint8)
+        self._take(text, report.sender, _FIGURES_TAG)
+        return Metrics.from_plain(json.loads(bytes(text.tolist())))
+
+    def finish(self) -> None:
+        """Wait until everything posted has left."""
+        for work, _ in self._pending:
+            work.wait()
+        self._pending.clear()
+
+    def _moving(self, store: Store, producer: Call, source: int, consumer: Call, receiver: int) -> list[int]:
+        """Items that `producer` has on its data-parallel rank `source` and `consumer` needs on `receiver`."""
+        there = set(store.items(consumer, store.plan[consumer.name].dp_index(receiver)))
+        return [i for i in store.items(producer, source) if i in there]
+
+    def _post(self, message: Tensor, receiver: int, tag: int) -> None:
+        work = dist.isend(message, receiver, group=self._process.control, tag=tag)
+        assert work is not None, "this rank is part of the control group"
+        self._pending.append((work, message))
+
+    def _take(self, message: Tensor, sender: int, tag: int) -> None:
+        dist.recv(message, sender, group=self._process.control, tag=tag)
+
+
+def _width(store: Store, key: str) -> int:
+    return DTYPES[store.graph.keys[key].dtype].itemsize

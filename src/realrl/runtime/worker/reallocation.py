@@ -1,0 +1,243 @@
+"""Executes a reallocation for one rank: copies, and packed messages of bounded size with some under way."""
+
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from realrl.engine.flat import FlatBuffer
+from realrl.layout.routing.chunks import CHUNK_BYTES, Message, RankSchedule, Span, rank_schedule
+from realrl.layout.routing.routes import Reallocation
+from realrl.runtime.processes.process import Process
+from realrl.runtime.worker.agreement import CHECKSUM_TAG, ReallocationError, agree, swap
+
+BATCH, BATCHES = 4, 16
+"""Messages posted at a time, and how many times so many may be under way."""
+STAGED = 4
+"""No more batches are posted while more packed messages than this are under way."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Flight:
+    """A message under way: what travels, and the flat buffer it comes from or belongs into."""
+
+    message: Message
+    wire: Tensor
+    data: Tensor
+    packed: Tensor | None
+    """The buffer that `wire` is a part of; None where it lies inside `data`."""
+
+
+class Staging:
+    """Buffers that messages are packed in, one per message under way; kept, because fresh memory is slow."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[Tensor] = []
+        self.used = 0
+        """Buffers that are in use."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffers that are kept and not in use."""
+        return CHUNK_BYTES * len(self._free)
+
+    def take(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(the part of a buffer that so many elements fill, the buffer)"""
+        self.used += 1
+        size = numel * dtype.itemsize
+        if size > CHUNK_BYTES:
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        elif self._free:
+            buffer = self._free.pop()
+        else:
+            buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=self._device)
+        return buffer[:size].view(dtype), buffer
+
+    def give_back(self, buffer: Tensor) -> None:
+        """The buffer is not in use any more."""
+        self.used -= 1
+        if len(buffer) == CHUNK_BYTES:
+            self._free.append(buffer)
+
+
+class Reallocator:
+    """Turns a role's parameters from one layout into another on this rank; compiled once, run at will."""
+
+    def __init__(
+        self,
+        reallocation: Reallocation,
+        process: Process,
+        *,
+        label: str,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        groups: Sequence[Collection[str]] | None = None,
+        staging: Staging | None = None,
+        verify: bool = False,
+    ) -> None:
+        """`dtypes`: of the source and of the target; the narrower one is sent. `groups`: tensors that are
+        moved at a time, by default all at once. `staging` may be shared. `verify`: prove that what arrives is
+        what was sent. `label` says in errors what this is.
+
+        All ranks of either layout must construct it together; ReallocationError if they would not do the same.
+        """
+        self._process, self._label, self._verify = process, label, verify
+        self._staging = staging or Staging(process.device)
+        self._wire = min(dtypes, key=lambda dtype: dtype.itemsize)
+        everything = [spec.name for spec in reallocation.source.specs]
+        self.groups = [everything] if groups is None else list(groups)
+        self._schedules = [
+            rank_schedule(reallocation, process.rank, self._wire.itemsize, group) for group in self.groups
+        ]
+        ranks = {*reallocation.source.placement.ranks, *reallocation.target.placement.ranks}
+        if len(ranks) > 1:
+            digest = f"{reallocation.digest()} {self._wire}"
+            pairs: dict[int, str] = defaultdict(str)
+            for schedule in self._schedules:
+                for pair in sorted(schedule.digests):
+                    peer = next(r for r in map(int, pair.split("-")) if r != process.rank)
+                    pairs[peer] += schedule.digests[pair]
+            agree(process, label, sorted(ranks), digest, pairs)
+
+    @torch.no_grad()
+    def run(self, source: FlatBuffer | None, target: FlatBuffer | None, group: int = 0) -> None:
+        """Move one group of tensors. `source` holds all tensors of the source layout, `target` gets those of
+        the group; None where a layout has nothing on this rank. ReallocationError if verification fails."""
+        schedule = self._schedules[group]
+        before, after = (None if b is None else b.data for b in (source, target))
+        checksums: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
+        under_way: deque[tuple[list[dist.Work], list[_Flight]]] = deque()
+
+        def finish(batches: int, staged: int) -> None:
+            while len(under_way) > batches or self._staging.used > staged:
+                works, flights = under_way.popleft()
+                for work in works:
+                    work.wait()
+                for flight in flights:
+                    self._finish(flight, checksums)
+
+        stage = 0
+        for batch in _batches(schedule.messages):
+            # What is sent in a stage may be what arrives in the one before.
+            finish(*(BATCHES - 1, STAGED) if batch[0].stage == stage else (0, 0))
+            stage = batch[0].stage
+            under_way.append(self._post(batch, before, after, checksums))
+        for a, b in schedule.copies:
+            assert before is not None and after is not None, "only ranks of both layouts copy"
+            rows = max(a.rows, b.rows)
+            _view(after, b, rows).copy_(_view(before, a, rows))
+        finish(0, 0)
+        if self._verify:
+            self._compare(schedule, checksums)
+
+    def mix(self, source: FlatBuffer | None, target: FlatBuffer | None, factor: float) -> None:
+        """target = (1 - factor) * target + factor * incoming, group by group."""
+        for i, group in enumerate(self.groups):
+            if target is None:
+                self.run(source, None, i)
+                continue
+            data = target.data
+            tensors = [tensor for tensor in target.tensors if tensor.name in group]
+            incoming = FlatBuffer(tensors, data.dtype, data.device)
+            self.run(source, incoming, i)
+            if tensors:
+                start = target.offset(tensors[0].name)
+                data[start : start + incoming.data.numel()].lerp_(incoming.data, factor)
+
+    def _post(
+        self,
+        messages: Sequence[Message],
+        before: Tensor | None,
+        after: Tensor | None,
+        checksums: defaultdict[tuple[int, bool], list[int]],
+    ) -> tuple[list[dist.Work], list[_Flight]]:
+        """Start some messages."""
+        flights, operations = [], []
+        for message in messages:
+            data = before if message.sends and message.stage == 0 else after
+            assert data is not None, "ranks have the buffers of their layouts"
+            flight = self._prepare(message, data)
+            if message.sends and self._verify:
+                checksums[message.peer, True].append(_checksum(flight.wire))
+            flights.append(flight)
+            operation = dist.isend if message.sends else dist.irecv
+            operations.append(dist.P2POp(operation, flight.wire, message.peer))
+        return dist.batch_isend_irecv(operations), flights
+
+    def _prepare(self, message: Message, data: Tensor) -> _Flight:
+        """What a message travels in: a stretch of the flat buffer itself, or a buffer that is packed now."""
+        first, *more = message.spans
+        fits = data.dtype == self._wire and data.device == self._process.device
+        if fits and first.contiguous and not more:
+            return _Flight(message, data[first.start : first.start + first.width], data, None)
+        wire, buffer = self._staging.take(message.numel, self._wire)
+        if message.sends:
+            _pack(wire, data, message.spans)
+        return _Flight(message, wire, data, buffer)
+
+    def _finish(self, flight: _Flight, checksums: defaultdict[tuple[int, bool], list[int]]) -> None:
+        message = flight.message
+        if flight.packed is not None and not message.sends:
+            for span, part in _parts(flight.wire, message.spans):
+                _view(flight.data, span, span.rows).copy_(part)
+        if not message.sends and self._verify:
+            # What lies in the parameters now, not only what came in.
+            wire = torch.empty_like(flight.wire)
+            _pack(wire, flight.data, message.spans)
+            checksums[message.peer, False].append(_checksum(wire))
+        if flight.packed is not None:
+            self._staging.give_back(flight.packed)
+
+    def _compare(self, schedule: RankSchedule, checksums: defaultdict[tuple[int, bool], list[int]]) -> None:
+        """Compare the checksums of what arrived here with those of what its senders sent."""
+        sent = {peer: torch.tensor(sums) for (peer, sends), sums in checksums.items() if sends}
+        arrived = {peer: torch.tensor(sums) for (peer, sends), sums in checksums.items() if not sends}
+        theirs = swap(
+            self._process, sent, {p: torch.empty_like(sums) for p, sums in arrived.items()}, CHECKSUM_TAG
+        )
+        for peer, sums in arrived.items():
+            wrong = (sums != theirs[peer]).nonzero().flatten().tolist()
+            if wrong:
+                received = [m for m in schedule.messages if m.peer == peer and not m.sends]
+                regions = received[wrong[0]].regions
+                more = f" and {len(regions) - 1} more regions" if len(regions) > 1 else ""
+                raise ReallocationError(
+                    f"{self._label}: on rank {self._process.rank}, what arrived from rank {peer} is not what"
+                    f" was sent: {regions[0].tensor} at {list(regions[0].offset)}, size"
+                    f" {list(regions[0].size)}{more}"
+                )
+
+
+def _batches(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    for _, of_stage in groupby(messages, key=lambda message: message.stage):
+        while batch := list(islice(of_stage, BATCH)):
+            yield batch
+
+
+def _view(data: Tensor, span: Span, rows: int) -> Tensor:
+    """A span of a flat buffer as a matrix of so many rows."""
+    if span.contiguous:
+        return data[span.start : span.start + span.width].view(rows, -1)
+    return data.as_strided((span.rows, span.width), (span.stride, 1), span.start)
+
+
+def _parts(wire: Tensor, spans: Sequence[Span]) -> list[tuple[Span, Tensor]]:
+    """Spans with their parts of a message, in the shapes of their views."""
+    parts = wire.split([span.numel for span in spans])
+    return [(span, part.view(span.rows, -1)) for span, part in zip(spans, parts, strict=True)]
+
+
+def _pack(wire: Tensor, data: Tensor, spans: Sequence[Span]) -> None:
+    for span, part in _parts(wire, spans):
+        part.copy_(_view(data, span, span.rows))
+
+
+def _checksum(tensor: Tensor) -> int:
+    # Of a copy, because the memory of a tensor that numpy has seen cannot be given back for offloading.
+    copy = tensor.cpu().clone(memory_format=torch.contiguous_format)
+    return zlib.crc32(copy.view(torch.uint8).numpy().data)
