@@ -285,7 +285,7 @@ TRAIN: list[tuple[str, str, str]] = [
     ("sft", "cluster=2x1", "has 2 nodes; start it on each of them with"),
     ("sft", "cluster=h100:1x1", "names h100, but this run computes on CPUs"),
     ("ppo", "data.eval=DIR/folder/records.jsonl training.judge=judge", "write FILE.py:FUNCTION"),
-    ("ppo", "data.eval=DIR/folder/records.jsonl training.judge=gone.py:f", "with a file that exists"),
+    ("ppo", "data.eval=DIR/folder/records.jsonl training.judge=gone.py:f", "there is no file"),
     ("sft", "training.judge=a.py:f data.eval=x", "scores generated text, and sft generates none"),
     ("sft", "data.batch=81", "data.batch=81 is more than the 80 records of the training data"),
     ("sft", "data.train=DIR/gone.jsonl", "does not exist"),

@@ -1,0 +1,103 @@
+"""Python code that a user names in a recipe: importing it, and the errors it raises, as error messages."""
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from zlib import crc32
+
+from realrl.config.errors import UserCodeError, UserError
+from realrl.config.paths import local_path
+
+
+class UserCode:
+    """A module of the user's, named by a setting of the recipe as `FILE.py` or `package.module`."""
+
+    def __init__(self, setting: str, reference: str) -> None:
+        """Import the module. `setting` and `reference` are how error messages name it, for example
+        `training.judge` and `judge.py:rate`; what follows a last colon of the reference is not looked at.
+
+        UserError where there is no such module, UserCodeError where it cannot be imported.
+        """
+        self._label = f"{setting}={reference}"
+        source = reference.rpartition(":")[0] or reference
+        self.file: Path | None = local_path(source).resolve() if source.endswith(".py") else None
+        self.module = self._import(source)
+
+    def _import(self, source: str) -> ModuleType:
+        if self.file is None:
+            with self.errors("cannot be imported:"):
+                found = _is_module(source)
+            if not found:
+                raise UserError(
+                    f"{self._label}: there is no module {source}; write FILE.py or package.module"
+                )
+            with self.errors("cannot be imported:"):
+                module = importlib.import_module(source)
+            self.file = Path(module.__file__).resolve() if module.__file__ else None
+            return module
+        if not self.file.is_file():
+            raise UserError(f"{self._label}: there is no file {self.file}")
+        spec = importlib.util.spec_from_file_location(_module_name(self.file), self.file)
+        assert spec is not None and spec.loader is not None, "a .py file has a loader"
+        if spec.name in sys.modules:
+            return sys.modules[spec.name]
+        module = importlib.util.module_from_spec(spec)
+        # Where else dataclasses and pickle look for it.
+        sys.modules[spec.name] = module
+        try:
+            with self.errors("cannot be imported:"):
+                spec.loader.exec_module(module)
+        except UserCodeError:
+            del sys.modules[spec.name]
+            raise
+        return module
+
+    def attribute(self, name: str) -> Any:
+        """What the module calls `name`; UserError where it has nothing of that name."""
+        if not hasattr(self.module, name):
+            raise UserError(f"{self._label}: {self.file or self.module.__name__} has no {name}")
+        return getattr(self.module, name)
+
+    @contextmanager
+    def errors(self, verb: str) -> Iterator[None]:
+        """Turn whatever the user's code raises inside into a UserCodeError that names its line. `verb` is what the
+        code did, for example `raised`."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:  # whatever the user's code does
+            # The first frame is ours, and for an import so are some more.
+            frames = traceback.extract_tb(error.__traceback__)
+            theirs = [frame for frame in frames if Path(frame.filename).resolve() == self.file]
+            if theirs:
+                frames = traceback.StackSummary.from_list(frames[frames.index(theirs[0]) :])
+            where = f" ({self.file}:{theirs[-1].lineno})" if theirs else ""
+            text = " ".join(str(error).split())
+            reason = f"{type(error).__name__}{text and ': '}{text}"
+            listed = "".join(frames.format()) if theirs else ""
+            trace = "".join(
+                ["Traceback (most recent call last):\n", listed, *traceback.format_exception_only(error)]
+            )
+            raise UserCodeError(f"{self._label} {verb} {reason}{where}", trace) from error
+
+
+def _is_module(name: str) -> bool:
+    """Whether there is a module of that name. Importing the packages around it may raise anything."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ValueError:
+        return False
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            return False
+        raise
+
+
+def _module_name(file: Path) -> str:
+    """A name that no other file has: two files may have one name in different folders."""
+    return f"realrl_user_{crc32(str(file).encode()):08x}_{file.stem}"
