@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from realrl.layout.limits import bucket_count
 from realrl.planner.cost.setting import Setting
 from realrl.planner.cost.timing import Part
 from realrl.planner.workload.batching import Chunks, split_work
-from realrl.planner.workload.sizes import buckets
 
 _SMALL = 64
 """Bytes of the sums of figures, of which ranks wait for a few in every optimizer step."""
@@ -78,7 +78,7 @@ def _gradients(setting: Setting, elements: int, last_pass: float) -> float:
 
     Parameters of which tensor ranks or stages each have a part of the gradient must be completed before.
     """
-    network, parts = setting.network, buckets(elements)
+    network, parts = setting.network, bucket_count(elements)
     seconds = parts * network.data.reduce_scatter(4 * elements / parts)
     small = 3 * network.data.all_reduce(_SMALL)
     completion = _completion(setting)
@@ -103,7 +103,7 @@ def _completion(setting: Setting) -> float:
 
 def _parameters(setting: Setting, elements: int, update: float) -> float:
     """Collecting parameters: while the next bucket is updated."""
-    parts = buckets(elements)
+    parts = bucket_count(elements)
     seconds = parts * setting.network.data.all_gather(setting.timing.element_bytes * elements / parts)
     return max(seconds - update * setting.overlap, seconds / parts)
 

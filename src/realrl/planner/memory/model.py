@@ -7,6 +7,7 @@ from realrl.config.errors import UserError
 from realrl.config.units import format_bytes
 from realrl.dataflow.call import Call, Kind
 from realrl.families.shape import Head, ModelShape
+from realrl.layout.limits import bucket_count
 from realrl.layout.ranges import stage_layers
 from realrl.layout.routing.chunks import CHUNK_BYTES
 from realrl.plan.placement import Placement
@@ -15,7 +16,7 @@ from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.memory.activations import Activations, Parts
 from realrl.planner.workload.batching import split_work
-from realrl.planner.workload.sizes import LocalSizes, buckets
+from realrl.planner.workload.sizes import LocalSizes
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 
@@ -151,7 +152,7 @@ class MemoryModel:
     def _elements(self, model: Stored, placement: Placement) -> list[int]:
         """Elements that each stage stores, padded so that data-parallel ranks can share out each bucket."""
         stages = self._local(model, placement).stage_elements(placement.strategy.pp)
-        multiples = [placement.strategy.dp * buckets(elements) for elements in stages]
+        multiples = [placement.strategy.dp * bucket_count(elements) for elements in stages]
         return [-(-n // multiple) * multiple for n, multiple in zip(stages, multiples, strict=True)]
 
     def _local(self, model: Stored, placement: Placement) -> LocalSizes:

@@ -9,14 +9,6 @@ from realrl.layout.layout import local_tensor
 from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
 from realrl.layout.shard import Shard
 
-BUCKET_ELEMENTS = 2**24
-"""Of gradients and parameters, that travel in one collective (`engine.flat`)."""
-
-
-def buckets(elements: int) -> int:
-    """Buckets that so many elements are cut into."""
-    return max(1, round(elements / BUCKET_ELEMENTS))
-
 
 @dataclass(frozen=True)
 class LocalSizes:
