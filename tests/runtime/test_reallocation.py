@@ -15,6 +15,7 @@ from torch import Tensor
 from realrl.engine.flat import FlatBuffer
 from realrl.families.shape import ModelShape
 from realrl.layout.layout import Layout, layout
+from realrl.layout.limits import STAGING_BUFFERS
 from realrl.layout.routing import chunks
 from realrl.layout.routing.chunks import tensor_groups
 from realrl.layout.routing.routes import reallocate
@@ -23,7 +24,7 @@ from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import Process, wait_to_be_scheduled
 from realrl.runtime.worker.agreement import ReallocationError
-from realrl.runtime.worker.reallocation import Reallocator
+from realrl.runtime.worker.reallocation import CHUNK_BYTES, Reallocator, Staging
 
 RANKS = 8
 CPU = torch.device("cpu")
@@ -91,6 +92,7 @@ class Bench:
 
     def __init__(self, process: Process) -> None:
         self.process, self.rank = process, process.rank
+        self.staging = Staging(CPU)
         self.failures: dict[str, list[str]] = {}
 
     def reallocator(
@@ -101,6 +103,7 @@ class Bench:
         return Reallocator(
             reallocate(source, target, cluster), self.process, label="actor", dtypes=dtypes,
             groups=None if groups is None else tensor_groups(target, 4, groups), verify=verify,
+            staging=self.staging,
         )  # fmt: skip
 
 
@@ -246,6 +249,12 @@ def twenty_round_trips_leak_nothing(bench: Bench) -> Iterator[str]:
         yield f"resident bytes {sizes}"
 
 
+def no_more_buffers_are_kept_than_the_planner_counts(bench: Bench) -> Iterator[str]:
+    """After all that the scenarios before this one have sent."""
+    if not 0 < bench.staging.nbytes <= STAGING_BUFFERS * CHUNK_BYTES:
+        yield f"{bench.staging.nbytes} bytes"
+
+
 SCENARIOS: dict[str, Callable[[Bench], Iterator[str]]] = {
     f.__name__: f
     for f in (
@@ -253,6 +262,7 @@ SCENARIOS: dict[str, Callable[[Bench], Iterator[str]]] = {
         the_narrower_type_is_sent,
         groups_of_tensors_can_go_one_by_one,
         averages_are_elementwise,
+        no_more_buffers_are_kept_than_the_planner_counts,
         a_corrupted_message_is_noticed,
         ranks_that_disagree_are_named,
         twenty_round_trips_leak_nothing,

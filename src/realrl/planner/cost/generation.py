@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import log
 
+from realrl.layout.limits import COMPACTION_SHARE
 from realrl.planner.cost.passes import Ends, forward_pass
 from realrl.planner.cost.setting import Setting
 from realrl.planner.workload.batching import Chunks, split_work
@@ -11,8 +12,6 @@ from realrl.planner.workload.workload import CallWork
 
 _SEGMENTS = 8
 """Stretches of steps in which rows and context are taken to be constant."""
-_KEPT = 0.8
-"""Rows that have ended are taken out as soon as only so many of all go on (`engine.generate`)."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,9 @@ def stretches(work: CallWork, rows: float) -> Iterator[Stretch]:
         begin, end = steps * i / _SEGMENTS, steps * (i + 1) / _SEGMENTS
         alive, left = (max(1 / rows, sum(a > n for a in answers) / len(answers)) for n in (begin, end))
         context = prompt + (begin + end + 1) / 2
-        yield Stretch(end - begin, max(1.0, rows * alive), context, log(alive / left) / -log(_KEPT))
+        yield Stretch(
+            end - begin, max(1.0, rows * alive), context, log(alive / left) / -log(COMPACTION_SHARE)
+        )
 
 
 def generation(setting: Setting) -> Mapping[str, float]:

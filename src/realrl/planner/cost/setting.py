@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from math import ceil
 
+from realrl.layout.limits import max_logits
+from realrl.layout.padding import length_buckets
 from realrl.layout.ranges import stage_layers
 from realrl.plan.placement import Strategy
 from realrl.planner.cost.network import Network
 from realrl.planner.cost.timing import Part, Size, Timing
-from realrl.planner.memory.logits import CPU_CHUNK, GPU_CHUNK
 from realrl.planner.workload.batching import Chunks
-from realrl.planner.workload.padding import length_buckets
 from realrl.planner.workload.workload import CallWork
 
 
@@ -45,7 +45,7 @@ class Setting:
             part = part or lengths[i * len(lengths) // chunks.count :][:1]
             held = [part[(2 * j + 1) * len(part) // (2 * each)] for j in range(each)]
             buckets = length_buckets(held)
-            squares += sum(count * length**2 for length, count in buckets)
+            squares += sum(len(bucket.sequences) * bucket.length**2 for bucket in buckets)
             groups, tokens = groups + len(buckets), tokens + sum(held)
         return Size(chunks.tokens, chunks.tokens * squares / tokens, groups / chunks.count)
 
@@ -104,8 +104,7 @@ class Setting:
 
     def _logit_chunks(self, tokens: float) -> tuple[float, int]:
         """Rows of logits that are computed at once, and how often."""
-        most = CPU_CHUNK if self.timing.device.cpu else GPU_CHUNK
-        rows = max(1, most // self.timing.sizes.vocabulary)
+        rows = max(1, max_logits(cpu=self.timing.device.cpu) // self.timing.sizes.vocabulary)
         return min(rows, tokens), ceil(tokens / rows)
 
     def _hidden(self, tokens: float) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from realrl.layout.limits import SENDS_PER_STAGE
 from realrl.plan.placement import Strategy
 from realrl.planner.memory.layer import Layer
 from realrl.planner.memory.logits import Logits
@@ -16,8 +17,6 @@ from realrl.planner.workload.sizes import LocalSizes
 
 Parts = Mapping[str, int]
 """activations, logits and cache: bytes, all at the same moment."""
-SENDS_PER_STAGE = 4
-"""Messages to other stages that are kept, times the number of stages (`engine.pipeline`)."""
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
+from realrl.layout.limits import max_logits
 from realrl.planner.workload.sizes import LocalSizes
 
-GPU_CHUNK, CPU_CHUNK = 1 << 26, 1 << 20
-"""Logits that are computed at a time (`model.logprobs`)."""
 SAMPLED_LOGIT_BYTES = 28
 """Of a token to be drawn without top-k and top-p: logits, log-probabilities and probabilities in float32, these and
 their sums in float64 (`engine.sampling`)."""
@@ -68,4 +67,4 @@ class Logits:
         return self.sizes.head == "scalar"
 
     def _chunk(self, tokens: float) -> float:
-        return min(tokens * self.sizes.vocabulary, CPU_CHUNK if self.cpu else GPU_CHUNK)
+        return min(tokens * self.sizes.vocabulary, max_logits(cpu=self.cpu))

@@ -7,7 +7,7 @@ from realrl.config.errors import UserError
 from realrl.config.units import format_bytes
 from realrl.dataflow.call import Call, Kind
 from realrl.families.shape import Head, ModelShape
-from realrl.layout.limits import bucket_count
+from realrl.layout.limits import STAGING_BUFFERS, bucket_count
 from realrl.layout.ranges import stage_layers
 from realrl.layout.routing.chunks import CHUNK_BYTES
 from realrl.plan.placement import Placement
@@ -25,8 +25,6 @@ _GIB = 1 << 30
 DRIVER_BYTES = int(1.6 * _GIB)
 """Not to be had on a GPU: about 0.6 GiB for the CUDA context and the libraries' kernels, and 1 GiB for the channels
 of a few NCCL communicators."""
-MESSAGE_BUFFERS = 12
-"""Chunks that a reallocation packs and receives messages in, and keeps (`runtime.reallocation.Staging`)."""
 FRAGMENTATION = 0.1
 """Of what comes and goes: blocks that the caching allocator holds but cannot use. What stays is in few flat buffers
 and leaves no holes."""
@@ -161,7 +159,7 @@ class MemoryModel:
 
 
 def _usable(kind: DeviceKind) -> int:
-    return kind.memory_bytes - MESSAGE_BUFFERS * CHUNK_BYTES - (0 if kind.cpu else DRIVER_BYTES)
+    return kind.memory_bytes - STAGING_BUFFERS * CHUNK_BYTES - (0 if kind.cpu else DRIVER_BYTES)
 
 
 def _state(elements: int, dp: int, element_bytes: int) -> dict[str, int]:

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-DENSE_LENGTH = 128
-"""Up to this length float32 scores are computed whole."""
+from realrl.layout.padding import length_buckets
 
 
 @dataclass(frozen=True)
@@ -26,26 +25,14 @@ class Padding:
     def of(cls, lengths: Sequence[int], *, dense: bool) -> "Padding":
         """That of sequences with these lengths; `dense` where short ones may have their scores stored."""
         buckets = length_buckets(lengths)
-        masks = sum(length**2 for length, _ in buckets if length <= DENSE_LENGTH)
+        masks = sum(bucket.length**2 for bucket in buckets if bucket.dense)
         rows, long, scores = 0, 0, []
-        for length, count in buckets:
-            rows += count * length
-            if dense and length <= DENSE_LENGTH:
-                scores.append(count * length**2)
+        for bucket in buckets:
+            padded = len(bucket.sequences) * bucket.length
+            rows += padded
+            if dense and bucket.dense:
+                scores.append(padded * bucket.length)
             else:
-                long += count * length
+                long += padded
         tokens = sum(lengths)
         return cls(rows / tokens, long / tokens, sum(scores) / tokens, max(scores, default=0) / tokens, masks)
-
-
-def length_buckets(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """(padded length, sequences), longest first: multiples of 8, with little difference within a bucket."""
-    found: list[tuple[int, int]] = []
-    shortest = 0
-    for length in sorted(lengths, reverse=True):
-        if not found or length < shortest:
-            longest = -(-length // 8) * 8
-            shortest = min(longest - 8, longest * 3 // 4) + 1
-            found.append((longest, 0))
-        found[-1] = (found[-1][0], found[-1][1] + 1)
-    return found

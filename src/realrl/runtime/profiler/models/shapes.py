@@ -11,7 +11,7 @@ import torch
 from realrl.engine.model import Model
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import TensorSpec, model_tensors
-from realrl.model.packing import DENSE_LENGTH
+from realrl.layout.padding import DENSE_LENGTH
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
 from realrl.planner.profile.profile import LayerKind, Measurement
 from realrl.planner.workload.sizes import LocalSizes
