@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from realrl.planner.report.report import Objective, PlanReport
     from realrl.planner.search.plan_search import Wanted
     from realrl.planner.simulate.scenario import Scenario
+    from realrl.runtime.prepare.fit.change import Draft
 
 RecipeOrNone = Annotated[
     str | None, typer.Argument(help="A recipe: YAML file; needed except to calibrate.", show_default=False)
@@ -110,7 +112,7 @@ def plan(
     """
     from realrl.cli.planning import input as plan_input
     from realrl.recipe.load import load_experiment
-    from realrl.runtime.prepare.scenario import wanted_plans
+    from realrl.runtime.prepare.scenarios import wanted_plans
 
     if recipe is None and calibrate is None:
         raise UserError("name a recipe, a YAML file, to plan for")
@@ -124,9 +126,9 @@ def plan(
     files = plan_input.files_to_write(recipe, cluster, profile, lengths, out=out, html=html, trace=trace)
     counts, goal = plan_input.parse_nodes(nodes), plan_input.parse_objective(objective)
     plan_input.check_seconds(seconds)
-    scenario, source = plan_input.read_scenario(experiment, cluster, profile, lengths)
+    draft, scenario, source = plan_input.read_scenario(experiment, cluster, profile, lengths)
     wanted = wanted_plans(experiment, scenario.spec, files.get("out"))
-    report = _report(scenario, wanted, nodes=counts, objective=goal, seconds=seconds, seed=seed)
+    report = _report(draft, scenario, wanted, nodes=counts, objective=goal, seconds=seconds, seed=seed)
     if as_json:
         from realrl.planner.report.to_json import report_json
 
@@ -160,6 +162,7 @@ def _write(report: "PlanReport", name: str, file: Path, title: str, source: str)
 
 
 def _report(
+    draft: "Draft",
     scenario: "Scenario",
     wanted: "Wanted",
     *,
@@ -172,8 +175,7 @@ def _report(
 
     from realrl.planner.evaluate.shortage import DoesNotFit
     from realrl.planner.report.make import make_report
-    from realrl.planner.report.remedies import no_plan
-    from realrl.planner.report.sizes import on_cluster
+    from realrl.runtime.prepare.fit.search import no_plan
 
     try:
         with Console(stderr=True).status("planning"):
@@ -182,5 +184,5 @@ def _report(
             )
     except DoesNotFit as error:
         if nodes:
-            scenario = on_cluster(scenario, scenario.spec.with_nodes(max(nodes)))
-        raise no_plan(scenario, error.shortage, wanted) from None
+            draft = replace(draft, spec=draft.spec.with_nodes(max(nodes)))
+        raise no_plan(draft, scenario.on(draft.spec), error.shortage, wanted) from None

@@ -17,7 +17,7 @@ from realrl.runtime.measure.compare import Facts, compare
 from realrl.runtime.measure.ledger import Ledger
 from realrl.runtime.measure.meter import Meter, clock_offsets
 from realrl.runtime.prepare.compile import Compiled, stored_models
-from realrl.runtime.prepare.scenario import spec_of
+from realrl.runtime.prepare.devices import spec_of
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.store import Store

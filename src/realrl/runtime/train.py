@@ -30,8 +30,8 @@ from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.output.saved import find_saved
 from realrl.runtime.output.stopped import learning_stopped
 from realrl.runtime.prepare.compile import Compiled, compile_recipe, models, with_sizes
-from realrl.runtime.prepare.fit_check import check_fit
-from realrl.runtime.prepare.scenario import check_kind
+from realrl.runtime.prepare.devices import check_kind
+from realrl.runtime.prepare.fit.check import check_fit
 from realrl.runtime.processes.process import Process, connect, resolve_cluster
 from realrl.runtime.processes.startup import agreed_plan, least_device
 from realrl.runtime.setup import load_data, load_ends, load_shared_tokenizer

@@ -6,7 +6,7 @@ from dataclasses import replace
 from realrl.config.errors import UserError
 from realrl.planner.report.alternatives import alternatives
 from realrl.planner.report.report import Objective, PlanReport, Preset
-from realrl.planner.report.sizes import compare_sizes, on_cluster, size_report
+from realrl.planner.report.sizes import compare_sizes, size_report
 from realrl.planner.search.plan_search import BestPlan, Wanted, best_plan, enough_seconds
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.scenario import Scenario
@@ -36,10 +36,10 @@ def make_report(
     largest = scenario.spec.with_nodes(counts[-1])
     seconds = enough_seconds(largest) if seconds is None else seconds
     each = seconds if nodes else seconds / len(counts)
-    scenario = on_cluster(scenario, largest)
+    scenario = scenario.on(largest)
     sizes = compare_sizes(scenario, counts, seconds=each, seed=seed, wanted=wanted)
     best = min(sizes, key=lambda size: size.step_seconds if objective == "time" else size.cost)
-    scenario = on_cluster(scenario, scenario.spec.with_nodes(best.nodes))
+    scenario = scenario.on(scenario.spec.with_nodes(best.nodes))
     found = best_plan(scenario, seconds=seconds, seed=seed, wanted=wanted, start=best.plan)
     report = _report(scenario, found, wanted)
     row = size_report(scenario, report.chosen, report.gap)

@@ -1,13 +1,9 @@
 """What plans take and cost on different numbers of nodes."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from realrl.config.errors import UserError
-from realrl.planner.cluster.spec import ClusterSpec
-from realrl.planner.cost.model import CostModel
 from realrl.planner.evaluate.shortage import DoesNotFit
-from realrl.planner.memory.model import MemoryModel
 from realrl.planner.report.alternatives import shortage_text
 from realrl.planner.report.report import SizeReport
 from realrl.planner.search.nodes import ClusterSize, by_nodes
@@ -30,19 +26,8 @@ def compare_sizes(
     if parts[-1].shortage is not None:
         raise DoesNotFit(parts[-1].shortage)
     return tuple(
-        _part_report(on_cluster(scenario, spec.with_nodes(part.nodes)), part, wanted=wanted, seconds=seconds)
+        _part_report(scenario.on(spec.with_nodes(part.nodes)), part, wanted=wanted, seconds=seconds)
         for part in parts
-    )
-
-
-def on_cluster(scenario: Scenario, spec: ClusterSpec) -> Scenario:
-    """The same step on other devices."""
-    cost, memory = scenario.cost, scenario.memory
-    return replace(
-        scenario,
-        spec=spec,
-        cost=CostModel(spec, cost.profile, cost.efficiency),
-        memory=MemoryModel(spec, memory.efficiency),
     )
 
 
