@@ -184,7 +184,7 @@ def test_a_gpu_that_is_not_known_needs_a_cluster_file(world: World, tmp_path: Pa
 def test_a_model_that_fits_nowhere_is_one_sentence(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    file = str(world.recipe("ppo", tmp_path, cluster="1x2", plan="search", device_memory="98600KiB"))
+    file = str(world.recipe("ppo", tmp_path, cluster="1x2", plan="search", device_memory="65832KiB"))
     assert run_app([command, file]) == 2
     error = capsys.readouterr().err
     assert error.startswith("realrl: no plan fits models (actor, critic, ref, reward) on cpu:1x2, even with")

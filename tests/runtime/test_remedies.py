@@ -13,7 +13,7 @@ from realrl.planner.evaluate.shortage import DoesNotFit
 from realrl.planner.search.plan_search import Wanted, find_plan
 from realrl.planner.space.build import Choices
 from realrl.recipe.load import load_experiment
-from realrl.runtime.prepare.fit.change import Change, Draft, Source, in_order, set_fields
+from realrl.runtime.prepare.fit.change import Attempts, Change, Draft, in_order, set_fields
 from realrl.runtime.prepare.fit.remedies import Outcome, Trials, describe
 from realrl.runtime.prepare.fit.search import no_plan, search_remedies
 from realrl.runtime.prepare.fit.search_changes import search_changes
@@ -49,7 +49,7 @@ def refusal(of: Draft, wanted: Wanted) -> str:
     return str(error)
 
 
-def texts(source: Source) -> list[str]:
+def texts(source: Attempts) -> list[str]:
     """The changes that a source proposes while none of them helps."""
     found = []
     change = next(source, None)
@@ -158,7 +158,7 @@ def assess(changed: Draft, seconds: float) -> Outcome:
     return Outcome(bytes_missing(experiment.data.batch, experiment.micro_batch_tokens), "needs less")
 
 
-def sources(*groups: list[str]) -> Iterator[Source]:
+def sources(*groups: list[str]) -> Iterator[Attempts]:
     return (in_order(set_fields(text) for text in group) for group in groups)
 
 
@@ -190,7 +190,7 @@ def test_changes_that_help_only_together_are_combined() -> None:
 
 
 def test_a_source_may_look_for_something_milder() -> None:
-    def bisected() -> Source:
+    def bisected() -> Attempts:
         for number in (8, 16, 12, 10):
             yield Change(f"{number} nodes", lambda of, n=number: set_fields(f"seed={n}").apply(of), "on")
 

@@ -40,12 +40,12 @@ class Change:
     preposition: str = "with"
 
 
-Source = Generator[Change, bool, None]
+Attempts = Generator[Change, bool, None]
 """Changes of one kind, the mildest first. Each is answered by whether everything fits with it; a source may then
 look for something milder, and what it last found counts."""
 
 
-def in_order(changes: Iterable[Change]) -> Source:
+def in_order(changes: Iterable[Change]) -> Attempts:
     """Changes of which the first that helps is wanted."""
     for change in changes:
         if (yield change):

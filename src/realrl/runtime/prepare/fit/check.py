@@ -10,7 +10,7 @@ from realrl.planner.cluster.spec import ClusterSpec
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.compile import Compiled, compile_recipe
 from realrl.runtime.prepare.devices import host_is_device, memory_spec, spec_of
-from realrl.runtime.prepare.fit.change import Draft, Source, in_order, set_fields
+from realrl.runtime.prepare.fit.change import Attempts, Draft, in_order, set_fields
 from realrl.runtime.prepare.fit.footprint import PeakDevice, find_peak_device
 from realrl.runtime.prepare.fit.plan_changes import plan_changes
 from realrl.runtime.prepare.fit.remedies import Outcome, Remedy, Trials, describe
@@ -100,7 +100,7 @@ def _find_help(draft: Draft, outcome: _Peak, *, searchable: bool) -> str:
     return f"spread {outcome.worst.device.peak.during} over more devices; `realrl plan` finds over how many"
 
 
-def _sources(draft: Draft, outcome: _Peak) -> Iterator[Source]:
+def _sources(draft: Draft, outcome: _Peak) -> Iterator[Attempts]:
     """Changes by which only the time of a step changes, the cheapest first, and the precision of frozen roles."""
     offload = not host_is_device(draft.experiment, draft.spec)
     worst, phases = outcome.worst, outcome.compiled.phases
@@ -108,7 +108,7 @@ def _sources(draft: Draft, outcome: _Peak) -> Iterator[Source]:
         yield in_order(changes)
 
 
-def _all_sources(draft: Draft, outcome: _Peak) -> Iterable[Source]:
+def _all_sources(draft: Draft, outcome: _Peak) -> Iterable[Attempts]:
     """Those, and last what changes the results."""
     yield from _sources(draft, outcome)
     yield in_order(smaller_batches(draft.experiment))

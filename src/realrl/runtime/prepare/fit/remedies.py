@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from realrl.config.errors import UserError
-from realrl.runtime.prepare.fit.change import Change, Draft, Source
+from realrl.runtime.prepare.fit.change import Attempts, Change, Draft
 
 _SHARE = 0.6
 """Of the time that is left, what one source of changes may take, so that something is left for the next."""
@@ -57,7 +57,7 @@ class Trials(Generic[Result]):
         self._assess = assess
         self._end = time.monotonic() + seconds
 
-    def remedies(self, draft: Draft, sources: Iterable[Source], most: int) -> list[Remedy[Result]]:
+    def remedies(self, draft: Draft, sources: Iterable[Attempts], most: int) -> list[Remedy[Result]]:
         """The remedy that each source finds, of the first `most` that find any."""
         found: list[Remedy[Result]] = []
         for source in sources:
@@ -69,7 +69,7 @@ class Trials(Generic[Result]):
         return found
 
     def together(
-        self, draft: Draft, result: Result, sources: Callable[[Draft, Result], Iterable[Source]]
+        self, draft: Draft, result: Result, sources: Callable[[Draft, Result], Iterable[Attempts]]
     ) -> Remedy[Result] | None:
         """Changes that help only together: of each kind as much as there is, until everything fits.
 
@@ -87,7 +87,7 @@ class Trials(Generic[Result]):
             draft, result = change.apply(draft), result_then
         return Remedy(tuple(chosen), result)
 
-    def _best(self, source: Source, draft: Draft, result: Result) -> tuple[Change | None, Result]:
+    def _best(self, source: Attempts, draft: Draft, result: Result) -> tuple[Change | None, Result]:
         """The change of a source that leaves least missing, if any is better than none, and its result."""
         best: Change | None = None
         for change, after in self._tried(source, draft, self._end):
@@ -95,7 +95,7 @@ class Trials(Generic[Result]):
                 best, result = change, after
         return best, result
 
-    def _tried(self, source: Source, draft: Draft, deadline: float) -> Iterator[tuple[Change, Result]]:
+    def _tried(self, source: Attempts, draft: Draft, deadline: float) -> Iterator[tuple[Change, Result]]:
         """The changes of a source that are possible, each with its result, until the deadline."""
         change = next(source, None)
         while change is not None and self._left(deadline) > 0:

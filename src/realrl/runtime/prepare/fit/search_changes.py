@@ -10,7 +10,7 @@ from realrl.planner.cluster.devices import DEVICES
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.compile import models
-from realrl.runtime.prepare.fit.change import Change, Draft, Source, halves, in_order, set_fields
+from realrl.runtime.prepare.fit.change import Attempts, Change, Draft, halves, in_order, set_fields
 
 _MOST_DEVICES = 1024
 _SHORTEST = 64
@@ -19,7 +19,7 @@ _MOST_HALVINGS = 3
 """Of the batch."""
 
 
-def search_changes(draft: Draft) -> Iterator[Source]:
+def search_changes(draft: Draft) -> Iterator[Attempts]:
     """What could help where no plan fits, by what it costs: other settings first, then other devices, and last what
     changes the results."""
     yield in_order(_narrower_types(draft.experiment))
@@ -47,7 +47,7 @@ def _narrower_types(experiment: Experiment) -> Iterator[Change]:
             yield set_fields(*(f"models.{role}.dtype=bfloat16" for role in roles))
 
 
-def _more_nodes(spec: ClusterSpec) -> Source:
+def _more_nodes(spec: ClusterSpec) -> Attempts:
     """The fewest nodes of the same kind: doubled until a plan fits, then bisected."""
     if len(spec.groups) > 1:
         return
