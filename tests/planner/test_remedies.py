@@ -16,15 +16,15 @@ from realrl.planner.cost.model import CostModel
 from realrl.planner.evaluate.shortage import DoesNotFit
 from realrl.planner.memory.model import MemoryModel
 from realrl.planner.report.remedies import _fewer, _narrower, no_plan, remedies
-from realrl.planner.search.plan_search import Wanted, find_plan
+from realrl.planner.search.plan_search import UserConstraints, find_plan
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.space.build import Choices
+from realrl.planner.space.build import SearchSpace
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 from realrl.recipe.model import HEADS
 from tests.planner.problems import GRAPH
 
-LEAN = Wanted(choices=Choices(offload=False))
+LEAN = UserConstraints(search_space=SearchSpace(offload=False))
 """Offloading would make most things fit."""
 SPEC = ClusterSpec.parse("a100-80g:1x1")
 
@@ -41,11 +41,11 @@ def scenario(
     return Scenario(GRAPH, models, spec, workload, CostModel(spec), MemoryModel(spec))
 
 
-def refusal(of: Scenario, wanted: Wanted) -> str:
+def refusal(of: Scenario, constraints: UserConstraints) -> str:
     """What the user is told."""
     with pytest.raises(DoesNotFit) as caught:
-        find_plan(of, seconds=2.0, wanted=wanted)
-    error = no_plan(of, caught.value.shortage, wanted)
+        find_plan(of, seconds=2.0, constraints=constraints)
+    error = no_plan(of, caught.value.shortage, constraints)
     assert isinstance(error, UserError)
     return str(error)
 
@@ -58,9 +58,9 @@ def test_the_fewest_nodes_that_suffice_are_found() -> None:
     assert found is not None
     nodes = int(found[1])
     assert nodes > 1
-    find_plan(_on(of, nodes), seconds=2.0, wanted=LEAN)
+    find_plan(_on(of, nodes), seconds=2.0, constraints=LEAN)
     with pytest.raises(DoesNotFit):
-        find_plan(_on(of, nodes - 1), seconds=2.0, wanted=LEAN)
+        find_plan(_on(of, nodes - 1), seconds=2.0, constraints=LEAN)
 
 
 class Named:
@@ -75,10 +75,10 @@ class Named:
 
 def test_a_smaller_batch_is_one_that_mini_batches_share_out() -> None:
     minibatches = max(call.minibatches for call in GRAPH.calls)
-    for items, wanted in ((8 * minibatches, (4, 2, 1)), (6 * minibatches, (3,)), (5 * minibatches, ())):
+    for items, smaller in ((8 * minibatches, (4, 2, 1)), (6 * minibatches, (3,)), (5 * minibatches, ())):
         named, of = Named(), scenario("a100-80g:1x1")
         _fewer(replace(of, workload=replace(of.workload, items=items)), named)
-        assert named.texts == [f"with data.batch={n * minibatches}" for n in wanted]
+        assert named.texts == [f"with data.batch={n * minibatches}" for n in smaller]
 
 
 def test_a_moving_average_stays_in_float32() -> None:
@@ -92,7 +92,7 @@ def test_a_moving_average_stays_in_float32() -> None:
 def test_a_search_that_ran_out_of_time_proves_nothing() -> None:
     of = scenario("a100-40g:1x1", "llama-2-70b")
     with pytest.raises(DoesNotFit) as caught:
-        find_plan(of, seconds=2.0, wanted=LEAN)
+        find_plan(of, seconds=2.0, constraints=LEAN)
     shortage = caught.value.shortage
     for proven, words in ((True, "no plan fits llama"), (False, "no plan was found that fits llama")):
         error = no_plan(of, replace(shortage, proven=proven), LEAN, seconds=0.0)
@@ -105,7 +105,7 @@ def _on(of: Scenario, nodes: int) -> Scenario:
 
 
 def test_what_is_needed_is_said_with_figures() -> None:
-    sentence = refusal(scenario("a100-40g:1x1", "llama-2-70b"), Wanted())
+    sentence = refusal(scenario("a100-40g:1x1", "llama-2-70b"), UserConstraints())
     assert "on a100-40g:1x1, even with recomputation and offloading: what comes nearest needs" in sentence
     assert re.search(
         r"needs \d+ GiB of 37\.\d GiB in actor\.\w+, most of it [\w ]+, 3\.\d+ times what", sentence
@@ -123,11 +123,11 @@ def test_what_is_needed_is_said_with_figures() -> None:
             "with models.reward.dtype=bfloat16 models.ref.dtype=bfloat16",
         ),
         (scenario("a100-40g:1x4"), LEAN, "on a100-80g:1x4"),
-        (scenario("a100-40g:1x8", tokens=1 << 17), Wanted(), "with generation.max_new_tokens=65536"),
+        (scenario("a100-40g:1x8", tokens=1 << 17), UserConstraints(), "with generation.max_new_tokens=65536"),
     ],
 )
-def test_changes_are_tried(of: Scenario, wanted: Wanted, change: str) -> None:
-    assert change in [remedy.text for remedy in remedies(of, wanted)]
+def test_changes_are_tried(of: Scenario, constraints: UserConstraints, change: str) -> None:
+    assert change in [remedy.text for remedy in remedies(of, constraints)]
 
 
 def test_small_micro_batches_are_tried_where_nothing_else_fits() -> None:
@@ -144,5 +144,5 @@ def test_small_micro_batches_are_tried_where_nothing_else_fits() -> None:
     device = replace(group.device, memory_bytes=taken + (needs[128] + needs[4096]) // 2)
     spec = replace(SPEC, groups=(replace(group, device=device),))
     of = Scenario(graph, {"actor": model}, spec, workload, CostModel(spec), MemoryModel(spec))
-    found = find_plan(of, seconds=1.0, presets={}, wanted=LEAN)
+    found = find_plan(of, seconds=1.0, presets={}, constraints=LEAN)
     assert found.plan["actor.train"].strategy.micro_batch_tokens == 128

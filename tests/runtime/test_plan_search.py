@@ -29,7 +29,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds allowed to each search so far, all of which are cut short."""
     found: list[float] = []
-    search = searched_plan.best_plan
+    search = searched_plan.find_best_plan
 
     def counted(*args: object, seconds: float, **more: object) -> object:
         found.append(seconds)

@@ -102,7 +102,7 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
 """Name -> kind."""
 
 
-def device_kind(name: str) -> DeviceKind:
+def find_device_kind(name: str) -> DeviceKind:
     """The built-in kind of that name; UserError, naming those there are, for any other."""
     if name not in DEVICES:
         hint = nearest(name, DEVICES)
@@ -111,7 +111,7 @@ def device_kind(name: str) -> DeviceKind:
     return DEVICES[name]
 
 
-def kind_of_gpu(name: str) -> DeviceKind | None:
+def find_gpu_kind(name: str) -> DeviceKind | None:
     """The built-in kind of a GPU that torch names, for example `NVIDIA A100-SXM4-80GB`; None for any other.
 
     Cards without the links of a kind, and parts of a card, are others.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 class Efficiency:
     """Fractions of peaks, counts of passes over memory, and times of the host."""
 
-    product: float = 0.65
+    matmul: float = 0.65
     """Of the peak, by the arithmetic of large matrix products; what their operands cost in memory traffic is
     added, so that small ones are slower. Alone, 8192³ products in bfloat16 reach 250 of 312 TFLOP/s on an A100
     and 650 to 700 of 989 on an H100; during training clocks are lower and gaps remain: the largest GPT runs of

@@ -18,7 +18,7 @@ from realrl.config.units import check_size, parse_bytes
 from realrl.config.yaml_file import read_yaml
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh
-from realrl.planner.cluster.devices import DeviceKind, device_kind
+from realrl.planner.cluster.devices import DeviceKind, find_device_kind
 
 MOST_DEVICES = 1 << 12
 """Of a cluster. With four times as many, listing what there is to choose from alone takes minutes."""
@@ -160,7 +160,7 @@ class ClusterSpec:
                     f"cluster {brief(text)} is not understood; write kind:nodes x devices per node, for example"
                     " a100-80g:2x8, or name a .yaml file"
                 )
-            kind = device_kind(match[1].lower())
+            kind = find_device_kind(match[1].lower())
             groups.append(NodeGroup(int(match[2]), int(match[3]), kind, kind.node_bytes_per_s))
         return cls(text.replace(" ", ""), tuple(groups))
 
@@ -202,7 +202,7 @@ class _Device(Settings):
             "host_bytes_per_s": _times(self.host_gb_per_s, 1e9),
         }
         changes = {name: value for name, value in given.items() if value is not None}
-        return replace(device_kind(self.like), **changes)
+        return replace(find_device_kind(self.like), **changes)
 
 
 class _Group(Settings):
@@ -226,7 +226,7 @@ class _Group(Settings):
             raise UserError(
                 f"{brief(given)} is neither the name of a kind, for example h100, nor a section of keys"
             )
-        kind = device_kind(given) if isinstance(given, str) else _Device.model_validate(given).kind()
+        kind = find_device_kind(given) if isinstance(given, str) else _Device.model_validate(given).kind()
         network = _times(self.node_gbit_per_s, 1e9 / 8) or kind.node_bytes_per_s
         return NodeGroup(self.nodes, self.devices_per_node, kind, network, self.price_per_device_hour)
 

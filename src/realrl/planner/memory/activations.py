@@ -43,7 +43,7 @@ class Activations:
         states = self.layer.bytes(tokens, self.layer.stream + self.layer.hidden) + self.layer.index_bytes(
             tokens
         )
-        return _fullest(layer, {"activations": states + expected, "logits": self.logits.scored(tokens)})
+        return _peak(layer, {"activations": states + expected, "logits": self.logits.scored(tokens)})
 
     def generating(
         self, tokens: float, *, rows: float, room: int, layers: int, stage: int, chunks: int
@@ -60,7 +60,7 @@ class Activations:
         # During the turn of the first continuation the prompts of the others are expected, without caches as yet.
         expected = (active - 1) * self._expected(tokens, stage, active - 1)
         logits = self.logits.sampled(rows)
-        return _fullest(
+        return _peak(
             {"activations": forward + expected, "cache": cache // active},
             {"activations": forward, "cache": cache},
             {"activations": expected, "cache": cache // active, "logits": logits},
@@ -91,9 +91,9 @@ class Activations:
                 waiting = self.logits.table_bytes
         moments.append({"activations": sent + flying * each + inside, "logits": waiting})
         if stage == 0:
-            table = layer.matrix_bytes(self.sizes.vocabulary * shape.hidden_size)
+            table = layer.matrix_bytes(self.sizes.padded_vocab * shape.hidden_size)
             moments.append({"activations": sent + (flying - 1) * each + table, "logits": waiting})
-        return _fullest(*moments)
+        return _peak(*moments)
 
     def kept(self, tokens: float, layers: int) -> int:
         """Of one micro-batch, until its backward pass: of each layer all that it needs, or its input alone."""
@@ -102,7 +102,7 @@ class Activations:
 
     def cache(self, rows: float, room: int, layers: int) -> int:
         """Keys and values of one continuation, whose rows all have room for the longest."""
-        return self.layer.bytes(rows * room, 2 * layers * self.sizes.cached)
+        return self.layer.bytes(rows * room, 2 * layers * self.sizes.cache_dim)
 
     @cached_property
     def layer(self) -> Layer:
@@ -138,5 +138,5 @@ class Activations:
         return self.strategy.pp - 1
 
 
-def _fullest(*moments: Parts) -> Parts:
+def _peak(*moments: Parts) -> Parts:
     return max(moments, key=lambda parts: sum(parts.values()))

@@ -35,7 +35,7 @@ class Layer:
 
     def rotation_bytes(self, tokens: float) -> int:
         """Bytes of sines and cosines, once for all layers; on a CPU for each head."""
-        dims = self.sizes.queries + self.sizes.keys if self.cpu else self.sizes.shape.head_dim
+        dims = self.sizes.q_dim + self.sizes.kv_dim if self.cpu else self.sizes.shape.head_dim
         return self.bytes(tokens, 2 * dims)
 
     def index_bytes(self, tokens: float) -> int:
@@ -43,8 +43,8 @@ class Layer:
         masks, for the query heads that share a key."""
         if not self._pads:
             return 0
-        heads = (self.sizes.queries + self.sizes.cached) / self.sizes.shape.head_dim
-        return int(4 * 8 * heads * tokens + 4 * self._padding.masks * self.sizes.queries / self.sizes.cached)
+        heads = (self.sizes.q_dim + self.sizes.cache_dim) / self.sizes.shape.head_dim
+        return int(4 * 8 * heads * tokens + 4 * self._padding.masks * self.sizes.q_dim / self.sizes.cache_dim)
 
     @cached_property
     def computed(self) -> float:
@@ -55,9 +55,9 @@ class Layer:
         there are the stream before and after attention, and either gate, up and their product, or what those are
         computed from or turned into.
         """
-        s, inner, queries = self.stream, self.sizes.inner, self.sizes.queries
-        attention = s + queries + 2 * self.sizes.keys
-        if self.sizes.cached != self.sizes.keys:
+        s, inner, queries = self.stream, self.sizes.ffn_dim, self.sizes.q_dim
+        attention = s + queries + 2 * self.sizes.kv_dim
+        if self.sizes.cache_dim != self.sizes.kv_dim:
             attention += self._read
         if self._pads:
             scores, output = self._heads * self._padding.scored_at_once, self._padding.rows * queries
@@ -78,15 +78,15 @@ class Layer:
         both.
         """
         norms = 2 * self.stream + 2 * self.hidden + 2 * self._float32
-        attention = self._padding.rows * self._read + self._scores + self.sizes.queries
+        attention = self._padding.rows * self._read + self._scores + self.sizes.q_dim
         attention += self._padding.long * self._heads * self._float32
         if self._pads:
-            attention += self._padding.long * self.sizes.queries
-        return norms + attention + 3 * self.sizes.inner
+            attention += self._padding.long * self.sizes.q_dim
+        return norms + attention + 3 * self.sizes.ffn_dim
 
     def backward_bytes(self, tokens: float) -> int:
         """Bytes of gradients in the backward pass at most, less what the layer has kept and does not need then."""
-        s, hidden, inner = self.stream, self.hidden, self.sizes.inner
+        s, hidden, inner = self.stream, self.hidden, self.sizes.ffn_dim
         gathered = hidden if self.strategy.sequence_parallel else 0
         copied = hidden if self.cpu else 0  # an operand of the product that is a weight's gradient
         moments = [
@@ -98,8 +98,8 @@ class Layer:
         ]
         if self._scores:
             # Those of scores and of their softmax, when the feed-forward block is done.
-            padded = self._padding.rows * (self.sizes.queries + self.sizes.cached)
-            done = 3 * inner + hidden + self.sizes.queries
+            padded = self._padding.rows * (self.sizes.q_dim + self.sizes.cache_dim)
+            done = 3 * inner + hidden + self.sizes.q_dim
             moments.append(self.bytes(tokens, padded + 2 * self._scores - done))
         return max(moments)
 
@@ -122,7 +122,7 @@ class Layer:
 
     @property
     def _heads(self) -> float:
-        return self.sizes.queries / self.sizes.shape.head_dim
+        return self.sizes.q_dim / self.sizes.shape.head_dim
 
     @property
     def _scores(self) -> float:
@@ -131,7 +131,7 @@ class Layer:
     @property
     def _read(self) -> int:
         """Queries, keys and values as attention reads them: with a key for each query where groups are uneven."""
-        return self.sizes.queries + 2 * self.sizes.cached
+        return self.sizes.q_dim + 2 * self.sizes.cache_dim
 
     @property
     def _float32(self) -> float:

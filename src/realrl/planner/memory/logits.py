@@ -22,7 +22,7 @@ class Logits:
     @property
     def table_bytes(self) -> int:
         """Float32 gradient of the head, or of the embedding table."""
-        return 4 * self.sizes.vocabulary * self.sizes.shape.hidden_size
+        return 4 * self.sizes.padded_vocab * self.sizes.shape.hidden_size
 
     def sampled(self, rows: float) -> int:
         """Of the next tokens, which every tensor rank has whole."""
@@ -44,7 +44,7 @@ class Logits:
         if self._scalar:
             return int(2 * self._float32 * tokens * self.sizes.shape.hidden_size)
         chunk, table = self._chunk(tokens), self.table_bytes
-        kept = 4 * chunk if chunk == tokens * self.sizes.vocabulary else 0
+        kept = 4 * chunk if chunk == tokens * self.sizes.padded_vocab else 0
         added = table * self.element_bytes / 4 + (table if self.cpu and self._narrow else 0)
         return int(kept + max(self._log_softmax * chunk, self.element_bytes * chunk + added) + table)
 
@@ -68,4 +68,4 @@ class Logits:
         return self.sizes.head == "scalar"
 
     def _chunk(self, tokens: float) -> float:
-        return min(tokens * self.sizes.vocabulary, CPU_CHUNK if self.cpu else GPU_CHUNK)
+        return min(tokens * self.sizes.padded_vocab, CPU_CHUNK if self.cpu else GPU_CHUNK)

@@ -131,7 +131,7 @@ class MemoryModel:
             strategy = replace(strategy, sequence_parallel=False)  # it is for long sequences
         else:
             chunks = split_work(work, strategy, self.efficiency.pass_chunks_per_stage)
-        tokens, lengths = chunks.fullest.tokens, chunks.fullest.lengths
+        tokens, lengths = chunks.peak.tokens, chunks.peak.lengths
         activations = Activations(self._local(model, placement), strategy, width, cpu, lengths)
         for stage, layers in enumerate(map(len, stage_layers(model.shape.layers, strategy.pp))):
             if call.kind is Kind.TRAIN:
@@ -141,7 +141,7 @@ class MemoryModel:
             else:
                 yield activations.generating(
                     tokens,
-                    rows=chunks.fullest.sequences,
+                    rows=chunks.peak.sequences,
                     room=max(lengths) + work.room,
                     layers=layers,
                     stage=stage,

@@ -55,7 +55,7 @@ class Exchange:
         return np.asarray(busiest / width + (senders[0] + size) * links.latency_s)
 
 
-def exchanged_bytes(graph: DataflowGraph, workload: Workload) -> dict[tuple[str, str], float]:
+def count_exchanged_bytes(graph: DataflowGraph, workload: Workload) -> dict[tuple[str, str], float]:
     """(producer, consumer) -> bytes that a step's records have in the keys that one reads of the other."""
     return {
         (producer.name, consumer.name): workload.items

@@ -68,8 +68,8 @@ class TransferTable:
         found = self._known[source, target]
         missing = found == 0
         if missing.any():
-            wanted = np.unique(source[missing] * self._known.shape[1] + target[missing])
-            i, j = np.divmod(wanted, self._known.shape[1])
+            constraints = np.unique(source[missing] * self._known.shape[1] + target[missing])
+            i, j = np.divmod(constraints, self._known.shape[1])
             self._known[i, j] = 1 + self._transfers.seconds(self._role, self._sources[i], self._targets[j])
             found = self._known[source, target]
         return found - 1

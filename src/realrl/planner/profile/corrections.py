@@ -89,7 +89,9 @@ def _sizes(shape: ModelShape) -> tuple[object, ...]:
     return (*widths, s.layers, s.vocab_size, s.tied_embeddings)
 
 
-def correction(corrections: Iterable[Correction], call: Call, model: Stored, strategy: Strategy) -> float:
+def find_correction(
+    corrections: Iterable[Correction], call: Call, model: Stored, strategy: Strategy
+) -> float:
     """The factor for a prediction: that of the nearest correction of the same kind of call with the same model,
     1 where there is none. Several that are equally near are averaged by their steps, in logarithms."""
     distances = [(c.distance(call, model, strategy), c) for c in corrections]

@@ -6,6 +6,6 @@ from importlib.metadata import version
 from realrl import __version__
 
 
-def versions() -> dict[str, str]:
+def read_versions() -> dict[str, str]:
     """Package -> version. No torch is loaded."""
     return {"python": platform.python_version(), "realrl": __version__, "torch": version("torch")}

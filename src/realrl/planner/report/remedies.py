@@ -10,13 +10,13 @@ from realrl.families.published import SHAPES
 from realrl.planner.cluster.devices import DEVICES
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.evaluate.shortage import DoesNotFit, Shortage
-from realrl.planner.report.alternatives import shortage_text
+from realrl.planner.report.alternatives import describe_shortage
 from realrl.planner.report.sizes import on_cluster
-from realrl.planner.search.plan_search import Wanted, find_plan
-from realrl.planner.search.search import Effort
+from realrl.planner.search.plan_search import UserConstraints, find_plan
+from realrl.planner.search.search import SearchBudget
 from realrl.planner.simulate.scenario import Scenario
 
-_EFFORT = Effort(chains=128, rounds=100, nodes=2000)
+_BUDGET = SearchBudget(chains=128, rounds=100, nodes=2000)
 _SEARCH_SECONDS = 2.0
 _MOST_DEVICES = 1024
 _PART = 0.6
@@ -39,20 +39,30 @@ class Remedy:
 
 
 def no_plan(
-    scenario: Scenario, shortage: Shortage, wanted: Wanted | None = None, *, seconds: float = 15.0
+    scenario: Scenario,
+    shortage: Shortage,
+    constraints: UserConstraints | None = None,
+    *,
+    seconds: float = 15.0,
 ) -> UserError:
     """What to tell the user where a search raised DoesNotFit; looks for changes for so many `seconds`."""
-    found = [str(remedy) for remedy in remedies(scenario, wanted, seconds=seconds)]
+    found = [str(remedy) for remedy in remedies(scenario, constraints, seconds=seconds)]
     helps = f"it fits {', or '.join(found)}" if found else "no change that was tried would be enough"
     none = "no plan fits" if shortage.proven else "no plan was found that fits"
-    even = ", even with recomputation and offloading" if (wanted or Wanted()).choices.offload else ""
+    even = (
+        ", even with recomputation and offloading"
+        if (constraints or UserConstraints()).search_space.offload
+        else ""
+    )
     return UserError(
         f"{none} {_models(scenario)} on {scenario.spec.name}{even}: what comes nearest"
-        f" {shortage_text(scenario, shortage)}, {shortage.factor:.3g} times what a device has; {helps}"
+        f" {describe_shortage(scenario, shortage)}, {shortage.factor:.3g} times what a device has; {helps}"
     )
 
 
-def remedies(scenario: Scenario, wanted: Wanted | None = None, *, seconds: float = 15.0) -> list[Remedy]:
+def remedies(
+    scenario: Scenario, constraints: UserConstraints | None = None, *, seconds: float = 15.0
+) -> list[Remedy]:
     """Changes with which a plan fits, by what they cost: other settings first, then other devices."""
     end = time.monotonic() + seconds
     found: list[Remedy] = []
@@ -60,7 +70,7 @@ def remedies(scenario: Scenario, wanted: Wanted | None = None, *, seconds: float
         if len(found) < _NAMED:
             # Each may take a part of what is left, so that something is left for the next.
             left = end - time.monotonic()
-            trials = _Trials(wanted or Wanted(), time.monotonic() + _PART * left)
+            trials = _Trials(constraints or UserConstraints(), time.monotonic() + _PART * left)
             remedy = attempt(scenario, trials)
             found += [remedy] if remedy is not None else []
     return found
@@ -70,7 +80,7 @@ def remedies(scenario: Scenario, wanted: Wanted | None = None, *, seconds: float
 class _Trials:
     """Short searches until a deadline."""
 
-    wanted: Wanted
+    constraints: UserConstraints
     deadline: float
 
     def step_seconds(self, scenario: Scenario) -> float | None:
@@ -80,7 +90,9 @@ class _Trials:
             return None
         try:
             # Without presets, at whose best a search of its own looks each time.
-            found = find_plan(scenario, seconds=left, wanted=self.wanted, presets={}, effort=_EFFORT)
+            found = find_plan(
+                scenario, seconds=left, constraints=self.constraints, presets={}, budget=_BUDGET
+            )
         except (DoesNotFit, UserError):
             return None
         return found.result.evaluation.seconds

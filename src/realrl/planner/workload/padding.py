@@ -25,7 +25,7 @@ class Padding:
     @classmethod
     def of(cls, lengths: Sequence[int], *, dense: bool) -> "Padding":
         """That of sequences with these lengths; `dense` where short ones may have their scores stored."""
-        buckets = length_buckets(lengths)
+        buckets = bucket_lengths(lengths)
         masks = sum(length**2 for length, _ in buckets if length <= DENSE_LENGTH)
         rows, long, scores = 0, 0, []
         for length, count in buckets:
@@ -38,7 +38,7 @@ class Padding:
         return cls(rows / tokens, long / tokens, sum(scores) / tokens, max(scores, default=0) / tokens, masks)
 
 
-def length_buckets(lengths: Sequence[int]) -> list[tuple[int, int]]:
+def bucket_lengths(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """(padded length, sequences), longest first: multiples of 8, with little difference within a bucket."""
     found: list[tuple[int, int]] = []
     shortest = 0

@@ -13,14 +13,14 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, SEARCH, load_plan
-from realrl.planner.cluster.devices import DEVICES, DeviceKind, kind_of_gpu
+from realrl.planner.cluster.devices import DEVICES, DeviceKind, find_gpu_kind
 from realrl.planner.cluster.spec import ClusterSpec, NodeGroup
 from realrl.planner.cost.model import CostModel
 from realrl.planner.memory.model import MemoryModel
 from realrl.planner.profile.profile import Profile
-from realrl.planner.search.plan_search import Wanted
+from realrl.planner.search.plan_search import UserConstraints
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.space.build import Choices
+from realrl.planner.space.build import SearchSpace
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 from realrl.recipe.experiment import Experiment
@@ -59,7 +59,7 @@ def spec_of(experiment: Experiment, cluster: Cluster, here: Here | None = None) 
     """
     spec = named_cluster(experiment.cluster)
     if spec is None:
-        kind = kind_of_gpu(here.name) if isinstance(here, Gpu) else _cpu(experiment, cluster, here)
+        kind = find_gpu_kind(here.name) if isinstance(here, Gpu) else _cpu(experiment, cluster, here)
         if kind is None:
             return None
         spec = _spec(cluster, kind)
@@ -75,7 +75,7 @@ def _may_be(here: Here, kind: DeviceKind) -> bool:
     """Whether it may be of a kind that a recipe names; a kind of the user's own has a name of its own."""
     if here == "cpu" or kind.cpu:
         return here == "cpu" and kind.cpu
-    known = kind_of_gpu(here.name)
+    known = find_gpu_kind(here.name)
     return known is None or known.name == kind.name
 
 
@@ -110,19 +110,19 @@ def host_is_device(experiment: Experiment, spec: ClusterSpec) -> bool:
     return experiment.device_memory is None and spec.groups[0].device.cpu
 
 
-def wanted_plans(experiment: Experiment, spec: ClusterSpec, out: Path | None = None) -> Wanted:
+def read_constraints(experiment: Experiment, spec: ClusterSpec, out: Path | None = None) -> UserConstraints:
     """What a recipe says about plans that it does not give. `out`: the plan file that is going to be written.
 
     UserError where it names neither a preset nor a plan file that can be read, unless that is `out`.
     """
-    choices = Choices(offload=not host_is_device(experiment, spec))
+    search_space = SearchSpace(offload=not host_is_device(experiment, spec))
     own: dict[str, Plan] = {}
     name = experiment.plan
     if name not in (*PRESETS, SEARCH) and not (
         out is not None and out == local_path(name) and not out.exists()
     ):
         own = {name: load_plan(name, experiment.micro_batch_tokens)}
-    return Wanted(experiment.micro_batch_tokens, experiment.recompute, choices, own)
+    return UserConstraints(experiment.micro_batch_tokens, experiment.recompute, search_space, own)
 
 
 def search_spec(experiment: Experiment, cluster: Cluster, here: Here) -> ClusterSpec:

@@ -17,10 +17,10 @@ from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.evaluate.shortage import DoesNotFit
 from realrl.planner.profile.profile import Profile
 from realrl.planner.report.remedies import no_plan
-from realrl.planner.search.plan_search import Wanted, best_plan
+from realrl.planner.search.plan_search import UserConstraints, find_best_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.recipe.experiment import Experiment
-from realrl.runtime.prepare.scenario import make_scenario, wanted_plans
+from realrl.runtime.prepare.scenario import make_scenario, read_constraints
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,21 @@ def cached_plan(experiment: Experiment, spec: ClusterSpec, say: Callable[[str], 
 
     `say` is told where the plan is from and what is expected of it. UserError where no plan fits.
     """
-    scenario, wanted = _scenario(experiment, spec), wanted_plans(experiment, spec)
-    file = plans_directory() / f"{_key(scenario, wanted)}.yaml"
+    scenario, constraints = _scenario(experiment, spec), read_constraints(experiment, spec)
+    file = plans_directory() / f"{_key(scenario, constraints)}.yaml"
     kept = _read(file, scenario)
     if kept is not None:
         say(f"plan: {kept[1]}; found earlier, kept in {file}")
         return kept[0]
-    found = _search(scenario, wanted)
+    found = _search(scenario, constraints)
     say(f"plan: {found.about}; {_write(file, found, scenario)}")
     return found.plan
 
 
 def search_plan(experiment: Experiment, spec: ClusterSpec, *, seconds: float) -> SearchedPlan:
     """Search for a plan in place of a recipe's; nothing is read or kept. UserError where no plan fits."""
-    wanted = replace(wanted_plans(experiment, spec), own={})
-    return _search(_scenario(experiment, spec), wanted, seconds)
+    constraints = replace(read_constraints(experiment, spec), own={})
+    return _search(_scenario(experiment, spec), constraints, seconds)
 
 
 def plans_directory() -> Path:
@@ -68,11 +68,11 @@ def _scenario(experiment: Experiment, spec: ClusterSpec) -> Scenario:
     return make_scenario(experiment, spec, profile=profile)
 
 
-def _search(scenario: Scenario, wanted: Wanted, seconds: float | None = None) -> SearchedPlan:
+def _search(scenario: Scenario, constraints: UserConstraints, seconds: float | None = None) -> SearchedPlan:
     try:
-        best = best_plan(scenario, seconds=seconds, wanted=wanted)
+        best = find_best_plan(scenario, seconds=seconds, constraints=constraints)
     except DoesNotFit as error:
-        raise no_plan(scenario, error.shortage, wanted) from None
+        raise no_plan(scenario, error.shortage, constraints) from None
     about = (
         f"{best.estimate.step_seconds:.3g} s a step predicted, at most {best.gap:.1%} from the best possible,"
         f" searched in {best.seconds:.1f} s"
@@ -80,7 +80,7 @@ def _search(scenario: Scenario, wanted: Wanted, seconds: float | None = None) ->
     return SearchedPlan(best.estimate.plan, best.estimate.step_seconds, about)
 
 
-def _key(scenario: Scenario, wanted: Wanted) -> str:
+def _key(scenario: Scenario, constraints: UserConstraints) -> str:
     """A hash of all that a search depends on, the package's own source text among it."""
     graph, profile = scenario.graph, scenario.cost.profile
     parts: list[object] = [
@@ -91,7 +91,7 @@ def _key(scenario: Scenario, wanted: Wanted) -> str:
         scenario.cost.efficiency,
         scenario.memory.efficiency,
         None if profile is None else profile.model_dump_json(),
-        wanted,
+        constraints,
         __version__,
         *_sources(),
     ]
