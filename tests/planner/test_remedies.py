@@ -115,7 +115,7 @@ def test_what_is_needed_is_said_with_figures() -> None:
 
 
 @pytest.mark.parametrize(
-    ("of", "wanted", "change"),
+    ("of", "constraints", "change"),
     [
         (
             scenario("a100-40g:1x8", element_bytes=4),

@@ -115,9 +115,9 @@ def find_plan(
 ) -> FoundPlan:
     """Search for the plan with the shortest step, starting from the presets.
 
-    `seconds` bounds everything, candidates included. `presets`: the result of `make_preset_plans`, if the caller has
-    it already. Raises DoesNotFit if no plan fits into device memory, and UserError if a call cannot run on the
-    cluster at all.
+    `seconds` bounds everything, candidates included. `presets`: the result of `make_preset_plans`, if the
+    caller has it already. Raises DoesNotFit if no plan fits into device memory, and UserError if a call cannot
+    run on the cluster at all.
     """
     begin = time.monotonic()
     constraints = constraints or UserConstraints()

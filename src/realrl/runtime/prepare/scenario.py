@@ -145,7 +145,12 @@ def _cpu(experiment: Experiment, cluster: Cluster, here: Here | None) -> DeviceK
 
 
 def _spec(cluster: Cluster, kind: DeviceKind) -> ClusterSpec:
-    group = NodeGroup(cluster.nodes, cluster.devices_per_node, kind, kind.node_bytes_per_s)
+    group = NodeGroup(
+        nodes=cluster.nodes,
+        devices_per_node=cluster.devices_per_node,
+        device=kind,
+        node_bytes_per_s=kind.node_bytes_per_s,
+    )
     return ClusterSpec(str(group), (group,))
 
 
