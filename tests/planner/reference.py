@@ -205,7 +205,7 @@ def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bo
     transfer_speed = rng.choice([2.0, 2.0, 20.0])
     links = Links(3 * transfer_speed, transfer_speed, 1e-3)
     weights = {
-        role: Weights(8, 0.25 * p, 0.3 * p, 0.1 * p, tied=rng.random() < 0.3)
+        role: Weights(layers=8, layer=0.25 * p, embedding=0.3 * p, end=0.1 * p, tied=rng.random() < 0.3)
         for role, p in parameters.items()
     }
     transfers = LinkTransfers(cluster, weights, (links,) * cluster.nodes)
