@@ -15,10 +15,10 @@ from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.cost.model import CostModel
 from realrl.planner.evaluate.timeline import Timeline
 from realrl.planner.memory.model import MemoryModel
-from realrl.planner.search.plan_search import Wanted, find_plan
+from realrl.planner.search.plan_search import UserConstraints, find_plan
 from realrl.planner.search.search import Effort, search
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.space.build import Choices, build_problem
+from realrl.planner.space.build import SearchSpace, build_problem
 from realrl.planner.space.candidates import meshes, micro_batches
 from realrl.planner.space.problem import Problem
 from realrl.planner.workload.workload import Workload
@@ -33,12 +33,12 @@ MODELS = dict.fromkeys(GRAPH.roles, SHAPE)
 PRESETS = ("heuristic", "symmetric")
 
 
-def problem(spec: ClusterSpec, **choices: object) -> Problem:
+def problem(spec: ClusterSpec, **search_space: object) -> Problem:
     plans = [make_plan(name, GRAPH, spec.cluster, 8192, MODELS) for name in PRESETS]
     models = {role: Stored(SHAPE, HEADS[role], 2, GRAPH.trained(role)) for role in GRAPH.roles}
     workload = Workload(256, (512,), (512,), 512)
     scenario = Scenario(GRAPH, models, spec, workload, CostModel(spec), MemoryModel(spec))
-    return build_problem(scenario, choices=Choices(**choices), include=plans)
+    return build_problem(scenario, search_space=SearchSpace(**search_space), include=plans)
 
 
 @pytest.fixture(scope="module")
@@ -120,5 +120,6 @@ def test_small_micro_batches_are_tried_where_nothing_else_fits() -> None:
     device = replace(group.device, memory_bytes=taken + (needs[128] + needs[4096]) // 2)
     spec = replace(given, groups=(replace(group, device=device),))
     of = Scenario(graph, {"actor": model}, spec, workload, CostModel(spec), MemoryModel(spec))
-    found = find_plan(of, seconds=1.0, presets={}, wanted=Wanted(choices=Choices(offload=False)))
+    lean = UserConstraints(search_space=SearchSpace(offload=False))
+    found = find_plan(of, seconds=1.0, presets={}, constraints=lean)
     assert found.plan["actor.train"].strategy.micro_batch_tokens == 128

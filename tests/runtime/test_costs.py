@@ -10,7 +10,7 @@ import torch
 from realrl.algorithms.graphs import build_graph
 from realrl.cli.app import run_app
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.planner.calibration.calibrate import calibrate
+from realrl.planner.calibration.calibrate import calibrate_profile
 from realrl.planner.calibration.comparison import Comparison
 from realrl.planner.cost.model import CostModel
 from realrl.planner.profile.profile import Profile
@@ -243,7 +243,7 @@ def test_a_prediction_that_fails_costs_no_run(
 def test_a_run_calibrates_the_prediction_of_its_own_calls(finished: Mapping[str, Path]) -> None:
     costs = Comparison.load(finished["ppo"])
     assert costs.spec is not None
-    model = CostModel(costs.spec, calibrate(None, costs))
+    model = CostModel(costs.spec, calibrate_profile(None, costs))
     for of in costs.calls:
         place = Placement.parse(of.placement)
         found = model.call(of.call, costs.models[of.call.role], place, costs.workload)
@@ -282,7 +282,7 @@ def test_a_calibrated_profile_predicts_the_run(
     world: World, tmp_path: Path, finished: Mapping[str, Path]
 ) -> None:
     before = Comparison.load(finished["sft"])
-    calibrate(None, before).save(tmp_path / "profile.json")
+    calibrate_profile(None, before).save(tmp_path / "profile.json")
     costs = Comparison.load(run(world, "sft", tmp_path, profile=str(tmp_path / "profile.json")))
     assert costs.calls[0].predicted_seconds == pytest.approx(before.calls[0].seconds.median)
 

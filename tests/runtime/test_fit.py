@@ -11,7 +11,7 @@ from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.families.shape import ModelShape
 from realrl.plan.cluster import Cluster
-from realrl.planner.cluster.devices import DEVICES, kind_of_gpu
+from realrl.planner.cluster.devices import DEVICES, find_gpu_kind
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import load_experiment
@@ -224,7 +224,7 @@ def test_models_that_are_elsewhere_count_nothing(world: World, tmp_path: Path) -
     found = compile_recipe(experiment, Cluster(1, 1))
     assert found.unknown == ("ref",)
     (device,) = device_memory(experiment, found, memory_spec(experiment, Cluster(1, 1)))["train"]
-    assert "actor parameters" in device.resting and "ref parameters" not in device.resting
+    assert "actor parameters" in device.resident and "ref parameters" not in device.resident
     check_fit(experiment, found)
 
 
@@ -379,4 +379,4 @@ def test_a_named_kind_has_the_memory_of_devices_here_only_if_they_may_be_of_it(
     ],
 )
 def test_gpus_are_recognised_by_their_name(name: str, kind: str | None) -> None:
-    assert kind_of_gpu(name) == (DEVICES[kind] if kind else None)
+    assert find_gpu_kind(name) == (DEVICES[kind] if kind else None)

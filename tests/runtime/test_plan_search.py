@@ -16,7 +16,7 @@ from realrl.plan.plan import Plan
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.cost.model import CostModel
 from realrl.planner.memory.model import MemoryModel
-from realrl.planner.search.plan_search import Wanted
+from realrl.planner.search.plan_search import UserConstraints
 from realrl.planner.simulate.scenario import Scenario
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import load_experiment
@@ -39,13 +39,13 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds allowed to each search so far, all of which are cut short."""
     found: list[float] = []
-    search = fit_search.best_plan
+    search = fit_search.find_best_plan
 
     def counted(*args: object, seconds: float, **more: object) -> object:
         found.append(seconds)
         return search(*args, seconds=0.5, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(fit_search, "best_plan", counted)
+    monkeypatch.setattr(fit_search, "find_best_plan", counted)
     return found
 
 
@@ -193,7 +193,7 @@ def test_a_model_that_fits_nowhere_is_one_sentence(
 
 
 def make_key(scenario: Scenario) -> str:
-    return plan_key(scenario, Wanted())
+    return plan_key(scenario, UserConstraints())
 
 
 def test_every_field_of_a_scenario_is_part_of_the_key(world: World, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 from realrl.config.errors import UserError
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.evaluate.shortage import DoesNotFit
-from realrl.planner.search.plan_search import Wanted, find_plan
-from realrl.planner.space.build import Choices
+from realrl.planner.search.plan_search import UserConstraints, find_plan
+from realrl.planner.space.build import SearchSpace
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.fit.change import Attempts, Change, Draft, in_order, set_fields
 from realrl.runtime.prepare.fit.remedies import Outcome, Trials, describe
@@ -20,7 +20,7 @@ from realrl.runtime.prepare.fit.search_changes import search_changes
 from realrl.runtime.prepare.scenarios import Measured
 
 PPO = str(Path(__file__).parents[2] / "recipes" / "reference" / "ppo.yaml")
-LEAN = Wanted(choices=Choices(offload=False))
+LEAN = UserConstraints(search_space=SearchSpace(offload=False))
 """Offloading would make most things fit."""
 
 
@@ -40,10 +40,10 @@ def draft(
     return Draft(experiment, ClusterSpec.parse(cluster))
 
 
-def refusal(of: Draft, wanted: Wanted) -> str:
+def refusal(of: Draft, wanted: UserConstraints) -> str:
     """What the user is told."""
     with pytest.raises(DoesNotFit) as caught:
-        find_plan(of.scenario(), seconds=2.0, wanted=wanted)
+        find_plan(of.scenario(), seconds=2.0, constraints=wanted)
     error = no_plan(of, of.scenario(), caught.value.shortage, wanted)
     assert isinstance(error, UserError)
     return str(error)
@@ -71,9 +71,9 @@ def test_the_fewest_nodes_that_suffice_are_found() -> None:
     nodes = int(found[1])
     assert nodes > 1
     scenario = of.scenario()
-    find_plan(scenario.on(of.spec.with_nodes(nodes)), seconds=2.0, wanted=LEAN)
+    find_plan(scenario.on(of.spec.with_nodes(nodes)), seconds=2.0, constraints=LEAN)
     with pytest.raises(DoesNotFit):
-        find_plan(scenario.on(of.spec.with_nodes(nodes - 1)), seconds=2.0, wanted=LEAN)
+        find_plan(scenario.on(of.spec.with_nodes(nodes - 1)), seconds=2.0, constraints=LEAN)
 
 
 @pytest.mark.parametrize(("batch", "wanted"), [(8, (4, 2, 1)), (6, (3,)), (5, ())])
@@ -113,7 +113,7 @@ def test_measured_prompts_are_cut_off_as_the_recipe_says() -> None:
 def test_a_search_that_ran_out_of_time_proves_nothing() -> None:
     of = draft("a100-40g:1x1", model="llama-2-70b")
     with pytest.raises(DoesNotFit) as caught:
-        find_plan(of.scenario(), seconds=2.0, wanted=LEAN)
+        find_plan(of.scenario(), seconds=2.0, constraints=LEAN)
     shortage = caught.value.shortage
     for proven, words in ((True, "no plan fits llama"), (False, "no plan was found that fits llama")):
         error = no_plan(of, of.scenario(), replace(shortage, proven=proven), LEAN, seconds=0.0)
@@ -121,7 +121,7 @@ def test_a_search_that_ran_out_of_time_proves_nothing() -> None:
 
 
 def test_an_error_names_what_is_needed_with_figures() -> None:
-    message = refusal(draft("a100-40g:1x1", model="llama-2-70b"), Wanted())
+    message = refusal(draft("a100-40g:1x1", model="llama-2-70b"), UserConstraints())
     assert "on a100-40g:1x1, even with recomputation and offloading: what comes nearest needs" in message
     assert re.search(
         r"needs \d+ GiB of 37\.\d GiB in actor\.\w+, most of it [\w ]+, 3\.\d+ times what", message
@@ -139,10 +139,12 @@ def test_an_error_names_what_is_needed_with_figures() -> None:
             "with models.ref.dtype=bfloat16 models.reward.dtype=bfloat16",
         ),
         (draft("a100-40g:1x4"), LEAN, "on a100-80g:1x4"),
-        (draft("a100-40g:1x8", tokens=1 << 17), Wanted(), "with generation.max_new_tokens=65536"),
+        (draft("a100-40g:1x8", tokens=1 << 17), UserConstraints(), "with generation.max_new_tokens=65536"),
     ],
 )
-def test_remedies_are_among_those_that_a_search_confirms(of: Draft, wanted: Wanted, change: str) -> None:
+def test_remedies_are_among_those_that_a_search_confirms(
+    of: Draft, wanted: UserConstraints, change: str
+) -> None:
     found = [str(remedy).partition(" (")[0] for remedy in search_remedies(of, wanted, seconds=15.0)]
     assert change in found
 

@@ -142,9 +142,9 @@ def format_memory(devices: Sequence[DeviceMemory], *, limited: bool) -> str:
     """
     rows = []
     for device in devices:
-        rest = sum(device.resting.values())
+        rest = sum(device.resident.values())
         state = sum(
-            size for name, size in device.resting.items() if name.endswith(" gradients and optimizer")
+            size for name, size in device.resident.items() if name.endswith(" gradients and optimizer")
         )
         rows.append((*map(format_bytes, (rest - state, state)), *_most(device.peak)))
     head = ["devices", "parameters", "gradients and optimizer", "most in a step", "of it"]

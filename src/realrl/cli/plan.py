@@ -16,7 +16,7 @@ from realrl.config.files import reason_of
 
 if TYPE_CHECKING:
     from realrl.planner.report.report import Objective, PlanReport
-    from realrl.planner.search.plan_search import Wanted
+    from realrl.planner.search.plan_search import UserConstraints
     from realrl.planner.simulate.scenario import Scenario
     from realrl.runtime.prepare.fit.change import Draft
 
@@ -112,7 +112,7 @@ def plan(
     """
     from realrl.cli.planning import input as plan_input
     from realrl.recipe.load import load_experiment
-    from realrl.runtime.prepare.scenarios import wanted_plans
+    from realrl.runtime.prepare.scenarios import read_constraints
 
     if recipe is None and calibrate is None:
         raise UserError("name a recipe, a YAML file, to plan for")
@@ -127,12 +127,12 @@ def plan(
     counts, goal = plan_input.parse_nodes(nodes), plan_input.parse_objective(objective)
     plan_input.check_seconds(seconds)
     draft, scenario, source = plan_input.read_scenario(experiment, cluster, profile, lengths)
-    wanted = wanted_plans(experiment, scenario.spec, files.get("out"))
-    report = _report(draft, scenario, wanted, nodes=counts, objective=goal, seconds=seconds, seed=seed)
+    constraints = read_constraints(experiment, scenario.spec, files.get("out"))
+    report = _report(draft, scenario, constraints, nodes=counts, objective=goal, seconds=seconds, seed=seed)
     if as_json:
-        from realrl.planner.report.to_json import report_json
+        from realrl.planner.report.to_json import report_to_json
 
-        typer.echo(json.dumps({**report_json(report), "source": source}, allow_nan=False))
+        typer.echo(json.dumps({**report_to_json(report), "source": source}, allow_nan=False))
     else:
         from realrl.cli.planning.tables import print_report
 
@@ -164,7 +164,7 @@ def _write(report: "PlanReport", name: str, file: Path, title: str, source: str)
 def _report(
     draft: "Draft",
     scenario: "Scenario",
-    wanted: "Wanted",
+    constraints: "UserConstraints",
     *,
     nodes: Sequence[int],
     objective: "Objective",
@@ -180,9 +180,14 @@ def _report(
     try:
         with Console(stderr=True).status("planning"):
             return make_report(
-                scenario, nodes=nodes, objective=objective, seconds=seconds, seed=seed, wanted=wanted
+                scenario,
+                nodes=nodes,
+                objective=objective,
+                seconds=seconds,
+                seed=seed,
+                constraints=constraints,
             )
     except DoesNotFit as error:
         if nodes:
             draft = replace(draft, spec=draft.spec.with_nodes(max(nodes)))
-        raise no_plan(draft, scenario.on(draft.spec), error.shortage, wanted) from None
+        raise no_plan(draft, scenario.on(draft.spec), error.shortage, constraints) from None

@@ -25,7 +25,7 @@ class Bucket:
         return self.length <= DENSE_LENGTH
 
 
-def length_buckets(lengths: Sequence[int]) -> tuple[Bucket, ...]:
+def bucket_lengths(lengths: Sequence[int]) -> tuple[Bucket, ...]:
     """Group sequences by length, longest first, so that padding stays small."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     groups: list[tuple[int, list[int]]] = []

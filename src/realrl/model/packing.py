@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from realrl.layout.padding import Bucket, length_buckets
+from realrl.layout.padding import Bucket, bucket_lengths
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +90,7 @@ class Packing:
 
 
 def _pad_heads(packing: Packing, heads: int, kv_heads: int) -> PaddedHeads:
-    buckets = length_buckets(packing.lengths)
+    buckets = bucket_lengths(packing.lengths)
     starts, lengths = packing.starts.cpu().long(), torch.tensor(packing.lengths)
     total = heads + 2 * kv_heads
     gather, spread, real, real_output = [], [], [], []

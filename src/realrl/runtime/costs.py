@@ -10,7 +10,7 @@ from realrl.dataflow.call import Kind
 from realrl.planner.calibration.comparison import Comparison
 from realrl.planner.calibration.coverage import describe_times
 from realrl.planner.profile.profile import Profile
-from realrl.planner.profile.versions import versions
+from realrl.planner.profile.versions import read_versions
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.measure.compare import Facts, compare
@@ -92,7 +92,7 @@ class Costs:
             self._compiled,
             self._roles.shapes,
             self.spec,
-            versions(),
+            read_versions(),
             prompts,
             answers,
             max(reserved for _, reserved, *_ in everyone),

@@ -47,7 +47,7 @@ def memory_cards(report: "PlanReport") -> list[Card]:
 def parts_used(report: "PlanReport") -> list[tuple[str, str]]:
     """What the colours of the bars mean, with their CSS classes: roles, what of them, and the rest."""
     found = [f.parts for device in report.chosen.memory for f in device.footprints]
-    names = {name for parts in [*found, *(d.resting for d in report.chosen.memory)] for name in parts}
+    names = {name for parts in [*found, *(d.resident for d in report.chosen.memory)] for name in parts}
     looks = {_look(report, name) for name in names}
     roles = [(role, role_class(report, role)) for role in report.scenario.graph.roles]
     whats = [
@@ -62,7 +62,7 @@ def parts_used(report: "PlanReport") -> list[tuple[str, str]]:
 
 def _card(report: "PlanReport", devices: list[DeviceMemory], most: int) -> Card:
     fullest = max(devices, key=lambda device: device.peak.bytes)
-    phases: dict[str, Mapping[str, int]] = {"between steps": fullest.resting}
+    phases: dict[str, Mapping[str, int]] = {"between steps": fullest.resident}
     for footprint in fullest.footprints:
         earlier = phases.get(footprint.during, {})
         if sum(earlier.values()) <= footprint.bytes:

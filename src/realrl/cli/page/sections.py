@@ -86,7 +86,7 @@ class Model:
 def verdict(report: "PlanReport") -> str:
     """The plan in one sentence."""
     if not report.chosen.fits:
-        return f"This plan does not fit: {shortage(report.chosen.fullest)}."
+        return f"This plan does not fit: {shortage(report.chosen.peak_device)}."
     proof = "optimal" if report.gap <= 5e-4 else f"within {format_share(report.gap)} of the optimum"
     best = best_preset(report)
     if not report.presets:
@@ -117,7 +117,7 @@ def figures(report: "PlanReport") -> list[Figure]:
     value, unit = format_seconds(estimate.step_seconds).split()
     again = f"{format_seconds(estimate.repeated_seconds)} in a row of steps"
     differs = estimate.repeated_seconds < 0.995 * estimate.step_seconds
-    fullest, bound = estimate.fullest, format_seconds(report.lower_bound_seconds)
+    fullest, bound = estimate.peak_device, format_seconds(report.lower_bound_seconds)
     size, size_unit = format_bytes(estimate.peak_bytes).split()
     rate, tokens = format_count(estimate.tokens_per_second), f"{estimate.tokens:,.0f} tokens a step"
     return [

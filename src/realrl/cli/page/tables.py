@@ -59,7 +59,7 @@ def rivals(report: "PlanReport") -> list[Rival]:
         return False, not estimate.fits, estimate.step_seconds
 
     look = "chosen" if chosen.fits else "chosen unfit"
-    note = "" if chosen.fits else shortage(chosen.fullest)
+    note = "" if chosen.fits else shortage(chosen.peak_device)
     value = format_seconds(chosen.step_seconds)
     first = Rival("this plan", 100 * chosen.step_seconds / longest, value, "", note, look)
     others = []
@@ -69,7 +69,7 @@ def rivals(report: "PlanReport") -> list[Rival]:
             others.append(Rival(name, 0.0, "", "", preset.refused or "", "refused"))
             continue
         ratio = f"{estimate.step_seconds / chosen.step_seconds:.2f} ×"
-        note = shortage(estimate.fullest)
+        note = shortage(estimate.peak_device)
         if estimate.fits:
             note = "with recomputation" if preset.recompute else ""
         percent, value = 100 * estimate.step_seconds / longest, format_seconds(estimate.step_seconds)

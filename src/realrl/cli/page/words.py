@@ -37,7 +37,7 @@ def remarks(plan: Plan) -> list[str]:
 
 def notes(report: "PlanReport", source: str) -> list[tuple[str, str]]:
     """Headings and what they say. `source`: where times come from."""
-    options = report.options.values()
+    options = report.candidates.values()
     ways = f"{min(options):,} to {max(options):,}" if min(options) < max(options) else f"{min(options):,}"
     return [
         (

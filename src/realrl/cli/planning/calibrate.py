@@ -19,7 +19,7 @@ DEFAULT = "profile.json"
 def calibrate_profile(run_dir: str, path: str | None) -> str:
     """Correct the profile in a file by a run, and say on stderr what has changed; the file's path. Where there is
     no such file, one is written that corrects what data sheets say."""
-    from realrl.planner.calibration.calibrate import calibrate
+    from realrl.planner.calibration.calibrate import calibrate_profile
     from realrl.planner.calibration.comparison import Comparison
     from realrl.planner.profile.profile import Profile
 
@@ -27,7 +27,7 @@ def calibrate_profile(run_dir: str, path: str | None) -> str:
     check_file(f"profile {file}", file)
     run = Comparison.load(run_dir)
     before = Profile.load(file) if file.exists() else None
-    after = calibrate(before, run)
+    after = calibrate_profile(before, run)
     try:
         after.save(file)
     except OSError as error:

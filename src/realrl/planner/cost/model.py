@@ -13,15 +13,15 @@ from realrl.layout.routing.routes import reallocate
 from realrl.plan.placement import Placement
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cluster.spec import ClusterSpec
-from realrl.planner.cost.generation import generation
+from realrl.planner.cost.call_context import CallContext
+from realrl.planner.cost.generation import cost_generation
 from realrl.planner.cost.network import Network
-from realrl.planner.cost.passes import inference, training
-from realrl.planner.cost.setting import Setting
+from realrl.planner.cost.passes import cost_inference, cost_training
 from realrl.planner.cost.timing import Timing
-from realrl.planner.moves.exchange import Exchange, exchanged_bytes
+from realrl.planner.moves.exchange import Exchange, count_exchanged_bytes
 from realrl.planner.moves.links import LinkTransfers, Weights
 from realrl.planner.moves.transfers import Layouts
-from realrl.planner.profile.corrections import correction
+from realrl.planner.profile.corrections import find_correction
 from realrl.planner.profile.profile import Profile
 from realrl.planner.workload.sizes import LocalSizes
 from realrl.planner.workload.workload import Workload
@@ -71,10 +71,14 @@ class CostModel:
         group = self.spec.group_index(placement.mesh.first)
         key = (call, model, placement.strategy, group, workload)
         if key not in self._calls:
-            setting = self._setting(call, model, placement, workload)
-            method = {Kind.TRAIN: training, Kind.INFERENCE: inference, Kind.GENERATE: generation}[call.kind]
+            context = self._call_context(call, model, placement, workload)
+            method = {
+                Kind.TRAIN: cost_training,
+                Kind.INFERENCE: cost_inference,
+                Kind.GENERATE: cost_generation,
+            }[call.kind]
             factor = self._correction(call, model, placement)
-            self._calls[key] = CallCost({name: factor * s for name, s in method(setting).items()})
+            self._calls[key] = CallCost({name: factor * s for name, s in method(context).items()})
         return self._calls[key]
 
     def reallocation(self, model: Stored, source: Placement, target: Placement) -> float:
@@ -109,7 +113,7 @@ class CostModel:
         slower = Links(
             min(host, links.device_bytes_per_s), min(host, links.node_bytes_per_s), links.latency_s
         )
-        return Exchange(slower, self.spec.cluster.devices_per_node, exchanged_bytes(graph, workload))
+        return Exchange(slower, self.spec.cluster.devices_per_node, count_exchanged_bytes(graph, workload))
 
     def offload(self, number_bytes: float, rank: int = 0) -> float:
         """Seconds of one copy of so many bytes per device between device and host memory."""
@@ -128,7 +132,9 @@ class CostModel:
             for _ in range(group.nodes)
         )
 
-    def _setting(self, call: Call, model: Stored, placement: Placement, workload: Workload) -> Setting:
+    def _call_context(
+        self, call: Call, model: Stored, placement: Placement, workload: Workload
+    ) -> CallContext:
         group, strategy = self.spec.group(placement.mesh), placement.strategy
         key = (model.shape, model.head, strategy.tp)
         sizes = self._sizes.setdefault(key, LocalSizes(*key))
@@ -138,7 +144,7 @@ class CostModel:
         where = (self.spec.group_index(placement.mesh.first), strategy.dp, strategy.tp, strategy.pp)
         if (network := self._networks.get(where)) is None:
             network = self._networks[where] = Network.of(group, placement, self.efficiency, profile)
-        return Setting(timing, network, strategy, workload.work(call))
+        return CallContext(timing, network, strategy, workload.work(call))
 
     def _transfers_of(self, model: Stored, source: Placement, target: Placement) -> LinkTransfers:
         key = (model, _narrower(model, source, target))
@@ -148,7 +154,7 @@ class CostModel:
 
     def _correction(self, call: Call, model: Stored, placement: Placement) -> float:
         profile = self._profile_of(placement.mesh.first)
-        return correction(profile.corrections, call, model, placement.strategy) if profile else 1.0
+        return find_correction(profile.corrections, call, model, placement.strategy) if profile else 1.0
 
     def _profile_of(self, rank: int) -> Profile | None:
         """The profile, if it is of such devices as a rank's."""

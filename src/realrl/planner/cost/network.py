@@ -65,7 +65,7 @@ class Network:
         return cls(group, ranks, efficiency, profile)
 
     @cached_property
-    def tensor(self) -> Ring:
+    def tp_group(self) -> Ring:
         """Ranks that share matrices."""
         s = self.placement.strategy
         return self._ring(
@@ -75,7 +75,7 @@ class Network:
         )
 
     @cached_property
-    def data(self) -> Ring:
+    def dp_group(self) -> Ring:
         """Ranks that hold the same parameters."""
         s = self.placement.strategy
         return self._ring(
@@ -85,12 +85,12 @@ class Network:
         )
 
     @cached_property
-    def everyone(self) -> Ring:
+    def mesh_group(self) -> Ring:
         """All ranks of the placement."""
         return self._ring([list(self.placement.ranks)])
 
     @cached_property
-    def ends(self) -> Ring:
+    def embedding_group(self) -> Ring:
         """First and last stages of its pipelines."""
         s = self.placement.strategy
         return self._ring(

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from realrl.layout.limits import bucket_count
-from realrl.planner.cost.setting import Setting
-from realrl.planner.cost.timing import Part
+from realrl.planner.cost.call_context import CallContext
+from realrl.planner.cost.timing import DeviceHostTime
 from realrl.planner.workload.batching import Chunks, split_work
 
 _SMALL = 64
@@ -13,23 +13,23 @@ _SMALL = 64
 
 
 @dataclass(frozen=True)
-class Ends:
+class OutsideLayers:
     """Seconds of one chunk outside the layers: on every stage, on the first and on the last one, and what
     tensor ranks tell each other on the first and on the last one."""
 
     every: float = 0.0
     first: float = 0.0
     last: float = 0.0
-    told_first: float = 0.0
-    told_last: float = 0.0
+    comm_first: float = 0.0
+    comm_last: float = 0.0
 
     def own(self, stages: int) -> list[float]:
         """What each stage computes."""
         return _by_stage(stages, self.every, self.first, self.last)
 
-    def told(self, stages: int) -> list[float]:
+    def communication(self, stages: int) -> list[float]:
         """What its tensor ranks tell each other."""
-        return _by_stage(stages, 0.0, self.told_first, self.told_last)
+        return _by_stage(stages, 0.0, self.comm_first, self.comm_last)
 
 
 def _by_stage(stages: int, every: float, first: float, last: float) -> list[float]:
@@ -39,115 +39,123 @@ def _by_stage(stages: int, every: float, first: float, last: float) -> list[floa
     return found
 
 
-def training(setting: Setting) -> Mapping[str, float]:
+def cost_training(context: CallContext) -> Mapping[str, float]:
     """Terms of all optimizer steps of a train call, under the 1F1B schedule."""
-    timing, strategy, work = setting.timing, setting.strategy, setting.work
+    timing, strategy, work = context.timing, context.strategy, context.work
     chunks = split_work(work, strategy, timing.efficiency.pass_chunks_per_stage)
-    size = setting.size(chunks)
+    size = context.size(chunks)
     forward, backward = timing.forward(size), timing.backward(size)
-    exchanges = setting.exchanges(chunks.tokens)
+    layer_communication = context.layer_communication(chunks.tokens)
     rounds = 3 if strategy.recompute else 2
     device = backward.device + forward.device * (rounds - 1)
     host = backward.host + forward.host * (rounds - 1)
-    layer = Part(device, host + rounds * exchanges.host)
-    ends = Ends(
+    layer = DeviceHostTime(device, host + rounds * layer_communication.host)
+    outside = OutsideLayers(
         timing.enter(size),
         timing.enter_backward(size),
         timing.head(size) + timing.head_backward(size),
-        exchanges.device / 2,
-        setting.head_exchanges(chunks.tokens) + setting.head_exchanges_backward(chunks.tokens),
+        layer_communication.device / 2,
+        context.head_communication(chunks.tokens) + context.head_backward_communication(chunks.tokens),
     )
-    terms = _pipelined(setting, chunks, layer, rounds * exchanges.device, ends)
+    terms = _cost_pipeline(context, chunks, layer, rounds * layer_communication.device, outside)
     if strategy.pp > 1:
         # Forward waits for backward of the next stage and the other way round, so that nothing hides transfers.
-        terms["pipeline"] = 2 * (chunks.count + strategy.pp - 1) * setting.hop(chunks.tokens)
-        terms["pipeline"] += 2 * setting.network.hop(_SMALL)
+        terms["pipeline"] = 2 * (chunks.count + strategy.pp - 1) * context.hop(chunks.tokens)
+        terms["pipeline"] += 2 * context.network.hop(_SMALL)
     elements = max(timing.sizes.stage_elements(strategy.pp))
     update = timing.update(elements, strategy.dp)
-    terms["optimizer"] = update + setting.network.everyone.all_reduce(_SMALL)
-    last_pass = setting.layers[-1] * backward.device
-    terms["data"] = _gradients(setting, elements, last_pass) + _parameters(setting, elements, update)
+    terms["optimizer"] = update + context.network.mesh_group.all_reduce(_SMALL)
+    last_pass = context.layers[-1] * backward.device
+    terms["data"] = _cost_gradient_reduction(context, elements, last_pass) + _cost_parameter_gather(
+        context, elements, update
+    )
     steps = work.minibatches * work.passes
     total = {name: seconds * steps for name, seconds in terms.items()}
     total["compute"] += timing.prepare(work.sequences / strategy.dp, work.episode)
     return total
 
 
-def _gradients(setting: Setting, elements: int, last_pass: float) -> float:
+def _cost_gradient_reduction(context: CallContext, elements: int, last_pass: float) -> float:
     """Adding float32 gradients up: while the last micro-batch goes backward, but for the last bucket.
 
     Parameters of which tensor ranks or stages each have a part of the gradient must be completed before.
     """
-    network, parts = setting.network, bucket_count(elements)
-    seconds = parts * network.data.reduce_scatter(4 * elements / parts)
-    small = 3 * network.data.all_reduce(_SMALL)
-    completion = _completion(setting)
+    network, parts = context.network, bucket_count(elements)
+    seconds = parts * network.dp_group.reduce_scatter(4 * elements / parts)
+    small = 3 * network.dp_group.all_reduce(_SMALL)
+    completion = _cost_partial_gradients(context)
     if completion:
         return small + completion + seconds
-    return small + max(seconds - last_pass * setting.overlap, seconds / parts)
+    return small + max(seconds - last_pass * context.overlap, seconds / parts)
 
 
-def _completion(setting: Setting) -> float:
+def _cost_partial_gradients(context: CallContext) -> float:
     """Adding up gradients of what several ranks hold but each computed only a part of."""
-    sizes, network, shape = setting.timing.sizes, setting.network, setting.timing.sizes.shape
+    sizes, network, shape = context.timing.sizes, context.network, context.timing.sizes.shape
     seconds = 0.0
-    if setting.strategy.sequence_parallel:
-        seconds += 2 * max(setting.layers) * network.tensor.all_reduce(4 * shape.hidden_size)
-    if sizes.shares_keys:
+    if context.strategy.sequence_parallel:
+        seconds += 2 * max(context.layers) * network.tp_group.all_reduce(4 * shape.hidden_size)
+    if sizes.shares_kv_heads:
         keys = 4 * shape.kv_heads * shape.head_dim * shape.hidden_size
-        seconds += 2 * max(setting.layers) * network.tensor.all_reduce(keys)
-    if shape.tied_embeddings and sizes.head == "lm" and setting.strategy.pp > 1:
-        seconds += network.ends.all_reduce(4 * sizes.vocabulary * shape.hidden_size)
+        seconds += 2 * max(context.layers) * network.tp_group.all_reduce(keys)
+    if shape.tied_embeddings and sizes.head == "lm" and context.strategy.pp > 1:
+        seconds += network.embedding_group.all_reduce(4 * sizes.padded_vocab * shape.hidden_size)
     return seconds
 
 
-def _parameters(setting: Setting, elements: int, update: float) -> float:
+def _cost_parameter_gather(context: CallContext, elements: int, update: float) -> float:
     """Collecting parameters: while the next bucket is updated."""
     parts = bucket_count(elements)
-    seconds = parts * setting.network.data.all_gather(setting.timing.element_bytes * elements / parts)
-    return max(seconds - update * setting.overlap, seconds / parts)
+    seconds = parts * context.network.dp_group.all_gather(context.timing.element_bytes * elements / parts)
+    return max(seconds - update * context.overlap, seconds / parts)
 
 
-def inference(setting: Setting) -> Mapping[str, float]:
+def cost_inference(context: CallContext) -> Mapping[str, float]:
     """Terms of an inference call."""
-    timing, strategy = setting.timing, setting.strategy
-    chunks = split_work(setting.work, strategy, timing.efficiency.pass_chunks_per_stage)
-    size = setting.size(chunks)
-    ends = Ends(
+    timing, strategy = context.timing, context.strategy
+    chunks = split_work(context.work, strategy, timing.efficiency.pass_chunks_per_stage)
+    size = context.size(chunks)
+    outside = OutsideLayers(
         timing.enter(size),
         last=timing.head(size),
-        told_first=setting.exchanges(chunks.tokens).device / 2,
-        told_last=setting.head_exchanges(chunks.tokens),
+        comm_first=context.layer_communication(chunks.tokens).device / 2,
+        comm_last=context.head_communication(chunks.tokens),
     )
-    return forward_pass(setting, chunks, timing.forward(size), ends)
+    return cost_forward_pass(context, chunks, timing.forward(size), outside)
 
 
-def forward_pass(setting: Setting, chunks: Chunks, layer: Part, ends: Ends) -> dict[str, float]:
+def cost_forward_pass(
+    context: CallContext, chunks: Chunks, layer: DeviceHostTime, outside: OutsideLayers
+) -> dict[str, float]:
     """Terms of chunks that go through all stages once."""
-    exchanges = setting.exchanges(chunks.tokens)
-    layer = Part(layer.device, layer.host + exchanges.host)
-    terms = _pipelined(setting, chunks, layer, exchanges.device, ends)
+    layer_communication = context.layer_communication(chunks.tokens)
+    layer = DeviceHostTime(layer.device, layer.host + layer_communication.host)
+    terms = _cost_pipeline(context, chunks, layer, layer_communication.device, outside)
     # Sends do not wait, and a stage works on the next chunk meanwhile.
-    terms["pipeline"] = (setting.strategy.pp - 1) * setting.hop(chunks.tokens)
+    terms["pipeline"] = (context.strategy.pp - 1) * context.hop(chunks.tokens)
     return terms
 
 
-def _pipelined(
-    setting: Setting, chunks: Chunks, layer: Part, exchanges: float, ends: Ends
+def _cost_pipeline(
+    context: CallContext,
+    chunks: Chunks,
+    layer: DeviceHostTime,
+    layer_communication: float,
+    outside: OutsideLayers,
 ) -> dict[str, float]:
     """Terms of the busiest stage, and how long it waits while others start or end alone.
 
     A pipeline takes one chunk through all stages and all other chunks through the slowest one.
     """
-    wait = max(0.0, layer.host - layer.device - exchanges)
-    each = layer.device + exchanges + wait
-    own, told = ends.own(setting.strategy.pp), ends.told(setting.strategy.pp)
-    stages = [n * each + a + b for n, a, b in zip(setting.layers, own, told, strict=True)]
+    wait = max(0.0, layer.host - layer.device - layer_communication)
+    each = layer.device + layer_communication + wait
+    own, communication = outside.own(context.strategy.pp), outside.communication(context.strategy.pp)
+    stages = [n * each + a + b for n, a, b in zip(context.layers, own, communication, strict=True)]
     slowest = stages.index(max(stages))
-    layers = setting.layers[slowest]
+    layers = context.layers[slowest]
     return {
         "compute": chunks.count * (layers * layer.device + own[slowest]),
-        "tensor": chunks.count * (layers * exchanges + told[slowest]),
+        "tensor": chunks.count * (layers * layer_communication + communication[slowest]),
         "launch": chunks.count * layers * wait,
         "bubble": sum(stages) - stages[slowest],
     }

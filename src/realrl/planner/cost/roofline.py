@@ -17,7 +17,7 @@ class Roofline:
     element_bytes: int
     sequence_parallel: bool = False
 
-    def product(self, rows: float, outputs: float, inputs: float) -> float:
+    def matmul(self, rows: float, outputs: float, inputs: float) -> float:
         """[rows, inputs] times [inputs, outputs]: arithmetic, and the traffic of three matrices, in sum.
 
         The sum rather than the larger of the two, because the first and last tiles hide nothing; it makes narrow
@@ -25,7 +25,7 @@ class Roofline:
         """
         arithmetic = 2 * rows * outputs * inputs
         moved = self.element_bytes * (rows * inputs + inputs * outputs + rows * outputs)
-        peak = self.device.flops(self.element_bytes) * self.efficiency.product
+        peak = self.device.flops(self.element_bytes) * self.efficiency.matmul
         return arithmetic / peak + self.traffic(moved)
 
     def traffic(self, number_bytes: float) -> float:
@@ -35,7 +35,7 @@ class Roofline:
     def layer(self, tokens: float, squares: float) -> float:
         """A layer forward. squares: sum of the squared lengths of the sequences."""
         return (
-            sum(self.product(tokens, *matrix) for matrix in self.sizes.products)
+            sum(self.matmul(tokens, *matrix) for matrix in self.sizes.matmul_shapes)
             + self._attention(squares)
             + self._elementwise(tokens)
         )
@@ -43,7 +43,7 @@ class Roofline:
     def layer_backward(self, tokens: float, squares: float) -> float:
         """A layer backward: two products for each, attention 2.5 times (arXiv 2307.08691, section 3.1)."""
         return (
-            2 * sum(self.product(tokens, *matrix) for matrix in self.sizes.products)
+            2 * sum(self.matmul(tokens, *matrix) for matrix in self.sizes.matmul_shapes)
             + 2.5 * self._attention(squares)
             + self.efficiency.backward_passes * self._elementwise(tokens)
         )
@@ -52,43 +52,41 @@ class Roofline:
         """Log-probabilities, or values, of all tokens."""
         if self.sizes.head == "scalar":
             return self.traffic(tokens * self.sizes.shape.hidden_size * self.element_bytes)
-        rows = self.sizes.vocabulary
+        rows = self.sizes.padded_vocab
         logits = self.traffic(self.efficiency.logit_bytes * tokens * rows)
-        return self.product(tokens, rows, self.sizes.shape.hidden_size) + logits
+        return self.matmul(tokens, rows, self.sizes.shape.hidden_size) + logits
 
     def head_backward(self, tokens: float) -> float:
         """Their gradients; logits are computed again."""
         if self.sizes.head == "scalar":
             return 2 * self.head(tokens)
-        rows = self.sizes.vocabulary
+        rows = self.sizes.padded_vocab
         logits = self.traffic(self.efficiency.logit_backward_bytes * tokens * rows)
-        return 3 * self.product(tokens, rows, self.sizes.shape.hidden_size) + logits
+        return 3 * self.matmul(tokens, rows, self.sizes.shape.hidden_size) + logits
 
     def decode(self, rows: float, context: float) -> float:
         """A layer for one more token of `rows` sequences with `context` tokens in the cache each."""
-        cache = 2 * rows * context * self.sizes.cached * self.element_bytes
-        products = sum(self.product(rows, *matrix) for matrix in self.sizes.products)
+        cache = 2 * rows * context * self.sizes.cache_dim * self.element_bytes
+        products = sum(self.matmul(rows, *matrix) for matrix in self.sizes.matmul_shapes)
         return products + self.traffic(cache) + self._elementwise(rows)
 
     def sample(self, rows: float) -> float:
         """Logits and the next token of `rows` sequences."""
-        product = self.product(rows, self.sizes.vocabulary, self.sizes.shape.hidden_size)
-        return product + self.traffic(
-            self.efficiency.sampled_logit_bytes * rows * self.sizes.shape.vocab_size
-        )
+        logits = self.matmul(rows, self.sizes.padded_vocab, self.sizes.shape.hidden_size)
+        return logits + self.traffic(self.efficiency.sampled_logit_bytes * rows * self.sizes.shape.vocab_size)
 
     def _attention(self, squares: float) -> float:
         """Scores and their product with the values, of which causality needs half: 2 * s² * width."""
         peak = self.device.flops(self.element_bytes) * self.efficiency.attention
-        return 2 * squares * self.sizes.queries / peak
+        return 2 * squares * self.sizes.q_dim / peak
 
     def _elementwise(self, tokens: float) -> float:
         e, s = self.efficiency, self.sizes
         hidden = s.shape.hidden_size / (s.tp if self.sequence_parallel else 1)
         values = (
             e.normal_passes * hidden
-            + e.rotary_passes * (s.queries + s.keys)
-            + e.attention_passes * (2 * s.queries + 2 * s.keys)
-            + e.activation_passes * s.inner
+            + e.rotary_passes * (s.q_dim + s.kv_dim)
+            + e.attention_passes * (2 * s.q_dim + 2 * s.kv_dim)
+            + e.activation_passes * s.ffn_dim
         )
         return self.traffic(tokens * values * self.element_bytes)

@@ -11,7 +11,7 @@ from realrl.planner.workload.sizes import LocalSizes
 
 
 @dataclass(frozen=True)
-class Part:
+class DeviceHostTime:
     """Seconds that the device works, and how much longer the host makes it take."""
 
     device: float
@@ -24,7 +24,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Size:
+class BatchSize:
     """A micro-batch as the model sees it."""
 
     tokens: float
@@ -55,70 +55,74 @@ class Timing:
         """What is used where nothing was measured."""
         return Roofline(self.device, self.efficiency, self.sizes, self.element_bytes, self.sequence_parallel)
 
-    def enter(self, size: Size) -> float:
+    def enter(self, size: BatchSize) -> float:
         """What comes before the first layer; the roofline leaves it out."""
         return (self._measured_of("enter", size) or 0.0) + self._more("bucket_enter", size)
 
-    def enter_backward(self, size: Size) -> float:
+    def enter_backward(self, size: BatchSize) -> float:
         """The gradient of the embedding table; the roofline leaves it out."""
         return self._measured_of("enter_backward", size) or 0.0
 
-    def forward(self, size: Size) -> Part:
+    def forward(self, size: BatchSize) -> DeviceHostTime:
         """A layer forward."""
         measured = self._measured_of("forward", size)
         if measured is not None:
-            return Part(measured + self._more("bucket", size))
-        return self._part(self.roofline.layer(size.tokens, size.squares), self.efficiency.forward_operations)
+            return DeviceHostTime(measured + self._more("bucket", size))
+        return self._device_host_time(
+            self.roofline.layer(size.tokens, size.squares), self.efficiency.forward_operations
+        )
 
-    def backward(self, size: Size) -> Part:
+    def backward(self, size: BatchSize) -> DeviceHostTime:
         """A layer backward without recomputation, its gradient added to that of earlier micro-batches."""
         measured = self._measured_of("backward", size)
         if measured is not None:
-            return Part(measured + self._more("bucket_backward", size))
-        elements = sum(outputs * inputs for outputs, inputs in self.sizes.products)
+            return DeviceHostTime(measured + self._more("bucket_backward", size))
+        elements = sum(outputs * inputs for outputs, inputs in self.sizes.matmul_shapes)
         adding = self.roofline.traffic(self.efficiency.gradient_bytes * elements)
         device = self.roofline.layer_backward(size.tokens, size.squares) + adding
-        return self._part(device, 2 * self.efficiency.forward_operations)
+        return self._device_host_time(device, 2 * self.efficiency.forward_operations)
 
-    def head(self, size: Size) -> float:
+    def head(self, size: BatchSize) -> float:
         """The head forward."""
         measured = self._measured_of("scalar" if self._scalar else "head", size)
         return self.roofline.head(size.tokens) if measured is None else measured
 
-    def head_backward(self, size: Size) -> float:
+    def head_backward(self, size: BatchSize) -> float:
         """The head backward."""
         measured = self._measured_of("scalar_backward" if self._scalar else "head_backward", size)
         return self.roofline.head_backward(size.tokens) if measured is None else measured
 
-    def prefill(self, size: Size) -> Part:
+    def prefill(self, size: BatchSize) -> DeviceHostTime:
         """A layer forward that fills the cache; the roofline leaves the filling out."""
         measured = self._measured_of("prefill", size)
-        return self.forward(size) if measured is None else Part(measured + self._more("bucket", size))
+        return (
+            self.forward(size) if measured is None else DeviceHostTime(measured + self._more("bucket", size))
+        )
 
-    def start(self, size: Size, sequences: float) -> float:
+    def start(self, size: BatchSize, sequences: float) -> float:
         """All of a generation but its layers, until the first token of each sequence."""
         measured = self._measured_of("start", size)
         return (
             self.sample(sequences).device if measured is None else measured + self._more("bucket_enter", size)
         )
 
-    def decode(self, rows: float, context: float) -> Part:
+    def decode(self, rows: float, context: float) -> DeviceHostTime:
         """A layer for one more token of `rows` sequences."""
         measured = self._measured("decode", rows, context)
         if measured is not None:
-            return Part(measured)
-        return self._part(self.roofline.decode(rows, context), self.efficiency.decode_operations)
+            return DeviceHostTime(measured)
+        return self._device_host_time(self.roofline.decode(rows, context), self.efficiency.decode_operations)
 
-    def turn(self, rows: float) -> float:
+    def decode_step_overhead(self, rows: float) -> float:
         """What every stage does besides its layers; the roofline leaves it out."""
         return self._measured("turn", rows) or 0.0
 
-    def sample(self, rows: float) -> Part:
+    def sample(self, rows: float) -> DeviceHostTime:
         """Head and sampling of one step."""
         measured = self._measured("sample", rows)
         if measured is not None:
-            return Part(measured)
-        return self._part(self.roofline.sample(rows), self.efficiency.sampling_operations)
+            return DeviceHostTime(measured)
+        return self._device_host_time(self.roofline.sample(rows), self.efficiency.sampling_operations)
 
     def prepare(self, sequences: float, answer: float) -> float:
         """What a train call does before its first mini-batch; the roofline leaves it out."""
@@ -145,19 +149,19 @@ class Timing:
     def _scalar(self) -> bool:
         return self.sizes.head == "scalar"
 
-    def _part(self, device: float, operations: int) -> Part:
+    def _device_host_time(self, device: float, operations: int) -> DeviceHostTime:
         """Seconds of a device, and of the host that hands it so many operations; on a CPU they are the same one."""
         host = operations * self.device.kernel_s
-        return Part(device + host) if self.device.cpu else Part(device, host)
+        return DeviceHostTime(device + host) if self.device.cpu else DeviceHostTime(device, host)
 
     def _moved(self, kind: CollectiveKind, number_bytes: float, traffic: float) -> float:
         measured = self.profile.collective(kind, 1, 1, number_bytes) if self.profile else None
         return self.roofline.traffic(traffic) if measured is None else measured
 
-    def _measured_of(self, kind: LayerKind, size: Size) -> float | None:
+    def _measured_of(self, kind: LayerKind, size: BatchSize) -> float | None:
         return self._measured(kind, size.tokens, size.context)
 
-    def _more(self, kind: LayerKind, size: Size) -> float:
+    def _more(self, kind: LayerKind, size: BatchSize) -> float:
         """What groups of sequences after the first one add; the roofline leaves it out."""
         return (size.buckets - 1) * (self._measured(kind, size.tokens) or 0.0)
 

@@ -9,7 +9,7 @@ from realrl.planner.workload.workload import CallWork
 
 
 @dataclass(frozen=True)
-class Fullest:
+class PeakChunk:
     """The chunk that needs most memory: it has as many tokens as any, and the longest sequences."""
 
     sequences: float
@@ -33,7 +33,7 @@ class Chunks:
     tokens: float
     squares: float
     """Sum of the squared lengths."""
-    fullest: Fullest
+    peak: PeakChunk
 
 
 def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
@@ -71,8 +71,8 @@ def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
         most = max(longest, min(total, budget)) * len(first) / sum(first)
     long = tuple(cost // work.per_item - work.room for cost in first)
     part = records * work.per_item / count
-    fullest = Fullest(most * work.per_item, long)
-    return Chunks(count, part, part * work.mean, part * work.mean_square, fullest)
+    peak = PeakChunk(most * work.per_item, long)
+    return Chunks(count, part, part * work.mean, part * work.mean_square, peak)
 
 
 def _per_rank(work: CallWork, strategy: Strategy) -> int:

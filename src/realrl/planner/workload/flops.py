@@ -6,7 +6,7 @@ from realrl.planner.workload.workload import CallWork, Workload
 from realrl.program.memory import Stored
 
 
-def call_flops(call: Call, model: Stored, workload: Workload) -> float:
+def count_flops(call: Call, model: Stored, workload: Workload) -> float:
     """Operations of a call in a step: of its matrices 2 per parameter and token, and attention, which causality
     halves: 2 * s² per layer and element of a token's queries; twice as much backward.
 
@@ -32,11 +32,11 @@ def _generated(model: Stored, work: CallWork) -> float:
 def _forward(model: Stored, tokens: float, scored: float, squares: float) -> float:
     shape = model.shape
     attention = 2 * squares * shape.heads * shape.head_dim
-    layers = shape.layers * (2 * tokens * layer_products(shape) + attention)
+    layers = shape.layers * (2 * tokens * count_layer_weights(shape) + attention)
     return layers + 2 * scored * shape.hidden_size * _outputs(shape, model.head)
 
 
-def layer_products(shape: ModelShape) -> int:
+def count_layer_weights(shape: ModelShape) -> int:
     """Parameters of the matrices of a layer."""
     rotated = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     return shape.hidden_size * (rotated + 3 * shape.intermediate_size)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from realrl.layout.padding import length_buckets
+from realrl.layout.padding import bucket_lengths
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Padding:
     @classmethod
     def of(cls, lengths: Sequence[int], *, dense: bool) -> "Padding":
         """That of sequences with these lengths; `dense` where short ones may have their scores stored."""
-        buckets = length_buckets(lengths)
+        buckets = bucket_lengths(lengths)
         masks = sum(bucket.length**2 for bucket in buckets if bucket.dense)
         rows, long, scores = 0, 0, []
         for bucket in buckets:

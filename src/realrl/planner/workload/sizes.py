@@ -23,44 +23,44 @@ class LocalSizes:
         return [Shard(self.shape, self.head, self.tp, t) for t in range(self.tp)]
 
     @cached_property
-    def queries(self) -> int:
+    def q_dim(self) -> int:
         """Width of the queries."""
         return self.shape.head_dim * max(len(shard.queries) for shard in self._shards)
 
     @cached_property
-    def keys(self) -> int:
+    def kv_dim(self) -> int:
         """Width of the keys; that of the values is the same."""
         return self.shape.head_dim * max(len(shard.keys) for shard in self._shards)
 
     @cached_property
-    def cached(self) -> int:
+    def cache_dim(self) -> int:
         """Width of the keys as the key/value cache holds them."""
         uneven = any(shard.uneven_groups is not None for shard in self._shards)
-        return self.queries if uneven else self.keys
+        return self.q_dim if uneven else self.kv_dim
 
     @cached_property
-    def inner(self) -> int:
+    def ffn_dim(self) -> int:
         """Width inside the feed-forward block."""
         return max(len(feed_forward(self.shape, self.tp, t)) for t in range(self.tp))
 
     @cached_property
-    def vocabulary(self) -> int:
+    def padded_vocab(self) -> int:
         """Rows of the embedding table, padding included."""
         return padded_vocabulary(self.shape, self.tp)
 
     @cached_property
-    def products(self) -> tuple[tuple[int, int], ...]:
+    def matmul_shapes(self) -> tuple[tuple[int, int], ...]:
         """(outputs, inputs) of the matrices of a layer, as they are multiplied."""
         hidden = self.shape.hidden_size
         return (
-            (self.queries + 2 * self.keys, hidden),
-            (hidden, self.queries),
-            (2 * self.inner, hidden),
-            (hidden, self.inner),
+            (self.q_dim + 2 * self.kv_dim, hidden),
+            (hidden, self.q_dim),
+            (2 * self.ffn_dim, hidden),
+            (hidden, self.ffn_dim),
         )
 
     @cached_property
-    def shares_keys(self) -> bool:
+    def shares_kv_heads(self) -> bool:
         """Whether some key/value head lies on more than one tensor rank."""
         return self._shards[0].shares_keys
 

@@ -12,7 +12,7 @@ from realrl.planner.cost.model import CostModel
 from realrl.planner.memory.model import MemoryModel
 from realrl.planner.profile.profile import Profile
 from realrl.planner.simulate.estimate import Estimate
-from realrl.planner.simulate.predict import estimate
+from realrl.planner.simulate.predict import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Program, Reallocate
@@ -50,7 +50,7 @@ def compare(facts: Facts, profile: Profile | None, ledger: "Ledger") -> Comparis
     expected: Estimate | None = None
     if facts.spec is not None:
         cost, memory = CostModel(facts.spec, profile), MemoryModel(facts.spec)
-        expected = estimate(Scenario(graph, stored, facts.spec, workload, cost, memory), plan)
+        expected = estimate_plan(Scenario(graph, stored, facts.spec, workload, cost, memory), plan)
     return Comparison(
         cluster=str(plan.cluster),
         spec=facts.spec,

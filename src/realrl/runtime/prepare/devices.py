@@ -5,7 +5,7 @@ from dataclasses import replace
 from realrl.config.errors import UserError
 from realrl.config.units import parse_bytes
 from realrl.plan.cluster import Cluster
-from realrl.planner.cluster.devices import DEVICES, DeviceKind, kind_of_gpu
+from realrl.planner.cluster.devices import DEVICES, DeviceKind, find_gpu_kind
 from realrl.planner.cluster.spec import ClusterSpec, NodeGroup
 from realrl.planner.memory.model import MemoryModel
 from realrl.recipe.experiment import Experiment
@@ -27,7 +27,7 @@ def spec_of(experiment: Experiment, cluster: Cluster, here: Here | None = None) 
     """
     spec = named_cluster(experiment.cluster)
     if spec is None:
-        kind = kind_of_gpu(here.name) if isinstance(here, Gpu) else _cpu(experiment, cluster, here)
+        kind = find_gpu_kind(here.name) if isinstance(here, Gpu) else _cpu(experiment, cluster, here)
         if kind is None:
             return None
         spec = _spec(cluster, kind)
@@ -43,7 +43,7 @@ def _may_be(here: Here, kind: DeviceKind) -> bool:
     """Whether it may be of a kind that a recipe names; a kind of the user's own has a name of its own."""
     if here == "cpu" or kind.cpu:
         return here == "cpu" and kind.cpu
-    known = kind_of_gpu(here.name)
+    known = find_gpu_kind(here.name)
     return known is None or known.name == kind.name
 
 
@@ -99,7 +99,12 @@ def _cpu(experiment: Experiment, cluster: Cluster, here: Here | None) -> DeviceK
 
 
 def _spec(cluster: Cluster, kind: DeviceKind) -> ClusterSpec:
-    group = NodeGroup(cluster.nodes, cluster.devices_per_node, kind, kind.node_bytes_per_s)
+    group = NodeGroup(
+        nodes=cluster.nodes,
+        devices_per_node=cluster.devices_per_node,
+        device=kind,
+        node_bytes_per_s=kind.node_bytes_per_s,
+    )
     return ClusterSpec(str(group), (group,))
 
 

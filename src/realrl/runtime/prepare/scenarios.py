@@ -14,9 +14,9 @@ from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.cost.model import CostModel
 from realrl.planner.memory.model import MemoryModel
 from realrl.planner.profile.profile import Profile
-from realrl.planner.search.plan_search import Wanted
+from realrl.planner.search.plan_search import UserConstraints
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.space.build import Choices
+from realrl.planner.space.build import SearchSpace
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 from realrl.recipe.experiment import Experiment
@@ -74,16 +74,16 @@ def _all_stored(experiment: Experiment, graph: DataflowGraph) -> dict[str, Store
     return stored_models(experiment, graph, shapes)
 
 
-def wanted_plans(experiment: Experiment, spec: ClusterSpec, out: Path | None = None) -> Wanted:
+def read_constraints(experiment: Experiment, spec: ClusterSpec, out: Path | None = None) -> UserConstraints:
     """What a recipe asks of plans that it does not give. `out`: the plan file that is going to be written.
 
     UserError where it names neither a preset nor a plan file that can be read, unless that is `out`.
     """
-    choices = Choices(offload=not host_is_device(experiment, spec))
+    search_space = SearchSpace(offload=not host_is_device(experiment, spec))
     own: dict[str, Plan] = {}
     name = experiment.plan
     if name not in (*PRESETS, SEARCH) and not (
         out is not None and out == local_path(name) and not out.exists()
     ):
         own = {name: load_plan(name, experiment.micro_batch_tokens)}
-    return Wanted(experiment.micro_batch_tokens, experiment.recompute, choices, own)
+    return UserConstraints(experiment.micro_batch_tokens, experiment.recompute, search_space, own)

@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 
 from realrl.config.errors import UserError
-from realrl.planner.cluster.devices import kind_of_gpu
+from realrl.planner.cluster.devices import find_gpu_kind
 from realrl.planner.profile.profile import Profile, ShapeKey
-from realrl.planner.profile.versions import versions
+from realrl.planner.profile.versions import read_versions
 from realrl.runtime.processes.process import Process, connect
 from realrl.runtime.profiler.hardware import machine
 from realrl.runtime.profiler.models.shapes import ShapeMeasurements
@@ -113,7 +113,7 @@ def local_processes(world: int) -> int:
 
 def _notebook(request: Request, process: Process, observer: Observer | None) -> Notebook:
     """What is known already."""
-    software = versions()
+    software = read_versions()
     fresh = Profile(
         device=_device_name(request, process.device),
         processes=local_processes(process.world),
@@ -159,6 +159,6 @@ def _device_name(request: Request, device: torch.device) -> str:
     if device.type == "cpu":
         return "cpu"
     name = torch.cuda.get_device_name(device)
-    kind = kind_of_gpu(name)
+    kind = find_gpu_kind(name)
     plain = name.lower().removeprefix("nvidia ").removeprefix("geforce ")
     return kind.name if kind is not None else re.sub(r"[^a-z0-9.]+", "-", plain).strip("-")

@@ -46,7 +46,7 @@ look for something milder, and what it last found counts."""
 
 
 def in_order(changes: Iterable[Change]) -> Attempts:
-    """Changes of which the first that helps is wanted."""
+    """Changes of which the first that helps is constraints."""
     for change in changes:
         if (yield change):
             return

@@ -17,7 +17,7 @@ from realrl.runtime.prepare.fit.remedies import Outcome, Remedy, Trials, describ
 from realrl.runtime.prepare.fit.search import search_plan
 from realrl.runtime.prepare.fit.search_changes import smaller_batches
 from realrl.runtime.prepare.gpu import Here
-from realrl.runtime.prepare.scenarios import wanted_plans
+from realrl.runtime.prepare.scenarios import read_constraints
 
 _NAMED = 3
 """Parts of what a device holds that are named."""
@@ -117,9 +117,9 @@ def _all_sources(draft: Draft, outcome: _Peak) -> Iterable[Attempts]:
 def _search(draft: Draft) -> str:
     """What a search finds, or why it finds nothing; empty where that does not fit either."""
     change = set_fields(f"plan={SEARCH}")
-    wanted = replace(wanted_plans(draft.experiment, draft.spec), own={})
+    constraints = replace(read_constraints(draft.experiment, draft.spec), own={})
     try:
-        found = search_plan(replace(draft, plan=None), wanted, seconds=_SECONDS)
+        found = search_plan(replace(draft, plan=None), constraints, seconds=_SECONDS)
         after = _assess(replace(draft, plan=found.plan))
     except UserError as error:
         return str(error)

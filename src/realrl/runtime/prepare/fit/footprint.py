@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.simulate.estimate import DeviceMemory
-from realrl.planner.simulate.footprints import footprints
+from realrl.planner.simulate.footprints import compute_footprints
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.compile import Compiled
 from realrl.runtime.prepare.devices import host_is_device
@@ -36,7 +36,8 @@ def device_memory(
     if host_is_device(experiment, spec):
         memory = memory.in_host_memory()
     return {
-        name: footprints(scenarios[name], memory, phase.programs) for name, phase in compiled.phases.items()
+        name: compute_footprints(scenarios[name], memory, phase.programs)
+        for name, phase in compiled.phases.items()
     }
 
 

@@ -6,15 +6,15 @@ from realrl.config.errors import UserError
 from realrl.families.published import SHAPES
 from realrl.plan.plan import Plan
 from realrl.planner.evaluate.shortage import DoesNotFit, Shortage
-from realrl.planner.report.alternatives import shortage_text
-from realrl.planner.search.plan_search import Wanted, best_plan, find_plan
-from realrl.planner.search.search import Effort
+from realrl.planner.report.alternatives import describe_shortage
+from realrl.planner.search.plan_search import UserConstraints, find_best_plan, find_plan
+from realrl.planner.search.search import SearchBudget
 from realrl.planner.simulate.scenario import Scenario
 from realrl.runtime.prepare.fit.change import Draft
 from realrl.runtime.prepare.fit.remedies import Outcome, Remedy, Trials, describe
 from realrl.runtime.prepare.fit.search_changes import search_changes
 
-_EFFORT = Effort(chains=128, rounds=100, nodes=2000)
+_BUDGET = SearchBudget(chains=128, rounds=100, nodes=2000)
 _SEARCH_SECONDS = 2.0
 """Most for one short search."""
 _NAMED = 3
@@ -32,13 +32,13 @@ class SearchedPlan:
     """What it costs, and how good it is, in one line."""
 
 
-def search_plan(draft: Draft, wanted: Wanted, *, seconds: float | None = None) -> SearchedPlan:
+def search_plan(draft: Draft, constraints: UserConstraints, *, seconds: float | None = None) -> SearchedPlan:
     """The best plan that a search finds; UserError, with what would help, where no plan fits."""
     scenario = draft.scenario()
     try:
-        best = best_plan(scenario, seconds=seconds, wanted=wanted)
+        best = find_best_plan(scenario, seconds=seconds, constraints=constraints)
     except DoesNotFit as error:
-        raise no_plan(draft, scenario, error.shortage, wanted) from None
+        raise no_plan(draft, scenario, error.shortage, constraints) from None
     about = (
         f"{best.estimate.step_seconds:.3g} s a step predicted, at most {best.gap:.1%} from the best possible,"
         f" searched in {best.seconds:.1f} s"
@@ -47,23 +47,28 @@ def search_plan(draft: Draft, wanted: Wanted, *, seconds: float | None = None) -
 
 
 def no_plan(
-    draft: Draft, scenario: Scenario, shortage: Shortage, wanted: Wanted, *, seconds: float = 15.0
+    draft: Draft,
+    scenario: Scenario,
+    shortage: Shortage,
+    constraints: UserConstraints,
+    *,
+    seconds: float = 15.0,
 ) -> UserError:
     """The error message where a search for a plan of a draft raised DoesNotFit.
 
     Looks for changes with which a plan fits, for so many `seconds`.
     """
-    found = search_remedies(draft, wanted, seconds=seconds)
+    found = search_remedies(draft, constraints, seconds=seconds)
     helps = describe(found) if found else "no change that was tried would be enough"
     none = "no plan fits" if shortage.proven else "no plan was found that fits"
-    even = ", even with recomputation and offloading" if wanted.choices.offload else ""
+    even = ", even with recomputation and offloading" if constraints.search_space.offload else ""
     return UserError(
         f"{none} {_models(scenario)} on {scenario.spec.name}{even}: what comes nearest"
-        f" {shortage_text(scenario, shortage)}, {shortage.factor:.3g} times what a device has; {helps}"
+        f" {describe_shortage(scenario, shortage)}, {shortage.factor:.3g} times what a device has; {helps}"
     )
 
 
-def search_remedies(draft: Draft, wanted: Wanted, *, seconds: float) -> list[Remedy[Outcome]]:
+def search_remedies(draft: Draft, constraints: UserConstraints, *, seconds: float) -> list[Remedy[Outcome]]:
     """Changes with which some plan fits, by what they cost: other settings first, then other devices."""
 
     def assess(changed: Draft, left: float) -> Outcome:
@@ -72,9 +77,9 @@ def search_remedies(draft: Draft, wanted: Wanted, *, seconds: float) -> list[Rem
             found = find_plan(
                 changed.scenario(),
                 seconds=min(_SEARCH_SECONDS, left),
-                wanted=replace(wanted, own={}),
+                constraints=replace(constraints, own={}),
                 presets={},
-                effort=_EFFORT,
+                budget=_BUDGET,
             )
         except DoesNotFit as error:
             return Outcome(error.shortage.needed_bytes - error.shortage.limit_bytes, "")

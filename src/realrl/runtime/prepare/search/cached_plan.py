@@ -12,12 +12,12 @@ from realrl.config.files import reason_of, write_whole
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.profile.profile import Profile
-from realrl.planner.search.plan_search import Wanted
+from realrl.planner.search.plan_search import UserConstraints
 from realrl.planner.simulate.scenario import Scenario
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.fit.change import Draft
 from realrl.runtime.prepare.fit.search import SearchedPlan, search_plan
-from realrl.runtime.prepare.scenarios import Measured, wanted_plans
+from realrl.runtime.prepare.scenarios import Measured, read_constraints
 from realrl.runtime.prepare.search.fingerprint import fingerprint
 from realrl.runtime.prepare.search.sources import read_sources
 
@@ -29,14 +29,17 @@ def cached_plan(experiment: Experiment, spec: ClusterSpec, say: Callable[[str], 
     `say` is told where the plan is from and what is expected of it. UserError where no plan fits.
     """
     profile = None if experiment.profile is None else Profile.load(experiment.profile)
-    draft, wanted = Draft(experiment, spec, measured=Measured(profile)), wanted_plans(experiment, spec)
+    draft, constraints = (
+        Draft(experiment, spec, measured=Measured(profile)),
+        read_constraints(experiment, spec),
+    )
     scenario = draft.scenario()
-    file = plans_directory() / f"{plan_key(scenario, wanted)}.yaml"
+    file = plans_directory() / f"{plan_key(scenario, constraints)}.yaml"
     kept = _read(file, scenario)
     if kept is not None:
         say(f"plan: {kept[1]}; found earlier, kept in {file}")
         return kept[0]
-    found = search_plan(draft, wanted)
+    found = search_plan(draft, constraints)
     say(f"plan: {found.about}; {_write(file, found, scenario)}")
     return found.plan
 
@@ -47,9 +50,9 @@ def plans_directory() -> Path:
     return Path(base).expanduser() / "realrl" / "plans"
 
 
-def plan_key(scenario: Scenario, wanted: Wanted) -> str:
+def plan_key(scenario: Scenario, constraints: UserConstraints) -> str:
     """Hash of all that a search depends on: the step, what is asked of plans, and the code that decides."""
-    parts = (fingerprint(scenario), fingerprint(wanted), __version__, *read_sources())
+    parts = (fingerprint(scenario), fingerprint(constraints), __version__, *read_sources())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
