@@ -12,7 +12,7 @@ from realrl.families.shape import Head
 def saving_notes(
     origin: Origin | None, head: Head, tokenizer: Tokenizer, ends: Collection[int], vocabulary: int
 ) -> Iterator[str]:
-    """A sentence each; see `huggingface.save` for `ends`."""
+    """List notes on saving, one message each; see `huggingface.save` for `ends`."""
     if origin is not None:
         dropout = origin.config.get("attention_dropout")
         if dropout:

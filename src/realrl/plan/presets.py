@@ -1,4 +1,4 @@
-"""Published strategies as plans, by name. The docstring of each is what people are told about it."""
+"""Published strategies as plans, by name. Users read the docstring of each preset as its description."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -14,10 +14,10 @@ from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 
 SEARCH = "search"
-"""Instead of a preset or a file: the plan that the planner finds for the recipe."""
+"""Name that stands for the plan which the planner finds for the recipe."""
 
 Shapes = Mapping[str, ModelShape]
-"""Sizes of the models of those roles for which they are known."""
+"""Role -> model shape, for the roles whose shapes are known."""
 
 
 def symmetric(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
@@ -132,7 +132,7 @@ def make_plan(
 
 
 def load_plan(file: str, micro_batch_tokens: int) -> Plan:
-    """The plan in a file, given where a preset's name could be; UserError where it is no plan file."""
+    """Load a plan file, given where a preset's name could be; UserError where it is no plan file."""
     if Path(file).suffix in (".yaml", ".yml"):
         return Plan.load(file, micro_batch_tokens)
     hint = nearest(file, (*PRESETS, SEARCH))
@@ -148,7 +148,7 @@ def _data_parallel(mesh: Mesh, micro_batch_tokens: int) -> Placement:
 
 
 def _independent_inference(graph: DataflowGraph) -> Iterable[list[Call]]:
-    """Inference calls that are equally far from the start of the step, so that none waits for another."""
+    """Yield groups of inference calls at the same depth of the graph, so that none waits for another."""
     depth: dict[Call, int] = {}
     for call in graph.order:
         depth[call] = 1 + max((depth[other] for other in graph.dependencies(call)), default=0)
@@ -159,8 +159,7 @@ def _independent_inference(graph: DataflowGraph) -> Iterable[list[Call]]:
 
 
 def _weight(call: Call, calls: Iterable[Call], shapes: Shapes) -> float:
-    """Parameters in the layers of the call's model, which the time of inference grows with; 1 unless those of
-    all `calls` are known."""
+    """Weight of an inference call: parameters in its model's layers; 1 unless known for all `calls`."""
     if any(other.role not in shapes for other in calls):
         return 1.0
     shape = shapes[call.role]
