@@ -71,7 +71,8 @@ def known_shape(config: ModelConfig) -> ModelShape | None:
     """Find the shape of a role's model without asking the network; None where it is not known.
 
     Sources: the recipe, the model's directory, the cache of hub models. UserError where a directory's `config.json`
-    is wrong."""
+    is wrong.
+    """
     if config.path is None or config.shape is not None:
         return config.shape
     if is_local(config.path):
@@ -86,7 +87,8 @@ def known_shape(config: ModelConfig) -> ModelShape | None:
 def shape_of(config: ModelConfig) -> ModelShape:
     """Find the shape of a role's model, asking the hub if need be, for `config.json` alone.
 
-    UserError where it cannot be found."""
+    UserError where it cannot be found.
+    """
     known = known_shape(config)
     if known is not None:
         return known

@@ -14,7 +14,8 @@ from realrl.config.json_file import read_json
 class Origin:
     """Settings of the directory that a model was opened from, read at the start of a run.
 
-    The directory may be gone when the model is saved."""
+    The directory may be gone when the model is saved.
+    """
 
     directory: Path
     config: Mapping[str, Any]
@@ -26,7 +27,8 @@ class Origin:
         """Find the tokens that end generation, and the file that says so; UserError for invalid tokens.
 
         Like transformers, `generation_config.json` before `config.json`. Tokens must be of the model's
-        vocabulary."""
+        vocabulary.
+        """
         file, named = self.directory / CONFIG, self.config.get("eos_token_id")
         if self.generation is not None and self.generation.get("eos_token_id") is not None:
             file, named = self.directory / GENERATION_CONFIG, self.generation["eos_token_id"]
@@ -42,7 +44,8 @@ class Origin:
 def read_origin(path: str | Path) -> Origin:
     """Read the settings of a model in a directory or on the hub, without its weights.
 
-    UserError where one of the files is no JSON object."""
+    UserError where one of the files is no JSON object.
+    """
     config, generation = config_file(path), generation_config_file(path)
     return Origin(
         directory=config.parent,

@@ -20,7 +20,8 @@ def check_directories(experiment: Experiment) -> None:
 def check_trainable(experiment: Experiment) -> None:
     """Check that models started from scratch are of a family that can be trained; else UserError.
 
-    A model with weights is checked when it is loaded."""
+    A model with weights is checked when it is loaded.
+    """
     for role in type(experiment.models).model_fields:
         shape = getattr(experiment.models, role).shape
         if shape is not None and shape.family not in TRAINABLE:

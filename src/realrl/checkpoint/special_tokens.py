@@ -76,7 +76,8 @@ def saved_ids(tokenizer: SpecialTokens | None, origin: Origin | None) -> dict[st
     """Find the special tokens for a saved `config.json`.
 
     Those of the model that was opened, as they stood there, or the tokenizer's where a model started from
-    scratch."""
+    scratch.
+    """
     if origin is not None:
         return {name: origin.config[name] for name in SPECIAL_TOKENS if name in origin.config}
     return {name: getattr(tokenizer, name, None) for name in SPECIAL_TOKENS}

@@ -53,9 +53,9 @@ def run_app(arguments: Sequence[str]) -> int:
     if interrupted is not None:
         return _report_interruption(interrupted)
     if failure is not None:
-        from realrl.runtime.processes.endings import report as report_ending
+        from realrl.runtime.processes.failures import report as report_failure
 
-        return report_ending(failure)
+        return report_failure(failure)
     return status
 
 

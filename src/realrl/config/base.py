@@ -6,7 +6,8 @@ from pydantic import BaseModel, ConfigDict
 class Settings(BaseModel):
     """Strict, immutable settings: unknown keys and values of another type are errors.
 
-    `true` is not 1, and `"3"` is not 3. Numbers are finite, and text is not empty."""
+    `true` is not 1, and `"3"` is not 3. Numbers are finite, and text is not empty.
+    """
 
     model_config = ConfigDict(
         extra="forbid",

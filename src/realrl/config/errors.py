@@ -19,4 +19,5 @@ class UserCodeError(UserError):
 class RunError(RuntimeError):
     """A failed run without a mistake or a bug: a full disk, diverged learning.
 
-    Its text is the error message; commands exit with status 1."""
+    Its text is the error message; commands exit with status 1.
+    """

@@ -167,7 +167,8 @@ def _field(location: tuple[int | str, ...], cls: type[Settings]) -> FieldInfo | 
 def _suggestion(location: tuple[int | str, ...], cls: type[Settings]) -> str:
     """Suggest a known key for an unknown one: a similar neighbour, or a key of that name elsewhere.
 
-    Empty inside a table of sections, whose keys are free."""
+    Empty inside a table of sections, whose keys are free.
+    """
     section = _section(location[:-1], cls)
     if section is None:
         return ""

@@ -17,7 +17,8 @@ _LONGEST = 255
 def local_path(path: str) -> Path:
     """Resolve `~` in a path, where there is such a home; UserError where no file system could hold it.
 
-    Every path from a recipe or a command line passes through here, once."""
+    Every path from a recipe or a command line passes through here, once.
+    """
     found = Path(os.path.expanduser(path))
     if any(len(os.fsencode(part)) > _LONGEST for part in found.parts):
         raise UserError(f"{shorten(path)} is too long for a path: a name has at most {_LONGEST} bytes")
@@ -27,7 +28,8 @@ def local_path(path: str) -> Path:
 def is_local(path: str) -> bool:
     """Check whether this can only be a local directory, so that the hub is not asked.
 
-    Offline, asking takes most of a minute before it fails."""
+    Offline, asking takes most of a minute before it fails.
+    """
     local = local_path(path)
     below_a_directory = len(local.parts) == 2 and local.parent.is_dir()
     return local.exists() or below_a_directory or not re.fullmatch(_HUB_NAME, path)

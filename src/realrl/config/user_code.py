@@ -68,7 +68,8 @@ class UserCode:
     def errors(self, verb: str) -> Iterator[None]:
         """Turn errors that the user's code raises in the block into a UserCodeError that names its line.
 
-        `verb` is what the code did, for example `raised`."""
+        `verb` is what the code did, for example `raised`.
+        """
         try:
             yield
         except (Exception, SystemExit) as error:  # whatever the user's code does

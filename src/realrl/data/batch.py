@@ -64,7 +64,8 @@ class Ragged:
 class Batch:
     """Items of one step and the keys known of each.
 
-    `ids[i]` is the item's position in the step's global batch; every field has one row per item."""
+    `ids[i]` is the item's position in the step's global batch; every field has one row per item.
+    """
 
     ids: tuple[int, ...]
     fields: dict[str, Ragged]

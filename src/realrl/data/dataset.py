@@ -116,7 +116,8 @@ class _Columns:
     def fields(self, pair_weight: Literal["pair", "prompt"]) -> dict[str, Ragged]:
         """Collect all rows by key.
 
-        `pairs_of_prompt` is 1 or, where prompts weigh the same, the number of items of the prompt."""
+        `pairs_of_prompt` is 1 or, where prompts weigh the same, the number of items of the prompt.
+        """
         fields = {
             key: Ragged(torch.from_numpy(np.array(values)), tuple(self._lengths[key]))
             for key, values in self._values.items()
@@ -175,7 +176,8 @@ def _items(
 class Order:
     """Order of items in training: permutations of the data set, one per epoch, laid end to end, cut into batches.
 
-    A function of the seed and the step alone."""
+    A function of the seed and the step alone.
+    """
 
     def __init__(self, size: int, batch: int, seed: int, shuffle: bool = True) -> None:
         """Prepare the order; UserError where a batch is larger than the data set."""
@@ -194,7 +196,8 @@ class Order:
     def indices(self, step: int) -> list[int]:
         """List the items of a step, counted from 0.
 
-        These are `batch` indices; one may recur only where two epochs meet."""
+        These are `batch` indices; one may recur only where two epochs meet.
+        """
         first = step * self.batch
         epoch, offset = divmod(first, self.size)
         head = self._epoch(epoch)[offset : offset + self.batch]

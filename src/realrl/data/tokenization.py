@@ -76,7 +76,8 @@ def tokenize(
 ) -> list[Row]:
     """Tokenize texts into one row each.
 
-    `ends` are the ids that end a sequence, at least one; the first one is appended."""
+    `ends` are the ids that end a sequence, at least one; the first one is appended.
+    """
     before = beginning(tokenizer)
     pieces = [
         piece

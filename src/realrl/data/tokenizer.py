@@ -76,7 +76,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast
 def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", directory: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json so that transformers 4 and 5 can open them.
 
-    What transformers notes there about the origin of the tokenizer is left out."""
+    What transformers notes there about the origin of the tokenizer is left out.
+    """
     tokenizer.save_pretrained(str(directory))
     config = directory / "tokenizer_config.json"
     settings = json.loads(config.read_text(encoding="utf-8"))

@@ -103,7 +103,8 @@ class Plan:
         """Check that the plan fits a graph and its models; else UserError.
 
         It must place exactly the calls of `graph`, on meshes of its cluster, in layouts that the models have, and
-        offload and keep only state that its roles have. Roles without a shape may be of any size."""
+        offload and keep only state that its roles have. Roles without a shape may be of any size.
+        """
         names = [call.name for call in graph.calls]
         for name in self.placements:
             if name not in names:

@@ -43,7 +43,8 @@ def kept_copies(
 ) -> dict[str, tuple[Placement, ...]]:
     """Find the placements of the copies that the plan keeps, by role.
 
-    There is one for each layout of the role's calls outside its home. `graph` is that of the training step."""
+    There is one for each layout of the role's calls outside its home. `graph` is that of the training step.
+    """
     kept: dict[str, tuple[Placement, ...]] = {}
     for role in plan.keep:
         placements = [plan[call.name] for call in graph.role_calls(role)]

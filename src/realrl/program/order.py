@@ -29,7 +29,8 @@ def changes(graph: DataflowGraph, call: Call) -> tuple[str, ...]:
 def sharing(graph: DataflowGraph, plan: Plan, order: Waves, call: Call) -> tuple[Call, ...]:
     """List the calls that can use the same copy of parameters as `call`, in the order they run.
 
-    These are the calls of its role in its layout between two changes of the role, itself included."""
+    These are the calls of its role in its layout between two changes of the role, itself included.
+    """
 
     def version(wave: int) -> int:
         return sum(call.role in changes(graph, other) for calls in order[:wave] for other in calls)
@@ -62,7 +63,8 @@ def length_readers(graph: DataflowGraph, plan: Plan, key: str) -> tuple[int, ...
 def length_calls(graph: DataflowGraph, key: str) -> tuple[str, ...]:
     """List the calls whose ranks must know the lengths of `key`.
 
-    These hold or exchange rows of that length, or send to a call whose items are divided by it."""
+    These hold or exchange rows of that length, or send to a call whose items are divided by it.
+    """
     found = []
     for call in graph.calls:
         touches = any(graph.length_key(k) == key for k in (*call.inputs, *call.outputs))

@@ -64,7 +64,8 @@ class _DryRun:
     """Symbolic execution of programs.
 
     Instructions over several ranks start when all of them are there, except sends and reports, whose senders
-    continue at once."""
+    continue at once.
+    """
 
     def __init__(
         self,

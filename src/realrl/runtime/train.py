@@ -236,7 +236,7 @@ class Run:
         with self.costs.step(store):
             program = phase.programs[self.process.rank]
             try:
-                figures = flatten(self.worker.run(program, store, inputs, self.costs.meter))
+                figures = flatten(self.worker.run(program, store, inputs, self.costs.timer))
             except SkippedStepsError as error:
                 raise self._stopped(error, step + 1) from None
         self._record(Record(step + 1, "train", time.monotonic() - start, figures))

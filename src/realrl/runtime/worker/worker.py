@@ -26,7 +26,7 @@ from realrl.program.instructions import (
     ShareLengths,
 )
 from realrl.program.text import format_instruction
-from realrl.runtime.measure.meter import Meter
+from realrl.runtime.measure.step_timer import StepTimer
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.exchange import Exchange
 from realrl.runtime.worker.roles import Roles
@@ -69,14 +69,14 @@ class Worker:
                 self._movers[type(instruction)](instruction)
 
     def run(
-        self, program: Program, store: Store, step: StepInput, meter: Meter | None = None
+        self, program: Program, store: Store, step: StepInput, timer: StepTimer | None = None
     ) -> dict[str, Metrics]:
-        """Execute one step into an empty `store`, measured by `meter`.
+        """Execute one step into an empty `store`, measured by `timer`.
 
         Returns figures by call: all of them on the rank that writes, elsewhere those this rank took part in.
         """
         figures: dict[str, Metrics] = {}
-        turn = meter.turn if meter else lambda: None
+        turn = timer.turn if timer else lambda: None
         handlers: dict[type[Instruction], Callable[..., None]] = {
             Feed: lambda _: store.feed(step.records),
             Run: lambda i: self._run(i, store, step, figures, turn),
@@ -88,7 +88,7 @@ class Worker:
         }
         for instruction in program.instructions:
             text = format_instruction(instruction)
-            measured = nullcontext() if meter is None else meter.instruction(instruction)
+            measured = nullcontext() if timer is None else timer.instruction(instruction)
             with self._trace.slice(text, step=step.noise.step), measured:
                 handlers[type(instruction)](instruction)
         self._exchange.finish()

@@ -1,4 +1,4 @@
-"""All measurements of a machine that no model matters for."""
+"""Measurements of a machine that do not depend on a model."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -19,7 +19,7 @@ _COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_
 
 
 def rows(process: Process, per_node: int, clock: Clock, *, thin: bool) -> Iterator[Row]:
-    """Points that differ in size alone, smaller ones first. All ranks go through them together.
+    """Yield series of points that differ in size alone, smaller ones first. All ranks go through them together.
 
     Ranks of one node talk in groups of every size that divides their number, those of several nodes in groups of
     whole nodes.

@@ -25,16 +25,16 @@ from realrl.runtime.profiler.points.point import UNKNOWN, Point
 from realrl.runtime.profiler.points.sizes import Sizes
 
 _LAYERS = 2
-"""Of the models that sequences pass through: the first one prepares what all use, the second is as all others."""
+"""Layers of the models that sequences pass through: the first prepares for all, the second is typical."""
 _DECODED_BYTES = 256 << 20
-"""Of the layers that tokens pass through: more than caches hold, where the model has as much."""
+"""Bytes of the layers that tokens pass through: more than caches hold, where the model has as much."""
 _LARGEST_UPDATE = 1 << 27
-"""Parameters."""
+"""Maximum parameters of a measured optimizer update."""
 _PASSES: Mapping[Head, tuple[LayerKind, ...]] = {
     "lm": ("head", "head_backward"),
     "scalar": ("enter", "enter_backward", "forward", "backward", "scalar", "scalar_backward"),
 }
-"""What is measured with models of either head: with scalar ones what both share, since no vocabulary delays it."""
+"""Parts measured with each head; shared parts with the scalar one, which no vocabulary delays."""
 
 _BUCKETS: tuple[LayerKind, ...] = ("bucket_enter", "bucket", "bucket_backward")
 
@@ -43,7 +43,7 @@ Row = list[Point[Measurement]]
 
 @dataclass(frozen=True)
 class ShapeMeasurements:
-    """What to measure of a shape. `degrees`: of tensor parallelism."""
+    """Measurements of a model shape. `degrees`: of tensor parallelism."""
 
     shape: ModelShape
     dtype: Dtype
@@ -53,7 +53,7 @@ class ShapeMeasurements:
     clock: Clock
 
     def rows(self) -> Iterator[Row]:
-        """Points that differ in size alone, smaller ones first.
+        """Yield series of points that differ in size alone, smaller ones first.
 
         Degrees take turns, so that a machine that becomes slower or faster does so for all of them.
         """
@@ -141,7 +141,7 @@ class ShapeMeasurements:
 
 
 def _by_length(sizes: Iterable[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
-    """(size, length) with equal lengths together: each length with its sizes."""
+    """Group (size, length) pairs by length: each length with its sizes."""
     for length, group in groupby(sizes, itemgetter(1)):
         yield length, [size for size, _ in group]
 
@@ -151,7 +151,7 @@ def _blanks(kinds: Iterable[LayerKind], **at: int) -> tuple[Measurement, ...]:
 
 
 def _layer_tensors(shape: ModelShape, layers: int) -> list[TensorSpec]:
-    """Those of so many layers, but no more than `_LARGEST_UPDATE` elements unless one layer has more."""
+    """List the tensors of so many layers, up to `_LARGEST_UPDATE` elements, but at least one layer."""
     few = shape.model_copy(update={"layers": layers})
     tensors = [spec for spec in model_tensors(few, "lm") if spec.layer is not None]
     per_layer = sum(spec.numel for spec in tensors) // layers
