@@ -39,8 +39,10 @@ def _options(
 
 
 def run_app(arguments: Sequence[str]) -> int:
-    """Run a command line, print how it failed if it does, and give its exit status: 2 for a mistake that the
-    user can correct, 1 for any other failure, 130 or 143 when interrupted."""
+    """Run a command line, print its failure if it fails, and return its exit status.
+
+    2 for a mistake that the user can correct, 1 for any other failure, 130 or 143 when interrupted.
+    """
     status, failure = 1, None
     try:
         status = _run(arguments)

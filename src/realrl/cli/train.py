@@ -41,9 +41,11 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
 
 @contextmanager
 def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
-    """A block that runs a recipe. When it is interrupted, the interruption gets to know what has been saved;
-    nothing half written is left. Yields a function for the run's directory, None as long as the run has not made
-    it."""
+    """Clean up after a run in the block.
+
+    An interruption learns what has been saved; nothing half written is left. Yields a function for the run's
+    directory, None as long as the run has not made it.
+    """
     from realrl.algorithms.graphs import build_graph
     from realrl.runtime.output.rundir import RunDirectory
     from realrl.runtime.output.saved import find_saved, remove_partial
@@ -69,8 +71,9 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
 
 
 def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
-    """UserError for mistakes that show without reading data and models, before any process starts. For several
-    processes also whether the plan fits, and first, where the recipe says so, the search for it.
+    """Check what can be checked before any process starts, without reading data and models; else UserError.
+
+    For several processes also that the plan fits, after searching for it where the recipe says so.
 
     One process finds that out itself, since it may ask its GPU.
     """

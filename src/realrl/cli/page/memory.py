@@ -1,4 +1,4 @@
-"""What devices hold in the course of a step, as bars against what they can hold."""
+"""Bars of the memory that devices hold in the course of a step, against their capacity."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from realrl.planner.report.report import PlanReport
 
 _KNOWN = ("cache", "activations", "logits", "fragmentation")
-"""Parts that belong to no role and have a colour of their own."""
+"""Memory parts that belong to no role and have a colour of their own."""
 
 _WHATS = {"parameters": "parameters", "copy": "a copy in another layout", "state": "gradients and optimizer"}
-"""CSS classes of what belongs to a role, and what they mean."""
+"""CSS class of a memory part of a role -> meaning."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """The fullest of the devices that take part in the same calls."""
+    """Memory of the fullest device among those that take part in the same calls."""
 
     title: str
     detail: str
@@ -34,7 +34,7 @@ class Card:
 
 
 def memory_cards(report: "PlanReport") -> list[Card]:
-    """One for each set of devices that take part in the same calls, in the order of the devices."""
+    """Make one card for each set of devices that take part in the same calls, in the order of the devices."""
     alike: dict[tuple[object, ...], list[DeviceMemory]] = {}
     for device in report.chosen.memory:
         kind = report.scenario.spec.device(device.rank).name
@@ -45,7 +45,7 @@ def memory_cards(report: "PlanReport") -> list[Card]:
 
 
 def parts_used(report: "PlanReport") -> list[tuple[str, str]]:
-    """What the colours of the bars mean, with their CSS classes: roles, what of them, and the rest."""
+    """List the colours of the bars with their CSS classes and meaning."""
     found = [f.parts for device in report.chosen.memory for f in device.footprints]
     names = {name for parts in [*found, *(d.resting for d in report.chosen.memory)] for name in parts}
     looks = {_look(report, name) for name in names}
@@ -88,7 +88,7 @@ def _bar(report: "PlanReport", name: str, parts: Mapping[str, int], most: int, c
 
 
 def _ordered(report: "PlanReport", parts: Mapping[str, int]) -> list[str]:
-    """Those that take any bytes: of roles by role, then what comes and goes."""
+    """Sort the memory parts that take any bytes: by role, then temporary ones."""
     roles = report.scenario.graph.roles
 
     def place(name: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The tables of a plan's page: presets, calls, reallocations, and what was not chosen."""
+"""Tables of a plan's page: presets, calls, reallocations, and rejected alternatives."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rival:
-    """The plan or a preset in comparison."""
+    """Row of the comparison: the plan or a preset."""
 
     name: str
     percent: float
@@ -44,11 +44,11 @@ class Table:
     looks: tuple[str, ...]
     """CSS classes, by row."""
     calls: tuple[str, ...]
-    """The call that a row is about, by row; empty for none."""
+    """Call that each row is about; empty for none."""
 
 
 def rivals(report: "PlanReport") -> list[Rival]:
-    """The plan, the presets that fit by seconds, those that do not, and those that there are not."""
+    """List the plan, the presets that fit by seconds, those that do not fit, and those that do not exist."""
     chosen, presets = report.chosen, report.presets
     longest = _longest(report)
 
@@ -78,18 +78,18 @@ def rivals(report: "PlanReport") -> list[Rival]:
 
 
 def bound_percent(report: "PlanReport") -> float:
-    """Where the lower bound lies on the scale of `rivals`."""
+    """Place the lower bound on the scale of `rivals`."""
     return 100 * report.lower_bound_seconds / _longest(report)
 
 
 def _longest(report: "PlanReport") -> float:
-    """Seconds of the longest bar."""
+    """Find the seconds of the longest bar."""
     others = [preset.estimate for preset in report.presets.values() if preset.estimate]
     return max(estimate.step_seconds for estimate in (report.chosen, *others))
 
 
 def calls_table(report: "PlanReport") -> Table:
-    """A row per call in the order they start, with its placement and the terms of its time."""
+    """Make a row per call in the order they start, with its placement and the terms of its time."""
     calls = report.chosen.calls
     used = {term for call in calls.values() for term, seconds in call.terms.items() if seconds > 0}
     terms = [*(term for term in TERMS if term in used), *sorted(used - set(TERMS))]
@@ -106,7 +106,7 @@ def calls_table(report: "PlanReport") -> Table:
 
 
 def moves_table(report: "PlanReport") -> Table:
-    """A row per reallocation."""
+    """Make a row per reallocation."""
     rows, looks = [], []
     for move in report.chosen.moves:
         i = move.instruction
@@ -120,7 +120,7 @@ def moves_table(report: "PlanReport") -> Table:
 
 
 def sizes_table(report: "PlanReport") -> Table:
-    """A row per number of nodes that was compared."""
+    """Make a row per number of nodes that was compared."""
     sizes = report.sizes
     priced = all(size.price is not None for size in sizes)
     base = min((size for size in sizes if size.estimate), key=lambda size: size.nodes, default=None)
@@ -159,7 +159,7 @@ def sizes_table(report: "PlanReport") -> Table:
 
 
 def alternatives_table(report: "PlanReport") -> Table:
-    """What was not chosen, by call."""
+    """Make a row per rejected alternative, by call."""
     order = list(report.chosen.calls)
     found = sorted(report.alternatives, key=lambda a: (order.index(a.call), not a.fits, a.step_seconds))
     rows = tuple(_alternative(alternative) for alternative in found)
@@ -181,5 +181,5 @@ def _alternative(other: "Alternative") -> tuple[str, ...]:
 
 
 def _short(seconds: float) -> str:
-    """Seconds in a column; a dot for none."""
+    """Format seconds in a column; a dot for none."""
     return f"{seconds:.2f}" if seconds >= 0.005 else "·" if not seconds else "0.00"

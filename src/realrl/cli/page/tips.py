@@ -1,4 +1,4 @@
-"""What a plan's page shows beside the pointer, and the colours of roles."""
+"""Tooltips of a plan's page, and the colours of roles."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -16,17 +16,17 @@ _COLOURS = 8
 
 
 def role_class(report: "PlanReport", role: str) -> str:
-    """The CSS class that gives a role its colour."""
+    """Find the CSS class that gives a role its colour."""
     return f"r{report.scenario.graph.roles.index(role) % _COLOURS}"
 
 
 def tip(title: str, rows: Iterable[tuple[str, str]]) -> str:
-    """Lines of text: a title, then names and values, with a tab between; rows without a value are left out."""
+    """Format a title, then names and values, separated by a tab; rows without a value are left out."""
     return "\n".join([title, *(f"{name}\t{value}" for name, value in rows if value)])
 
 
 def block_tip(estimate: Estimate, block: Block) -> str:
-    """What devices do in a block, and how long."""
+    """Describe the activity of devices in a block, and its duration."""
     seconds = format_seconds(block.end - block.start)
     when = [("from", f"{block.start:.2f} s"), ("to", f"{block.end:.2f} s")]
     match block.instruction:
@@ -42,7 +42,7 @@ def block_tip(estimate: Estimate, block: Block) -> str:
 
 
 def _call_tip(estimate: Estimate, name: str) -> str:
-    """A call with its placement and the terms of its time."""
+    """Describe a call with its placement and the terms of its time."""
     call = estimate.calls[name]
     placement, seconds = call.placement, call.seconds
     facts = [
@@ -58,7 +58,7 @@ def _call_tip(estimate: Estimate, name: str) -> str:
 
 
 def _move_tip(estimate: Estimate, instruction: Reallocate) -> tuple[str, list[tuple[str, str]]]:
-    """A reallocation with its layouts and bytes."""
+    """Describe a reallocation with its layouts and bytes."""
     role, into = instruction.role, instruction.into
     title = f"{role} is reallocated" if into is None else f"{role} is mixed into {into}"
     facts = [("old layout", instruction.source.layout), ("new layout", instruction.target.layout)]

@@ -1,4 +1,4 @@
-"""A plan as one page that any browser opens without a network, and its picture alone."""
+"""Page of a plan: one file that any browser opens without a network, or its picture alone."""
 
 from functools import cache
 from pathlib import Path
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 
 
 def write_page(report: "PlanReport", path: Path, title: str, *, source: str = "", command: str = "") -> None:
-    """Write the HTML page of a plan. `source` says where times come from; `command` is the command line that made
-    it. Neither is mentioned where it is empty."""
+    """Write the HTML page of a plan.
+
+    `source` is the origin of the times; `command` is the command line that made it. Neither is mentioned where it
+    is empty.
+    """
     page = _template("page.html.jinja").render(
         title=title,
         version=__version__,
@@ -60,7 +63,7 @@ def write_page(report: "PlanReport", path: Path, title: str, *, source: str = ""
 
 
 def timeline_svg(report: "PlanReport", title: str) -> str:
-    """The picture of a step alone, as the text of an SVG file that needs nothing else."""
+    """Draw the picture of a step alone, as the text of a self-contained SVG file."""
     picture = _template("picture.svg.jinja")
     return picture.render(timeline=draw_timeline(report), legend=legend(report), title=title)
 

@@ -1,4 +1,4 @@
-"""The table of what plans take and cost on different numbers of nodes."""
+"""Table of the time and cost of plans on different numbers of nodes."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from realrl.planner.report.report import Objective, SizeReport
 
 
 def size_table(sizes: Sequence[SizeReport], chosen: int, objective: Objective) -> RenderableType:
-    """A row for each number of nodes; `chosen`: that of the plan that is shown.
+    """Make a row for each number of nodes; `chosen`: that of the plan that is shown.
 
     Speed-up is relative to the fewest nodes that anything fits on, efficiency what of it more nodes give.
     """
@@ -50,5 +50,5 @@ def _figures(size: SizeReport, base: SizeReport, *, priced: bool) -> list[str]:
 
 
 def format_gap(gap: float) -> str:
-    """A percentage, rounded up: what is proven is not less than what is said."""
+    """Format a percentage, rounded up, so that it claims no more than is proven."""
     return f"{math.ceil(1000 * gap) / 10:.1f} %"

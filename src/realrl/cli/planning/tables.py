@@ -1,4 +1,4 @@
-"""What `realrl plan` prints: the plan, why it takes as long as it does, and what else could be done."""
+"""Output of `realrl plan`: the plan, the terms of its time, and alternatives."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -27,13 +27,13 @@ from realrl.planner.report.report import Alternative, PlanReport, Preset
 from realrl.planner.simulate.estimate import CallEstimate, Estimate
 
 _WIDTH = 100
-"""Columns where the terminal does not say otherwise."""
+"""Columns where the terminal does not report its width."""
 _TERMS, _ALTERNATIVES = 3, 2
-"""Terms that are named of a call, and alternatives of it that are shown."""
+"""Number of terms named per call, and number of alternatives shown."""
 
 
 def print_report(report: PlanReport, source: str, console: Console | None = None) -> None:
-    """Print all of it. `source`: where times come from."""
+    """Print the whole report. `source`: origin of the times."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console.width = _WIDTH
@@ -63,7 +63,7 @@ def _section(title: str, *parts: RenderableType) -> RenderableType:
 
 
 def table(*columns: str) -> Table:
-    """A table without lines. Columns whose name ends in `>` are aligned to the right."""
+    """Make a table without lines. Columns whose name ends in `>` are aligned to the right."""
     made = Table(box=None, pad_edge=False, header_style="italic")
     for name in columns:
         made.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left")
@@ -95,7 +95,7 @@ def _headline(report: PlanReport) -> Text:
 
 
 def degrees(placement: Placement) -> str:
-    """For example `2×8×4`."""
+    """Format degrees of parallelism, for example `2×8×4`."""
     s = placement.strategy
     return f"{s.dp}×{s.tp}×{s.pp}"
 
@@ -158,7 +158,7 @@ def _presets(report: PlanReport) -> Table:
 
 
 def _blame(estimate: Estimate) -> str:
-    """What fills the fullest device most."""
+    """Name the largest memory part of the fullest device."""
     peak = estimate.fullest.peak
     return f"{largest(peak.parts)} {format_bytes(max(peak.parts.values()))} in {peak.during}"
 
@@ -198,5 +198,5 @@ def _alternatives(report: PlanReport) -> Table:
 
 
 def _few(found: Sequence[Alternative]) -> Iterable[Alternative]:
-    """What would be faster but does not fit, and the nearest of the others."""
+    """Select the alternatives that would be faster but do not fit, and the nearest of the others."""
     return [*(o for o in found if not o.fits), *(o for o in found if o.fits)][:_ALTERNATIVES]
