@@ -17,8 +17,8 @@ from realrl.planner.profile.profile import Profile
 from realrl.program.instructions import Load, Run
 from realrl.program.memory import Memory
 from realrl.recipe.load import load_experiment
-from realrl.runtime.measure.allocations import Allocations, allocations
-from realrl.runtime.measure.step_timer import Span, StepTimer, StepTimes, offset
+from realrl.runtime.measure.allocations import Allocations, count_allocations
+from realrl.runtime.measure.step_timer import Span, StepTimer, StepTimes, estimate_offset
 from realrl.runtime.measure.timing_log import KEPT_STEPS, TimingLog
 from realrl.runtime.train import Record, train
 from tests.conftest import World
@@ -36,7 +36,7 @@ def kib(number: int) -> torch.Tensor:
 
 def test_allocations_are_counted_exactly_at_their_peak() -> None:
     before = kib(500)
-    with allocations() as found:
+    with count_allocations() as found:
         a, b = kib(10), kib(20)
         del a, before
         c = kib(15)
@@ -48,7 +48,7 @@ def test_allocations_are_counted_exactly_at_their_peak() -> None:
 
 
 def test_folding_on_the_way_changes_no_peak() -> None:
-    with allocations() as found:
+    with count_allocations() as found:
         a = kib(10)
         found.fold()
         b = kib(20)
@@ -73,7 +73,7 @@ def test_memory_that_is_given_out_again_has_come_back() -> None:
 
 def test_what_the_backward_pass_allocates_counts() -> None:
     weight = torch.ones(KIB, requires_grad=True)
-    with allocations() as found:
+    with count_allocations() as found:
         loss = (weight * weight).sum()
         forward = found
         loss.backward()
@@ -118,7 +118,7 @@ def test_clocks_are_compared_by_when_messages_are_exchanged() -> None:
     met = [max(pair) for pair in zip(came, their_came, strict=True)]
     went, their_went = [t + 0.01 for t in met], [t + 0.02 for t in met]
     shifted = ([t + ahead for t in their_came], [t + ahead for t in their_went])
-    assert offset(came, went, *shifted) == pytest.approx(ahead, abs=0.02)
+    assert estimate_offset(came, went, *shifted) == pytest.approx(ahead, abs=0.02)
 
 
 def test_waiting_for_others_is_no_part_of_a_call() -> None:

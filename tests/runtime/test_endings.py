@@ -16,7 +16,7 @@ from realrl.runtime.processes.failures import (
     DEATH,
     Failure,
     describe,
-    first_cause,
+    find_first_cause,
     report,
 )
 from realrl.runtime.processes.logs import keep_logs
@@ -84,9 +84,9 @@ def test_the_first_cause_comes_before_deaths_and_consequences() -> None:
 
     late, early = failure(CAUSE, 9.0), failure(CAUSE, 8.0)
     death, consequence = failure(DEATH, 2.0), failure(CONSEQUENCE, 1.0)
-    assert first_cause([consequence, death, late, early]) is early
-    assert first_cause([consequence, death]) is death
-    assert first_cause([failure(CONSEQUENCE, 3.0), consequence]) is consequence
+    assert find_first_cause([consequence, death, late, early]) is early
+    assert find_first_cause([consequence, death]) is death
+    assert find_first_cause([failure(CONSEQUENCE, 3.0), consequence]) is consequence
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor
 from realrl.checkpoint.directory import CONFIG, GENERATION_CONFIG, config_file, local_directory, read_shape
 from realrl.checkpoint.headers import INDEX, SINGLE, Contents, StoredTensor, find_tensors, open_file
 from realrl.checkpoint.origin import Origin
-from realrl.checkpoint.special_tokens import classifier_padding, end_ids, saved_ids
+from realrl.checkpoint.special_tokens import end_ids, find_classifier_padding, find_saved_ids
 from realrl.checkpoint.tokenizer_files import Tokenizer, set_padding, write_tokenizer
 from realrl.config.errors import UserError
 from realrl.config.files import partial_path
@@ -148,12 +148,12 @@ def _save_settings(
     ends: Collection[int],
 ) -> None:
     """Write all files but the tensors."""
-    special = saved_ids(tokenizer, origin)
+    special = find_saved_ids(tokenizer, origin)
     if tokenizer is not None:
         write_tokenizer(tokenizer, directory)
         ends = dict.fromkeys([*end_ids(tokenizer, origin, shape.vocab_size), *ends])
         if head == "scalar":
-            pad = special["pad_token_id"] = classifier_padding(tokenizer, ends, shape.vocab_size)
+            pad = special["pad_token_id"] = find_classifier_padding(tokenizer, ends, shape.vocab_size)
             if pad != tokenizer.pad_token_id:
                 set_padding(directory, None if pad is None else tokenizer.convert_ids_to_tokens(pad))
     kept = {key: origin.config[key] for key in UNTOUCHED if key in origin.config} if origin else {}

@@ -49,7 +49,7 @@ def end_ids(tokenizer: SpecialTokens, origin: Origin | None, vocabulary: int) ->
     return tuple(ends)
 
 
-def classifier_padding(tokenizer: SpecialTokens, ends: Collection[int], vocabulary: int) -> int | None:
+def find_classifier_padding(tokenizer: SpecialTokens, ends: Collection[int], vocabulary: int) -> int | None:
     """Find the token that a saved classifier is padded with; None where no token will do.
 
     transformers scores a sequence at its last token that is not padding, so padding must be nothing that a
@@ -72,7 +72,7 @@ def classifier_padding(tokenizer: SpecialTokens, ends: Collection[int], vocabula
     return None
 
 
-def saved_ids(tokenizer: SpecialTokens | None, origin: Origin | None) -> dict[str, Any]:
+def find_saved_ids(tokenizer: SpecialTokens | None, origin: Origin | None) -> dict[str, Any]:
     """Find the special tokens for a saved `config.json`.
 
     Those of the model that was opened, as they stood there, or the tokenizer's where a model started from

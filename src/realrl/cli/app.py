@@ -16,7 +16,7 @@ from realrl.cli.show import show
 from realrl.cli.tokenizer import tokenizer
 from realrl.cli.train import train
 from realrl.runtime.processes.environment import is_writer
-from realrl.runtime.processes.signals import Interrupted, interruption
+from realrl.runtime.processes.signals import Interrupted, find_interruption
 
 app = typer.Typer(
     name="realrl",
@@ -51,7 +51,7 @@ def run_app(arguments: Sequence[str]) -> int:
     except Exception as error:  # nothing may end on a traceback
         failure = error
     # Whatever the exception: a library may have replaced or swallowed that of a signal.
-    interrupted = interruption()
+    interrupted = find_interruption()
     if interrupted is not None:
         return _report_interruption(interrupted)
     if failure is not None:

@@ -67,7 +67,7 @@ def draw_phase(phase: Phase, compiled: Compiled) -> str:
     lines = []
     for first, last in _fold(rows):
         table = [["devices", *(str(number + 1) for number in range(first, last))]]
-        table += [[devices, *cells[first:last]] for devices, cells in alike(rows)]
+        table += [[devices, *cells[first:last]] for devices, cells in group_alike(rows)]
         lines += [*_align(table), ""]
     return "\n".join([*lines, "- is idle; in brackets, roles whose parameters stay there meanwhile"]) + "\n"
 
@@ -148,7 +148,7 @@ def format_memory(devices: Sequence[DeviceMemory], *, limited: bool) -> str:
         )
         rows.append((*map(format_bytes, (rest - state, state)), *_most(device.peak)))
     head = ["devices", "parameters", "gradients and optimizer", "most in a step", "of it"]
-    table = _align([head, *([ranks, *cells] for ranks, cells in alike(rows))])
+    table = _align([head, *([ranks, *cells] for ranks, cells in group_alike(rows))])
     capacity = [f"a plan may use {format_bytes(devices[0].capacity)} of a device"] if limited else []
     return "\n".join([*table, *capacity]) + "\n"
 
@@ -163,7 +163,7 @@ def _most(peak: Footprint) -> tuple[str, str]:
 _TEMPORARY = ("activations", "logits", "cache")
 
 
-def alike(rows: Sequence[Value]) -> Iterator[tuple[str, Value]]:
+def group_alike(rows: Sequence[Value]) -> Iterator[tuple[str, Value]]:
     """Group ranks that have the same row: their ranks as text, with that row; rows are given by rank."""
     ranks: dict[Value, list[int]] = {}
     for rank, row in enumerate(rows):
@@ -182,7 +182,7 @@ def _align(rows: Sequence[Sequence[str]]) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def unknown_sizes(compiled: Compiled) -> str:
+def describe_unknown_sizes(compiled: Compiled) -> str:
     """Write a note on roles whose sizes are not known here; empty when there are none."""
     if not compiled.unknown:
         return ""

@@ -19,7 +19,7 @@ Overrides = Annotated[
 ]
 
 
-def cluster_of(experiment: "Experiment") -> "Cluster":
+def find_cluster(experiment: "Experiment") -> "Cluster":
     """Find the cluster a recipe means; only `auto` needs torch, to count GPUs."""
     from realrl.runtime.prepare.scenario import written_cluster
 

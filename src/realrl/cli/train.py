@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from realrl.cli.recipe import Overrides, Recipe, cluster_of
-from realrl.runtime.processes.signals import interruption
+from realrl.cli.recipe import Overrides, Recipe, find_cluster
+from realrl.runtime.processes.signals import find_interruption
 
 if TYPE_CHECKING:
     from realrl.plan.cluster import Cluster
@@ -26,7 +26,7 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
     experiment = load_experiment(recipe, overrides or [])
     with _tidied(experiment) as run_dir:
         if not under_launcher():
-            cluster = cluster_of(experiment)
+            cluster = find_cluster(experiment)
             plan = _check(experiment, cluster)
             if cluster.size > 1:
                 from realrl.runtime.processes.launch import launch
@@ -60,7 +60,7 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
     try:
         yield run_dir
     finally:
-        interrupted = interruption()
+        interrupted = find_interruption()
         if interrupted is not None:
             interrupted.saved = "before the first step; nothing was saved"
             if run_dir() is not None:

@@ -14,8 +14,8 @@ from realrl.data.batch import Batch, Ragged
 from realrl.data.forms import Item, Reader, form_of, is_plain_text, plain_text_note
 from realrl.data.records import read_records
 from realrl.data.rejects import BadRecordError, Rejects
-from realrl.data.shuffle import permutation
-from realrl.data.tokenization import Row, field, find_problem, tokenize
+from realrl.data.shuffle import permute
+from realrl.data.tokenization import Row, find_problem, make_field, tokenize
 from realrl.recipe.data import DataConfig
 
 if TYPE_CHECKING:
@@ -71,7 +71,11 @@ class Dataset:
         """
         rejects, columns, notes = Rejects(config.on_error), _Columns(keys), _Notes(tokenizer, config)
         reader = Reader(
-            tokenizer, config.apply_chat_template, config.train_on, config.max_pairs_per_prompt, seed
+            tokenizer=tokenizer,
+            apply_chat_template=config.apply_chat_template,
+            train_on=config.train_on,
+            max_pairs=config.max_pairs_per_prompt,
+            seed=seed,
         )
         items = _items(source, keys, reader, rejects)
         while chunk := list(islice(items, CHUNK)):
@@ -109,7 +113,7 @@ class _Columns:
         """Add an item of the `record`-th record."""
         self.records.append(record)
         for key, values in self._values.items():
-            row = field(key, rows)
+            row = make_field(key, rows)
             values.extend(row)
             self._lengths[key].append(len(row))
 
@@ -208,11 +212,11 @@ class Order:
         if not self.shuffle:
             return np.arange(self.size)
         if self._cached is None or self._cached[0] != epoch:
-            self._cached = epoch, permutation(self.size, seed=self.seed, stream=epoch)
+            self._cached = epoch, permute(self.size, seed=self.seed, stream=epoch)
         return self._cached[1]
 
 
-def eval_batches(size: int, batch: int) -> list[list[int]]:
+def split_eval_batches(size: int, batch: int) -> list[list[int]]:
     """Divide items 0..size-1, in order, into the fewest batches of at most `batch`, of nearly equal size.
 
     Equal, because a last batch of one or two items could not be split over the ranks.

@@ -23,7 +23,7 @@ from zlib import crc32
 from realrl.config.errors import UserError
 from realrl.data.conversation import Conversation, Message, write_conversation, write_prompt
 from realrl.data.rejects import BadRecordError
-from realrl.data.shuffle import permutation
+from realrl.data.shuffle import permute
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -118,7 +118,7 @@ class Reader:
         pairs = list(product(good, bad))
         as_text = isinstance(record["prompt"], str)
         prompt = _string(record, "prompt") if as_text else json.dumps(record["prompt"])
-        order = permutation(len(pairs), seed=self.seed, stream=crc32(prompt.encode())).tolist()
+        order = permute(len(pairs), seed=self.seed, stream=crc32(prompt.encode())).tolist()
         kept = [pairs[i] for i in sorted(order[: self.max_pairs])]
         if not self._is_conversation(record):
             _string(record, "prompt")

@@ -3,7 +3,7 @@
 import numpy as np
 
 
-def permutation(size: int, *, seed: int, stream: int) -> np.ndarray:
+def permute(size: int, *, seed: int, stream: int) -> np.ndarray:
     """Permute 0..size-1. int64 [size]. Streams of one seed are independent of each other.
 
     Only the raw output of a numpy bit generator is promised to stay the same between versions; what

@@ -63,7 +63,7 @@ def check_tokenizer(tokenizer: "PreTrainedTokenizerFast") -> None:
         raise UserError(f"tokenizer {tokenizer.name_or_path} has no end-of-sequence token (eos_token)")
 
 
-def beginning(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
+def find_beginning(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
     """Find the tokens that the tokenizer puts before every text."""
     encoded = tokenizer("a", return_special_tokens_mask=True)
     return encoded["input_ids"][: [*encoded["special_tokens_mask"], 0].index(0)]
@@ -78,7 +78,7 @@ def tokenize(
 
     `ends` are the ids that end a sequence, at least one; the first one is appended.
     """
-    before = beginning(tokenizer)
+    before = find_beginning(tokenizer)
     pieces = [
         piece
         for text in texts
@@ -124,7 +124,7 @@ def find_problem(rows: Sequence[Row], config: DataConfig) -> str | None:
     return None
 
 
-def field(key: str, rows: Sequence[Row]) -> list[int]:
+def make_field(key: str, rows: Sequence[Row]) -> list[int]:
     """Make the row of a source key for an item with these rows."""
     if key == "loss_mask":
         return rows[0].loss_mask

@@ -9,7 +9,7 @@ from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import ModelShape
 from realrl.plan.cluster import Cluster
-from realrl.plan.partition import equal_parts, parts
+from realrl.plan.partition import split_by_weight, split_evenly
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 
@@ -42,7 +42,7 @@ def disjoint(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, sh
             f"plan disjoint needs at least {len(roles)} devices, one for each of {', '.join(roles)}; "
             f"cluster {cluster} has {cluster.size}"
         )
-    meshes = dict(zip(roles, equal_parts(cluster, len(roles)), strict=True))
+    meshes = dict(zip(roles, split_evenly(cluster, len(roles)), strict=True))
     return Plan(cluster, {c.name: _data_parallel(meshes[c.role], micro_batch_tokens) for c in graph.calls})
 
 
@@ -58,7 +58,9 @@ def interleave(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, 
     for calls in _independent_inference(graph):
         heaviest_first = sorted(calls, key=lambda call: -_weight(call, calls, shapes))
         weights = [_weight(call, calls, shapes) for call in heaviest_first]
-        guests: dict[Mesh, list[float]] = {mesh: [] for mesh in parts(cluster, weights[: cluster.size])}
+        guests: dict[Mesh, list[float]] = {
+            mesh: [] for mesh in split_by_weight(cluster, weights[: cluster.size])
+        }
         for call, weight in zip(heaviest_first, weights, strict=True):
             mesh = min(guests, key=lambda mesh: (len(guests[mesh]), sum(guests[mesh])))
             meshes[call.name] = mesh
@@ -75,7 +77,7 @@ def separate(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, sh
     """
     if cluster.size < 2:
         raise UserError(f"plan separate needs at least 2 devices; cluster {cluster} has {cluster.size}")
-    training, inference = parts(cluster, [2, 1])
+    training, inference = split_by_weight(cluster, [2, 1])
     placements = {
         call.name: _data_parallel(training if call.kind is Kind.TRAIN else inference, micro_batch_tokens)
         for call in graph.calls

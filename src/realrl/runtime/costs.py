@@ -14,7 +14,7 @@ from realrl.planner.profile.versions import versions
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.measure.compare import RunInfo, compare
-from realrl.runtime.measure.step_timer import StepTimer, clock_offsets
+from realrl.runtime.measure.step_timer import StepTimer, measure_clock_offsets
 from realrl.runtime.measure.timing_log import TimingLog
 from realrl.runtime.prepare.compile import Compiled, stored_models
 from realrl.runtime.prepare.scenario import spec_of
@@ -77,7 +77,7 @@ class Costs:
     def collect(self, *, last: bool) -> Comparison | None:
         """All steps so far, on the rank that writes; None elsewhere, where there are none, and too soon after the
         time before, unless this is the `last`. All ranks call this together."""
-        offsets = clock_offsets(self._process, self._compiled.train.plan.cluster.nodes)
+        offsets = measure_clock_offsets(self._process, self._compiled.train.plan.cluster.nodes)
         mine = (self.timer.take(), self.timer.reserved, list(self._prompts), list(self._answers))
         everyone = self._process.gather(mine)
         if self._process.rank != WRITER:
@@ -88,14 +88,14 @@ class Costs:
             return None
         _, _, prompts, answers = everyone[self._source]
         info = RunInfo(
-            self._experiment,
-            self._compiled,
-            self._roles.shapes,
-            self.spec,
-            versions(),
-            prompts,
-            answers,
-            max(reserved for _, reserved, *_ in everyone),
+            experiment=self._experiment,
+            compiled=self._compiled,
+            shapes=self._roles.shapes,
+            spec=self.spec,
+            software=versions(),
+            prompts=prompts,
+            answers=answers,
+            reserved=max(reserved for _, reserved, *_ in everyone),
         )
         comparison = self._compare(info)
         end = time.monotonic()

@@ -3,7 +3,7 @@
 from typing import Any
 
 from realrl.algorithms.method import Metrics
-from realrl.data.dataset import Dataset, eval_batches
+from realrl.data.dataset import Dataset, split_eval_batches
 from realrl.engine.generation.generate import Noise
 from realrl.program.lower import WRITER
 from realrl.runtime.judge import Judge
@@ -34,7 +34,7 @@ class Evaluation:
     ) -> None:
         self._process, self._worker, self._phase, self._records = process, worker, phase, records
         dp = max(placement.strategy.dp for placement in phase.plan.placements.values())
-        self._batches = eval_batches(len(records), max(batch, 2 * dp))
+        self._batches = split_eval_batches(len(records), max(batch, 2 * dp))
         self._seed, self._tokenizer, self._judge = seed, tokenizer, judge
 
     def run(self) -> tuple[dict[str, float], list[dict[str, Any]]]:

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from realrl.cli.page.text import (
+    describe_shortage,
     format_count,
+    format_parameters,
     format_seconds,
     format_share,
-    model_name,
-    parameters,
-    shortage,
+    name_model,
 )
-from realrl.cli.page.tips import role_class, tip
+from realrl.cli.page.tips import find_role_class, make_tip
 from realrl.config.units import format_bytes
 
 if TYPE_CHECKING:
@@ -83,12 +83,12 @@ class Model:
     detail: str
 
 
-def verdict(report: "PlanReport") -> str:
+def write_verdict(report: "PlanReport") -> str:
     """Sum up the plan in one sentence."""
     if not report.chosen.fits:
-        return f"This plan does not fit: {shortage(report.chosen.fullest)}."
+        return f"This plan does not fit: {describe_shortage(report.chosen.fullest)}."
     proof = "optimal" if report.gap <= 5e-4 else f"within {format_share(report.gap)} of the optimum"
-    best = best_preset(report)
+    best = find_best_preset(report)
     if not report.presets:
         return f"One step takes {format_seconds(report.chosen.step_seconds)}, which is proven to be {proof}."
     if best is None:
@@ -101,7 +101,7 @@ def verdict(report: "PlanReport") -> str:
     return f"{faster} {name}, the best preset that fits, and proven to be {proof}."
 
 
-def best_preset(report: "PlanReport") -> tuple[str, float] | None:
+def find_best_preset(report: "PlanReport") -> tuple[str, float] | None:
     """Find the name and seconds of the fastest preset that fits."""
     fitting = {
         name: preset.estimate.step_seconds
@@ -111,7 +111,7 @@ def best_preset(report: "PlanReport") -> tuple[str, float] | None:
     return min(fitting.items(), key=lambda item: item[1], default=None)
 
 
-def figures(report: "PlanReport") -> list[Figure]:
+def list_figures(report: "PlanReport") -> list[Figure]:
     """List the figures below the headline."""
     estimate = report.chosen
     value, unit = format_seconds(estimate.step_seconds).split()
@@ -137,16 +137,16 @@ def _percent(share: float) -> tuple[str, str]:
     return value, unit
 
 
-def models(report: "PlanReport") -> list[Model]:
+def list_models(report: "PlanReport") -> list[Model]:
     """List each model once, with the roles that have it."""
     found: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for role, model in report.scenario.models.items():
-        detail = f"{parameters(model)} · {'bfloat16' if model.element_bytes == 2 else 'float32'}"
-        found.setdefault((model_name(model), detail), []).append((role, role_class(report, role)))
+        detail = f"{format_parameters(model)} · {'bfloat16' if model.element_bytes == 2 else 'float32'}"
+        found.setdefault((name_model(model), detail), []).append((role, find_role_class(report, role)))
     return [Model(tuple(roles), *key) for key, roles in found.items()]
 
 
-def time_bars(report: "PlanReport") -> list[Bar]:
+def make_time_bars(report: "PlanReport") -> list[Bar]:
     """Make bars of device-seconds: the whole step, then its parts, all on one scale."""
     estimate = report.chosen
     whole = estimate.step_seconds * len(estimate.slices)
@@ -180,7 +180,9 @@ def _segments(
             ("is", TERMS.get(term, "")),
         ]
         percent = 100 * terms[term] / longest
-        found.append(Segment(percent, f"term {term}", tip(f"{name}: {term}", facts), label if fits else ""))
+        found.append(
+            Segment(percent, f"term {term}", make_tip(f"{name}: {term}", facts), label if fits else "")
+        )
     return tuple(found)
 
 
@@ -190,6 +192,6 @@ def sort_terms(terms: Mapping[str, float]) -> list[str]:
     return sorted(used, key=lambda term: list(TERMS).index(term) if term in TERMS else len(TERMS))
 
 
-def terms_used(report: "PlanReport") -> list[tuple[str, str]]:
+def list_terms(report: "PlanReport") -> list[tuple[str, str]]:
     """List the terms that take any time, with their meaning."""
     return [(term, TERMS.get(term, "")) for term in sort_terms(report.chosen.terms)]

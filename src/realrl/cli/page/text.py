@@ -40,17 +40,17 @@ def format_count(number: float) -> str:
     return f"{value:.{digits}f} {letter}"
 
 
-def count_of(number: int, noun: str) -> str:
+def format_count_of(number: int, noun: str) -> str:
     """Format a number with its noun: `1 device`, `2 devices`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def interval(numbers: Sequence[int]) -> str:
+def format_interval(numbers: Sequence[int]) -> str:
     """Format consecutive numbers by the first and the last."""
     return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}–{numbers[-1]}"
 
 
-def strategy(placement: Placement) -> str:
+def format_strategy(placement: Placement) -> str:
     """Format the degrees of parallelism that are not 1, for example `dp 3 × tp 8 × pp 4`."""
     s = placement.strategy
     degrees = [
@@ -59,40 +59,40 @@ def strategy(placement: Placement) -> str:
     return " × ".join(degrees) or "one device"
 
 
-def extras(placement: Placement) -> str:
+def format_extras(placement: Placement) -> str:
     """Format the settings of a strategy besides its degrees and micro-batches."""
     s = placement.strategy
     chosen = {"sequence parallel": s.sequence_parallel, "recompute": s.recompute, s.dtype or "": s.dtype}
     return ", ".join(name for name, given in chosen.items() if given)
 
 
-def model_name(model: Stored) -> str:
+def name_model(model: Stored) -> str:
     """Name a model by its published shape, else by its number of parameters."""
     known = next((name for name, shape in SHAPES.items() if shape == model.shape), None)
-    return known or f"{parameters(model)} parameters"
+    return known or f"{format_parameters(model)} parameters"
 
 
-def parameters(model: Stored) -> str:
+def format_parameters(model: Stored) -> str:
     """Format the number of parameters of a model, for example `70.6 B`."""
     number = sum(tensor.numel for tensor in model_tensors(model.shape, model.head))
     return format_count(number).replace("G", "B")
 
 
-def devices(spec: ClusterSpec) -> str:
+def format_devices(spec: ClusterSpec) -> str:
     """Format the devices of a cluster, for example `16 × 8 h100`."""
     return " + ".join(f"{g.nodes} × {g.devices_per_node} {g.device.name}" for g in spec.groups)
 
 
-def batch(scenario: "Scenario") -> str:
+def format_batch(scenario: "Scenario") -> str:
     """Format the records of a step and their lengths in tokens."""
     workload = scenario.workload
     if not any(workload.answers):
         each = max(workload.work(call).per_item for call in scenario.graph.calls)
-        records = f"{count_of(workload.items, 'record')} of {each} sequences"
-        sequences = count_of(workload.items, "sequence") if each == 1 else records
+        records = f"{format_count_of(workload.items, 'record')} of {each} sequences"
+        sequences = format_count_of(workload.items, "sequence") if each == 1 else records
         return f"{sequences} of {_lengths(workload.prompts)} tokens"
     prompts, answers = _lengths(workload.prompts), _lengths(workload.answers)
-    return f"{count_of(workload.items, 'prompt')} of {prompts} tokens, answers of {answers}"
+    return f"{format_count_of(workload.items, 'prompt')} of {prompts} tokens, answers of {answers}"
 
 
 def _lengths(lengths: Sequence[int]) -> str:
@@ -101,15 +101,15 @@ def _lengths(lengths: Sequence[int]) -> str:
     return f"{lengths[0]:,} to {lengths[-1]:,} (mean {sum(lengths) / len(lengths):,.0f})"
 
 
-def largest(parts: Mapping[str, float]) -> str:
+def find_largest(parts: Mapping[str, float]) -> str:
     """Find the name of the largest."""
     return max(parts, key=lambda name: parts[name])
 
 
-def shortage(memory: DeviceMemory) -> str:
+def describe_shortage(memory: DeviceMemory) -> str:
     """Describe the shortfall of a device that is too small, and its largest part."""
     peak = memory.peak
     return (
         f"device {memory.rank} needs {format_bytes(peak.bytes)} of {format_bytes(memory.capacity)} during"
-        f" {peak.during}, {format_bytes(peak.parts[largest(peak.parts)])} of it {largest(peak.parts)}"
+        f" {peak.during}, {format_bytes(peak.parts[find_largest(peak.parts)])} of it {find_largest(peak.parts)}"
     )

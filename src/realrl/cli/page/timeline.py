@@ -7,8 +7,8 @@ from math import floor, log10
 from typing import TYPE_CHECKING
 
 from realrl.cli.page.bands import Area, Band, find_areas, find_bands
-from realrl.cli.page.text import count_of, format_seconds, interval, strategy
-from realrl.cli.page.tips import block_tip, role_class
+from realrl.cli.page.text import format_count_of, format_interval, format_seconds, format_strategy
+from realrl.cli.page.tips import describe_block, find_role_class
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.program.instructions import Load, Offload, Reallocate, Run
 
@@ -143,9 +143,9 @@ def _heights(bands: Sequence[Band]) -> list[float]:
 
 def _names(band: Band, spec: ClusterSpec) -> tuple[str, str]:
     nodes = sorted({spec.node(rank) for rank in (band.ranks[0], band.ranks[-1])})
-    name = f"device{'s' if len(band.ranks) > 1 else ''} {interval(band.ranks)}"
+    name = f"device{'s' if len(band.ranks) > 1 else ''} {format_interval(band.ranks)}"
     kind = f" · {spec.device(band.ranks[0]).name}" if len(spec.groups) > 1 else ""
-    return name, f"node{'s' if len(nodes) > 1 else ''} {interval(nodes)}{kind}"
+    return name, f"node{'s' if len(nodes) > 1 else ''} {format_interval(nodes)}{kind}"
 
 
 def _borders(
@@ -164,16 +164,16 @@ def _box(area: Area, devices: int, y: float, height: float, report: "PlanReport"
     look, call, labels = "wait", "", list[Label]()
     match block.instruction:
         case Run(call, role, placement):
-            look = f"{role_class(report, role)} {report.scenario.graph.call(call).kind}"
+            look = f"{find_role_class(report, role)} {report.scenario.graph.call(call).kind}"
             seconds = format_seconds(block.end - block.start)
-            labels += _labels(call, role, strategy(placement), seconds)
+            labels += _labels(call, role, format_strategy(placement), seconds)
         case Reallocate(role, into=into):
-            look = f"{role_class(report, into or role)} move"
+            look = f"{find_role_class(report, into or role)} move"
         case Load(role) | Offload(role):
-            look = f"{role_class(report, role)} host"
+            look = f"{find_role_class(report, role)} host"
     x, width = 100 * block.start / step, 100 * (block.end - block.start) / step
-    text = f"{block_tip(report.chosen, block)}\non\t{count_of(devices, 'device')}"
-    return Box(x, width, y, height, look, call, tuple(labels), text)
+    text = f"{describe_block(report.chosen, block)}\non\t{format_count_of(devices, 'device')}"
+    return Box(x=x, width=width, y=y, height=height, look=look, call=call, labels=tuple(labels), tip=text)
 
 
 def _labels(call: str, role: str, degrees: str, seconds: str) -> Iterator[Label]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from realrl.planner.report.report import PlanReport
 
 
-def legend(report: "PlanReport") -> list[tuple[str, str]]:
+def list_legend(report: "PlanReport") -> list[tuple[str, str]]:
     """List the CSS classes of the picture of a step with their meaning."""
     graph = report.scenario.graph
     instructions = {type(s.instruction) for rank in report.chosen.slices for s in rank}
@@ -25,7 +25,7 @@ def legend(report: "PlanReport") -> list[tuple[str, str]]:
     return [*found, ("wait", "waits for others, or exchanges data")]
 
 
-def remarks(plan: Plan) -> list[str]:
+def list_remarks(plan: Plan) -> list[str]:
     """List the decisions of a plan besides the placement of calls."""
     away = {"parameters": plan.offload, "gradients and optimizer": plan.offload_optimizer}
     texts = [f"{what} of {join(roles)}" for what, roles in away.items() if roles]
@@ -35,7 +35,7 @@ def remarks(plan: Plan) -> list[str]:
     return found
 
 
-def notes(report: "PlanReport", source: str) -> list[tuple[str, str]]:
+def write_notes(report: "PlanReport", source: str) -> list[tuple[str, str]]:
     """List headings with their text. `source`: origin of the times."""
     options = report.options.values()
     ways = f"{min(options):,} to {max(options):,}" if min(options) < max(options) else f"{min(options):,}"

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from realrl.cli.page.text import format_share, largest, shortage
+from realrl.cli.page.text import describe_shortage, find_largest, format_share
 from realrl.config.units import format_bytes
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.simulate.estimate import DeviceMemory, Estimate
@@ -23,7 +23,7 @@ KINDS: Mapping[str, str] = {
 """Kind of memory -> the character of its bar."""
 
 
-def time_bars(estimate: Estimate) -> Table:
+def format_time_bars(estimate: Estimate) -> Table:
     """Format a line for each term of the devices' time, the largest first."""
     total = sum(estimate.terms.values())
     shares = {name: seconds / total for name, seconds in estimate.terms.items()}
@@ -36,7 +36,7 @@ def time_bars(estimate: Estimate) -> Table:
     return rows
 
 
-def memory_bars(estimate: Estimate, spec: ClusterSpec) -> RenderableType:
+def format_memory_bars(estimate: Estimate, spec: ClusterSpec) -> RenderableType:
     """Format a line for each phase of the fullest device of each group of nodes."""
     parts: list[RenderableType] = []
     first = 0
@@ -49,7 +49,7 @@ def memory_bars(estimate: Estimate, spec: ClusterSpec) -> RenderableType:
         ]
         parts += [_device(fullest)]
         if fullest.peak.bytes > fullest.capacity:
-            parts.append(Text(f"does not fit: {shortage(fullest)}"))
+            parts.append(Text(f"does not fit: {describe_shortage(fullest)}"))
     legend = "   ".join(f"{character} {kind}" for kind, character in KINDS.items())
     return Group(*parts, Text(legend, style="dim"))
 
@@ -60,7 +60,7 @@ def _device(device: DeviceMemory) -> Table:
     rows.add_column(no_wrap=True)
     phases = [(f.during, f.parts) for f in device.footprints]
     for name, parts in [("between steps", device.resting), *_largest_of_each(phases)]:
-        most = largest(parts) if parts else ""
+        most = find_largest(parts) if parts else ""
         rows.add_row(
             name,
             _bar(parts, device.capacity),

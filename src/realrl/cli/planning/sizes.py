@@ -7,11 +7,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from realrl.cli.page.text import count_of, format_count, format_seconds, format_share
+from realrl.cli.page.text import format_count, format_count_of, format_seconds, format_share
 from realrl.planner.report.report import Objective, SizeReport
 
 
-def size_table(sizes: Sequence[SizeReport], chosen: int, objective: Objective) -> RenderableType:
+def make_size_table(sizes: Sequence[SizeReport], chosen: int, objective: Objective) -> RenderableType:
     """Make a row for each number of nodes; `chosen`: that of the plan that is shown.
 
     Speed-up is relative to the fewest nodes that anything fits on, efficiency what of it more nodes give.
@@ -29,7 +29,9 @@ def size_table(sizes: Sequence[SizeReport], chosen: int, objective: Objective) -
     note = "device-hours and price are of 1,000 steps" if priced else "device-hours are of 1,000 steps"
     reason = {"time": "fastest", "cost": "cheapest" if priced else "fewest device-hours"}[objective]
     refused = [
-        Text(f"does not fit {count_of(size.nodes, 'node')}: {size.refused}") for size in sizes if size.refused
+        Text(f"does not fit {format_count_of(size.nodes, 'node')}: {size.refused}")
+        for size in sizes
+        if size.refused
     ]
     return Group(rows, *refused, Text(f"→ {reason}, shown below; {note}", style="dim"))
 

@@ -110,11 +110,11 @@ def _read_run(path: Path) -> FinishedRun:
         for file in sorted((path / "samples").glob("step-*.jsonl"))
     )
     return FinishedRun(
-        path,
-        read_yaml(str(path / "config.yaml"))["algorithm"],
-        tuple(lines),
-        tuple(samples),
-        json.loads((path / "summary.json").read_text(encoding="utf-8"))["seconds"],
+        path=path,
+        algorithm=read_yaml(str(path / "config.yaml"))["algorithm"],
+        lines=tuple(lines),
+        samples=tuple(samples),
+        seconds=json.loads((path / "summary.json").read_text(encoding="utf-8"))["seconds"],
     )
 
 

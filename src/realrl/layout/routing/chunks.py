@@ -90,7 +90,7 @@ class Storage:
         return Span(at, rows, width, row) if rows > 1 else _contiguous_span(at, width)
 
 
-def rank_schedule(
+def schedule_rank(
     reallocation: Reallocation, rank: int, element_bytes: int, tensors: Collection[str] | None = None
 ) -> RankSchedule:
     """List the messages and copies of a rank in a reallocation, by default of all tensors.
@@ -216,7 +216,7 @@ def _cut(regions: Sequence[Region], limit: int) -> Iterator[list[Region]]:
         yield chunk
 
 
-def tensor_groups(target: Layout, element_bytes: int, limit: int) -> list[tuple[str, ...]]:
+def group_tensors(target: Layout, element_bytes: int, limit: int) -> list[tuple[str, ...]]:
     """Group all tensors in storage order so that no rank of the target layout holds more than `limit` bytes of
     a group, or than one tensor."""
     groups: list[list[str]] = []

@@ -51,11 +51,25 @@ def _between_nodes(route: TransferRoute, piece: Slice) -> Iterator[Hop]:
         relayed = relay not in (_NO_RELAY, node)
         sources = ingress[relay] if relayed else senders
         for begin, end, sender, ingress_rank in _overlay(sources, ingress[node]):
-            yield Hop(int(relayed), sender, ingress_rank, route.number, begin, end)
+            yield Hop(
+                stage=int(relayed),
+                sender=sender,
+                receiver=ingress_rank,
+                group=route.number,
+                begin=begin,
+                end=end,
+            )
         for begin, end, ingress_rank in ingress[node]:
             for other in route.receivers[node]:
                 if other != ingress_rank:
-                    yield Hop(1 + relayed, ingress_rank, other, route.number, begin, end)
+                    yield Hop(
+                        stage=1 + relayed,
+                        sender=ingress_rank,
+                        receiver=other,
+                        group=route.number,
+                        begin=begin,
+                        end=end,
+                    )
 
 
 def _within_node(route: TransferRoute, node: int) -> Iterator[Hop]:
@@ -85,10 +99,12 @@ def _forward(route: TransferRoute, node: int, piece: Slice, sources: Shares) -> 
     first = receivers if relay == _NO_RELAY else [relay]
     for begin, end, source in _divide(route.group, piece, sources):
         for receiver in first:
-            yield Hop(0, source, receiver, route.number, begin, end)
+            yield Hop(stage=0, sender=source, receiver=receiver, group=route.number, begin=begin, end=end)
     for other in receivers:
         if other not in first:
-            yield Hop(1, relay, other, route.number, piece.begin, piece.end)
+            yield Hop(
+                stage=1, sender=relay, receiver=other, group=route.number, begin=piece.begin, end=piece.end
+            )
 
 
 def _divide_by_relay(group: RegionGroup, relays: Shares) -> list[Slice]:

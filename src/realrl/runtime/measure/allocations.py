@@ -66,7 +66,7 @@ class Allocations:
 
 
 @contextmanager
-def allocations() -> Iterator[Allocations]:
+def count_allocations() -> Iterator[Allocations]:
     """Count, exactly, what this thread allocates for tensors inside the block. No other profiler may be at work.
 
     What another thread gives back, after a collective, counts until any of its place is given out again.

@@ -10,7 +10,7 @@ import torch
 
 from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Run
 from realrl.program.text import format_instruction
-from realrl.runtime.measure.allocations import Allocations, allocations
+from realrl.runtime.measure.allocations import Allocations, count_allocations
 from realrl.runtime.processes.process import Process
 
 _ROUNDS = 10
@@ -52,7 +52,7 @@ class StepTimer:
     """Timer and memory meter of the steps of one rank.
 
     Peak memory: on a GPU in each step, by torch's allocator; on a CPU in the first step only, whose times do not
-    count, by `allocations` in addition to the buffers of roles.
+    count, by `count_allocations` in addition to the buffers of roles.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class StepTimer:
         """Measure the block as one instruction of the step."""
         start = time.monotonic()
         if isinstance(instruction, Run):
-            counting = None if self._cuda or self._begun > 1 else allocations()
+            counting = None if self._cuda or self._begun > 1 else count_allocations()
             with counting or nullcontext() as self._allocations:
                 yield
                 wait_for(self._device)
@@ -135,7 +135,7 @@ class StepTimer:
         return None if found is None else max(moving, self._held() + found.peak)
 
 
-def clock_offsets(process: Process, nodes: int) -> list[float]:
+def measure_clock_offsets(process: Process, nodes: int) -> list[float]:
     """Measure by how many seconds the monotonic clock of each rank is ahead of that of rank 0.
 
     All ranks call this together.
@@ -152,10 +152,10 @@ def clock_offsets(process: Process, nodes: int) -> list[float]:
         left = time.monotonic()
     came = [[mark[rank][1] for mark in marks[:-1]] for rank in range(process.world)]
     went = [[mark[rank][0] for mark in marks[1:]] for rank in range(process.world)]
-    return [offset(came[0], went[0], *theirs) for theirs in zip(came, went, strict=True)]
+    return [estimate_offset(came[0], went[0], *theirs) for theirs in zip(came, went, strict=True)]
 
 
-def offset(
+def estimate_offset(
     came: Sequence[float], went: Sequence[float], their_came: Sequence[float], their_went: Sequence[float]
 ) -> float:
     """Estimate how far another clock is ahead, from several exchanges of messages.

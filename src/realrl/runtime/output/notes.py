@@ -10,7 +10,7 @@ from realrl.recipe.model import TrainedModelConfig
 from realrl.runtime.prepare.compile import models
 
 
-def data_notes(sets: Mapping[str, Dataset | None]) -> Iterator[str]:
+def list_data_notes(sets: Mapping[str, Dataset | None]) -> Iterator[str]:
     """Yield notes on the records that were read, by the name of their data set, each once."""
     known = {name: records for name, records in sets.items() if records is not None}
     for name, records in known.items():
@@ -19,7 +19,7 @@ def data_notes(sets: Mapping[str, Dataset | None]) -> Iterator[str]:
     yield from dict.fromkeys(note for records in known.values() for note in records.notes)
 
 
-def model_notes(experiment: Experiment, steps: int, fresh: Mapping[str, Sequence[str]]) -> Iterator[str]:
+def list_model_notes(experiment: Experiment, steps: int, fresh: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Yield notes on the effects of a run on its models; `fresh`: role -> tensors it had to initialise."""
     for role, tensors in fresh.items():
         if tensors:

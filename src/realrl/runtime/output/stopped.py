@@ -14,7 +14,7 @@ FOLDER = "minibatches"
 """Folder of the run directory for mini-batches whose training failed."""
 
 
-def learning_stopped(error: SkippedStepsError, *, step: int, rank: int, run_dir: Path) -> RunError:
+def make_stop_error(error: SkippedStepsError, *, step: int, rank: int, run_dir: Path) -> RunError:
     """Make the error that ends a run, equal on all ranks, and save this rank's part of the mini-batch.
 
     step: the training step that could not be learned from, counted from 1.

@@ -60,7 +60,7 @@ def describe(error: Exception) -> Failure:
     if _blames_a_peer(error):
         # What follows in gloo's text is advice, and ends with a picture.
         message = f"{who}another rank has gone: {name}: {text.partition('. ')[0]}"
-        return Failure(message, RUN_STATUS, rank, time.time(), CONSEQUENCE)
+        return Failure(message=message, status=RUN_STATUS, rank=rank, time=time.time(), distance=CONSEQUENCE)
     if refusal is not None and refusal.errno in _DISK:
         file = f"{refusal.filename} cannot be written: " if refusal.filename else ""
         return Failure(f"{who}{file}{reason_of(refusal)}", RUN_STATUS, rank, time.time())
@@ -100,7 +100,7 @@ def read_failures(scratch: Path) -> list[Failure]:
     return [Failure(**json.loads(file.read_text())) for file in scratch.glob("failure-*.json")]
 
 
-def first_cause(failures: Iterable[Failure]) -> Failure:
+def find_first_cause(failures: Iterable[Failure]) -> Failure:
     """Find the failure that the others follow from, as far as can be known."""
     return min(failures, key=lambda failure: (failure.distance, failure.time, failure.rank))
 

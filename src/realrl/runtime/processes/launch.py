@@ -25,11 +25,11 @@ from realrl.runtime.processes.failures import (
     DEATH,
     USER_STATUS,
     Failure,
-    first_cause,
+    find_first_cause,
     read_failures,
     show,
 )
-from realrl.runtime.processes.logs import keep_logs, log_file
+from realrl.runtime.processes.logs import keep_logs, name_log_file
 from realrl.runtime.processes.signals import GRACE, show_cursor
 
 POLL = 0.05
@@ -84,7 +84,7 @@ def launch(
         failures = {failure.rank: failure for failure in read_failures(Path(scratch))}
         for rank, noticed in failed.items():
             failures.setdefault(rank, _death(rank, processes[rank].returncode, noticed))
-        cause = first_cause(failures.values())
+        cause = find_first_cause(failures.values())
         kept = None
         if cause.status != USER_STATUS or cause.trace:
             kept = keep_logs(Path(scratch), logs)
@@ -104,7 +104,7 @@ def _start(
     # Signals that are blocked here are blocked in what is started. One that comes meanwhile is not lost.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with nullcontext() if rank == 0 else log_file(scratch, rank).open("ab") as log:
+        with nullcontext() if rank == 0 else name_log_file(scratch, rank).open("ab") as log:
             return subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
@@ -156,12 +156,12 @@ def _death(rank: int, code: int, noticed: float) -> Failure:
     """Describe the failure of a rank that could not report it."""
     if code > 0:
         message = f"the process of rank {rank} ended with status {code} and left no message"
-        return Failure(message, code, rank, noticed, DEATH)
+        return Failure(message=message, status=code, rank=rank, time=noticed, distance=DEATH)
     reason = signal.strsignal(-code) or "unknown"
     message = f"signal {-code} ({reason}) ended the process of rank {rank}"
     # Libraries abort a process whose peers have gone. It happened at some time since the look before.
     distance = DEATH if -code == signal.SIGABRT else CAUSE
-    return Failure(message, 128 - code, rank, noticed - 2 * POLL, distance)
+    return Failure(message=message, status=128 - code, rank=rank, time=noticed - 2 * POLL, distance=distance)
 
 
 def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:

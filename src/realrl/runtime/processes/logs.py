@@ -10,7 +10,7 @@ from pathlib import Path
 from realrl.runtime.processes.environment import SCRATCH_VARIABLE
 
 
-def log_file(scratch: str | Path, rank: int) -> Path:
+def name_log_file(scratch: str | Path, rank: int) -> Path:
     """Name the log file of a rank."""
     return Path(scratch) / f"rank-{rank}.log"
 
@@ -26,7 +26,7 @@ def divert_errors() -> None:
         return
     sys.stderr.flush()
     screen = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
-    with log_file(scratch, 0).open("ab") as log:
+    with name_log_file(scratch, 0).open("ab") as log:
         os.dup2(log.fileno(), 2)
     # rich asks the second one how wide the terminal is.
     sys.stderr = sys.__stderr__ = screen  # type: ignore[misc]

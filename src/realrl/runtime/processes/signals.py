@@ -52,7 +52,7 @@ class Interrupted(BaseException):
         return f"{verb} {self.saved}" if self.saved else ""
 
 
-def interruption() -> Interrupted | None:
+def find_interruption() -> Interrupted | None:
     """Find the exception raised because of a signal in this process; None if there was none.
 
     It may come out of a library as another exception, or be swallowed there.
@@ -123,6 +123,6 @@ def _await_signal(reader: int, seconds: float | None) -> int:
 
 
 def _pass_over_interruption(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Suppress the traceback of a signal during a destructor; `interruption` still finds it."""
+    """Suppress the traceback of a signal during a destructor; `find_interruption` still finds it."""
     if not isinstance(unraisable.exc_value, Interrupted):
         sys.__unraisablehook__(unraisable)

@@ -14,7 +14,7 @@ from realrl.runtime.processes.environment import PLAN_VARIABLE
 from realrl.runtime.processes.process import Process
 
 
-def least_device(process: Process) -> Here:
+def find_least_device(process: Process) -> Here:
     """Find the GPU with the least memory of all ranks, or that they compute on CPUs."""
     gpus: list[Gpu] = [gpu for gpu in process.gather(process.gpu) if gpu is not None]
     if not gpus:
@@ -22,7 +22,7 @@ def least_device(process: Process) -> Here:
     return min(gpus, key=lambda gpu: gpu.memory_bytes)
 
 
-def agreed_plan(
+def agree_on_plan(
     experiment: Experiment, cluster: Cluster, process: Process, here: Here, say: Callable[[str], None]
 ) -> Plan:
     """Agree on the plan of a recipe that says `plan: search`.

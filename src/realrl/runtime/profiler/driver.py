@@ -16,7 +16,7 @@ from realrl.runtime.processes.process import Process, connect
 from realrl.runtime.profiler.hardware import machine
 from realrl.runtime.profiler.models.shapes import ShapeMeasurements
 from realrl.runtime.profiler.points.bench import Bench
-from realrl.runtime.profiler.points.point import Entry, Measurer, Pace, Point, medians
+from realrl.runtime.profiler.points.point import Entry, Measurer, Pace, Point, take_medians
 from realrl.runtime.profiler.points.results import ResultsStore
 from realrl.runtime.profiler.request import Request
 
@@ -66,12 +66,19 @@ class _Profiler:
         """Measure everything; the file is written after each part."""
         started = time.monotonic()
         request, results, clock = self._request, self._results, self._bench.clock
-        per_node = local_processes(self._process.world)
-        rows = list(machine.rows(self._process, per_node, clock, thin=request.sizes.thin))
+        per_node = count_local_processes(self._process.world)
+        rows = list(machine.make_rows(self._process, per_node, clock, thin=request.sizes.thin))
         self._measure("links and memory", lambda: rows, results.collectives)
         for shape, dtype in request.models:
             degrees = request.degrees(per_node, shape)
-            part = ShapeMeasurements(shape, dtype, request.sizes, request.sampling, degrees, clock)
+            part = ShapeMeasurements(
+                shape=shape,
+                dtype=dtype,
+                sizes=request.sizes,
+                sampling=request.sampling,
+                degrees=degrees,
+                clock=clock,
+            )
             entries = results.layers(ShapeKey.of(shape), dtype)
             self._measure(f"hidden size {shape.hidden_size}, {dtype}", part.rows, entries)
         if self._observer is not None:
@@ -96,7 +103,7 @@ class _Profiler:
             for row in rows():
                 measurer.measure(row)
             found.append(measurer.entries)
-        entries |= medians(found)
+        entries |= take_medians(found)
         if observer is not None:
             self._results.profile.save(self._request.out)
             left_out = sum(not point.known(entries) for row in rows() for point in row)
@@ -110,7 +117,7 @@ class _Profiler:
             self._observer.done()
 
 
-def local_processes(world: int) -> int:
+def count_local_processes(world: int) -> int:
     """Count the processes on this node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
@@ -120,7 +127,7 @@ def _load_results(request: Request, process: Process, observer: Observer | None)
     software = versions()
     fresh = Profile(
         device=_device_name(request, process.device),
-        processes=local_processes(process.world),
+        processes=count_local_processes(process.world),
         software=software,
     )
     if not request.out.exists():

@@ -73,13 +73,13 @@ def make_request(
     # What is measured depends on the number of layers hardly, and not on what else a key leaves out.
     deepest = {(ShapeKey.of(shape), dtype): shape for shape, dtype in sorted(found, key=_layers)}
     return Request(
-        tuple((shape, dtype) for (_, dtype), shape in deepest.items()),
-        Sizes.usual(thin=quick) if experiment is None else Sizes.of(experiment, thin=quick),
-        sampling,
-        group,
-        device,
-        file,
-        again,
+        models=tuple((shape, dtype) for (_, dtype), shape in deepest.items()),
+        sizes=Sizes.usual(thin=quick) if experiment is None else Sizes.of(experiment, thin=quick),
+        sampling=sampling,
+        group=group,
+        device=device,
+        out=file,
+        again=again,
     )
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realrl.engine.flat import FlatBuffer
-from realrl.layout.routing.chunks import CHUNK_BYTES, Message, RankSchedule, Span, rank_schedule
+from realrl.layout.routing.chunks import CHUNK_BYTES, Message, RankSchedule, Span, schedule_rank
 from realrl.layout.routing.routes import Reallocation
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.agreement import CHECKSUM_TAG, ReallocationError, agree, swap
@@ -92,7 +92,7 @@ class Reallocator:
         everything = [spec.name for spec in reallocation.source.specs]
         self.groups = [everything] if groups is None else list(groups)
         self._schedules = [
-            rank_schedule(reallocation, process.rank, self._wire.itemsize, group) for group in self.groups
+            schedule_rank(reallocation, process.rank, self._wire.itemsize, group) for group in self.groups
         ]
         ranks = {*reallocation.source.placement.ranks, *reallocation.target.placement.ranks}
         if len(ranks) > 1:

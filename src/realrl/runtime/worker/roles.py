@@ -18,7 +18,7 @@ from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape
 from realrl.families.tensors import TensorSpec, model_tensors
 from realrl.layout.layout import Layout, layout
-from realrl.layout.routing.chunks import tensor_groups
+from realrl.layout.routing.chunks import group_tensors
 from realrl.layout.routing.routes import reallocate
 from realrl.model.group import Group
 from realrl.model.init import initialise
@@ -173,7 +173,7 @@ class Roles:
         dtypes = self._dtype(role, instruction.source), self._dtype(into, instruction.target)
         groups = None
         if instruction.mix is not None:
-            groups = tensor_groups(target, dtypes[1].itemsize, MIX_BYTES)
+            groups = group_tensors(target, dtypes[1].itemsize, MIX_BYTES)
         name = role if into == role else f"{role} into {into}"
         return self._compile(name, source, target, dtypes, groups)
 

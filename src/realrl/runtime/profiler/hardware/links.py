@@ -109,7 +109,7 @@ def _moment(process: Process) -> int:
     return max(process.gather(-(-products // 20)))
 
 
-def collective_links(process: Process, size: int, clock: Clock) -> GroupLinks:
+def connect_groups(process: Process, size: int, clock: Clock) -> GroupLinks:
     """Connect groups of `size` consecutive ranks; `size` divides their number.
 
     All ranks call this together.
@@ -119,7 +119,7 @@ def collective_links(process: Process, size: int, clock: Clock) -> GroupLinks:
     return found
 
 
-def pair_links(process: Process, distance: int, clock: Clock) -> GroupLinks | None:
+def connect_pairs(process: Process, distance: int, clock: Clock) -> GroupLinks | None:
     """Connect pairs of ranks at this distance; None for a rank that is left over.
 
     All ranks call this together.
@@ -138,6 +138,6 @@ def _links(process: Process, rank_sets: list[tuple[int, ...]], clock: Clock) -> 
     return GroupLinks(next(iter(groups.values())), next(iter(backward.values())), clock, products)
 
 
-def message(links: GroupLinks | None, number_bytes: int) -> Mapping[CollectiveKind, float]:
+def measure_message(links: GroupLinks | None, number_bytes: int) -> Mapping[CollectiveKind, float]:
     """Measure the seconds from rank to rank; below any time on a rank without a pair."""
     return {"send": -math.inf} if links is None else links.message(number_bytes)

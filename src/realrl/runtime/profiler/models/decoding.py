@@ -13,10 +13,10 @@ from realrl.model.cache import KVCache
 from realrl.model.packing import Packing
 from realrl.planner.profile.profile import LayerKind
 from realrl.recipe.settings import GenerationConfig
-from realrl.runtime.profiler.models.passes import first_extra, typical
+from realrl.runtime.profiler.models.passes import find_first_extra, find_typical
 from realrl.runtime.profiler.points.clock import Clock, Moment
 from realrl.runtime.profiler.points.layer_timer import LayerTimer
-from realrl.runtime.profiler.points.records import records
+from realrl.runtime.profiler.points.records import make_records
 
 TURNS = 8
 """Number of tokens decoded in one measurement."""
@@ -38,7 +38,7 @@ class Decoding:
         """Measure the seconds until `tokens // context` prompts of `context` tokens have their first new token."""
         clock, sampling = self._clock, self._limited(1)
         vocabulary, device = self._model.shape.vocab_size, self._model.device
-        batch = records([2 * context] * (tokens // context), vocabulary, device)
+        batch = make_records([2 * context] * (tokens // context), vocabulary, device)
         self._layer_timer.clear()
         begin = clock.now()
         generate(
@@ -53,7 +53,7 @@ class Decoding:
         end = clock.now()
         ((*marks,),) = self._layer_timer.passes
         before, *layers, after = clock.between(begin, *marks, end)
-        return {"start": before + first_extra(layers) + after, "prefill": typical(layers)}
+        return {"start": before + find_first_extra(layers) + after, "prefill": find_typical(layers)}
 
     def turn(self, rows: int, context: int) -> Mapping[LayerKind, float]:
         """Measure the seconds of one decode step of `rows` sequences, which have about `context` tokens each."""

@@ -17,7 +17,7 @@ from realrl.recipe.model import OptimizerConfig
 from realrl.recipe.settings import PPOConfig
 from realrl.runtime.profiler.points.clock import Clock, Moment
 from realrl.runtime.profiler.points.layer_timer import LayerTimer
-from realrl.runtime.profiler.points.records import records
+from realrl.runtime.profiler.points.records import make_records
 
 PPO = PPOConfig()
 
@@ -45,7 +45,7 @@ class Passes:
 
         `lengths`: tokens of each sequence.
         """
-        batch = records(lengths, self._model.shape.vocab_size, self._model.device)
+        batch = make_records(lengths, self._model.shape.vocab_size, self._model.device)
         return self._infer(batch) | self._train(batch)
 
     def measure_buckets(self) -> dict[str, float]:
@@ -65,7 +65,7 @@ class Passes:
         end = clock.now()
         ((*marks,),) = self._layer_timer.passes
         before, *layers, after = clock.between(begin, *marks, end)
-        return {"enter": before + first_extra(layers), "layer": typical(layers), "head": after}
+        return {"enter": before + find_first_extra(layers), "layer": find_typical(layers), "head": after}
 
     def _train(self, batch: Batch) -> dict[str, float]:
         """Measure training: before and after, a layer and the head both ways, and the embedding backward."""
@@ -77,13 +77,13 @@ class Passes:
         before, *forward, head = clock.between(trainer.begun, *marks, back[0])
         *backward, embedding, after = clock.between(*back, trainer.left, trainer.ended)
         return {
-            "trained enter": before + first_extra(forward) + embedding + after,
-            "trained layer": typical(forward) + typical(backward),
+            "trained enter": before + find_first_extra(forward) + embedding + after,
+            "trained layer": find_typical(forward) + find_typical(backward),
             "trained head": head,
         }
 
 
-def parts(seconds: Mapping[str, float], head: Head) -> dict[LayerKind, float]:
+def convert_parts(seconds: Mapping[str, float], head: Head) -> dict[LayerKind, float]:
     """Convert the results of `measure` to entries of a profile: inference, and what training adds."""
     heads: tuple[LayerKind, LayerKind] = ("head", "head_backward")
     if head == "scalar":
@@ -99,7 +99,7 @@ def parts(seconds: Mapping[str, float], head: Head) -> dict[LayerKind, float]:
     return found
 
 
-def bucket_parts(seconds: Mapping[str, float]) -> dict[LayerKind, float]:
+def convert_bucket_parts(seconds: Mapping[str, float]) -> dict[LayerKind, float]:
     """Convert the results of `measure_buckets` to entries of a profile: the cost of each further length."""
     kinds: Mapping[str, LayerKind] = {"enter": "bucket_enter", "layer": "bucket"}
 
@@ -151,19 +151,19 @@ class _CriticGradients(CriticTrain):
         return True
 
 
-def typical(layers: list[float]) -> float:
+def find_typical(layers: list[float]) -> float:
     """Compute the seconds of a layer other than the first, which also prepares what all of them use."""
     return median(layers[1:] or layers)
 
 
-def first_extra(layers: list[float]) -> float:
+def find_first_extra(layers: list[float]) -> float:
     """Compute the extra seconds of the first layer."""
-    return layers[0] - typical(layers)
+    return layers[0] - find_typical(layers)
 
 
-def prepare(sequences: int, answer: int, clock: Clock) -> float:
+def measure_preparation(sequences: int, answer: int, clock: Clock) -> float:
     """Measure the seconds before the first mini-batch of `actor.train` and `critic.train`, on average."""
-    batch = records([2 * answer] * sequences, 2, clock.device)
+    batch = make_records([2 * answer] * sequences, 2, clock.device)
     methods = ActorTrain(PPO), CriticTrain(PPO)
     begin = clock.now()
     for method in methods:

@@ -18,8 +18,14 @@ from realrl.planner.workload.sizes import LocalSizes
 from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.profiler.hardware.memory import Update
 from realrl.runtime.profiler.models.decoding import TURNS, Decoding
-from realrl.runtime.profiler.models.passes import UNLIKE, Passes, bucket_parts, parts, prepare
-from realrl.runtime.profiler.models.shard import tensor_rank
+from realrl.runtime.profiler.models.passes import (
+    UNLIKE,
+    Passes,
+    convert_bucket_parts,
+    convert_parts,
+    measure_preparation,
+)
+from realrl.runtime.profiler.models.shard import make_tensor_rank
 from realrl.runtime.profiler.points.clock import Clock
 from realrl.runtime.profiler.points.point import UNKNOWN, Point
 from realrl.runtime.profiler.points.sizes import Sizes
@@ -71,7 +77,9 @@ class ShapeMeasurements:
 
     def _preparation(self, rows: int, answer: int) -> Point[Measurement]:
         blank = Measurement(kind="prepare", sequences=rows, context=answer, seconds=UNKNOWN)
-        return Point((blank,), lambda: {"prepare": prepare(rows, answer, self.clock)}, rows, times=2)
+        return Point(
+            (blank,), lambda: {"prepare": measure_preparation(rows, answer, self.clock)}, rows, times=2
+        )
 
     def _update(self, layers: int) -> Point[Measurement]:
         tensors = _layer_tensors(self.shape, layers)
@@ -90,14 +98,16 @@ class ShapeMeasurements:
                 lambda: passes().measure([context] * (tokens // context)),
                 tokens,
                 times=_LAYERS,
-                derive=partial(parts, head=head),
+                derive=partial(convert_parts, head=head),
             )
 
         for context, group in _by_length(sizes):
             yield [point(tokens, context) for tokens in group]
         if head == "scalar":
             blanks = _blanks(_BUCKETS, tp=tp, tokens=sum(UNLIKE))
-            yield [Point(blanks, lambda: passes().measure_buckets(), sum(UNLIKE), derive=bucket_parts)]
+            yield [
+                Point(blanks, lambda: passes().measure_buckets(), sum(UNLIKE), derive=convert_bucket_parts)
+            ]
 
     def _starts(self, tp: int) -> Iterator[Row]:
         decoding = cache(lambda: Decoding(self._model("lm", tp, _LAYERS), self.sampling, self.clock))
@@ -125,7 +135,7 @@ class ShapeMeasurements:
             yield [point(rows, context, first=i == 0) for rows in group]
 
     def _model(self, head: Head, tp: int, layers: int) -> Model:
-        return tensor_rank(
+        return make_tensor_rank(
             self.shape,
             head,
             tp,

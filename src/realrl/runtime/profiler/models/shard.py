@@ -24,7 +24,7 @@ class _Silent(Group):
         return part.repeat(1, -(-width * self.size // part.shape[1]))[:, :columns].contiguous()
 
 
-def tensor_rank(
+def make_tensor_rank(
     shape: ModelShape, head: Head, tp: int, *, layers: int, dtype: torch.dtype, device: torch.device
 ) -> Model:
     """Make a model of `layers` layers with fresh weights of the largest of `tp` TP ranks.

@@ -99,7 +99,7 @@ class Measurer(Generic[Entry]):
         return max(self._bench.process.gather(passed)) > self._pace.total
 
 
-def medians(sweeps: Sequence[Mapping[Hashable, Entry]]) -> dict[Hashable, Entry]:
+def take_medians(sweeps: Sequence[Mapping[Hashable, Entry]]) -> dict[Hashable, Entry]:
     """Take the median of each entry over the sweeps that measured it."""
     found: dict[Hashable, list[Entry]] = {}
     for entries in sweeps:

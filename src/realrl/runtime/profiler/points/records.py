@@ -7,7 +7,7 @@ import torch
 from realrl.data.batch import Batch, Ragged
 
 
-def records(lengths: Sequence[int], vocabulary: int, device: torch.device) -> Batch:
+def make_records(lengths: Sequence[int], vocabulary: int, device: torch.device) -> Batch:
     """Make a batch as the calls of a PPO step find it, with sequences of these lengths.
 
     The first half of a sequence is the prompt; a single token is both.
