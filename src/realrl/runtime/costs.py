@@ -1,4 +1,4 @@
-"""What a run's training steps cost: measured on every rank, compared with the prediction on the one that writes."""
+"""Costs of a run's training steps: measured on every rank, compared with the prediction on the writer."""
 
 import time
 from collections import deque
@@ -29,7 +29,7 @@ _REST = 100
 
 
 class Costs:
-    """Measures the training steps of one rank; the rank that writes gets everybody's."""
+    """Collector of the measured training steps; the rank that writes gets those of all ranks."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Costs:
 
     @contextmanager
     def step(self, store: Store) -> Iterator[None]:
-        """A block that executes one step with an empty `store`."""
+        """Measure the block, which executes one step with an empty `store`."""
         with self.timer.step():
             yield
         if self._process.rank == self._source:

@@ -1,4 +1,4 @@
-"""Evaluation: the figures of the evaluation graph over all its records, and samples where it generates."""
+"""Evaluation: metrics of the evaluation graph over all its records, and samples where it generates."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ that differences between them are the model's."""
 
 
 class Evaluation:
-    """Runs the evaluation graph over a data set, on every rank; figures and samples arrive at the writer."""
+    """Runner of the evaluation graph over a data set, on every rank; metrics and samples arrive at the writer."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Evaluation:
         self._seed, self._tokenizer, self._judge = seed, tokenizer, judge
 
     def run(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Figures by `call/name`, and a row per sample; both empty except on the rank that writes."""
+        """Evaluate: metrics by `call/name`, and a row per sample; both empty except on the rank that writes."""
         totals: dict[str, Metrics] = {}
         samples: list[dict[str, Any]] = []
         program = self._phase.programs[self._process.rank]
@@ -100,5 +100,5 @@ def _ask(judge: Judge, samples: list[dict[str, Any]]) -> float:
 
 
 def flatten(figures: dict[str, Metrics]) -> dict[str, float]:
-    """Plain numbers by `call/name`."""
+    """Flatten metrics to plain numbers by `call/name`."""
     return {f"{call}/{name}": value for call, m in figures.items() for name, value in m.result().items()}

@@ -41,7 +41,7 @@ from realrl.runtime.worker.trace import Trace
 from realrl.runtime.worker.worker import StepInput, Worker
 
 COLLECT_EVERY = 100
-"""Steps after which what has been measured is written down, if evaluations and checkpoints are further apart."""
+"""Steps between writes of the measured costs, if evaluations and checkpoints are further apart."""
 
 
 @dataclass(frozen=True)
@@ -49,32 +49,32 @@ class Record:
     """One line of metrics.jsonl."""
 
     step: int
-    """Training steps done so far."""
+    """Number of training steps done."""
     kind: str
     """`train` or `eval`."""
     seconds: float
-    """What the step or evaluation took."""
+    """Duration of the step or evaluation."""
     figures: Mapping[str, float]
-    """By `call/name`."""
+    """Metrics by `call/name`."""
 
 
 class Observer(Protocol):
-    """Who is told how a run goes, on the rank that writes."""
+    """Listener for the progress of a run, on the rank that writes."""
 
     def begin(self, experiment: Experiment, steps: int) -> None:
-        """Before the first step, when everything is loaded."""
+        """Begin, before the first step, when everything is loaded."""
 
     def note(self, text: str) -> None:
-        """Something worth knowing that is no figure."""
+        """Show a note."""
 
     def record(self, record: Record) -> None:
-        """After every training step and evaluation."""
+        """Take a record, after every training step and evaluation."""
 
     def costs(self, comparison: Comparison) -> None:
-        """After the last step, what steps and calls took and were predicted to take."""
+        """Take the measured and predicted costs, after the last step."""
 
     def end(self, run_dir: str, seconds: float) -> None:
-        """After the last step."""
+        """End, after the last step."""
 
 
 def train(experiment: Experiment, observer: Observer) -> None:

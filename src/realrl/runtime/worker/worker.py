@@ -1,4 +1,4 @@
-"""The interpreter of programs: one handler per instruction."""
+"""Worker: the interpreter of programs, with one handler per instruction."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -36,8 +36,10 @@ from realrl.runtime.worker.trace import Trace
 
 @dataclass(frozen=True)
 class StepInput:
-    """What a step depends on besides parameters: its records, its noise, and learning rates by role; `evaluation`
-    for one that trains nothing."""
+    """Inputs of a step besides parameters: records, noise, and learning rates by role.
+
+    `evaluation` is for a step that trains nothing.
+    """
 
     records: Batch
     noise: Noise
@@ -46,12 +48,12 @@ class StepInput:
 
 
 class Worker:
-    """Executes this rank's program, step after step."""
+    """Executor of this rank's program, step after step."""
 
     def __init__(
         self, process: Process, roles: Roles, algorithm: Algorithm, ends: tuple[int, ...], trace: Trace
     ) -> None:
-        """`ends` are the tokens that end what is generated."""
+        """`ends` are the tokens that end generation."""
         self._process, self._roles, self._algorithm = process, roles, algorithm
         self._ends, self._trace = ends, trace
         self._exchange = Exchange(process)
