@@ -245,13 +245,13 @@ def measure(job: tuple[int, int]) -> tuple[float, float, int, str] | None:
     elapsed = time.perf_counter() - start
     found = classes(pair)
     if not found:
-        assert not ours.legs, f"nothing needs to move: {pair}"
+        assert not ours.hops, f"nothing needs to move: {pair}"
         return None
     busiest, bound = ours.busiest_seconds(LINKS, 1), in_port_bound(found)
     if busiest > bound * 1.0001:
         bound = lower_bound(found)
     assert busiest > bound * 0.9999, f"below the lower bound: {pair}"
-    return busiest / bound, elapsed, len(ours.legs), str(pair)
+    return busiest / bound, elapsed, len(ours.hops), str(pair)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from realrl.checkpoint.notes import saving_notes
+from realrl.checkpoint.notes import list_saving_notes
 from realrl.checkpoint.origin import Origin, read_origin
 from realrl.checkpoint.special_tokens import end_ids
 from realrl.checkpoint.tokenizer_files import write_tokenizer
@@ -187,11 +187,11 @@ def test_an_end_outside_the_vocabulary_is_refused(named: Any) -> None:
 
 def test_ignored_dropout_and_an_end_that_settings_lack_are_said(source: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source)
-    (dropout,) = saving_notes(read_origin(source), "lm", tokenizer, (1, 5, 3), 32)
+    (dropout,) = list_saving_notes(read_origin(source), "lm", tokenizer, (1, 5, 3), 32)
     assert "attention_dropout=0.1; training here is without dropout" in dropout
-    (lacking,) = saving_notes(origin([3, 5]), "lm", tokenizer, (1, 3, 5), 32)
+    (lacking,) = list_saving_notes(origin([3, 5]), "lm", tokenizer, (1, 3, 5), 32)
     assert "eos_token_id=[3, 5] in m/config.json lacks the tokenizer's end of sequence, 1" in lacking
-    assert list(saving_notes(None, "lm", tokenizer, (1,), 32)) == []
+    assert list(list_saving_notes(None, "lm", tokenizer, (1,), 32)) == []
 
 
 def test_a_saved_model_stops_where_the_opened_one_did(source: Path, again: Path) -> None:

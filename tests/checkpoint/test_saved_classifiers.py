@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from realrl.checkpoint import huggingface
-from realrl.checkpoint.notes import saving_notes
+from realrl.checkpoint.notes import list_saving_notes
 from realrl.checkpoint.origin import read_origin
 from realrl.data.batch import Ragged
 from realrl.engine.model import whole_model
@@ -96,7 +96,9 @@ def test_a_padding_token_that_ends_only_the_runs_sequences_is_replaced(tmp_path:
 def test_another_padding_token_is_said(tmp_path: Path) -> None:
     def said(name: str, special: dict[str, str]) -> list[str]:
         path = make_model(make_tokenizer(tmp_path / name, special), eos_token_id=1)
-        return list(saving_notes(read_origin(path), "scalar", AutoTokenizer.from_pretrained(path), (1,), 32))
+        return list(
+            list_saving_notes(read_origin(path), "scalar", AutoTokenizer.from_pretrained(path), (1,), 32)
+        )
 
     assert said("proper", {"pad_token": "<pad>"}) == []
     (sentence,) = said("end", {"pad_token": "</s>"})

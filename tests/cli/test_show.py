@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from realrl.cli.app import run_app
-from realrl.cli.drawing import alike
+from realrl.cli.drawing import group_alike
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "recipes" / "demo" / "ppo.yaml")
@@ -105,9 +105,9 @@ def test_programs_of_the_start_are_shown(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_alike_ranks_are_one_row() -> None:
-    assert list(alike(["a", "a", "b", "a"])) == [("0-1,3", "a"), ("2", "b")]
+    assert list(group_alike(["a", "a", "b", "a"])) == [("0-1,3", "a"), ("2", "b")]
     rows = ["a" if rank % 2 else "b" for rank in range(16)]
-    assert [name for name, _ in alike(rows)] == ["0,2,4,… (8 devices)", "1,3,5,… (8 devices)"]
+    assert [name for name, _ in group_alike(rows)] == ["0,2,4,… (8 devices)", "1,3,5,… (8 devices)"]
 
 
 def test_a_large_cluster_needs_no_torch(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realrl.config.errors import UserError
-from realrl.data.dataset import Order, eval_batches
+from realrl.data.dataset import Order, split_eval_batches
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 5), st.booleans())
@@ -54,7 +54,7 @@ def test_a_batch_larger_than_the_data_is_the_users_mistake():
 
 @given(st.integers(1, 100), st.integers(1, 30))
 def test_evaluation_takes_all_items_in_order_in_batches_of_nearly_equal_size(size, batch):
-    batches = eval_batches(size, batch)
+    batches = split_eval_batches(size, batch)
     assert [i for indices in batches for i in indices] == list(range(size))
     sizes = list(map(len, batches))
     assert max(sizes) <= batch

@@ -27,7 +27,7 @@ def box(region: Region) -> tuple[slice, ...]:
 
 
 def fill(made: Layout, cluster: Cluster) -> Memory:
-    """What every rank holds: each element of the model is a number of its own."""
+    """Fill what every rank holds; each element of the model has its own number."""
     first, whole = 0, {}
     for spec in made.specs:
         whole[spec.name] = np.arange(first, first + spec.numel, dtype=float).reshape(spec.shape)
@@ -64,7 +64,7 @@ def execute(plan: Reallocation) -> Memory:
 
 
 def check(plan: Reallocation) -> None:
-    """Every rank ends up with its part of the target, and nothing else."""
+    """Assert that every rank ends up with its part of the target, and nothing else."""
     result, wanted = execute(plan), fill(plan.target, plan.cluster)
     for rank in range(plan.cluster.size):
         for spec in plan.target.specs:
@@ -73,13 +73,13 @@ def check(plan: Reallocation) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(moves())
-def test_every_rank_ends_up_with_exactly_its_part(move: Move) -> None:
+def test_reallocation_gives_every_rank_exactly_its_part(move: Move) -> None:
     check(reallocate(*move))
 
 
 @settings(max_examples=150, deadline=None)
 @given(moves())
-def test_a_node_takes_in_each_element_at_most_once(move: Move) -> None:
+def test_each_element_enters_a_node_at_most_once(move: Move) -> None:
     source, target, cluster = move
     entered = {
         (node, spec.name): np.zeros(spec.shape, dtype=int)
@@ -95,7 +95,7 @@ def test_a_node_takes_in_each_element_at_most_once(move: Move) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(moves())
-def test_bytes_are_those_of_transfers_and_copies(move: Move) -> None:
+def test_counted_bytes_equal_those_of_transfers_and_copies(move: Move) -> None:
     plan = reallocate(*move)
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()
@@ -118,7 +118,7 @@ def test_bytes_are_those_of_transfers_and_copies(move: Move) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(moves())
-def test_nothing_moves_where_nothing_changes(move: Move) -> None:
+def test_reallocation_between_equal_layouts_sends_nothing(move: Move) -> None:
     source, _, cluster = move
     plan = reallocate(source, source, cluster)
     assert plan.transfers == () and plan.seconds(Links(), 2) == 0
@@ -141,7 +141,7 @@ def test_transfers_are_listed_by_stage_sender_receiver_and_storage_order() -> No
     assert keys == sorted(keys) and {t.stage for t in plan.transfers} == {0, 1, 2}
 
 
-def test_a_node_that_feeds_many_others_is_helped_by_them() -> None:
+def test_nodes_without_a_copy_relay_to_each_other() -> None:
     cluster, links = Cluster(6, 2), Links()
     plan = reallocate(
         layout(SHAPE, "lm", place((1, 2, 1))), layout(SHAPE, "lm", place((5, 2, 1), 2)), cluster
@@ -150,7 +150,7 @@ def test_a_node_that_feeds_many_others_is_helped_by_them() -> None:
     assert plan.busiest_seconds(links, 2) < 1.1 * 2 * elements / links.node_bytes_per_s
 
 
-def test_busy_holders_of_a_node_are_helped_by_idle_ones_of_other_nodes() -> None:
+def test_idle_holders_of_other_nodes_send_where_local_holders_are_busy() -> None:
     """Each node holds the whole model already, but in it only one device each part."""
     cluster = Cluster(4, 8)
     shape = ModelShape(
@@ -161,7 +161,7 @@ def test_busy_holders_of_a_node_are_helped_by_idle_ones_of_other_nodes() -> None
     check(plan)
 
 
-def test_seconds_are_those_of_the_busiest_port_and_its_messages() -> None:
+def test_predicted_seconds_are_busiest_port_plus_message_latency() -> None:
     cluster = Cluster(2, 1)
     plan = reallocate(
         layout(SHAPE, "lm", place((1, 1, 1))), layout(SHAPE, "lm", place((1, 1, 1), 1)), cluster
@@ -171,7 +171,7 @@ def test_seconds_are_those_of_the_busiest_port_and_its_messages() -> None:
     assert plan.seconds(Links(1e9, 2e9, 0.0), 4) == pytest.approx(4 * elements / 1e9)
 
 
-def test_the_digest_tells_schedules_apart_and_nothing_else() -> None:
+def test_schedule_digests_are_equal_only_for_equal_schedules() -> None:
     cluster = Cluster(2, 4)
     placements = [place((2, 2, 1)), place((2, 2, 1), 4), place((1, 2, 2)), place((2, 4, 1))]
     layouts = [layout(SHAPE, "lm", p) for p in placements]
@@ -180,7 +180,7 @@ def test_the_digest_tells_schedules_apart_and_nothing_else() -> None:
     assert digests == [reallocate(a, b, cluster).digest() for a in layouts for b in layouts]
 
 
-def test_layouts_of_different_models_are_refused() -> None:
+def test_reallocation_between_different_models_is_refused() -> None:
     with pytest.raises(ValueError, match="same tensors"):
         reallocate(
             layout(SHAPE, "lm", place((1, 1, 1))), layout(SHAPE, "scalar", place((1, 1, 1))), Cluster(1, 1)

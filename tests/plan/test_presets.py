@@ -8,7 +8,7 @@ from realrl.config.errors import UserError
 from realrl.dataflow.call import Kind
 from realrl.families.published import SHAPES
 from realrl.plan.cluster import Cluster
-from realrl.plan.partition import equal_parts, mesh_sizes, parts
+from realrl.plan.partition import list_mesh_sizes, split_by_weight, split_evenly
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
@@ -127,11 +127,11 @@ def test_parts_are_valid_meshes_that_share_nothing(cluster: str, weights: list[f
     c = Cluster.parse(cluster)
     if len(weights) > c.size:
         return
-    meshes = parts(c, weights)
+    meshes = split_by_weight(c, weights)
     for mesh in meshes:
         mesh.check(c)
     assert len({rank for mesh in meshes for rank in mesh.ranks}) == sum(mesh.size for mesh in meshes)
-    smallest = equal_parts(c, len(weights))[0].size
+    smallest = split_evenly(c, len(weights))[0].size
     assert min(mesh.size for mesh in meshes) == smallest
     assert max(mesh.size for mesh in meshes) == meshes[weights.index(max(weights))].size
 
@@ -145,4 +145,4 @@ def test_mesh_sizes_are_those_of_valid_meshes() -> None:
         except UserError:
             continue
         valid.append(size)
-    assert list(mesh_sizes(c)) == valid
+    assert list(list_mesh_sizes(c)) == valid

@@ -26,7 +26,7 @@ from realrl.plan.placement import Placement
 from realrl.program.memory import Stored
 from realrl.recipe.model import OptimizerConfig
 from realrl.recipe.settings import GenerationConfig
-from realrl.runtime.measure.allocations import allocations
+from realrl.runtime.measure.allocations import count_allocations
 
 CPU = torch.device("cpu")
 DTYPES = {4: torch.float32, 2: torch.bfloat16}
@@ -110,7 +110,7 @@ class LoneRank:
 
     def peak(self, run: Callable[[], object]) -> int:
         """Most bytes that `run` allocates and has not given back."""
-        with nobody_else(), allocations() as found:
+        with nobody_else(), count_allocations() as found:
             run()
         assert found.peak is not None
         return found.peak

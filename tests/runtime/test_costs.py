@@ -17,9 +17,9 @@ from realrl.planner.profile.profile import Profile
 from realrl.program.instructions import Load, Run
 from realrl.program.memory import Memory
 from realrl.recipe.load import load_experiment
-from realrl.runtime.measure.allocations import Allocations, allocations
-from realrl.runtime.measure.ledger import KEPT_STEPS, Ledger
-from realrl.runtime.measure.meter import Meter, Span, StepTimes, offset
+from realrl.runtime.measure.allocations import Allocations, count_allocations
+from realrl.runtime.measure.step_timer import Span, StepTimer, StepTimes, estimate_offset
+from realrl.runtime.measure.timing_log import KEPT_STEPS, TimingLog
 from realrl.runtime.train import Record, train
 from tests.conftest import World
 from tests.runtime.conftest import changes, run
@@ -36,7 +36,7 @@ def kib(number: int) -> torch.Tensor:
 
 def test_allocations_are_counted_exactly_at_their_peak() -> None:
     before = kib(500)
-    with allocations() as found:
+    with count_allocations() as found:
         a, b = kib(10), kib(20)
         del a, before
         c = kib(15)
@@ -48,7 +48,7 @@ def test_allocations_are_counted_exactly_at_their_peak() -> None:
 
 
 def test_folding_on_the_way_changes_no_peak() -> None:
-    with allocations() as found:
+    with count_allocations() as found:
         a = kib(10)
         found.fold()
         b = kib(20)
@@ -73,7 +73,7 @@ def test_memory_that_is_given_out_again_has_come_back() -> None:
 
 def test_what_the_backward_pass_allocates_counts() -> None:
     weight = torch.ones(KIB, requires_grad=True)
-    with allocations() as found:
+    with count_allocations() as found:
         loss = (weight * weight).sum()
         forward = found
         loss.backward()
@@ -84,15 +84,15 @@ def test_what_the_backward_pass_allocates_counts() -> None:
 def measured(*sizes: int) -> list[Span]:
     """Spans of calls that hold so many KiB of parameters, and need the double of it on top."""
     held = 0
-    meter = Meter(CPU, held=lambda: held, staged=lambda: 7)
-    with meter.step():
+    timer = StepTimer(CPU, held=lambda: held, staged=lambda: 7)
+    with timer.step():
         for size in sizes:
             held = size * KIB
-            with meter.instruction(Run("actor.train", "actor", PLACE)):
+            with timer.instruction(Run("actor.train", "actor", PLACE)):
                 needed = kib(2 * size)
-                meter.turn()
+                timer.turn()
                 del needed
-    (step,) = meter.take()
+    (step,) = timer.take()
     return list(step.spans)
 
 
@@ -102,15 +102,15 @@ def test_memory_of_a_call_is_what_is_held_and_what_it_allocates() -> None:
 
 def test_what_was_moved_before_a_call_counts_to_it() -> None:
     held = 100
-    meter = Meter(CPU, held=lambda: held, staged=lambda: 0)
-    with meter.step():
-        with meter.instruction(Load("actor", PLACE, "parameters")):
+    timer = StepTimer(CPU, held=lambda: held, staged=lambda: 0)
+    with timer.step():
+        with timer.instruction(Load("actor", PLACE, "parameters")):
             held = 900
         held = 200
         for _ in range(2):
-            with meter.instruction(Run("actor.train", "actor", PLACE)):
+            with timer.instruction(Run("actor.train", "actor", PLACE)):
                 pass
-    assert [span.bytes for span in meter.take()[0].spans] == [900, 200]
+    assert [span.bytes for span in timer.take()[0].spans] == [900, 200]
 
 
 def test_clocks_are_compared_by_when_messages_are_exchanged() -> None:
@@ -118,38 +118,38 @@ def test_clocks_are_compared_by_when_messages_are_exchanged() -> None:
     met = [max(pair) for pair in zip(came, their_came, strict=True)]
     went, their_went = [t + 0.01 for t in met], [t + 0.02 for t in met]
     shifted = ([t + ahead for t in their_came], [t + ahead for t in their_went])
-    assert offset(came, went, *shifted) == pytest.approx(ahead, abs=0.02)
+    assert estimate_offset(came, went, *shifted) == pytest.approx(ahead, abs=0.02)
 
 
 def test_waiting_for_others_is_no_part_of_a_call() -> None:
-    ledger = Ledger()
+    log = TimingLog()
     early = StepTimes(0.0, 9.0, (Span("actor.train", 1.0, 8.0, 50), Span("move", 8.0, 8.5)))
     late = StepTimes(102.0, 110.0, (Span("move", 108.0, 109.5), Span("actor.train", 106.0, 108.5, 70)))
-    ledger.add([[early], [late]], [0.0, 100.0])
-    assert ledger.spans["actor.train"].seconds == [2.5] and ledger.spans["actor.train"].bytes == 70
-    assert ledger.spans["move"].seconds == [1.5] and ledger.step.seconds == [10.0]
+    log.add([[early], [late]], [0.0, 100.0])
+    assert log.spans["actor.train"].seconds == [2.5] and log.spans["actor.train"].bytes == 70
+    assert log.spans["move"].seconds == [1.5] and log.step.seconds == [10.0]
 
 
 def test_a_reallocation_that_is_done_twice_counts_twice() -> None:
-    ledger = Ledger()
+    log = TimingLog()
     spans = (Span("move", 1.0, 2.0), Span("move", 5.0, 7.0))
-    ledger.add([[StepTimes(0.0, 9.0, spans)]], [0.0])
-    assert ledger.spans["move"].seconds == [3.0]
+    log.add([[StepTimes(0.0, 9.0, spans)]], [0.0])
+    assert log.spans["move"].seconds == [3.0]
 
 
 def test_steps_count_from_the_end_of_the_one_before_and_the_first_not_at_all() -> None:
-    ledger = Ledger()
+    log = TimingLog()
     times = [(0.0, 9.0), (8.0, 12.0), (12.0, 15.5), (20.0, 22.0)]
-    ledger.add([[StepTimes(start, end, ()) for start, end in times]], [0.0])
-    assert ledger.step.seconds == [9.0, 3.0, 3.5, 2.0]
-    assert ledger.step.counted == [3.0, 3.5, 2.0]
+    log.add([[StepTimes(start, end, ()) for start, end in times]], [0.0])
+    assert log.step.seconds == [9.0, 3.0, 3.5, 2.0]
+    assert log.step.counted == [3.0, 3.5, 2.0]
 
 
 def test_of_a_long_run_the_last_steps_are_kept() -> None:
-    ledger = Ledger()
+    log = TimingLog()
     count = KEPT_STEPS + 5
-    ledger.add([[StepTimes(2.0 * n, 2.0 * n + 1, (Span("move", n, n + 0.5),)) for n in range(count)]], [0.0])
-    for times in (ledger.step, ledger.spans["move"]):
+    log.add([[StepTimes(2.0 * n, 2.0 * n + 1, (Span("move", n, n + 0.5),)) for n in range(count)]], [0.0])
+    for times in (log.step, log.spans["move"]):
         assert len(times.seconds) == KEPT_STEPS and len(times.counted) == KEPT_STEPS - 1
 
 
@@ -291,12 +291,12 @@ def test_a_calibrated_profile_predicts_the_run(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_memory_is_what_its_allocator_says() -> None:
     device = torch.device("cuda", 0)
-    meter = Meter(device, held=lambda: 0, staged=lambda: KIB)
+    timer = StepTimer(device, held=lambda: 0, staged=lambda: KIB)
     before = torch.cuda.memory_allocated(device)
-    with meter.step():
+    with timer.step():
         for size in (8, 2):
-            with meter.instruction(Run("actor.train", "actor", PLACE)):
+            with timer.instruction(Run("actor.train", "actor", PLACE)):
                 torch.empty(size << 20, dtype=torch.uint8, device=device)
-    found = [span.bytes for span in meter.take()[0].spans]
+    found = [span.bytes for span in timer.take()[0].spans]
     assert found == [before + (size << 20) - KIB for size in (8, 2)]
-    assert meter.reserved >= before + (8 << 20)
+    assert timer.reserved >= before + (8 << 20)

@@ -9,8 +9,16 @@ import pytest
 from safetensors import SafetensorError
 
 from realrl.config.errors import RunError, UserCodeError, UserError
-from realrl.runtime.processes.endings import CAUSE, CONSEQUENCE, DEATH, Ending, describe, first_cause, report
 from realrl.runtime.processes.environment import SCRATCH_VARIABLE
+from realrl.runtime.processes.failures import (
+    CAUSE,
+    CONSEQUENCE,
+    DEATH,
+    Failure,
+    describe,
+    find_first_cause,
+    report,
+)
 from realrl.runtime.processes.logs import keep_logs
 
 GLOO = (
@@ -40,19 +48,21 @@ FULL = "Error while serializing: I/O error: No space left on device (os error 28
 def test_only_what_is_unexpected_has_a_traceback(
     error: Exception, status: int, message: str, trace: str
 ) -> None:
-    ending = describe(error)
-    assert (ending.status, ending.distance) == (status, CAUSE)
-    assert ending.message.startswith(message) and "\n" not in ending.message
-    assert trace in ending.trace and bool(ending.trace) == bool(trace)
+    failure = describe(error)
+    assert (failure.status, failure.distance) == (status, CAUSE)
+    assert failure.message.startswith(message) and "\n" not in failure.message
+    assert trace in failure.trace and bool(failure.trace) == bool(trace)
 
 
 def test_a_rank_whose_peer_has_gone_is_a_consequence_and_brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert describe(RuntimeError(f"Gloo connectFullMesh failed with {GLOO}")).distance == CONSEQUENCE
-    ending = describe(RuntimeError(GLOO))
-    assert (ending.distance, ending.trace) == (CONSEQUENCE, "")
-    assert ending.message.startswith("rank 1: another rank has gone: ") and "typically" not in ending.message
+    failure = describe(RuntimeError(GLOO))
+    assert (failure.distance, failure.trace) == (CONSEQUENCE, "")
+    assert (
+        failure.message.startswith("rank 1: another rank has gone: ") and "typically" not in failure.message
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,19 +74,19 @@ def test_a_rank_whose_peer_has_gone_is_a_consequence_and_brief(monkeypatch: pyte
     ],
 )
 def test_a_path_that_looks_like_gloo_blames_no_other_rank(error: Exception) -> None:
-    ending = describe(error)
-    assert ending.distance == CAUSE and ending.trace
+    failure = describe(error)
+    assert failure.distance == CAUSE and failure.trace
 
 
 def test_the_first_cause_comes_before_deaths_and_consequences() -> None:
-    def ending(distance: int, time: float) -> Ending:
-        return Ending("", 1, 0, time, distance)
+    def failure(distance: int, time: float) -> Failure:
+        return Failure("", 1, 0, time, distance)
 
-    late, early = ending(CAUSE, 9.0), ending(CAUSE, 8.0)
-    death, consequence = ending(DEATH, 2.0), ending(CONSEQUENCE, 1.0)
-    assert first_cause([consequence, death, late, early]) is early
-    assert first_cause([consequence, death]) is death
-    assert first_cause([ending(CONSEQUENCE, 3.0), consequence]) is consequence
+    late, early = failure(CAUSE, 9.0), failure(CAUSE, 8.0)
+    death, consequence = failure(DEATH, 2.0), failure(CONSEQUENCE, 1.0)
+    assert find_first_cause([consequence, death, late, early]) is early
+    assert find_first_cause([consequence, death]) is death
+    assert find_first_cause([failure(CONSEQUENCE, 3.0), consequence]) is consequence
 
 
 @pytest.mark.parametrize(

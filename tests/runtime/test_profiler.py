@@ -26,10 +26,10 @@ from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.processes.process import Process
 from realrl.runtime.profiler.models.passes import Passes
 from realrl.runtime.profiler.models.shapes import ShapeMeasurements
-from realrl.runtime.profiler.models.shard import tensor_rank
+from realrl.runtime.profiler.models.shard import make_tensor_rank
 from realrl.runtime.profiler.points.bench import Bench
 from realrl.runtime.profiler.points.clock import Clock
-from realrl.runtime.profiler.points.point import Measurer, Pace, Point, medians
+from realrl.runtime.profiler.points.point import Measurer, Pace, Point, take_medians
 from realrl.runtime.profiler.points.sizes import Sizes
 from tests.conftest import SHAPE, World
 
@@ -196,7 +196,7 @@ def test_files_of_other_machines_are_left_alone(
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 @pytest.mark.parametrize("tp", [1, 2, 3])
 def test_a_tensor_rank_alone_computes_with_its_own_part(head: str, tp: int) -> None:
-    model = tensor_rank(TINY, head, tp, layers=2, dtype=torch.float32, device=CPU)
+    model = make_tensor_rank(TINY, head, tp, layers=2, dtype=torch.float32, device=CPU)
     assert model.shard.tp == tp and len(model.shard.queries) == -(-TINY.heads // tp)
     times = Passes(model, Clock(CPU)).measure([8] * 4)
     assert len(times) == 6
@@ -278,7 +278,7 @@ def test_of_several_sweeps_the_time_in_the_middle_counts() -> None:
             for kind, s in seconds.items()
         }
 
-    found = medians([sweep(copy=1.0, clear=5.0), sweep(copy=9.0), sweep(copy=2.0)])
+    found = take_medians([sweep(copy=1.0, clear=5.0), sweep(copy=9.0), sweep(copy=2.0)])
     assert {kind: entry.seconds for kind, entry in found.items()} == {"copy": 2.0, "clear": 5.0}
 
 

@@ -17,7 +17,7 @@ from realrl.families.shape import ModelShape
 from realrl.layout.layout import Layout, layout
 from realrl.layout.limits import STAGING_BUFFERS
 from realrl.layout.routing import chunks
-from realrl.layout.routing.chunks import tensor_groups
+from realrl.layout.routing.chunks import group_tensors
 from realrl.layout.routing.routes import reallocate
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -102,7 +102,7 @@ class Bench:
         source, target = layout(SHAPE, "lm", a), layout(SHAPE, "lm", b)
         return Reallocator(
             reallocate(source, target, cluster), self.process, label="actor", dtypes=dtypes,
-            groups=None if groups is None else tensor_groups(target, 4, groups), verify=verify,
+            groups=None if groups is None else group_tensors(target, 4, groups), verify=verify,
             staging=self.staging,
         )  # fmt: skip
 

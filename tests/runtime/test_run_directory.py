@@ -13,7 +13,7 @@ from realrl.algorithms.graphs import build_eval_graph, build_graph
 from realrl.checkpoint import huggingface
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
-from realrl.data.dataset import eval_batches
+from realrl.data.dataset import split_eval_batches
 from realrl.plan.plan import Plan
 from realrl.program.lower import home_placements
 from realrl.program.text import parse_program
@@ -130,7 +130,7 @@ def test_the_trace_has_a_row_per_rank_with_its_instructions_in_order(
     for rank in range(ranks):
         slices = [e for e in events if e["ph"] == "X" and e["tid"] == rank]
         train, evaluation = (program_lines(run_dir, kind, rank) for kind in ("train", "eval"))
-        evaluation = evaluation * len(eval_batches(80, batch))
+        evaluation = evaluation * len(split_eval_batches(80, batch))
         due = [train + (evaluation if step in (2, 4, 5) else []) for step in range(1, 6)]
         assert [e["name"] for e in slices] == sum(due, evaluation)
         ends = [e["ts"] + e["dur"] for e in slices]

@@ -147,7 +147,7 @@ def plan(
 
 
 def _write(report: "PlanReport", name: str, file: Path, title: str, source: str) -> None:
-    """The file of an option."""
+    """Write the file of an option."""
     if name == "out":
         report.chosen.plan.save(file)
     elif name == "html":

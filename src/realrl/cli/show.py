@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from realrl.cli.recipe import Overrides, Recipe, cluster_of
+from realrl.cli.recipe import Overrides, Recipe, find_cluster
 
 if TYPE_CHECKING:
     from realrl.recipe.experiment import Experiment
@@ -36,7 +36,7 @@ def show(
     experiment = load_experiment(recipe, overrides or [])
     if plan is not None:
         experiment = experiment.model_copy(update={"plan": plan})
-    cluster, found = cluster_of(experiment), None
+    cluster, found = find_cluster(experiment), None
     if experiment.plan == SEARCH:
         spec = search_spec(experiment, cluster, ask_machine(experiment.device))
         found = cached_plan(experiment, spec, partial(typer.echo, err=True))
@@ -69,7 +69,7 @@ def _show_phase(experiment: "Experiment", compiled: "Compiled", name: str) -> No
     limited = experiment.device_memory is not None or spec_of(experiment, cluster) is not None
     texts.append(drawing.format_memory(devices, limited=limited))
     if name == "train":
-        texts.append(drawing.unknown_sizes(compiled))
+        texts.append(drawing.describe_unknown_sizes(compiled))
     _section(f"{title}: plan on cluster {cluster}", "\n".join(filter(None, texts)))
 
 

@@ -71,7 +71,7 @@ class _TokenLogprobs(Function):
 
 
 def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float, group: Group) -> Tensor:
-    """This rank's columns of the log-softmax over all ranks' columns. -> [n, rows of weight] float32"""
+    """Compute this rank's columns of the log-softmax over all ranks' columns. -> [n, rows of weight] float32"""
     logits = product(hidden, weight).float()
     if temperature != 1.0:
         logits.div_(temperature)
@@ -91,7 +91,7 @@ def _local(targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _at_targets(logp: Tensor, targets: Tensor) -> Tensor:
-    """logp: [n, rows] -> [n], 0 where another rank has the target."""
+    """Select log-probabilities at the targets, 0 where another rank has the target. [n, rows] -> [n]"""
     if not logp.shape[1]:
         return logp.new_zeros(len(logp))
     here, index = _local(targets, logp.shape[1])
@@ -108,7 +108,7 @@ def token_logprobs(
     group: Group,
     rows: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(hidden @ weight.T / temperature) at the targets, and optionally the entropy in nats.
+    """Compute log softmax(hidden @ weight.T / temperature) at the targets, and optionally the entropy in nats.
 
     hidden: [N, H], weight: [this rank's rows, H], targets: [N] int64, counted from this rank's first row
     -> [N] float32, and [N] float32 without gradient; the same on every rank of `group`. `rows` is the most

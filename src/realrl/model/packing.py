@@ -1,4 +1,4 @@
-"""Where sequences lie in a packed batch, and how to lay them out side by side where attention needs it."""
+"""Packed batches: positions of sequences, and their padded layout where attention needs it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,17 +30,19 @@ class PaddedHeads:
     spread_padding: Tensor
     collect: Tensor
     masks: tuple[Tensor | None, ...]
-    """Per bucket whose scores may be computed whole, 0 where a query sees a key and -inf where not; None for the
-    longer ones. [heads / kv_heads * L, L], float32"""
+    """Masks of the buckets whose scores may be computed whole: 0 where a query sees a key and -inf where not.
+    
+    None for longer buckets. [heads / kv_heads * L, L], float32
+    """
 
     @property
     def output_rows(self) -> list[int]:
-        """Per bucket, the number of padded rows of attention's output."""
+        """Number of padded rows of attention's output, by bucket."""
         return [len(b.sequences) * b.length * self.heads for b in self.buckets]
 
     @property
     def input_rows(self) -> list[int]:
-        """Per bucket, the numbers of padded query, key and value rows, all in one list."""
+        """Numbers of padded query, key and value rows of all buckets, in one list."""
         counts = (self.heads, self.kv_heads, self.kv_heads)
         return [len(b.sequences) * b.length * n for b in self.buckets for n in counts]
 
@@ -61,7 +63,7 @@ class Packing:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str) -> "Packing":
-        """The packing of sequences with these lengths, each at least 1."""
+        """Pack sequences with these lengths, each at least 1."""
         assert len(lengths) > 0 and min(lengths) > 0, "a packing has sequences, and each of them tokens"
         sizes = torch.tensor(lengths)
         starts = torch.zeros(len(lengths) + 1, dtype=torch.int64)
@@ -77,12 +79,12 @@ class Packing:
 
     @cached_property
     def rows(self) -> Tensor:
-        """The sequence each token belongs to. [T]"""
+        """Sequence of each token. [T]"""
         sizes = torch.tensor(self.lengths)
         return torch.arange(len(sizes)).repeat_interleave(sizes).to(self.positions.device)
 
     def padded(self, heads: int, kv_heads: int) -> PaddedHeads:
-        """The side-by-side layout for these numbers of heads; computed once."""
+        """Compute the padded layout for these numbers of heads, once."""
         key = (heads, kv_heads)
         if key not in self._padded:
             self._padded[key] = _pad_heads(self, heads, kv_heads)

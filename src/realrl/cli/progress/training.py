@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on."""
+"""Progress display of a training run."""
 
 import time
 from typing import TYPE_CHECKING
@@ -30,14 +30,14 @@ _HEADLINES = {
         "judge",
     ),
 }
-"""The figures that matter, per algorithm; shown without their call."""
+"""Headline metrics of each algorithm; shown without their call."""
 
 _QUIET_SECONDS = 10.0
-"""Without a terminal, training lines are at least this far apart, so that a log stays readable."""
+"""Minimum seconds between training lines without a terminal, so that a log stays readable."""
 
 
 class Progress:
-    """One bar, and one line per evaluation; in a log file, a line now and then instead of the bar."""
+    """Progress of a run: one bar, and a line per evaluation; a log file gets a line now and then."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
@@ -73,7 +73,7 @@ class Progress:
         self._print(f"note: {text}")
 
     def record(self, record: "Record") -> None:
-        """Move the bar, or print an evaluation."""
+        """Advance the bar, or print an evaluation."""
         text = self._figures(record)
         if record.kind == "eval":
             self._print(f"step {record.step}/{self._steps} evaluation: {text}")
@@ -84,18 +84,18 @@ class Progress:
             self._print(f"step {record.step}/{self._steps} {record.seconds:.2f} s: {text}")
 
     def costs(self, comparison: "Comparison") -> None:
-        """Print what steps took beside what they were predicted to take."""
+        """Print the measured times of steps beside the predicted ones."""
         self._stop()
         self._console.print(costs_table(comparison))
         self._print(costs_note(comparison))
 
     def end(self, run_dir: str, seconds: float) -> None:
-        """Take the bar away and say where everything is."""
+        """Remove the bar and print where everything is."""
         self._stop()
         self._print(f"done in {seconds:.0f} s; results in {run_dir}")
 
     def _stop(self) -> None:
-        """Take the bar away, where there is one: else rich prints an empty line."""
+        """Remove the bar, where there is one: else rich prints an empty line."""
         if self._bars.live.is_started:
             self._bars.stop()
 

@@ -46,7 +46,7 @@ class Trainer:
         )
         self._early = None if needs_completion(model) else EarlyReduce(model, self.gradients, self.optimizer)
         self.memory = Offloadable(self.optimizer.kept, [self.gradients.data, *self.optimizer.scratch])
-        """All that training needs besides the parameters."""
+        """Memory that training needs besides the parameters."""
 
     def train(
         self,
@@ -100,7 +100,7 @@ class Trainer:
         return metrics
 
     def check_learning(self) -> None:
-        """SkippedStepsError if what was trained last cannot be called learning; see `SkippedSteps.check`."""
+        """Check that the last training step was applied; SkippedStepsError, see `SkippedSteps.check`."""
         self._skipped.check()
 
     def _kept(self, minibatch: Batch) -> Batch | None:
@@ -111,7 +111,7 @@ class Trainer:
     def _gradients(
         self, batch: Batch, method: TrainMethod, budget: int, recompute: bool, turn: Callable[[], None]
     ) -> Metrics:
-        """Accumulate the gradient of one mini-batch; its figures over data-parallel ranks, on every stage."""
+        """Accumulate the gradient of one mini-batch; its metrics over data-parallel ranks, on every stage."""
         model = self.model
         weight = torch.tensor(float(method.weight(batch)), device=model.device)
         weight = model.parallel.data.sum(weight)
@@ -172,7 +172,7 @@ class Trainer:
 
 @dataclass(frozen=True, eq=False)
 class _Pass:
-    """A micro-batch between its forward and its backward: what came in, and what went out or was lost."""
+    """Micro-batch between its forward and its backward pass: its input, and its output or loss."""
 
     received: Tensor | None
     result: Tensor
