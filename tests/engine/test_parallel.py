@@ -20,7 +20,7 @@ from realrl.engine.parallel import all_rank_sets, parallel
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import Head, ModelShape
 from realrl.layout import limits
-from realrl.layout.layout import layout
+from realrl.layout.layout import build_layout
 from realrl.model.init import initialise
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.recipe.model import OptimizerConfig
@@ -154,7 +154,7 @@ def gathered(model: Model, items: list[int], values: list[float]) -> torch.Tenso
 
 def build(shape: ModelShape, head: Head, process: Process, placement: Placement, groups: object) -> Model:
     model = Model(
-        layout(shape, head, placement), process.rank, parallel(placement, process.rank, groups),  # type: ignore[arg-type]
+        build_layout(shape, head, placement), process.rank, parallel(placement, process.rank, groups),  # type: ignore[arg-type]
         dtype=torch.float32, device=CPU,
     )  # fmt: skip
     regions = {local.region.tensor: local.region for local in model.layout.tensors(process.rank)}

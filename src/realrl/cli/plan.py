@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from realrl.planner.simulate.scenario import Scenario
     from realrl.runtime.prepare.fit.change import Draft
 
-RecipeOrNone = Annotated[
+PlanRecipe = Annotated[
     str | None, typer.Argument(help="A recipe: YAML file; needed except to calibrate.", show_default=False)
 ]
-Cluster = Annotated[
+ClusterOption = Annotated[
     str | None,
     typer.Option(
         metavar="C",
@@ -38,7 +38,7 @@ Out = Annotated[
 Html = Annotated[
     str | None, typer.Option(metavar="FILE", help="Write a page with everything, to open offline.")
 ]
-Trace = Annotated[
+TraceOption = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="Write the predicted timeline, for ui.perfetto.dev."),
 ]
@@ -56,7 +56,7 @@ ObjectiveText = Annotated[
         " prices, the one of fewest device-hours.",
     ),
 ]
-Seconds = Annotated[
+SecondsOption = Annotated[
     float | None,
     typer.Option(
         help="How long to plan at most, for each number of nodes; if not given 8, and 45 above 128 devices.",
@@ -64,14 +64,14 @@ Seconds = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Of the search.")]
-Profile = Annotated[
+ProfileOption = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
         help="Measured times (see `realrl profile`), for devices of its kind; the recipe's if not given.",
     ),
 ]
-Lengths = Annotated[
+LengthsOption = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
@@ -90,19 +90,19 @@ Calibrate = Annotated[
 
 
 def plan(
-    recipe: RecipeOrNone = None,
+    recipe: PlanRecipe = None,
     overrides: Overrides = None,
-    cluster: Cluster = None,
+    cluster: ClusterOption = None,
     as_json: Json = False,
     out: Out = None,
     html: Html = None,
-    trace: Trace = None,
+    trace: TraceOption = None,
     nodes: Nodes = None,
     objective: ObjectiveText = "time",
-    seconds: Seconds = None,
+    seconds: SecondsOption = None,
     seed: Seed = 0,
-    profile: Profile = None,
-    lengths: Lengths = None,
+    profile: ProfileOption = None,
+    lengths: LengthsOption = None,
     calibrate: Calibrate = None,
 ) -> None:
     """Find the fastest plan for a recipe on any cluster, and say what to expect of it. Needs no GPU.

@@ -14,7 +14,7 @@ from realrl.engine.offload import Offloadable, allocate, free
 from realrl.engine.parallel import Parallel
 from realrl.engine.pipeline.messages import Pipeline, one_ahead
 from realrl.families.shape import Head, ModelShape
-from realrl.layout.layout import Layout, layout
+from realrl.layout.layout import Layout, build_layout
 from realrl.layout.limits import bucket_count
 from realrl.layout.shard import Shard
 from realrl.model.group import Group, alone
@@ -181,7 +181,7 @@ def whole_model(
     placement = Placement(Mesh(0, 1), Strategy(1))
     one = alone()
     parallel = Parallel(one, one, one, one, one, None)
-    whole = layout(shape, head, placement)
+    whole = build_layout(shape, head, placement)
     return Model(whole, 0, parallel, dtype=dtype, device=device, temperature=temperature)
 
 

@@ -74,7 +74,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelEntry:
     """A model and the roles that have it."""
 
     roles: tuple[tuple[str, str], ...]
@@ -137,13 +137,13 @@ def _percent(share: float) -> tuple[str, str]:
     return value, unit
 
 
-def list_models(report: "PlanReport") -> list[Model]:
+def list_models(report: "PlanReport") -> list[ModelEntry]:
     """List each model once, with the roles that have it."""
     found: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for role, model in report.scenario.models.items():
         detail = f"{format_parameters(model)} · {'bfloat16' if model.element_bytes == 2 else 'float32'}"
         found.setdefault((name_model(model), detail), []).append((role, find_role_class(report, role)))
-    return [Model(tuple(roles), *key) for key, roles in found.items()]
+    return [ModelEntry(tuple(roles), *key) for key, roles in found.items()]
 
 
 def make_time_bars(report: "PlanReport") -> list[Bar]:

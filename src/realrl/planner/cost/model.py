@@ -7,7 +7,7 @@ from functools import cached_property
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import Head, ModelShape
-from realrl.layout.layout import layout
+from realrl.layout.layout import build_layout
 from realrl.layout.routing.links import Links
 from realrl.layout.routing.routes import reallocate
 from realrl.plan.placement import Placement
@@ -18,8 +18,8 @@ from realrl.planner.cost.generation import cost_generation
 from realrl.planner.cost.network import Network
 from realrl.planner.cost.passes import cost_inference, cost_training
 from realrl.planner.cost.timing import Timing
-from realrl.planner.moves.exchange import Exchange, count_exchanged_bytes
-from realrl.planner.moves.links import LinkTransfers, Weights
+from realrl.planner.moves.exchange import ExchangeModel, count_exchanged_bytes
+from realrl.planner.moves.links import LinkTransfers, ParameterBytes
 from realrl.planner.moves.transfers import Layouts
 from realrl.planner.profile.corrections import find_correction
 from realrl.planner.profile.profile import Profile
@@ -97,23 +97,25 @@ class CostModel:
 
     def transfers(self, models: Mapping[str, Stored]) -> LinkTransfers:
         """Reallocations of roles, whose parameters travel in their own type."""
-        weights = {role: Weights.of(model, model.element_bytes) for role, model in models.items()}
+        weights = {role: ParameterBytes.of(model, model.element_bytes) for role, model in models.items()}
         return LinkTransfers(self.spec.cluster, weights, self._node_links)
 
     def exact_reallocation(self, model: Stored, source: Placement, target: Placement) -> float:
         """The same from the very routes that workers use; takes 1 to 100 milliseconds."""
-        before, after = (layout(model.shape, model.head, place) for place in (source, target))
+        before, after = (build_layout(model.shape, model.head, place) for place in (source, target))
         links = _slowest(self._node_links[self.spec.node(place.mesh.first)] for place in (source, target))
         routes = reallocate(before, after, self.spec.cluster, links)
         return routes.seconds(links, _narrower(model, source, target))
 
-    def exchange(self, graph: DataflowGraph, workload: Workload) -> Exchange:
+    def exchange(self, graph: DataflowGraph, workload: Workload) -> ExchangeModel:
         """What the calls of a graph hand to each other."""
         host, links = self.efficiency.host_bytes_per_s, _slowest(self._node_links)
         slower = Links(
             min(host, links.device_bytes_per_s), min(host, links.node_bytes_per_s), links.latency_s
         )
-        return Exchange(slower, self.spec.cluster.devices_per_node, count_exchanged_bytes(graph, workload))
+        return ExchangeModel(
+            slower, self.spec.cluster.devices_per_node, count_exchanged_bytes(graph, workload)
+        )
 
     def offload(self, number_bytes: float, rank: int = 0) -> float:
         """Seconds of one copy of so many bytes per device between device and host memory."""
@@ -149,7 +151,9 @@ class CostModel:
     def _transfers_of(self, model: Stored, source: Placement, target: Placement) -> LinkTransfers:
         key = (model, _narrower(model, source, target))
         if key not in self._transfers:
-            self._transfers[key] = LinkTransfers(self.spec.cluster, {"": Weights.of(*key)}, self._node_links)
+            self._transfers[key] = LinkTransfers(
+                self.spec.cluster, {"": ParameterBytes.of(*key)}, self._node_links
+            )
         return self._transfers[key]
 
     def _correction(self, call: Call, model: Stored, placement: Placement) -> float:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from realrl.dataflow.call import Call
-from realrl.planner.evaluate.timeline import Evaluation
+from realrl.planner.evaluate.timeline import PlanEvaluation
 from realrl.planner.space.problem import Assignment, Candidate, Problem
 
 
@@ -51,7 +51,7 @@ def explain_call_shortage(problem: Problem, call: Call, number: int) -> Shortage
     return Shortage(rank, problem.limit(candidate.placement), needed, call.name, candidate, resident, None)
 
 
-def explain_plan_shortage(problem: Problem, assignment: Assignment, evaluation: Evaluation) -> Shortage:
+def explain_plan_shortage(problem: Problem, assignment: Assignment, evaluation: PlanEvaluation) -> Shortage:
     """Of a whole plan."""
     candidates = problem.chosen_candidates(assignment)
     rank = evaluation.peak_rank

@@ -7,7 +7,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realrl.dataflow.call import Kind
-from realrl.planner.evaluate.activities import Activities, Facts, Phase, list_activities, stores, takes_time
+from realrl.planner.evaluate.activities import (
+    Activities,
+    Facts,
+    WavePhase,
+    list_activities,
+    stores,
+    takes_time,
+)
 from realrl.planner.evaluate.tables import Columns, Tables
 from realrl.planner.moves.transfers import Floats, Ints
 from realrl.planner.space.problem import Assignment, Problem
@@ -20,7 +27,7 @@ _AT_ONCE = 512
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class PlanEvaluation:
     """What a plan costs."""
 
     seconds: float
@@ -81,7 +88,7 @@ class Timeline:
         places = sorted(range(len(self._kinds)), key=lambda a: self._kinds[a].place)
         self._place = np.argsort(places)[:, None]
         # Row lengths are told when the call has ended.
-        sharing_lengths = [kind.phase is Phase.SHARE_LENGTHS for kind in self._kinds]
+        sharing_lengths = [kind.phase is WavePhase.SHARE_LENGTHS for kind in self._kinds]
         same = self._owner == np.arange(len(tables.calls))[:, None]
         self._wait = np.where(same & sharing_lengths, 0.0, _NEVER)
 
@@ -95,7 +102,7 @@ class Timeline:
         seconds = [step.clock.max(axis=0) for step in steps]
         return np.concatenate(seconds), np.concatenate([step.fill.max(axis=0) for step in steps])
 
-    def evaluate(self, assignment: Assignment) -> Evaluation:
+    def evaluate(self, assignment: Assignment) -> PlanEvaluation:
         """One plan in detail."""
         names = [call.name for call in self.tables.calls]
         columns = self.tables.gather(np.array([[assignment[name]] for name in names]))
@@ -104,10 +111,10 @@ class Timeline:
         fullest = int(parts.argmax())
         brought: dict[str, float] = {}
         for a, kind in enumerate(self._kinds):
-            if kind.phase in (Phase.LOAD, Phase.REALLOCATE) and steps.activities.where[a].any():
+            if kind.phase in (WavePhase.LOAD, WavePhase.REALLOCATE) and steps.activities.where[a].any():
                 name = names[kind.call]
                 brought[name] = brought.get(name, 0.0) + float(steps.activities.seconds[a, 0])
-        return Evaluation(
+        return PlanEvaluation(
             float(steps.clock.max()),
             float(parts[fullest] * columns.limit[fullest, 0]),
             float(parts[fullest]),

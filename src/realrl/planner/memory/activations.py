@@ -11,7 +11,7 @@ from functools import cached_property
 
 from realrl.layout.limits import SENDS_PER_STAGE
 from realrl.plan.placement import Strategy
-from realrl.planner.memory.layer import Layer
+from realrl.planner.memory.layer import LayerMemory
 from realrl.planner.memory.logits import Logits
 from realrl.planner.workload.sizes import LocalSizes
 
@@ -104,9 +104,9 @@ class Activations:
         return self.layer.bytes(rows * room, 2 * layers * self.sizes.cache_dim)
 
     @cached_property
-    def layer(self) -> Layer:
+    def layer(self) -> LayerMemory:
         """Activation sizes of one layer."""
-        return Layer(self.sizes, self.strategy, self.element_bytes, self.cpu, self.lengths)
+        return LayerMemory(self.sizes, self.strategy, self.element_bytes, self.cpu, self.lengths)
 
     @cached_property
     def logits(self) -> Logits:

@@ -12,7 +12,7 @@ from realrl.dataflow.call import Call, Kind
 from realrl.plan.placement import Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.planner.evaluate.shortage import Shortage, explain_plan_shortage
-from realrl.planner.evaluate.timeline import Evaluation, Timeline
+from realrl.planner.evaluate.timeline import PlanEvaluation, Timeline
 from realrl.planner.report.report import Alternative
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace, build_problem
@@ -114,7 +114,7 @@ class _View:
         base = timeline.evaluate(self.assignment)
         return [self._alternative(timeline, base, number) for number in picked]
 
-    def _alternative(self, timeline: Timeline, base: Evaluation, number: int) -> Alternative:
+    def _alternative(self, timeline: Timeline, base: PlanEvaluation, number: int) -> Alternative:
         assignment = {**self.assignment, self.call.name: number}
         other, candidate, chosen = timeline.evaluate(assignment), self.candidates[number], self.candidates[0]
         slower = other.seconds - base.seconds
@@ -137,7 +137,7 @@ class _View:
             tuple(name for name, (before, after) in away.items() if before and not after),
         )
 
-    def _where_slower(self, base: Evaluation, other: Evaluation, candidate: Candidate) -> str:
+    def _where_slower(self, base: PlanEvaluation, other: PlanEvaluation, candidate: Candidate) -> str:
         slower = other.seconds - base.seconds
         terms = _difference(self._terms(other, candidate), self._terms(base, self.candidates[0]))
         # Calls that now need the same devices, or that depend on this one, run later.
@@ -149,7 +149,7 @@ class _View:
         ]
         return f"{_seconds(slower)} slower" + (f": {', '.join(said[:_NAMED])}" if said else "")
 
-    def _terms(self, evaluation: Evaluation, candidate: Candidate) -> dict[str, float]:
+    def _terms(self, evaluation: PlanEvaluation, candidate: Candidate) -> dict[str, float]:
         """Seconds of the call and of bringing parameters to all calls."""
         model, workload = self.scenario.models[self.call.role], self.scenario.workload
         terms = dict(self.scenario.cost.call(self.call, model, candidate.placement, workload).terms)

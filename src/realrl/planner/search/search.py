@@ -7,7 +7,7 @@ import numpy as np
 
 from realrl.planner.evaluate.scorer import Improvement, Scorer
 from realrl.planner.evaluate.shortage import DoesNotFit, explain_plan_shortage
-from realrl.planner.evaluate.timeline import Evaluation, Timeline
+from realrl.planner.evaluate.timeline import PlanEvaluation, Timeline
 from realrl.planner.moves.transfers import Ints
 from realrl.planner.search.branch_and_bound import prove
 from realrl.planner.search.local import improve_locally
@@ -34,7 +34,7 @@ class SearchResult:
 
     assignment: dict[str, int]
     """Call -> number of its option in the problem."""
-    evaluation: Evaluation
+    evaluation: PlanEvaluation
     lower_bound: float
     """No plan of the problem takes fewer seconds."""
     evaluations: int

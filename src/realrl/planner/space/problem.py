@@ -9,7 +9,7 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
-from realrl.planner.moves.exchange import Exchange
+from realrl.planner.moves.exchange import ExchangeModel
 from realrl.planner.moves.transfers import Transfers
 
 
@@ -67,7 +67,7 @@ class Problem:
     transfers: Transfers
     memory_bytes: tuple[float, ...]
     """Per node, what a plan may use of each of its devices. A mesh lies on nodes of which this is the same."""
-    exchange: Exchange
+    exchange: ExchangeModel
     """What bringing its inputs to a call takes."""
 
     def __post_init__(self) -> None:

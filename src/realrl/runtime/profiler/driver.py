@@ -24,7 +24,7 @@ THOROUGH = Pace(5, 0.1, (1, 8), limit=2.0, total=60.0)
 QUICK = Pace(1, 0.05, (1, 5), limit=0.2, total=20.0)
 
 
-class Observer(Protocol):
+class MeasurementObserver(Protocol):
     """Listener for the progress of a measurement, on the rank that writes."""
 
     def note(self, text: str) -> None:
@@ -40,7 +40,7 @@ class Observer(Protocol):
         """End the measurement; the profile is in a file."""
 
 
-def profile(request: Request, observer: Observer | None) -> None:
+def profile(request: Request, observer: MeasurementObserver | None) -> None:
     """Measure as one of the ranks that the launcher has started, or alone; `observer` on the rank that writes.
 
     UserError where the file of an earlier profile is of another device or cannot be read.
@@ -53,7 +53,7 @@ def profile(request: Request, observer: Observer | None) -> None:
 
 class _Profiler:
     def __init__(
-        self, request: Request, process: Process, results: ResultsStore, observer: Observer | None
+        self, request: Request, process: Process, results: ResultsStore, observer: MeasurementObserver | None
     ) -> None:
         self._request = request
         self._process = process
@@ -122,7 +122,7 @@ def count_local_processes(world: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
-def _load_results(request: Request, process: Process, observer: Observer | None) -> ResultsStore:
+def _load_results(request: Request, process: Process, observer: MeasurementObserver | None) -> ResultsStore:
     """Load the results of an earlier measurement."""
     software = read_versions()
     fresh = Profile(
