@@ -26,7 +26,7 @@ DRIVER_BYTES = int(1.6 * _GIB)
 
 About 0.6 GiB for the CUDA context and the libraries' kernels, and 1 GiB for a few NCCL communicators."""
 MESSAGE_BUFFERS = 12
-"""Chunks that a reallocation packs and receives messages in, and keeps (`runtime.reallocation.Staging`)."""
+"""Chunks that a reallocation keeps as buffers to pack and receive messages (`runtime.worker.reallocation`)."""
 FRAGMENTATION = 0.1
 """Fraction of dynamic memory that the caching allocator holds but cannot use.
 
