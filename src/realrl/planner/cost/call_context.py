@@ -1,4 +1,4 @@
-"""All that the time of a call depends on."""
+"""Inputs of the per-call time model."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -15,7 +15,7 @@ from realrl.planner.workload.workload import CallWork
 
 @dataclass(frozen=True)
 class CallContext:
-    """One call on the ranks of its placement."""
+    """Inputs of the time model of one call on the ranks of its placement."""
 
     timing: Timing
     network: Network
@@ -24,17 +24,20 @@ class CallContext:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Layers of each stage."""
-        return tuple(len(part) for part in stage_layers(self.timing.sizes.shape.layers, self.strategy.pp))
+        """Number of layers by stage."""
+        return tuple(len(stage) for stage in stage_layers(self.timing.sizes.shape.layers, self.strategy.pp))
 
     @property
     def overlap(self) -> float:
-        """Of computation, that hides communication. On a CPU it is the same cores that do both."""
+        """Fraction of compute that can overlap communication; 0 on a CPU, where the same cores do both."""
         return 0.0 if self.timing.device.cpu else self.timing.efficiency.overlap
 
     def size(self, chunks: Chunks) -> BatchSize:
-        """Of a chunk. On a CPU attention pads sequences to those of like length (`model.packing`), which is what
-        chunks hold, since the longest are packed first."""
+        """Compute the size of a chunk.
+
+        On a CPU attention pads sequences to buckets of similar length (`model.packing`); sequences of a chunk are
+        similar, since the longest are packed first.
+        """
         lengths = self.work.lengths
         if not self.timing.device.cpu or lengths[0] == lengths[-1]:
             return BatchSize(chunks.tokens, chunks.squares)
@@ -50,10 +53,10 @@ class CallContext:
         return BatchSize(chunks.tokens, chunks.tokens * squares / tokens, groups / chunks.count)
 
     def layer_communication(self, tokens: float) -> DeviceHostTime:
-        """What tensor ranks tell each other in a layer, in one direction: twice the sum of the hidden states.
+        """Time the TP communication of a layer, forward or backward: two all-reduces of the hidden states.
 
-        With sequence parallelism, which generation does without, a gather and a scatter each. Embedding is half
-        of it.
+        With sequence parallelism, which generation does not use, an all-gather and a reduce-scatter each. The
+        embedding takes half of it.
         """
         if self.strategy.tp == 1:
             return DeviceHostTime(0.0)
@@ -63,8 +66,10 @@ class CallContext:
         return DeviceHostTime(2 * ring.all_reduce(size), 2 * self._host)
 
     def head_communication(self, tokens: float) -> float:
-        """What tensor ranks tell each other in the head, forward: the maximum and the sum of each row of logits,
-        so many rows at a time as are computed at once, and the log-probabilities."""
+        """Time the TP communication of the head forward.
+
+        The maximum and the sum of each row of logits are all-reduced chunk by chunk, log-probabilities at once.
+        """
         if self._head_is_local:
             return 0.0
         rows, count = self._logit_chunks(tokens)
@@ -73,7 +78,7 @@ class CallContext:
         )
 
     def head_backward_communication(self, tokens: float) -> float:
-        """Backward: the sum of the hidden states' gradient, and logits that were not kept once more."""
+        """Time the TP communication of the head backward: the hidden gradient, and logits that are recomputed."""
         if self._head_is_local:
             return 0.0
         rows, count = self._logit_chunks(tokens)
@@ -81,13 +86,13 @@ class CallContext:
         return again + self.network.tp_group.all_reduce(self._hidden(tokens))
 
     def sample_communication(self, rows: float) -> float:
-        """Every tensor rank gets all logits of the next tokens."""
+        """Time the all-gather of the next tokens' logits to every TP rank."""
         if self._head_is_local:
             return 0.0
         return self.network.tp_group.all_gather(4 * rows * self.timing.sizes.padded_vocab * self.strategy.tp)
 
     def hop(self, tokens: float) -> float:
-        """Hidden states, or their gradient, from stage to stage; the receiving host cannot go on before."""
+        """Time sending hidden states, or their gradient, to the next stage; the receiving host blocks on it."""
         if self.strategy.pp == 1:
             return 0.0
         rows = tokens / (self.strategy.tp if self.strategy.sequence_parallel else 1)
@@ -99,11 +104,11 @@ class CallContext:
 
     @property
     def _host(self) -> float:
-        """On a CPU it is part of what a collective takes."""
+        """Host seconds per collective; on a CPU they are part of the collective itself."""
         return 0.0 if self.timing.device.cpu else self.timing.efficiency.collective_host_s
 
     def _logit_chunks(self, tokens: float) -> tuple[float, int]:
-        """Rows of logits that are computed at once, and how often."""
+        """Rows of logits per chunk, and number of chunks."""
         rows = max(1, max_logits(cpu=self.timing.device.cpu) // self.timing.sizes.padded_vocab)
         return min(rows, tokens), ceil(tokens / rows)
 

@@ -1,4 +1,4 @@
-"""Seconds of generation: prompts at once, then token by token."""
+"""Time model of generate calls: prefill and decode steps."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,13 +11,16 @@ from realrl.planner.workload.batching import Chunks, split_work
 from realrl.planner.workload.workload import CallWork
 
 _SEGMENTS = 8
-"""Stretches of steps in which rows and context are taken to be constant."""
+"""Segments of decode steps in which rows and context length are taken to be constant."""
 
 
 @dataclass(frozen=True)
 class DecodeSegment:
-    """Some steps of a continuation, with the sequences that go on and the tokens they have in the cache, and how
-    often the cache is copied without those that have ended."""
+    """Decode steps with a constant number of rows and context length.
+
+    `rows`: unfinished sequences; `context`: tokens per row in the KV cache; `drops`: how often the cache is
+    compacted to unfinished rows.
+    """
 
     steps: float
     rows: float
@@ -26,9 +29,9 @@ class DecodeSegment:
 
 
 def split_decode_steps(work: CallWork, rows: float) -> Iterator[DecodeSegment]:
-    """The steps of a continuation of `rows` sequences after the first token, until the longest of them ends.
+    """Split the decode steps of `rows` sequences after the first token, until the longest of them ends.
 
-    Attention reads as far as the longest row that goes on.
+    Attention reads up to the longest unfinished row.
     """
     answers, prompts = sorted(work.answers), sorted(work.lengths)
     # Of n draws the largest is at the quantile n / (n + 1), on average.
@@ -44,19 +47,19 @@ def split_decode_steps(work: CallWork, rows: float) -> Iterator[DecodeSegment]:
 
 
 def cost_generation(context: CallContext) -> Mapping[str, float]:
-    """Terms of a generate call.
+    """Cost a generate call, in seconds by term.
 
-    As many continuations as there are stages are under way at once; each of their tokens passes all stages one
-    after the other and comes back to the first.
+    One decode batch per pipeline stage is in flight at a time; each of its tokens passes all stages in turn and is
+    sent back to the first.
     """
     timing, strategy, work = context.timing, context.strategy, context.work
     chunks = split_work(work, strategy, timing.efficiency.generation_chunks_per_stage)
     size = context.size(chunks)
-    room = chunks.sequences * (max(work.lengths) + work.room)
-    enter = timing.enter(size)
+    capacity = chunks.sequences * (max(work.lengths) + work.room)
+    embedding = timing.enter(size)
     outside = OutsideLayers(
-        enter + timing.allocate(_cache_bytes(context, room)),
-        last=timing.start(size, chunks.sequences) - enter,
+        every=embedding + timing.allocate(_cache_bytes(context, capacity)),
+        last=timing.start(size, chunks.sequences) - embedding,
         comm_first=context.layer_communication(chunks.tokens).device / 2,
         comm_last=context.sample_communication(chunks.sequences),
     )
@@ -64,24 +67,24 @@ def cost_generation(context: CallContext) -> Mapping[str, float]:
     rounds = -(-chunks.count // strategy.pp)
     terms["decode"] = 0.0
     for segment in split_decode_steps(work, chunks.sequences):
-        kept = timing.copy(_cache_bytes(context, segment.rows * segment.context))
-        terms["decode"] += chunks.count * segment.drops * kept
+        compaction = timing.copy(_cache_bytes(context, segment.rows * segment.context))
+        terms["decode"] += chunks.count * segment.drops * compaction
         for name, seconds in _cost_decode_step(context, chunks, segment).items():
             terms[name] += rounds * segment.steps * seconds
     return terms
 
 
 def _cache_bytes(context: CallContext, tokens: float) -> float:
-    """Of keys and values of so many tokens, on the stage with most layers."""
+    """KV-cache bytes of `tokens`, on the stage with most layers."""
     timing = context.timing
     return 2 * max(context.layers) * tokens * timing.sizes.cache_dim * timing.element_bytes
 
 
 def _cost_decode_step(context: CallContext, chunks: Chunks, segment: DecodeSegment) -> dict[str, float]:
-    """Terms of one more token for each continuation that is under way, on the busiest stage.
+    """Cost one decode step of all decode batches in flight, in seconds by term.
 
-    A token passes all stages before the next one is begun, and each stage works on one continuation at a time:
-    whichever takes longer.
+    A token passes all stages before the next one starts, and each stage works on one decode batch at a time; the
+    step takes as long as the slower of the two.
     """
     timing, layers, rows = context.timing, context.layers, segment.rows
     layer, sample, layer_communication = (
@@ -91,7 +94,7 @@ def _cost_decode_step(context: CallContext, chunks: Chunks, segment: DecodeSegme
     )
     wait = max(0.0, layer.host + layer_communication.host - layer.device - layer_communication.device)
     outside = OutsideLayers(
-        timing.decode_step_overhead(rows),
+        every=timing.decode_step_overhead(rows),
         last=sample.device,
         comm_first=layer_communication.device / 2,
         comm_last=context.sample_communication(rows),
@@ -103,15 +106,15 @@ def _cost_decode_step(context: CallContext, chunks: Chunks, segment: DecodeSegme
     ]
     waits = [n * wait for n in layers]
     waits[-1] += sample.wait
-    # Each stage receives once and sends once; the last hop is that of the tokens drawn, back to the first stage.
+    # Each stage receives once and sends once; the last hop sends the sampled tokens back to the first stage.
     hop = context.hop(rows)
     stages = [sum(parts) + hop for parts in zip(own, communication, waits, strict=True)]
     slowest = stages.index(max(stages))
-    under_way = min(chunks.count, len(layers))
+    in_flight = min(chunks.count, len(layers))
     return {
-        "decode": under_way * own[slowest],
-        "tensor": under_way * communication[slowest],
-        "launch": under_way * waits[slowest],
-        "pipeline": under_way * hop,
-        "bubble": max(0.0, sum(stages) - under_way * stages[slowest]),
+        "decode": in_flight * own[slowest],
+        "tensor": in_flight * communication[slowest],
+        "launch": in_flight * waits[slowest],
+        "pipeline": in_flight * hop,
+        "bubble": max(0.0, sum(stages) - in_flight * stages[slowest]),
     }

@@ -1,4 +1,4 @@
-"""Seconds of training and inference: whole sequences, once or several times through the model."""
+"""Time model of train and inference calls."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,13 +9,15 @@ from realrl.planner.cost.timing import DeviceHostTime
 from realrl.planner.workload.batching import Chunks, split_work
 
 _SMALL = 64
-"""Bytes of the sums of figures, of which ranks wait for a few in every optimizer step."""
+"""Bytes of the all-reduces of metrics and norms, a few of which every optimizer step waits for."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OutsideLayers:
-    """Seconds of one chunk outside the layers: on every stage, on the first and on the last one, and what
-    tensor ranks tell each other on the first and on the last one."""
+    """Seconds of one chunk outside the layers.
+
+    Computation on every stage, the first and the last one, and TP communication on the first and the last one.
+    """
 
     every: float = 0.0
     first: float = 0.0
@@ -24,23 +26,23 @@ class OutsideLayers:
     comm_last: float = 0.0
 
     def own(self, stages: int) -> list[float]:
-        """What each stage computes."""
+        """Return the seconds of computation by stage."""
         return _by_stage(stages, self.every, self.first, self.last)
 
     def communication(self, stages: int) -> list[float]:
-        """What its tensor ranks tell each other."""
+        """Return the seconds of TP communication by stage."""
         return _by_stage(stages, 0.0, self.comm_first, self.comm_last)
 
 
 def _by_stage(stages: int, every: float, first: float, last: float) -> list[float]:
-    found = [every] * stages
-    found[0] += first
-    found[-1] += last
-    return found
+    seconds = [every] * stages
+    seconds[0] += first
+    seconds[-1] += last
+    return seconds
 
 
 def cost_training(context: CallContext) -> Mapping[str, float]:
-    """Terms of all optimizer steps of a train call, under the 1F1B schedule."""
+    """Cost all optimizer steps of a train call under the 1F1B schedule, in seconds by term."""
     timing, strategy, work = context.timing, context.strategy, context.work
     chunks = split_work(work, strategy, timing.efficiency.pass_chunks_per_stage)
     size = context.size(chunks)
@@ -51,15 +53,16 @@ def cost_training(context: CallContext) -> Mapping[str, float]:
     host = backward.host + forward.host * (rounds - 1)
     layer = DeviceHostTime(device, host + rounds * layer_communication.host)
     outside = OutsideLayers(
-        timing.enter(size),
-        timing.enter_backward(size),
-        timing.head(size) + timing.head_backward(size),
-        layer_communication.device / 2,
-        context.head_communication(chunks.tokens) + context.head_backward_communication(chunks.tokens),
+        every=timing.enter(size),
+        first=timing.enter_backward(size),
+        last=timing.head(size) + timing.head_backward(size),
+        comm_first=layer_communication.device / 2,
+        comm_last=context.head_communication(chunks.tokens)
+        + context.head_backward_communication(chunks.tokens),
     )
     terms = _cost_pipeline(context, chunks, layer, rounds * layer_communication.device, outside)
     if strategy.pp > 1:
-        # Forward waits for backward of the next stage and the other way round, so that nothing hides transfers.
+        # Under 1F1B forward waits for backward of the next stage and vice versa, so that transfers are exposed.
         terms["pipeline"] = 2 * (chunks.count + strategy.pp - 1) * context.hop(chunks.tokens)
         terms["pipeline"] += 2 * context.network.hop(_SMALL)
     elements = max(timing.sizes.stage_elements(strategy.pp))
@@ -76,21 +79,22 @@ def cost_training(context: CallContext) -> Mapping[str, float]:
 
 
 def _cost_gradient_reduction(context: CallContext, elements: int, last_pass: float) -> float:
-    """Adding float32 gradients up: while the last micro-batch goes backward, but for the last bucket.
+    """Exposed seconds of gradient reduction.
 
-    Parameters of which tensor ranks or stages each have a part of the gradient must be completed before.
+    It overlaps backward of the last micro-batch, but for the last bucket. Partial gradients of TP ranks or
+    stages are summed before it, and then nothing overlaps.
     """
-    network, parts = context.network, bucket_count(elements)
-    seconds = parts * network.dp_group.reduce_scatter(4 * elements / parts)
+    network, num_buckets = context.network, bucket_count(elements)
+    seconds = num_buckets * network.dp_group.reduce_scatter(4 * elements / num_buckets)
     small = 3 * network.dp_group.all_reduce(_SMALL)
     completion = _cost_partial_gradients(context)
     if completion:
         return small + completion + seconds
-    return small + max(seconds - last_pass * context.overlap, seconds / parts)
+    return small + max(seconds - last_pass * context.overlap, seconds / num_buckets)
 
 
 def _cost_partial_gradients(context: CallContext) -> float:
-    """Adding up gradients of what several ranks hold but each computed only a part of."""
+    """Seconds to sum gradients of replicated parameters of which each rank computed only a part."""
     sizes, network, shape = context.timing.sizes, context.network, context.timing.sizes.shape
     seconds = 0.0
     if context.strategy.sequence_parallel:
@@ -104,19 +108,20 @@ def _cost_partial_gradients(context: CallContext) -> float:
 
 
 def _cost_parameter_gather(context: CallContext, elements: int, update: float) -> float:
-    """Collecting parameters: while the next bucket is updated."""
-    parts = bucket_count(elements)
-    seconds = parts * context.network.dp_group.all_gather(context.timing.element_bytes * elements / parts)
-    return max(seconds - update * context.overlap, seconds / parts)
+    """Exposed seconds of the parameter all-gather, which overlaps the update of the next bucket."""
+    num_buckets = bucket_count(elements)
+    bucket_bytes = context.timing.element_bytes * elements / num_buckets
+    seconds = num_buckets * context.network.dp_group.all_gather(bucket_bytes)
+    return max(seconds - update * context.overlap, seconds / num_buckets)
 
 
 def cost_inference(context: CallContext) -> Mapping[str, float]:
-    """Terms of an inference call."""
+    """Cost an inference call, in seconds by term."""
     timing, strategy = context.timing, context.strategy
     chunks = split_work(context.work, strategy, timing.efficiency.pass_chunks_per_stage)
     size = context.size(chunks)
     outside = OutsideLayers(
-        timing.enter(size),
+        every=timing.enter(size),
         last=timing.head(size),
         comm_first=context.layer_communication(chunks.tokens).device / 2,
         comm_last=context.head_communication(chunks.tokens),
@@ -127,7 +132,7 @@ def cost_inference(context: CallContext) -> Mapping[str, float]:
 def cost_forward_pass(
     context: CallContext, chunks: Chunks, layer: DeviceHostTime, outside: OutsideLayers
 ) -> dict[str, float]:
-    """Terms of chunks that go through all stages once."""
+    """Cost the forward pass of all chunks through all stages, in seconds by term."""
     layer_communication = context.layer_communication(chunks.tokens)
     layer = DeviceHostTime(layer.device, layer.host + layer_communication.host)
     terms = _cost_pipeline(context, chunks, layer, layer_communication.device, outside)
@@ -143,7 +148,7 @@ def _cost_pipeline(
     layer_communication: float,
     outside: OutsideLayers,
 ) -> dict[str, float]:
-    """Terms of the busiest stage, and how long it waits while others start or end alone.
+    """Seconds of the busiest stage by term, and the bubble: its idle time while the pipeline fills and drains.
 
     A pipeline takes one chunk through all stages and all other chunks through the slowest one.
     """

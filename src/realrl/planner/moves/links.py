@@ -47,7 +47,8 @@ class ParameterBytes:
         )
 
     def cuts(self, pp: int) -> list[float]:
-        """Return the bytes at which stages of a pipeline begin and the last one ends, counted from the first layer."""
+        """Return the bytes at which stages of a pipeline begin and the last one ends, counted from the first
+        layer."""
         bounds = [0.0]
         for stage in stage_layers(self.layers, pp):
             bounds.append(bounds[-1] + len(stage) * self.layer)
@@ -159,7 +160,7 @@ class LinkTransfers:
         leaving = np.maximum(distinct / self._nodes(source), everything / self._nodes(source, target))
         network = np.maximum(entering.max(axis=0), leaving) / ports.node
         device = self._needed(role, target) / ports.device
-        # `device` is an upper bound on a device's share: compute it exactly only where it exceeds the network's time.
+        # `device` is an upper bound so far: compute it exactly only where it exceeds the network's time.
         for part in self._parts(np.flatnonzero(device > network), self.cluster.size):
             device[part] = self._ports(role, source[part], target[part])
         seconds = np.maximum(network, device)
@@ -207,7 +208,8 @@ class LinkTransfers:
         return np.minimum(alone, last - first + 1)
 
     def _lacking(self, role: str, source: Layouts, target: Layouts, block: int) -> _PAIR:
-        """Bytes that blocks of `block` devices need and do not hold, [blocks, pairs], and a bound on distinct ones."""
+        """Bytes that blocks of `block` devices need and do not hold, [blocks, pairs], and a bound on distinct
+        ones."""
         weights = self.weights[role]
         held, needed = self._boxes(role, source, block), self._boxes(role, target, block)
         (layers, embedding), (layers_held, embedding_held) = needed.whole, needed.common(held)

@@ -1,4 +1,4 @@
-"""How attention on a CPU lays sequences side by side (`model.packing`), without naming them."""
+"""Padding overhead of attention, which buckets sequences by length (`model.packing`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,24 +6,24 @@ from dataclasses import dataclass
 from realrl.layout.padding import bucket_lengths
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Padding:
-    """Numbers per token of some sequences, where nothing else is said."""
+    """Padding overhead of a set of sequences, per token unless stated otherwise."""
 
     rows: float = 1.0
-    """Padded tokens."""
+    """Padded tokens per token."""
     long: float = 1.0
-    """Of them, those whose scores are never stored."""
+    """Padded tokens whose scores are never materialised, per token."""
     scores: float = 0.0
-    """Stored scores of one head, of all tokens."""
+    """Materialised scores of one head, per token."""
     scored_at_once: float = 0.0
-    """Of those, the most that are computed together."""
+    """Most materialised scores of one head at a time, per token."""
     masks: int = 0
-    """Numbers, all together, that say which keys a query sees."""
+    """Elements of all attention masks, in total."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], *, dense: bool) -> "Padding":
-        """That of sequences with these lengths; `dense` where short ones may have their scores stored."""
+        """Compute the overhead of sequences with these lengths; `dense`: short ones materialise their scores."""
         buckets = bucket_lengths(lengths)
         masks = sum(bucket.length**2 for bucket in buckets if bucket.dense)
         rows, long, scores = 0, 0, []
@@ -35,4 +35,10 @@ class Padding:
             else:
                 long += padded
         tokens = sum(lengths)
-        return cls(rows / tokens, long / tokens, sum(scores) / tokens, max(scores, default=0) / tokens, masks)
+        return cls(
+            rows=rows / tokens,
+            long=long / tokens,
+            scores=sum(scores) / tokens,
+            scored_at_once=max(scores, default=0) / tokens,
+            masks=masks,
+        )

@@ -1,4 +1,4 @@
-"""Sizes of what one tensor rank computes with."""
+"""Shard sizes of a model on one TP rank."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +12,7 @@ from realrl.layout.shard import Shard
 
 @dataclass(frozen=True)
 class LocalSizes:
-    """A model cut `tp` ways: widths, in elements, on the rank that has most of each."""
+    """Shard sizes under TP degree `tp`, in elements, each on the rank where it is largest."""
 
     shape: ModelShape
     head: Head
@@ -24,33 +24,33 @@ class LocalSizes:
 
     @cached_property
     def q_dim(self) -> int:
-        """Width of the queries."""
+        """Query dimension: heads times head size."""
         return self.shape.head_dim * max(len(shard.queries) for shard in self._shards)
 
     @cached_property
     def kv_dim(self) -> int:
-        """Width of the keys; that of the values is the same."""
+        """Key dimension, which equals the value dimension."""
         return self.shape.head_dim * max(len(shard.keys) for shard in self._shards)
 
     @cached_property
     def cache_dim(self) -> int:
-        """Width of the keys as the key/value cache holds them."""
+        """Key dimension as stored in the KV cache: expanded to the queries where groups are uneven."""
         uneven = any(shard.uneven_groups is not None for shard in self._shards)
         return self.q_dim if uneven else self.kv_dim
 
     @cached_property
     def ffn_dim(self) -> int:
-        """Width inside the feed-forward block."""
+        """Feed-forward dimension."""
         return max(len(feed_forward(self.shape, self.tp, t)) for t in range(self.tp))
 
     @cached_property
     def padded_vocab(self) -> int:
-        """Rows of the embedding table, padding included."""
+        """Vocabulary rows of the embedding table, padding included."""
         return padded_vocabulary(self.shape, self.tp)
 
     @cached_property
     def matmul_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(outputs, inputs) of the matrices of a layer, as they are multiplied."""
+        """(outputs, inputs) of the matmuls of a layer: fused QKV, output, fused gate and up, down."""
         hidden = self.shape.hidden_size
         return (
             (self.q_dim + 2 * self.kv_dim, hidden),
@@ -61,12 +61,12 @@ class LocalSizes:
 
     @cached_property
     def shares_kv_heads(self) -> bool:
-        """Whether some key/value head lies on more than one tensor rank."""
+        """Whether some key/value head is replicated on several TP ranks."""
         return self._shards[0].shares_keys
 
     @cached_property
     def _elements(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Per tensor rank, elements stored: of a layer, the embedding table, the final norm, and the head."""
+        """Stored elements by TP rank: of a layer, the embedding table, the final norm, and the head."""
         found: tuple[list[int], list[int], list[int], list[int]] = ([], [], [], [])
         few = self.shape.model_copy(update={"layers": 1, "tied_embeddings": False})
         for t in range(self.tp):
@@ -81,13 +81,13 @@ class LocalSizes:
 
     @cached_property
     def parts(self) -> tuple[int, int, int]:
-        """Elements of a layer, of the embedding table, and of what follows the layers, on the fullest rank."""
+        """Elements of a layer, of the embedding table, and of final norm and head, each on its largest rank."""
         layer, embedding, norm, head = self._elements
         tied = self.shape.tied_embeddings and self.head == "lm"
         return max(layer), max(embedding), max(norm) + (0 if tied else max(head))
 
     def stage_elements(self, pp: int) -> tuple[int, ...]:
-        """Elements that each stage of a pipeline stores on its fullest rank."""
+        """Compute the elements that each pipeline stage stores on its largest rank."""
         layer, embedding, norm, head = self._elements
         tied = self.shape.tied_embeddings and self.head == "lm"
         counts = [len(layers) for layers in stage_layers(self.shape.layers, pp)]
