@@ -289,7 +289,7 @@ def test_texts_of_users_are_escaped(tmp_path: Path) -> None:
     assert "<blink>" not in draw_timeline_svg(report, "<blink>")
 
 
-def test_what_does_not_fit_is_blamed(tmp_path: Path) -> None:
+def test_a_page_names_what_does_not_fit(tmp_path: Path) -> None:
     report = single_report(shape="llama-2-70b")
     assert write_verdict(report).startswith("This plan does not fit: device 0 needs ")
     assert not make_memory_cards(report)[0].fits
@@ -339,11 +339,11 @@ def test_the_verdict_compares_with_the_best_preset_that_fits(factor: float, expe
         (format_count(70.55e9), "70.5 G"),
     ],
 )
-def test_figures_have_as_many_digits_as_people_read(text: str, expected: str) -> None:
+def test_numbers_are_formatted_with_three_digits(text: str, expected: str) -> None:
     assert text == expected
 
 
-def test_whatever_is_not_python_is_shipped() -> None:
+def test_the_wheel_contains_all_files_that_are_not_python() -> None:
     globs = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     for path in (ROOT / "src" / "realrl").rglob("*.*"):
         if path.is_file() and path.suffix not in (".py", ".pyc"):

@@ -18,7 +18,7 @@ def test_every_epoch_takes_every_item_once(size, batch, seed, shuffle):
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 99))
-def test_a_step_needs_no_history(size, batch, step):
+def test_the_order_of_a_step_does_not_depend_on_earlier_steps(size, batch, step):
     batch = min(batch, size)
     used = Order(size, batch, 7)
     for earlier in (0, step + 3, step // 2):
@@ -47,7 +47,7 @@ def test_steps_suffice_for_the_epochs(epochs, steps):
     assert Order(10, 4, 1).steps(epochs) == steps
 
 
-def test_a_batch_larger_than_the_data_is_the_users_mistake():
+def test_a_batch_larger_than_the_data_is_a_user_error():
     with pytest.raises(UserError, match=r"data\.batch=8 is more than the 5 records"):
         Order(5, 8, 1)
 

@@ -23,7 +23,7 @@ SHAPE = ModelShape(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 @pytest.mark.parametrize("strategy", [(1, 1, 1), (5, 1, 1), (2, 2, 1), (1, 1, 2), (4, 3, 2)])
-def test_a_rank_allocates_what_was_estimated(
+def test_a_rank_allocates_the_estimated_bytes(
     dtype: torch.dtype, head: Head, strategy: tuple[int, int, int]
 ) -> None:
     dp, tp, pp = strategy

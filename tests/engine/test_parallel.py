@@ -194,7 +194,7 @@ def alone() -> dict[tuple[str, str], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, pytest.param(6, marks=SLOW), pytest.param(8, marks=SLOW)])
-def test_every_strategy_learns_and_samples_what_one_process_does(
+def test_every_strategy_learns_and_samples_as_one_process_does(
     world: int, alone: dict[tuple[str, str], dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     with tempfile.TemporaryDirectory() as scratch:

@@ -54,7 +54,7 @@ def make(head: Head, dtype: torch.dtype) -> Model:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head", ["lm", "scalar"])
-def test_figures_and_updates_are_the_same_bit_for_bit(
+def test_recomputation_gives_the_same_metrics_and_updates_bit_for_bit(
     head: Head, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "BUCKET_ELEMENTS", 5000)  # gradients are added up in several buckets
@@ -103,7 +103,7 @@ def saved_elements(model: Model, recompute: bool) -> int:
     return sum(found.values())
 
 
-def test_only_inputs_of_layers_are_kept() -> None:
+def test_recomputation_keeps_only_inputs_of_layers() -> None:
     model = make("lm", torch.float32)
     Trainer(model, OptimizerConfig())
     tokens = sum(LENGTHS)

@@ -14,7 +14,7 @@ from realrl.model.packing import Packing
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("rows_per_chunk", [1, 7, 100])
-def test_chunks_agree_with_the_direct_computation_and_its_gradients(
+def test_chunked_logprobs_and_gradients_equal_the_direct_computation(
     rows_per_chunk: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vocab = 31

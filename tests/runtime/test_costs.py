@@ -47,7 +47,7 @@ def test_allocations_are_counted_exactly_at_their_peak() -> None:
     assert found.peak == 39 * KIB
 
 
-def test_folding_on_the_way_changes_no_peak() -> None:
+def test_folding_allocations_does_not_change_the_peak() -> None:
     with count_allocations() as found:
         a = kib(10)
         found.fold()
@@ -59,7 +59,7 @@ def test_folding_on_the_way_changes_no_peak() -> None:
     assert found.peak == 31 * KIB and len(b) + len(c) == 31 * KIB
 
 
-def test_memory_that_is_given_out_again_has_come_back() -> None:
+def test_a_reused_address_counts_as_released() -> None:
     found = Allocations()
     for address, size in ((100, 50), (200, 30), (230, 20), (400, 7), (140, 80), (230, -20), (230, -20)):
         found.count(address, size)
@@ -71,7 +71,7 @@ def test_memory_that_is_given_out_again_has_come_back() -> None:
     assert found.peak == 108
 
 
-def test_what_the_backward_pass_allocates_counts() -> None:
+def test_allocations_of_the_backward_pass_count() -> None:
     weight = torch.ones(KIB, requires_grad=True)
     with count_allocations() as found:
         loss = (weight * weight).sum()
@@ -96,11 +96,11 @@ def measured(*sizes: int) -> list[TimedSpan]:
     return list(step.spans)
 
 
-def test_memory_of_a_call_is_what_is_held_and_what_it_allocates() -> None:
+def test_memory_of_a_call_is_buffers_held_plus_allocations() -> None:
     assert [span.bytes for span in measured(5, 3)] == [15 * KIB, 9 * KIB]
 
 
-def test_what_was_moved_before_a_call_counts_to_it() -> None:
+def test_memory_moved_before_a_call_counts_to_the_call() -> None:
     held = 100
     timer = StepTimer(CPU, held=lambda: held, staged=lambda: 0)
     with timer.step():
@@ -139,7 +139,7 @@ def test_a_reallocation_that_is_done_twice_counts_twice() -> None:
     assert log.spans["move"].seconds == [3.0]
 
 
-def test_steps_count_from_the_end_of_the_one_before_and_the_first_not_at_all() -> None:
+def test_step_times_start_at_the_end_of_the_step_before_and_skip_the_first() -> None:
     log = TimingLog()
     times = [(0.0, 9.0), (8.0, 12.0), (12.0, 15.5), (20.0, 22.0)]
     log.add([[StepTimes(start, end, ()) for start, end in times]], [0.0])
@@ -147,7 +147,7 @@ def test_steps_count_from_the_end_of_the_one_before_and_the_first_not_at_all() -
     assert log.step.counted == [3.0, 3.5, 2.0]
 
 
-def test_of_a_long_run_the_last_steps_are_kept() -> None:
+def test_long_runs_keep_their_last_step_times() -> None:
     log = TimingLog()
     count = KEPT_STEPS + 5
     log.add(
@@ -179,11 +179,11 @@ def test_a_run_leaves_the_costs_of_every_call(finished: Mapping[str, Path], algo
     check(Comparison.load(finished[algorithm]), finished[algorithm])
 
 
-def test_so_does_one_on_two_processes(finished_on_two: Path) -> None:
+def test_a_run_on_two_processes_leaves_the_costs_of_every_call(finished_on_two: Path) -> None:
     check(Comparison.load(finished_on_two), finished_on_two)
 
 
-def test_lengths_are_those_that_occurred(finished: Mapping[str, Path], finished_on_two: Path) -> None:
+def test_costs_hold_the_lengths_that_occurred(finished: Mapping[str, Path], finished_on_two: Path) -> None:
     found = {name: json.loads((path / "lengths.json").read_text()) for name, path in finished.items()}
     assert all(len(lengths["prompts"]) == 64 for lengths in found.values())
     assert max(found["ppo"]["answers"]) == 12 and min(found["ppo"]["answers"]) >= 1
@@ -191,7 +191,7 @@ def test_lengths_are_those_that_occurred(finished: Mapping[str, Path], finished_
     assert json.loads((finished_on_two / "lengths.json").read_text()) == found["ppo"]
 
 
-def test_reallocations_are_measured_too(world: World, tmp_path: Path) -> None:
+def test_costs_include_measured_reallocations(world: World, tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     others = ("reward.inference", "ref.inference", "critic.inference", "critic.train")
     calls = dict.fromkeys(others, "dp: 2") | {"actor.generate": "dp: 1, tp: 2", "actor.train": "dp: 1, pp: 2"}
@@ -215,7 +215,7 @@ def test_costs_are_there_before_the_run_ends(world: World, tmp_path: Path) -> No
     assert seen == [(0, False), (2, True), (4, True), (5, True)]
 
 
-def test_comparing_takes_little_of_the_time(
+def test_comparisons_are_rare_enough_to_cost_little(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("realrl.runtime.costs._REST", 1e9)
@@ -254,16 +254,14 @@ def test_a_run_calibrates_the_prediction_of_its_own_calls(finished: Mapping[str,
         assert found.seconds == pytest.approx(of.seconds.median)
 
 
-def test_a_profile_that_is_not_there_is_said_so(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_profile_is_noted(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = world.recipe("sft", tmp_path, profile=str(tmp_path / "none.json"))
     assert run_app(["train", str(recipe)]) == 2
     assert "none.json: no such file" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
-def test_without_a_profile_it_is_said_once_that_times_are_from_data_sheets(
+def test_a_prediction_from_data_sheets_is_noted_once(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(world, "sft", tmp_path, training__steps=2)
@@ -274,7 +272,7 @@ def test_without_a_profile_it_is_said_once_that_times_are_from_data_sheets(
     assert said.count(first) == 1 and said.index(first) < said.index("step ")
 
 
-def test_a_profile_of_other_devices_is_said_not_to_be_used(
+def test_a_profile_of_other_devices_is_noted_as_unused(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Profile(device="h100", software={}).save(tmp_path / "p.json")
@@ -293,7 +291,7 @@ def test_a_calibrated_profile_predicts_the_run(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_memory_is_what_its_allocator_says() -> None:
+def test_gpu_memory_is_read_from_the_allocator() -> None:
     device = torch.device("cuda", 0)
     timer = StepTimer(device, held=lambda: 0, staged=lambda: KIB)
     before = torch.cuda.memory_allocated(device)

@@ -45,7 +45,7 @@ FULL = "Error while serializing: I/O error: No space left on device (os error 28
         (FileNotFoundError(2, "No such file", "a/b"), 1, "unexpected FileNotFoundError", "FileNotFoundError"),
     ],
 )
-def test_only_what_is_unexpected_has_a_traceback(
+def test_only_unexpected_errors_have_a_traceback(
     error: Exception, status: int, message: str, trace: str
 ) -> None:
     failure = describe(error)
@@ -93,7 +93,7 @@ def test_the_first_cause_comes_before_deaths_and_consequences() -> None:
     ("rank", "local_rank", "printed"),
     [("0", "0", "realrl: correct this\n"), ("1", "1", ""), ("8", "0", "realrl: rank 8: correct this\n")],
 )
-def test_under_torchrun_one_rank_of_each_node_tells_a_users_mistake(
+def test_one_rank_per_node_prints_a_users_mistake_under_torchrun(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     rank: str,
@@ -106,7 +106,7 @@ def test_under_torchrun_one_rank_of_each_node_tells_a_users_mistake(
     assert capsys.readouterr().err == printed
 
 
-def test_under_torchrun_any_rank_tells_what_went_wrong_there(
+def test_any_rank_prints_its_own_failure_under_torchrun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     variables = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"}
@@ -117,7 +117,7 @@ def test_under_torchrun_any_rank_tells_what_went_wrong_there(
     assert json.loads((tmp_path / "3" / "error.json").read_text())["message"] == "no space"
 
 
-def test_logs_are_kept_where_there_is_room_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_are_copied_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scratch, other = tmp_path / "scratch", tmp_path / "other"
     scratch.mkdir()
     other.mkdir()
@@ -131,7 +131,7 @@ def test_logs_are_kept_where_there_is_room_for_them(tmp_path: Path, monkeypatch:
     assert kept is not None and kept.parent == other and os.listdir(kept) == ["rank-1.log"]
 
 
-def test_an_ending_does_not_bring_back_the_directory_of_a_launcher_that_is_gone(
+def test_reporting_a_failure_does_not_recreate_the_directory_of_a_gone_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SCRATCH_VARIABLE, str(tmp_path / "gone"))

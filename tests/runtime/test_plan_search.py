@@ -62,9 +62,7 @@ def planned(experiment: Experiment) -> tuple[Plan, str]:
     return cached_plan(experiment, spec, said.append), "\n".join(said)
 
 
-def test_two_processes_run_the_plan_that_is_found_and_find_it_the_second_time(
-    world: World, tmp_path: Path
-) -> None:
+def test_two_processes_run_the_searched_plan_and_reuse_it(world: World, tmp_path: Path) -> None:
     more = {"cluster": "1x2", "plan": "search", "overwrite": True, "training__steps": 2}
     file = str(world.recipe("sft", tmp_path, **more))
     status, first = end(start("train", file))
@@ -96,7 +94,7 @@ def test_under_torchrun_one_rank_searches_for_all(world: World, tmp_path: Path) 
     assert Plan.load(tmp_path / "run" / "plan.yaml") == Plan.load(kept)
 
 
-def test_one_process_searches_too(world: World, tmp_path: Path, searches: list[float]) -> None:
+def test_one_process_runs_a_searched_plan(world: World, tmp_path: Path, searches: list[float]) -> None:
     assert run_app(["train", str(world.recipe("sft", tmp_path, plan="search"))]) == 0
     assert len(searches) == 1
 
@@ -123,7 +121,7 @@ def test_show_draws_the_plan_that_is_found(
         {"micro_batch_tokens": 128},
     ],
 )
-def test_whatever_a_plan_depends_on_makes_another_search(
+def test_every_input_of_a_plan_changes_the_cache_key(
     world: World, tmp_path: Path, searches: list[float], change: dict[str, object]
 ) -> None:
     planned(recipe(world, tmp_path))
@@ -149,7 +147,7 @@ def damaged(text: str) -> bytes:
         lambda text: text.replace("actor.train", "actor.trian").encode(),
     ],
 )
-def test_a_kept_plan_that_cannot_be_used_is_searched_for_again(
+def test_an_unusable_cached_plan_is_searched_again(
     world: World, tmp_path: Path, searches: list[float], damage: Callable[[str], bytes]
 ) -> None:
     planned(recipe(world, tmp_path))
@@ -160,7 +158,7 @@ def test_a_kept_plan_that_cannot_be_used_is_searched_for_again(
     assert Plan.load(kept) == plan and [kept] == list(plans_directory().glob("*"))
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(
+def test_an_unwritable_plan_cache_is_no_error(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, searches: list[float]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -181,7 +179,7 @@ def test_a_gpu_that_is_not_known_needs_a_cluster_file(world: World, tmp_path: Pa
 
 
 @pytest.mark.parametrize("command", ["train", "show"])
-def test_a_model_that_fits_nowhere_is_one_sentence(
+def test_a_search_without_a_fitting_plan_is_one_error_message(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     file = str(world.recipe("ppo", tmp_path, cluster="1x2", plan="search", device_memory="65832KiB"))

@@ -300,5 +300,7 @@ def failures() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_reallocation(failures: dict[str, list[str]], scenario: str) -> None:
+def test_reallocated_parameters_equal_the_target_shards(
+    failures: dict[str, list[str]], scenario: str
+) -> None:
     assert failures[scenario] == []
