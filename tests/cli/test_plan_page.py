@@ -31,7 +31,7 @@ from realrl.planner.report.alternatives import Alternative
 from realrl.planner.report.report import PlanReport, Preset
 from realrl.planner.report.sizes import SizeReport
 from realrl.planner.simulate.estimate import Estimate
-from realrl.planner.simulate.predict import estimate_plan
+from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Run

@@ -17,8 +17,8 @@ from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.cost.model import CostModel
 from realrl.planner.memory.model import MemoryModel
 from realrl.planner.simulate.estimate import Estimate
+from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.footprints import compute_footprints
-from realrl.planner.simulate.predict import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.simulate.trace import predict_trace
 from realrl.planner.workload.flops import count_flops, count_layer_weights

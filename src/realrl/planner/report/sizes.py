@@ -9,7 +9,7 @@ from realrl.planner.report.report import SizeReport
 from realrl.planner.search.nodes import ClusterSize, search_node_counts
 from realrl.planner.search.plan_search import UserConstraints, find_plan
 from realrl.planner.simulate.estimate import Estimate
-from realrl.planner.simulate.predict import estimate_plan
+from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import build_problem
 

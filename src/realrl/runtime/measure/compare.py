@@ -12,7 +12,7 @@ from realrl.planner.cost.model import CostModel
 from realrl.planner.memory.model import MemoryModel
 from realrl.planner.profile.profile import Profile
 from realrl.planner.simulate.estimate import Estimate
-from realrl.planner.simulate.predict import estimate_plan
+from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Program, Reallocate
