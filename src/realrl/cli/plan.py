@@ -175,7 +175,7 @@ def _report(
 
     from realrl.planner.evaluate.shortage import DoesNotFit
     from realrl.planner.report.make import make_report
-    from realrl.runtime.prepare.fit.search import no_plan
+    from realrl.runtime.prepare.fit.search import explain_no_plan
 
     try:
         with Console(stderr=True).status("planning"):
@@ -190,4 +190,4 @@ def _report(
     except DoesNotFit as error:
         if nodes:
             draft = replace(draft, spec=draft.spec.with_nodes(max(nodes)))
-        raise no_plan(draft, scenario.on(draft.spec), error.shortage, constraints) from None
+        raise explain_no_plan(draft, scenario.on(draft.spec), error.shortage, constraints) from None

@@ -26,7 +26,7 @@ from realrl.runtime.prepare.devices import host_is_device
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of a step by measurement."""
+    """Measurements to predict a step with."""
 
     profile: Profile | None = None
     """Times of devices; counts for those of its kind."""
@@ -37,7 +37,7 @@ class Measured:
 
 
 def make_scenario(experiment: Experiment, spec: ClusterSpec, measured: Measured | None = None) -> Scenario:
-    """The training step of a recipe on a cluster. UserError if the size of a model cannot be found out."""
+    """Build the training step of a recipe on a cluster. UserError if the size of a model cannot be found out."""
     measured, graph = measured or Measured(), build_graph(experiment)
     workload = Workload.of(experiment, prompts=measured.prompts, answers=measured.answers)
     stored = _all_stored(experiment, graph)
@@ -75,7 +75,7 @@ def _all_stored(experiment: Experiment, graph: DataflowGraph) -> dict[str, Store
 
 
 def read_constraints(experiment: Experiment, spec: ClusterSpec, out: Path | None = None) -> UserConstraints:
-    """What a recipe asks of plans that it does not give. `out`: the plan file that is going to be written.
+    """Read what a recipe asks of plans that it does not give. `out`: the plan file that is going to be written.
 
     UserError where it names neither a preset nor a plan file that can be read, unless that is `out`.
     """

@@ -64,7 +64,7 @@ def set_fields(*overrides: str) -> Change:
     return Change(" ".join(overrides), apply)
 
 
-def halves(number: int, least: int) -> list[int]:
+def list_halves(number: int, least: int) -> list[int]:
     """Half of a number, a quarter, and so on down to `least`."""
     found = []
     while number // 2 >= least:

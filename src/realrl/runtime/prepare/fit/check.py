@@ -12,10 +12,10 @@ from realrl.runtime.prepare.compile import Compiled, compile_recipe
 from realrl.runtime.prepare.devices import host_is_device, memory_spec, spec_of
 from realrl.runtime.prepare.fit.change import Attempts, Draft, in_order, set_fields
 from realrl.runtime.prepare.fit.footprint import PeakDevice, find_peak_device
-from realrl.runtime.prepare.fit.plan_changes import plan_changes
+from realrl.runtime.prepare.fit.plan_changes import list_plan_changes
 from realrl.runtime.prepare.fit.remedies import Outcome, Remedy, Trials, describe
 from realrl.runtime.prepare.fit.search import search_plan
-from realrl.runtime.prepare.fit.search_changes import smaller_batches
+from realrl.runtime.prepare.fit.search_changes import list_smaller_batches
 from realrl.runtime.prepare.gpu import Here
 from realrl.runtime.prepare.scenarios import read_constraints
 
@@ -85,16 +85,16 @@ def _assess(draft: Draft, seconds: float = 0.0) -> _Peak:
 def _find_help(draft: Draft, outcome: _Peak, *, searchable: bool) -> str:
     """The change that costs least and makes everything fit; else several that do together, or what there is to say
     where nothing does."""
-    single = Trials(_assess, _SECONDS).remedies(draft, _sources(draft, outcome), most=1)
+    single = Trials(_assess, _SECONDS).find_remedies(draft, _sources(draft, outcome), most=1)
     if single:
         return describe(single)
     if searchable and (found := _search(draft)):
         return found
     presets = in_order(set_fields(f"plan={name}") for name in PRESETS)
-    other = Trials(_assess, _SECONDS).remedies(replace(draft, plan=None), [presets], most=1)
+    other = Trials(_assess, _SECONDS).find_remedies(replace(draft, plan=None), [presets], most=1)
     if other:
         return describe(other)
-    several = Trials(_assess, _SECONDS).together(draft, outcome, _all_sources)
+    several = Trials(_assess, _SECONDS).find_combination(draft, outcome, _all_sources)
     if several is not None:
         return describe([several])
     return f"spread {outcome.worst.device.peak.during} over more devices; `realrl plan` finds over how many"
@@ -104,14 +104,14 @@ def _sources(draft: Draft, outcome: _Peak) -> Iterator[Attempts]:
     """Changes by which only the time of a step changes, the cheapest first, and the precision of frozen roles."""
     offload = not host_is_device(draft.experiment, draft.spec)
     worst, phases = outcome.worst, outcome.compiled.phases
-    for changes in plan_changes(draft, phases[worst.phase].graph, worst.device.peak, offload=offload):
+    for changes in list_plan_changes(draft, phases[worst.phase].graph, worst.device.peak, offload=offload):
         yield in_order(changes)
 
 
 def _all_sources(draft: Draft, outcome: _Peak) -> Iterable[Attempts]:
     """Those, and last what changes the results."""
     yield from _sources(draft, outcome)
-    yield in_order(smaller_batches(draft.experiment))
+    yield in_order(list_smaller_batches(draft.experiment))
 
 
 def _search(draft: Draft) -> str:

@@ -10,21 +10,24 @@ from realrl.plan.plan import Plan
 from realrl.planner.simulate.estimate import Footprint
 from realrl.recipe.model import ModelConfig
 from realrl.runtime.prepare.compile import models
-from realrl.runtime.prepare.fit.change import Change, Draft, halves, set_fields
+from realrl.runtime.prepare.fit.change import Change, Draft, list_halves, set_fields
 
 Degrees = Sequence[Change]
 """Degrees of one change, the mildest first."""
 
 
-def plan_changes(
+def list_plan_changes(
     draft: Draft, graph: DataflowGraph, peak: Footprint, *, offload: bool = True
 ) -> Iterator[Degrees]:
-    """What could help a device that holds `peak` during a call of `graph`, in the order of what it costs in time,
-    and last what changes the results. `offload`: whether the host has other memory than the device."""
+    """List changes that may help a device that holds `peak` during a call of `graph`.
+
+    The least costly in time come first, and last those that change the results. `offload`: whether the host has
+    other memory than the device.
+    """
     longest = draft.experiment.data.max_tokens
     if draft.plan is None:
         tokens = draft.experiment.micro_batch_tokens
-        yield [set_fields(f"micro_batch_tokens={n}") for n in halves(tokens, longest)]
+        yield [set_fields(f"micro_batch_tokens={n}") for n in list_halves(tokens, longest)]
         yield [] if draft.experiment.recompute else [set_fields("recompute=true")]
     else:
         yield from _file_changes(draft.plan, graph, peak, longest, offload)
@@ -45,7 +48,7 @@ def _file_changes(
             yield [_strategy("sequence_parallel: true", together, sequence_parallel=True)]
         yield [
             _strategy(f"micro_batch_tokens: {n}", [call.name], micro_batch_tokens=n)
-            for n in halves(strategy.micro_batch_tokens, longest)
+            for n in list_halves(strategy.micro_batch_tokens, longest)
         ]
         if call.kind is Kind.TRAIN and not strategy.recompute:
             yield [_strategy("recompute: true", [call.name], recompute=True)]

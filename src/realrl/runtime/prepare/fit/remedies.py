@@ -1,4 +1,4 @@
-"""What would help where something does not fit: changes are tried one after the other. No torch."""
+"""Remedies where something does not fit: changes are tried one after the other. No torch."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,12 +14,12 @@ _SHARE = 0.6
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a draft turns out."""
+    """Assessment of a draft."""
 
     shortfall: float
-    """Bytes that the fullest device lacks; 0 or less where everything fits."""
+    """Bytes that the peak device lacks; 0 or less where everything fits."""
     figures: str
-    """What it then needs or takes, for example `needs 72 GiB`."""
+    """Memory or seconds that it needs, for example `needs 72 GiB`."""
 
     @property
     def fits(self) -> bool:
@@ -44,21 +44,21 @@ class Remedy(Generic[Result]):
 
 
 def describe(remedies: Sequence[Remedy[Result]]) -> str:
-    """What a user is told, for example `it fits on 4 nodes (step 3 s), or with data.batch=8 (step 9 s)`."""
+    """Write remedies as a clause, for example `it fits on 4 nodes (step 3 s), or with data.batch=8 (step 9 s)`."""
     return f"it fits {', or '.join(map(str, remedies))}"
 
 
 class Trials(Generic[Result]):
-    """Tries changes of a draft, for `seconds` in all."""
+    """Trials of changes, for a number of seconds in all."""
 
     def __init__(self, assess: Callable[[Draft, float], Result], seconds: float) -> None:
-        """`assess` finds out how a draft turns out, in about as many seconds as it is given; UserError for what is
+        """`assess` evaluates a draft in about as many seconds as it is given, and raises UserError for one that is
         not possible."""
         self._assess = assess
         self._end = time.monotonic() + seconds
 
-    def remedies(self, draft: Draft, sources: Iterable[Attempts], most: int) -> list[Remedy[Result]]:
-        """The remedy that each source finds, of the first `most` that find any."""
+    def find_remedies(self, draft: Draft, sources: Iterable[Attempts], most: int) -> list[Remedy[Result]]:
+        """Find a remedy with each source, until there are `most` of them."""
         found: list[Remedy[Result]] = []
         for source in sources:
             if len(found) == most:
@@ -68,10 +68,10 @@ class Trials(Generic[Result]):
             found += [Remedy((change,), result) for change, result in fitting[-1:]]
         return found
 
-    def together(
+    def find_combination(
         self, draft: Draft, result: Result, sources: Callable[[Draft, Result], Iterable[Attempts]]
     ) -> Remedy[Result] | None:
-        """Changes that help only together: of each kind as much as there is, until everything fits.
+        """Find changes that help only together: of each kind as much as there is, until everything fits.
 
         `result` is that of the draft as it is; `sources` are what could help a draft with a result.
         """

@@ -10,7 +10,7 @@ from realrl.planner.cluster.devices import DEVICES
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.compile import models
-from realrl.runtime.prepare.fit.change import Attempts, Change, Draft, halves, in_order, set_fields
+from realrl.runtime.prepare.fit.change import Attempts, Change, Draft, in_order, list_halves, set_fields
 
 _MOST_DEVICES = 1024
 _SHORTEST = 64
@@ -19,19 +19,21 @@ _MOST_HALVINGS = 3
 """Of the batch."""
 
 
-def search_changes(draft: Draft) -> Iterator[Attempts]:
-    """What could help where no plan fits, by what it costs: other settings first, then other devices, and last what
-    changes the results."""
+def list_search_changes(draft: Draft) -> Iterator[Attempts]:
+    """List changes with which some plan may fit, the cheapest first.
+
+    Other settings come first, then other devices, and last what changes the results.
+    """
     yield in_order(_narrower_types(draft.experiment))
     yield _more_nodes(draft.spec)
     yield in_order(_larger_devices(draft.spec))
     yield in_order(_shorter_sequences(draft))
-    yield in_order(islice(smaller_batches(draft.experiment), _MOST_HALVINGS))
+    yield in_order(islice(list_smaller_batches(draft.experiment), _MOST_HALVINGS))
 
 
-def smaller_batches(experiment: Experiment) -> list[Change]:
+def list_smaller_batches(experiment: Experiment) -> list[Change]:
     """Fewer records per step, which changes what is learnt."""
-    return [set_fields(f"data.batch={n}") for n in halves(experiment.data.batch, 1)]
+    return [set_fields(f"data.batch={n}") for n in list_halves(experiment.data.batch, 1)]
 
 
 def _narrower_types(experiment: Experiment) -> Iterator[Change]:
@@ -95,7 +97,7 @@ def _shorter_sequences(draft: Draft) -> Iterator[Change]:
 
 def _shorter(tokens: int) -> Sequence[int]:
     """Half of a length, a quarter, and so on; not all the way down."""
-    return halves(tokens, _SHORTEST // 2 + 1)
+    return list_halves(tokens, _SHORTEST // 2 + 1)
 
 
 def _shorter_prompts(longest: int, *overrides: str) -> Change:

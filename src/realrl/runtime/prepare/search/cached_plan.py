@@ -18,7 +18,7 @@ from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.fit.change import Draft
 from realrl.runtime.prepare.fit.search import SearchedPlan, search_plan
 from realrl.runtime.prepare.scenarios import Measured, read_constraints
-from realrl.runtime.prepare.search.fingerprint import fingerprint
+from realrl.runtime.prepare.search.fingerprint import make_fingerprint
 from realrl.runtime.prepare.search.sources import read_sources
 
 
@@ -34,7 +34,7 @@ def cached_plan(experiment: Experiment, spec: ClusterSpec, say: Callable[[str], 
         read_constraints(experiment, spec),
     )
     scenario = draft.scenario()
-    file = plans_directory() / f"{plan_key(scenario, constraints)}.yaml"
+    file = plans_directory() / f"{make_plan_key(scenario, constraints)}.yaml"
     kept = _read(file, scenario)
     if kept is not None:
         say(f"plan: {kept[1]}; found earlier, kept in {file}")
@@ -45,14 +45,14 @@ def cached_plan(experiment: Experiment, spec: ClusterSpec, say: Callable[[str], 
 
 
 def plans_directory() -> Path:
-    """Where plans are kept."""
+    """The directory of kept plans."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "realrl" / "plans"
 
 
-def plan_key(scenario: Scenario, constraints: UserConstraints) -> str:
+def make_plan_key(scenario: Scenario, constraints: UserConstraints) -> str:
     """Hash of all that a search depends on: the step, what is asked of plans, and the code that decides."""
-    parts = (fingerprint(scenario), fingerprint(constraints), __version__, *read_sources())
+    parts = (make_fingerprint(scenario), make_fingerprint(constraints), __version__, *read_sources())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 

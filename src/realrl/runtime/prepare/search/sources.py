@@ -13,7 +13,7 @@ EXTENSIONS = ("realrl.algorithms", "realrl.families")
 
 
 def read_sources() -> Iterator[str]:
-    """All of it, the same in every process: whatever a plan may depend on is among it."""
+    """Read all of it, in the same order in every process: whatever a plan may depend on is among it."""
     with as_file(files("realrl")) as package:
         for file in sorted(package.rglob("*.py")):
             yield file.read_text(encoding="utf-8")
