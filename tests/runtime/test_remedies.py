@@ -44,7 +44,7 @@ def refusal(of: Draft, wanted: UserConstraints) -> str:
     """What the user is told."""
     with pytest.raises(DoesNotFit) as caught:
         find_plan(of.scenario(), seconds=2.0, constraints=wanted)
-    error = explain_no_plan(of, of.scenario(), caught.value.shortage, wanted)
+    error = explain_no_plan(of, of.scenario(), caught.value.shortage, wanted, seconds=60.0)
     assert isinstance(error, UserError)
     return str(error)
 
@@ -147,7 +147,7 @@ def test_an_error_names_what_is_needed_with_figures() -> None:
 def test_remedies_are_among_those_that_a_search_confirms(
     of: Draft, wanted: UserConstraints, change: str
 ) -> None:
-    found = [str(remedy).partition(" (")[0] for remedy in find_remedies(of, wanted, seconds=15.0)]
+    found = [str(remedy).partition(" (")[0] for remedy in find_remedies(of, wanted, seconds=60.0)]
     assert change in found
 
 
