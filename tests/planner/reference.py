@@ -174,11 +174,11 @@ def _cost_candidate(
     states = 4 * part + 12 * part / s.dp if trained else 0.0
     working = (0.5 if s.recompute else 2.0) * parameters / (s.size * s.tp) + 0.3
     return Candidate(
-        placement,
-        seconds,
-        weights,
-        states if offload else states + weights,
-        working,
+        placement=placement,
+        seconds=seconds,
+        weights_bytes=weights,
+        resident_bytes=states if offload else states + weights,
+        working_bytes=working,
         offload=offload,
         load_seconds=0.2 * weights,
         unload_seconds=0.2 * weights * trained,
@@ -212,4 +212,11 @@ def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bo
     memory = rng.choice([30.0, 60.0, 1000.0]) * sum(parameters.values()) / cluster.size
     volumes = {(p.name, c.name): rng.choice([0.0, 0.3]) for c in graph.calls for p in producers(graph, c)}
     exchange = Exchange(links, cluster.devices_per_node, volumes)
-    return Problem(graph, cluster, candidates, transfers, (memory,) * cluster.nodes, exchange)
+    return Problem(
+        graph=graph,
+        cluster=cluster,
+        candidates=candidates,
+        transfers=transfers,
+        memory_bytes=(memory,) * cluster.nodes,
+        exchange=exchange,
+    )

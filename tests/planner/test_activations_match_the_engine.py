@@ -146,7 +146,12 @@ def test_sequences_are_padded_as_for_attention(lengths: tuple[int, ...]) -> None
 
 def test_recomputation_keeps_the_input_of_each_layer() -> None:
     sizes = LocalSizes(GROUPED, "lm", 1)
-    plain, again = (Activations(sizes, Strategy(1, recompute=r), 2, False, (512,)) for r in (False, True))
+    plain, again = (
+        Activations(
+            sizes=sizes, strategy=Strategy(1, recompute=r), element_bytes=2, cpu=False, lengths=(512,)
+        )
+        for r in (False, True)
+    )
     both = 1000 * 2 * 2 * GROUPED.head_dim  # sines and cosines
     assert again.kept(1000, 4) == 4 * 1000 * GROUPED.hidden_size * 2 + both
     assert plain.kept(1000, 4) > 10 * again.kept(1000, 4)

@@ -46,7 +46,14 @@ def sampled_scenario(rng: random.Random, graph: DataflowGraph) -> Scenario:
         for role in graph.roles
     }
     workload = Workload(rng.choice([64, 256]), (128,), (100, 300), 400)
-    return Scenario(graph, models, spec, workload, CostModel(spec), MemoryModel(spec))
+    return Scenario(
+        graph=graph,
+        models=models,
+        spec=spec,
+        workload=workload,
+        cost=CostModel(spec),
+        memory=MemoryModel(spec),
+    )
 
 
 def sampled_choices(rng: random.Random, problem: Problem, most: int) -> list[dict[str, int]]:

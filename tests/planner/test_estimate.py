@@ -42,7 +42,14 @@ def scenario(cluster: str = "a100-80g:1x4", *, ref_ema: float | None = None) -> 
     }
     graph = train_graph(minibatches=2, ref_ema=ref_ema)
     workload = Workload(32, (100, 200), (50, 100, 300), 400)
-    return Scenario(graph, models, spec, workload, CostModel(spec), MemoryModel(spec))
+    return Scenario(
+        graph=graph,
+        models=models,
+        spec=spec,
+        workload=workload,
+        cost=CostModel(spec),
+        memory=MemoryModel(spec),
+    )
 
 
 def preset(name: str, of: Scenario) -> Plan:

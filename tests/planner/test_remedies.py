@@ -38,7 +38,14 @@ def scenario(
         role: Stored(SHAPES[model], HEADS[role], element_bytes, GRAPH.trained(role)) for role in GRAPH.roles
     }
     workload = Workload(64, (tokens,), (tokens,), tokens)
-    return Scenario(GRAPH, models, spec, workload, CostModel(spec), MemoryModel(spec))
+    return Scenario(
+        graph=GRAPH,
+        models=models,
+        spec=spec,
+        workload=workload,
+        cost=CostModel(spec),
+        memory=MemoryModel(spec),
+    )
 
 
 def refusal(of: Scenario, constraints: UserConstraints) -> str:
@@ -143,6 +150,13 @@ def test_small_micro_batches_are_tried_where_nothing_else_fits() -> None:
     (group,) = SPEC.groups
     device = replace(group.device, memory_bytes=taken + (needs[128] + needs[4096]) // 2)
     spec = replace(SPEC, groups=(replace(group, device=device),))
-    of = Scenario(graph, {"actor": model}, spec, workload, CostModel(spec), MemoryModel(spec))
+    of = Scenario(
+        graph=graph,
+        models={"actor": model},
+        spec=spec,
+        workload=workload,
+        cost=CostModel(spec),
+        memory=MemoryModel(spec),
+    )
     found = find_plan(of, seconds=1.0, presets={}, constraints=LEAN)
     assert found.plan["actor.train"].strategy.micro_batch_tokens == 128

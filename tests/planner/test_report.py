@@ -38,7 +38,9 @@ def scenario(cluster: str, memory: int | None = None) -> Scenario:
     if memory is not None:
         (group,) = spec.groups
         spec = replace(spec, groups=(replace(group, device=replace(group.device, memory_bytes=memory)),))
-    return Scenario(GRAPH, MODELS, spec, STEP, CostModel(spec), MemoryModel(spec))
+    return Scenario(
+        graph=GRAPH, models=MODELS, spec=spec, workload=STEP, cost=CostModel(spec), memory=MemoryModel(spec)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +147,8 @@ def test_machines_get_the_same_figures(report: PlanReport) -> None:
 
 def test_nothing_is_saved_where_devices_cost_nothing_and_nothing_fits() -> None:
     sizes = [
-        SizeReport(1, 8, None, None, "needs more", 0.0),
-        SizeReport(2, 16, None, None, "needs more", 8.0),
+        SizeReport(nodes=1, devices=8, estimate=None, gap=None, refused="needs more", price_per_hour=0.0),
+        SizeReport(nodes=2, devices=16, estimate=None, gap=None, refused="needs more", price_per_hour=8.0),
     ]
     assert all(size.cost == math.inf for size in sizes)
 

@@ -34,7 +34,14 @@ def problem(spec: ClusterSpec, **search_space: object) -> Problem:
     plans = [make_plan(name, GRAPH, spec.cluster, 8192, MODELS) for name in PRESETS]
     models = {role: Stored(SHAPE, HEADS[role], 2, GRAPH.trained(role)) for role in GRAPH.roles}
     workload = Workload(256, (512,), (512,), 512)
-    scenario = Scenario(GRAPH, models, spec, workload, CostModel(spec), MemoryModel(spec))
+    scenario = Scenario(
+        graph=GRAPH,
+        models=models,
+        spec=spec,
+        workload=workload,
+        cost=CostModel(spec),
+        memory=MemoryModel(spec),
+    )
     return build_problem(scenario, search_space=SearchSpace(**search_space), include=plans)
 
 

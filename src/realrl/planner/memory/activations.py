@@ -20,7 +20,7 @@ SENDS_PER_STAGE = 4
 """Messages kept in flight to other stages, per stage of the pipeline (`engine.pipeline`)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Activations:
     """Activation memory of a model under a strategy, in bytes per rank.
 
@@ -107,7 +107,13 @@ class Activations:
     @cached_property
     def layer(self) -> Layer:
         """Activation sizes of one layer."""
-        return Layer(self.sizes, self.strategy, self.element_bytes, self.cpu, self.lengths)
+        return Layer(
+            sizes=self.sizes,
+            strategy=self.strategy,
+            element_bytes=self.element_bytes,
+            cpu=self.cpu,
+            lengths=self.lengths,
+        )
 
     @cached_property
     def logits(self) -> Logits:

@@ -12,7 +12,7 @@ from realrl.planner.workload.padding import Padding
 from realrl.planner.workload.sizes import LocalSizes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layer:
     """Activation sizes of a layer.
 

@@ -138,7 +138,13 @@ class MemoryModel:
         else:
             chunks = split_work(work, strategy, self.efficiency.pass_chunks_per_stage)
         tokens, lengths = chunks.peak.tokens, chunks.peak.lengths
-        activations = Activations(self._local(model, placement), strategy, width, cpu, lengths)
+        activations = Activations(
+            sizes=self._local(model, placement),
+            strategy=strategy,
+            element_bytes=width,
+            cpu=cpu,
+            lengths=lengths,
+        )
         for stage, layers in enumerate(map(len, stage_layers(model.shape.layers, strategy.pp))):
             if call.kind is Kind.TRAIN:
                 yield activations.training(tokens, layers=layers, stage=stage, chunks=chunks.count)

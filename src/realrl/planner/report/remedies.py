@@ -1,4 +1,4 @@
-"""What would have to be different, where no plan fits: each change is tried by a short search."""
+"""Suggested changes when no plan fits, each verified by a short search."""
 
 import time
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change with which a plan fits."""
+    """Suggested change under which a plan fits."""
 
     text: str
     step_seconds: float
@@ -45,7 +45,7 @@ def no_plan(
     *,
     seconds: float = 15.0,
 ) -> UserError:
-    """What to tell the user where a search raised DoesNotFit; looks for changes for so many `seconds`."""
+    """Build the error message of a search that raised DoesNotFit, with changes found within `seconds`."""
     found = [str(remedy) for remedy in remedies(scenario, constraints, seconds=seconds)]
     helps = f"it fits {', or '.join(found)}" if found else "no change that was tried would be enough"
     none = "no plan fits" if shortage.proven else "no plan was found that fits"
@@ -63,7 +63,7 @@ def no_plan(
 def remedies(
     scenario: Scenario, constraints: UserConstraints | None = None, *, seconds: float = 15.0
 ) -> list[Remedy]:
-    """Changes with which a plan fits, by what they cost: other settings first, then other devices."""
+    """Find changes under which a plan fits, other settings before other devices."""
     end = time.monotonic() + seconds
     found: list[Remedy] = []
     for attempt in (_narrower, _more_nodes, _larger_devices, _shorter, _fewer):

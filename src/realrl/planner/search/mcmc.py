@@ -1,4 +1,4 @@
-"""Markov chains over plans, many at once."""
+"""Simulated annealing: Metropolis chains over plans, vectorised."""
 
 import numpy as np
 
@@ -6,19 +6,19 @@ from realrl.planner.evaluate.scorer import Scorer
 from realrl.planner.moves.transfers import Ints
 
 _HOT, _COLD = 0.1, 0.001
-"""Temperatures at the start and at the end, as a part of the best score."""
+"""Initial and final temperature, as a fraction of the best score."""
 _EXCHANGE = 25
-"""Rounds after which the worst chains give way to the best."""
+"""Rounds between replacements of the worst chains by copies of the best."""
 
 
 def anneal(scorer: Scorer, starts: Ints, *, rounds: int, chains: int, seed: int, part: float = 1.0) -> Ints:
-    """Metropolis search as in ReaL (arXiv 2406.14088): a round gives one call of each chain another option.
+    """Run Metropolis search as in ReaL (arXiv 2406.14088): a round changes one call of each chain.
 
-    starts: [calls, plans], where chains begin. Returns the chains' plans at the end, the best first, [calls,
-    chains]. How far an option is from the old one in their list, in which similar ones are neighbours, is
-    log-uniform. The temperature falls, as rounds go by or as `part` of the time does, whichever is further; every
-    so often the worse quarter of the chains is replaced by copies of the better one. The same seed gives the
-    same result unless the time is further.
+    `starts`: [calls, plans], from which chains start. Returns the chains' final plans, the best first, [calls,
+    chains]. Candidates are sorted so that similar ones are neighbours, and the distance of a change in that
+    order is log-uniform. The temperature falls with the number of rounds or with the used share of `part` of
+    the time limit, whichever is further; periodically the worst quarter of the chains is replaced by copies of
+    the best quarter. Results are reproducible by seed unless the time limit is what ends the search.
     """
     rng = np.random.default_rng(seed)
     tables = scorer.timeline.tables
@@ -54,7 +54,7 @@ def anneal(scorer: Scorer, starts: Ints, *, rounds: int, chains: int, seed: int,
 
 
 def _similar(scorer: Scorer, call: int) -> Ints:
-    """Numbers of a call's options, similar ones side by side: by size, strategy and position."""
+    """Candidate indices of a call sorted by size, strategy and position."""
     tables = scorer.timeline.tables
     layouts, which = tables.layouts(call), tables.candidates(call).layout
     keys = (layouts.first, layouts.pp, layouts.tp, layouts.size)

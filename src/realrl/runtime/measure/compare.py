@@ -50,7 +50,12 @@ def compare(facts: Facts, profile: Profile | None, ledger: "Ledger") -> Comparis
     expected: Estimate | None = None
     if facts.spec is not None:
         cost, memory = CostModel(facts.spec, profile), MemoryModel(facts.spec)
-        expected = estimate_plan(Scenario(graph, stored, facts.spec, workload, cost, memory), plan)
+        expected = estimate_plan(
+            Scenario(
+                graph=graph, models=stored, spec=facts.spec, workload=workload, cost=cost, memory=memory
+            ),
+            plan,
+        )
     return Comparison(
         cluster=str(plan.cluster),
         spec=facts.spec,

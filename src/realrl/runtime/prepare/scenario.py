@@ -178,7 +178,14 @@ def phase_scenarios(experiment: Experiment, compiled: Compiled, spec: ClusterSpe
             dp = max(place.strategy.dp for place in phase.plan.placements.values())
             items = experiment.data.eval_batch or experiment.data.batch
             workload = replace(workload, items=max(items, 2 * dp))
-        found[name] = Scenario(phase.graph, compiled.memory.stored, spec, workload, cost, memory)
+        found[name] = Scenario(
+            graph=phase.graph,
+            models=compiled.memory.stored,
+            spec=spec,
+            workload=workload,
+            cost=cost,
+            memory=memory,
+        )
     return found
 
 
@@ -198,7 +205,14 @@ def make_scenario(
     graph = build_graph(experiment)
     workload = Workload.of(experiment, prompts=prompts, answers=answers)
     stored = _all_stored(experiment, graph)
-    return Scenario(graph, stored, spec, workload, CostModel(spec, profile), MemoryModel(spec))
+    return Scenario(
+        graph=graph,
+        models=stored,
+        spec=spec,
+        workload=workload,
+        cost=CostModel(spec, profile),
+        memory=MemoryModel(spec),
+    )
 
 
 def _all_stored(experiment: Experiment, graph: DataflowGraph) -> dict[str, Stored]:
