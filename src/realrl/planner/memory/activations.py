@@ -35,7 +35,7 @@ class Activations:
     lengths: tuple[int, ...]
 
     def inferring(self, tokens: float, *, stage: int, chunks: int) -> Parts:
-        """Peak of an inference call: in a layer, or at the logits."""
+        """Compute the peak of an inference call: in a layer, or at the logits."""
         expected = self._expected(tokens, stage, chunks - 1)
         layer = {"activations": self._forward(tokens, stage, chunks) + expected}
         if stage < self._last:
@@ -48,7 +48,7 @@ class Activations:
     def generating(
         self, tokens: float, *, rows: float, room: int, layers: int, stage: int, chunks: int
     ) -> Parts:
-        """Peak of a generate call: in a layer during prefill, or while a token is sampled.
+        """Compute the peak of a generate call: in a layer during prefill, or while a token is sampled.
 
         `tokens` and `rows` count the prompts of a decode batch; `room` is the most tokens of a sequence.
         """
@@ -68,7 +68,7 @@ class Activations:
         )
 
     def training(self, tokens: float, *, layers: int, stage: int, chunks: int) -> Parts:
-        """Peak of a train call: in the backward pass of the logits, of a layer, or of the embedding."""
+        """Compute the peak of a train call: in the backward pass of the logits, of a layer, or of the embedding."""
         layer, shape = self.layer, self.sizes.shape
         flying = min(chunks, self.strategy.pp - stage)
         sent = self._sent(tokens, chunks * ((stage > 0) + (stage < self._last)))
@@ -96,12 +96,12 @@ class Activations:
         return _peak(*moments)
 
     def kept(self, tokens: float, layers: int) -> int:
-        """Activations kept for backward by one micro-batch; with checkpointing only the input of each layer."""
+        """Compute the bytes kept for backward by one micro-batch; with checkpointing, the input of each layer."""
         each = self.layer.stream if self.strategy.recompute else self.layer.kept
         return self.layer.bytes(tokens, layers * each) + self._shared(tokens)
 
     def cache(self, rows: float, room: int, layers: int) -> int:
-        """KV cache of one decode batch, whose rows all have capacity for the longest sequence."""
+        """Compute the KV-cache bytes of one decode batch, whose rows all have capacity for the longest sequence."""
         return self.layer.bytes(rows * room, 2 * layers * self.sizes.cache_dim)
 
     @cached_property

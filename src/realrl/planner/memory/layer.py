@@ -36,12 +36,12 @@ class Layer:
         return self.hidden / (self.sizes.tp if self.strategy.sequence_parallel else 1)
 
     def rotation_bytes(self, tokens: float) -> int:
-        """Bytes of the rotary tables, shared by all layers; on a CPU expanded to every head."""
+        """Compute the bytes of the rotary tables, shared by all layers; on a CPU expanded to every head."""
         dims = self.sizes.q_dim + self.sizes.kv_dim if self.cpu else self.sizes.shape.head_dim
         return self.bytes(tokens, 2 * dims)
 
     def index_bytes(self, tokens: float) -> int:
-        """Bytes of padding indices and attention masks, shared by all layers.
+        """Compute the bytes of padding indices and attention masks, shared by all layers.
 
         Indices to padded heads and back are two int64 each per head; masks are repeated per query head of a group.
         """
@@ -91,7 +91,7 @@ class Layer:
         return norms + attention + 3 * self.sizes.ffn_dim
 
     def backward_bytes(self, tokens: float) -> int:
-        """Peak bytes of gradients in the backward pass, less saved tensors that have been freed by then."""
+        """Compute the peak bytes of gradients in backward, less saved tensors that have been freed by then."""
         s = self.stream
         hidden = self.hidden
         inner = self.sizes.ffn_dim
@@ -112,11 +112,11 @@ class Layer:
         return max(moments)
 
     def matrix_bytes(self, elements: int) -> int:
-        """Bytes of a parameter gradient before accumulation: as computed, and cast to float32."""
+        """Compute the bytes of a parameter gradient before accumulation: as computed, and cast to float32."""
         return elements * (self.element_bytes + (4 if self.element_bytes < 4 else 0))
 
     def bytes(self, tokens: float, numbers: float) -> int:
-        """Bytes of `numbers` elements per token."""
+        """Compute the bytes of `numbers` elements per token."""
         return int(tokens * numbers * self.element_bytes)
 
     @cached_property

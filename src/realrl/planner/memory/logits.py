@@ -26,17 +26,18 @@ class Logits:
         return 4 * self.sizes.padded_vocab * self.sizes.shape.hidden_size
 
     def sampled(self, rows: float) -> int:
-        """Bytes of the next tokens' logits, which every TP rank holds in full."""
+        """Compute the bytes of the next tokens' logits, which every TP rank holds in full."""
         return 0 if self._scalar else int(SAMPLED_LOGIT_BYTES * rows * self.sizes.shape.vocab_size)
 
     def scored(self, tokens: float) -> int:
-        """Bytes of one logit chunk in inference; for a scalar head, of hidden states cast to float32."""
+        """Compute the bytes of one logit chunk in inference; for a scalar head, of hidden states cast to
+        float32."""
         if self._scalar:
             return int(self._float32 * tokens * self.sizes.shape.hidden_size)
         return int(self._log_softmax * self._chunk(tokens))
 
     def learnt(self, tokens: float) -> int:
-        """Bytes of one logit chunk in the backward pass, with the gradient of the head.
+        """Compute the bytes of one logit chunk in the backward pass, with the gradient of the head.
 
         A micro-batch of a single chunk keeps its log-probabilities. The peak is either at the log-probabilities,
         which turn into the gradient of logits, beside the accumulated gradient of the head; or at the gradient of

@@ -71,25 +71,25 @@ class MemoryModel:
         self._needs: dict[object, tuple[MemoryNeed, ...]] = {}
 
     def capacity(self, rank: int) -> int:
-        """Bytes that a plan may use on a rank's device.
+        """Return the bytes that a plan may use on a rank's device.
 
         Driver, communication libraries and reallocation buffers are subtracted from its memory.
         """
         return _usable(self.spec.device(rank))
 
     def parameters(self, model: Stored, placement: Placement) -> int:
-        """Bytes of a copy of the parameters on the peak device of a placement."""
+        """Compute the bytes of a copy of the parameters on the peak device of a placement."""
         return model.width(placement.strategy) * max(self._elements(model, placement))
 
     def state(self, model: Stored, placement: Placement) -> int:
-        """Bytes of gradients and optimizer state on the peak device, which offloading the optimizer frees."""
+        """Compute the bytes that optimizer offloading frees on the peak device: gradients and optimizer state."""
         return max(
             sum(_state(elements, placement.strategy.dp, model.element_bytes).values())
             for elements in self._elements(model, placement)
         )
 
     def kept_state(self, model: Stored, placement: Placement) -> int:
-        """Bytes copied to offload the optimizer: two moments, and master weights under a lower precision.
+        """Compute the bytes copied to offload the optimizer: two moments, and master weights below float32.
 
         Gradients are discarded between steps.
         """
@@ -99,7 +99,7 @@ class MemoryModel:
     def stages(
         self, call: Call, model: Stored, placement: Placement, workload: Workload
     ) -> tuple[MemoryNeed, ...]:
-        """Memory need of a device per pipeline stage while it holds the call's role and runs the call.
+        """Compute the memory need of a device per pipeline stage while it holds the call's role and runs the call.
 
         Static memory includes gradients and optimizer for a train call only.
 
@@ -123,7 +123,7 @@ class MemoryModel:
         return self._needs[key]
 
     def call(self, call: Call, model: Stored, placement: Placement, workload: Workload) -> MemoryNeed:
-        """Largest memory need among the pipeline stages."""
+        """Compute the largest memory need among the pipeline stages."""
         return max(self.stages(call, model, placement, workload), key=lambda need: need.bytes)
 
     def _dynamic(

@@ -47,8 +47,7 @@ class Weights:
         )
 
     def cuts(self, pp: int) -> list[float]:
-        """Return the bytes at which stages of a pipeline begin and the last one ends, counted from the first
-        layer."""
+        """Return the bytes before each pipeline stage, and before the end of the last one."""
         bounds = [0.0]
         for stage in stage_layers(self.layers, pp):
             bounds.append(bounds[-1] + len(stage) * self.layer)
