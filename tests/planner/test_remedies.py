@@ -1,4 +1,4 @@
-"""Where no plan fits: what would have to be different, each change found by a search."""
+"""Suggested changes when no plan fits, each verified by a search."""
 
 import re
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def scenario(
 
 
 def refusal(of: Scenario, constraints: UserConstraints) -> str:
-    """What the user is told."""
+    """Return the error message for the user."""
     with pytest.raises(DoesNotFit) as caught:
         find_plan(of, seconds=2.0, constraints=constraints)
     error = no_plan(of, caught.value.shortage, constraints)
@@ -57,7 +57,7 @@ def refusal(of: Scenario, constraints: UserConstraints) -> str:
     return str(error)
 
 
-def test_the_fewest_nodes_that_suffice_are_found() -> None:
+def test_the_smallest_sufficient_number_of_nodes_is_suggested() -> None:
     of = scenario("a100-40g:1x4")
     sentence = refusal(of, LEAN)
     assert sentence.startswith("no plan fits llama-2-7b (actor, reward, ref, critic) on a100-40g:1x4: ")
@@ -80,7 +80,7 @@ class Named:
         self.texts += [text for text, _ in candidates]
 
 
-def test_a_smaller_batch_is_one_that_mini_batches_share_out() -> None:
+def test_suggested_batches_divide_into_mini_batches() -> None:
     minibatches = max(call.minibatches for call in GRAPH.calls)
     for items, smaller in ((8 * minibatches, (4, 2, 1)), (6 * minibatches, (3,)), (5 * minibatches, ())):
         named, of = Named(), scenario("a100-80g:1x1")
@@ -111,7 +111,7 @@ def _on(of: Scenario, nodes: int) -> Scenario:
     return replace(of, spec=spec, cost=CostModel(spec), memory=MemoryModel(spec))
 
 
-def test_what_is_needed_is_said_with_figures() -> None:
+def test_the_error_message_states_needed_and_available_memory() -> None:
     sentence = refusal(scenario("a100-40g:1x1", "llama-2-70b"), UserConstraints())
     assert "on a100-40g:1x1, even with recomputation and offloading: what comes nearest needs" in sentence
     assert re.search(
@@ -133,11 +133,13 @@ def test_what_is_needed_is_said_with_figures() -> None:
         (scenario("a100-40g:1x8", tokens=1 << 17), UserConstraints(), "with generation.max_new_tokens=65536"),
     ],
 )
-def test_changes_are_tried(of: Scenario, constraints: UserConstraints, change: str) -> None:
+def test_suggested_changes_include_the_expected_one(
+    of: Scenario, constraints: UserConstraints, change: str
+) -> None:
     assert change in [remedy.text for remedy in remedies(of, constraints)]
 
 
-def test_small_micro_batches_are_tried_where_nothing_else_fits() -> None:
+def test_small_micro_batches_are_tried_if_nothing_else_fits() -> None:
     graph = train_graph()
     call, model = graph.calls[0], Stored(SHAPES["llama-2-7b"], "lm", 2, True)
     workload = Workload(64, (128,))

@@ -28,10 +28,12 @@ def calibrate_profile(profile: Profile | None, run: Comparison) -> Profile:
     cost = CostModel(run.spec, profile.model_copy(update={"corrections": ()}))
     corrections = {old.about: old for old in profile.corrections}
     for of in run.calls:
-        model, placement = run.models[of.call.role], Placement.parse(of.placement)
+        model = run.models[of.call.role]
+        placement = Placement.parse(of.placement)
         if run.spec.group(placement.mesh).device.name == profile.device:
             expected = cost.call(of.call, model, placement, run.workload).seconds
-            ratio, steps = of.seconds.median / expected, of.seconds.steps
+            ratio = of.seconds.median / expected
+            steps = of.seconds.steps
             new = Correction.of(of.call, model, placement.strategy, ratio, steps)
             corrections[new.about] = new
     return profile.model_copy(update={"corrections": tuple(corrections.values())})

@@ -54,7 +54,7 @@ class CallCosts(Settings):
 
     call: Annotated[Call, _reading(Call)]
     placement: str
-    """In its text form."""
+    """Placement in its text form."""
     seconds: Seconds
     """Time from the last rank's start of the call to the last rank's end."""
     predicted_seconds: PositiveFloat | None
@@ -70,7 +70,7 @@ class MoveCosts(Settings):
     """Measured and predicted time of one reallocation of a run."""
 
     instruction: str
-    """In its text form."""
+    """Instruction in its text form."""
     seconds: Seconds
     predicted_seconds: float | None
 

@@ -63,7 +63,8 @@ def list_activities(tables: Tables) -> list[Kind]:
     kinds = [Kind(Phase.RUN, c) for c in calls]
     for c in calls:
         home = tables.home[c]
-        offloaded, borrows = bool(tables.candidates(home).offloaded.any()), home != c
+        offloaded = bool(tables.candidates(home).offloaded.any())
+        borrows = home != c
         changes = tables.calls[c].kind is CallKind.TRAIN
         back = Phase.OFFLOAD_CHANGED if changes else Phase.OFFLOAD
         kinds += [Kind(Phase.LOAD, c), Kind(back, c)] * offloaded
@@ -116,7 +117,9 @@ class Facts:
     def __init__(self, tables: Tables, columns: Columns) -> None:
         self.tables = tables
         self.columns = columns
-        point, first, end = columns.first, columns.first[:, None], columns.end[:, None]
+        point = columns.first
+        first = columns.first[:, None]
+        end = columns.end[:, None]
         self.inside: Bools = (first <= point) & (point < end)
         """Whether a point lies on the mesh of a call, [calls, points, plans]."""
         self.wave = self._waves()
@@ -148,7 +151,9 @@ class Facts:
 
     def _row(self, kind: Kind) -> tuple[Bools, Floats, Bools, Floats]:
         """Participating points, seconds, points whose memory changes, and bytes of that change."""
-        columns, c, home = self.columns, kind.call, self.tables.home[kind.call]
+        columns = self.columns
+        c = kind.call
+        home = self.tables.home[kind.call]
         nothing = np.zeros(columns.first.shape[1])
         if kind.ema is not None:
             return self._ema_row(kind.phase, kind.ema)
@@ -169,7 +174,8 @@ class Facts:
                 return there, nothing, there, -columns.weights[c]
         there = self.inside[home] & (self._moved(kind) & columns.offloaded[home])
         loads = kind.phase is Phase.LOAD
-        seconds, weights = columns.load if loads else columns.unload, columns.weights[home]
+        seconds = columns.load if loads else columns.unload
+        weights = columns.weights[home]
         return there, seconds[home], there, weights if loads else -weights
 
     def _moved(self, kind: Kind) -> Bools:
@@ -177,7 +183,8 @@ class Facts:
 
         Calls of the same wave share loaded parameters.
         """
-        c, borrowed = kind.call, self.borrowed
+        c = kind.call
+        borrowed = self.borrowed
         same_role = {p: self.wave[p] == self.wave[c] for p in self.tables.same_role[c]}
         if kind.phase in (Phase.LOAD, Phase.OFFLOAD_SOURCE):
             moved = self._loads(c) & ~self._any(same_role[p] & self._loads(p) for p in same_role if p < c)
@@ -192,8 +199,11 @@ class Facts:
         return ~self.borrowed[c] | ~self._meets(c, self.tables.sharers[c])
 
     def _ema_row(self, phase: Phase, ema: EmaUpdate) -> tuple[Bools, Floats, Bools, Floats]:
-        columns, home, source = self.columns, ema.home, self.tables.home[ema.after]
-        there, weights = self.inside[home], columns.weights[home]
+        columns = self.columns
+        home = ema.home
+        source = self.tables.home[ema.after]
+        there = self.inside[home]
+        weights = columns.weights[home]
         if phase is Phase.UPDATE_EMA:
             seconds = ema.table(columns.layout[source], columns.layout[home])
             return there | self.inside[source], seconds, there, np.zeros_like(weights)

@@ -48,13 +48,13 @@ class Scorer:
         """Seconds since the search started."""
         return time.perf_counter() - self.started
 
-    def time_used(self, part: float = 1.0) -> float:
-        """Return the elapsed share of `part` of the time limit: 1 or more once it is exceeded."""
-        return self.elapsed / (part * self._allowed) if self._allowed > 0 else np.inf
+    def time_used(self, time_fraction: float = 1.0) -> float:
+        """Return the elapsed share of `time_fraction` of the time limit: 1 or more once it is exceeded."""
+        return self.elapsed / (time_fraction * self._allowed) if self._allowed > 0 else np.inf
 
-    def deadline_exceeded(self, part: float = 1.0) -> bool:
-        """Return whether `part` of the time limit has elapsed."""
-        return self.time_used(part) >= 1
+    def deadline_exceeded(self, time_fraction: float = 1.0) -> bool:
+        """Return whether `time_fraction` of the time limit has elapsed."""
+        return self.time_used(time_fraction) >= 1
 
     def __call__(self, assignment: Ints) -> Floats:
         """Score plans by their seconds, with a penalty for those that do not fit."""
@@ -63,10 +63,12 @@ class Scorer:
         fitting = np.where(fill <= 1, seconds, np.inf)
         i = int(fitting.argmin())
         if fitting[i] < self.best_seconds:
-            self.best, self.best_seconds = assignment[:, i].copy(), float(fitting[i])
+            self.best = assignment[:, i].copy()
+            self.best_seconds = float(fitting[i])
             self.history.append(Improvement(self.elapsed, self.evaluations, self.best_seconds))
         if self.best is None:
             j = int(fill.argmin())
             if fill[j] < self.least_fill:
-                self.nearest_to_fit, self.least_fill = assignment[:, j].copy(), float(fill[j])
+                self.nearest_to_fit = assignment[:, j].copy()
+                self.least_fill = float(fill[j])
         return seconds * (1 + _PENALTY * np.clip(fill - 1, 0, _WORST))

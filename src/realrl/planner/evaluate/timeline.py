@@ -133,13 +133,17 @@ class Timeline:
         `order`: indices of activities in order of execution, [numbers, plans].
         """
         delay, wait = self._receiving(columns)
-        n, plans = len(self.tables.calls), order.shape[1]
+        n = len(self.tables.calls)
+        plans = order.shape[1]
         places = order * plans + np.arange(plans)
-        wait, everywhere = wait.reshape(n, -1), _along(activities.where, order)
-        delays, seconds = delay.take(places), activities.seconds.take(places)
+        wait = wait.reshape(n, -1)
+        everywhere = _along(activities.where, order)
+        delays = delay.take(places)
+        seconds = activities.seconds.take(places)
         # Reallocations that send nothing do not synchronise ranks.
         together = self._together[order] & ((order < n) | (seconds > 0))
-        clock, end = np.zeros((n, plans)), np.zeros((len(self._kinds), plans))
+        clock = np.zeros((n, plans))
+        end = np.zeros((len(self._kinds), plans))
         for k, place in enumerate(places):
             where = everywhere[k]
             arrival = (end[:n] + wait.take(place, axis=1)).max(axis=0)
@@ -151,13 +155,16 @@ class Timeline:
 
     def _peak_bytes(self, facts: Facts, activities: Activities, order: Ints) -> Floats:
         """Peak bytes of each point, [points, plans]."""
-        columns, tables = facts.columns, self.tables
+        columns = facts.columns
+        tables = self.tables
         held = np.zeros(columns.first.shape)
         for home in dict.fromkeys(tables.home):
             held += facts.inside[home] * columns.resident[home]
         peak = held.copy()
-        change, needs = _along(activities.bytes, order), _along(activities.needs, order)
-        gains, losses = np.maximum(change, 0.0), np.minimum(change, 0.0)
+        change = _along(activities.bytes, order)
+        needs = _along(activities.needs, order)
+        gains = np.maximum(change, 0.0)
+        losses = np.minimum(change, 0.0)
         for k, grows in enumerate(_along(activities.grows, order)):
             held += grows * gains[k]
             np.maximum(peak, held + grows * needs[k], out=peak)
@@ -179,7 +186,8 @@ class Timeline:
         of a call.
         """
         shape = (len(self._kinds), columns.first.shape[1])
-        delay, wait = np.zeros(shape), np.repeat(self._wait[:, :, None], shape[1], axis=2)
+        delay = np.zeros(shape)
+        wait = np.repeat(self._wait[:, :, None], shape[1], axis=2)
         for c, feeds in enumerate(self.tables.feeds):
             parts = self.tables.exchanged(columns, c)
             for p, seconds in zip(reversed(feeds), reversed(parts), strict=True):

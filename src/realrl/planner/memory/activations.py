@@ -69,7 +69,8 @@ class Activations:
 
     def training(self, tokens: float, *, layers: int, stage: int, chunks: int) -> Parts:
         """Compute the peak of a train call: in the backward pass of the logits, of a layer, or of the embedding."""
-        layer, shape = self.layer, self.sizes.shape
+        layer = self.layer
+        shape = self.sizes.shape
         flying = min(chunks, self.strategy.pp - stage)
         sent = self._sent(tokens, chunks * ((stage > 0) + (stage < self._last)))
         sent += self._expected(tokens, stage, chunks - flying)
@@ -80,7 +81,8 @@ class Activations:
         if self.strategy.recompute:
             # All of the layer, recomputed. Its input was kept anyway, but its output is held needlessly.
             inside += layer.bytes(tokens, layer.kept)
-        waiting, moments = 0, []
+        waiting = 0
+        moments = []
         if stage == self._last:
             # Input of the final norm, its output at predicted tokens, and the gradient of that output.
             states = layer.bytes(tokens, layer.stream + 2 * layer.hidden)

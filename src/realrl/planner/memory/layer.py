@@ -66,7 +66,8 @@ class Layer:
         if self.sizes.cache_dim != self.sizes.kv_dim:
             attention += self._read
         if self._pads:
-            scores, output = self._heads * self._padding.scored_at_once, self._padding.rows * queries
+            scores = self._heads * self._padding.scored_at_once
+            output = self._padding.rows * queries
             attention += self._padding.rows * self._read
             attention += max(2 * scores, scores + output, 2 * output + queries)
         else:

@@ -45,7 +45,8 @@ class Logits:
         """
         if self._scalar:
             return int(2 * self._float32 * tokens * self.sizes.shape.hidden_size)
-        chunk, table = self._chunk(tokens), self.table_bytes
+        chunk = self._chunk(tokens)
+        table = self.table_bytes
         kept = 4 * chunk if chunk == tokens * self.sizes.padded_vocab else 0
         added = table * self.element_bytes / 4 + (table if self.cpu and self._narrow else 0)
         return int(kept + max(self._log_softmax * chunk, self.element_bytes * chunk + added) + table)

@@ -108,7 +108,8 @@ class MemoryModel:
         cpu = self.spec.device(placement.mesh.first).cpu
         key = (call, model, placement.strategy, cpu, workload)
         if key not in self._needs:
-            strategy, width = placement.strategy, model.width(placement.strategy)
+            strategy = placement.strategy
+            width = model.width(placement.strategy)
             stages = zip(
                 self._elements(model, placement), self._dynamic(call, model, placement, workload), strict=True
             )
@@ -130,14 +131,17 @@ class MemoryModel:
         self, call: Call, model: Stored, placement: Placement, workload: Workload
     ) -> Iterator[Parts]:
         """Peak dynamic memory of each stage."""
-        strategy, work = placement.strategy, workload.work(call)
-        width, cpu = model.width(strategy), self.spec.device(placement.mesh.first).cpu
+        strategy = placement.strategy
+        work = workload.work(call)
+        width = model.width(strategy)
+        cpu = self.spec.device(placement.mesh.first).cpu
         if call.kind is Kind.GENERATE:
             chunks = split_work(work, strategy, self.efficiency.generation_chunks_per_stage)
             strategy = replace(strategy, sequence_parallel=False)  # it pays for long sequences
         else:
             chunks = split_work(work, strategy, self.efficiency.pass_chunks_per_stage)
-        tokens, lengths = chunks.peak.tokens, chunks.peak.lengths
+        tokens = chunks.peak.tokens
+        lengths = chunks.peak.lengths
         activations = Activations(
             sizes=self._local(model, placement),
             strategy=strategy,

@@ -124,7 +124,9 @@ class _View:
 
     def _alternative(self, timeline: Timeline, base: Evaluation, number: int) -> Alternative:
         assignment = {**self.assignment, self.call.name: number}
-        other, candidate, chosen = timeline.evaluate(assignment), self.candidates[number], self.candidates[0]
+        other = timeline.evaluate(assignment)
+        candidate = self.candidates[number]
+        chosen = self.candidates[0]
         slower = other.seconds - base.seconds
         away = {
             "parameters": (chosen.offload, candidate.offload),
@@ -159,7 +161,8 @@ class _View:
 
     def _terms(self, evaluation: Evaluation, candidate: Candidate) -> dict[str, float]:
         """Seconds of the call, and of reallocations before all calls, by term."""
-        model, workload = self.scenario.models[self.call.role], self.scenario.workload
+        model = self.scenario.models[self.call.role]
+        workload = self.scenario.workload
         terms = dict(self.scenario.cost.call(self.call, model, candidate.placement, workload).terms)
         terms["offload"] = candidate.seconds - sum(terms.values())
         terms["reallocation"] = sum(evaluation.reallocation_seconds.values())
@@ -174,7 +177,8 @@ def _pick(candidates: tuple[Candidate, ...], seconds: list[float], fill: list[fl
     """Indices of candidates: the fastest in each respect among those slower than candidate 0, and one that does not
     fit: of those that would be much faster, the one nearest to fitting."""
     others = range(1, len(candidates))
-    slower, faster = seconds[0] * (1 + _NOTHING), seconds[0] * (1 - _NOTHING)
+    slower = seconds[0] * (1 + _NOTHING)
+    faster = seconds[0] * (1 - _NOTHING)
     best: dict[str, int] = {}
     for number in others:
         respect = _respect(candidates[0], candidates[number])
@@ -189,7 +193,8 @@ def _pick(candidates: tuple[Candidate, ...], seconds: list[float], fill: list[fl
 
 def _respect(chosen: Candidate, other: Candidate) -> str | None:
     """Most important respect in which a candidate differs; None if it only offloads more."""
-    a, b = chosen.placement, other.placement
+    a = chosen.placement
+    b = other.placement
     if a.mesh.size != b.mesh.size:
         return "size"
     if a.mesh != b.mesh:
@@ -207,7 +212,8 @@ def _respect(chosen: Candidate, other: Candidate) -> str | None:
 def describe_shortage(scenario: Scenario, shortage: Shortage) -> str:
     """Describe a shortage, for example `needs 93 GiB of 79 GiB in actor.train, most of it activations`."""
     graph = scenario.graph
-    call, strategy = graph.call(shortage.call), shortage.candidate.placement
+    call = graph.call(shortage.call)
+    strategy = shortage.candidate.placement
     need = scenario.memory.call(call, scenario.models[call.role], strategy, scenario.workload)
     parts = Counter(need.dynamic)
     parts[f"{call.role} parameters"] = need.static["parameters"]

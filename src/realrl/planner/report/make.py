@@ -49,15 +49,17 @@ def make_report(
     sizes = compare_sizes(scenario, counts, seconds=each, seed=seed, constraints=constraints)
     best = min(sizes, key=lambda size: size.step_seconds if objective == "time" else size.cost)
     scenario = on_cluster(scenario, scenario.spec.with_nodes(best.nodes))
-    found = find_best_plan(scenario, seconds=seconds, seed=seed, constraints=constraints, start=best.plan)
-    report = _report(scenario, found, constraints)
+    best_plan = find_best_plan(scenario, seconds=seconds, seed=seed, constraints=constraints, start=best.plan)
+    report = _report(scenario, best_plan, constraints)
     row = make_size_report(scenario, report.chosen, report.gap)
     sizes = tuple(row if size.nodes == row.nodes else size for size in sizes)
     return replace(report, sizes=sizes, objective=objective)
 
 
 def _report(scenario: Scenario, best: BestPlan, constraints: UserConstraints) -> PlanReport:
-    found, result, plan = best.found, best.found.result, best.estimate.plan
+    found = best.found
+    result = best.found.result
+    plan = best.estimate.plan
     # A better preset may not be expressible in the problem; then no alternatives to it can be evaluated.
     assignment = result.assignment if plan == found.plan else found.problem.find_assignment(plan)
     step_seconds = best.estimate.step_seconds
@@ -81,8 +83,8 @@ def _report(scenario: Scenario, best: BestPlan, constraints: UserConstraints) ->
     )
 
 
-def _preset(found: Estimate | UserError, constraints: UserConstraints) -> Preset:
-    if isinstance(found, UserError):
-        return Preset(None, str(found))
-    recomputes = any(placement.strategy.recompute for placement in found.plan.placements.values())
-    return Preset(found, None, recompute=recomputes and not constraints.recompute)
+def _preset(result: Estimate | UserError, constraints: UserConstraints) -> Preset:
+    if isinstance(result, UserError):
+        return Preset(None, str(result))
+    recomputes = any(placement.strategy.recompute for placement in result.plan.placements.values())
+    return Preset(result, None, recompute=recomputes and not constraints.recompute)

@@ -26,21 +26,23 @@ def compare_sizes(
     `nodes` are ascending, up to all of the scenario's. `seconds`: time limit of each search. DoesNotFit if no plan
     fits even on all nodes.
     """
-    spec, problem = scenario.spec, build_problem(scenario, search_space=constraints.search_space)
-    parts = search_node_counts(problem, nodes, seconds=seconds, seed=seed)
-    if parts[-1].shortage is not None:
-        raise DoesNotFit(parts[-1].shortage)
+    spec = scenario.spec
+    problem = build_problem(scenario, search_space=constraints.search_space)
+    sizes = search_node_counts(problem, nodes, seconds=seconds, seed=seed)
+    if sizes[-1].shortage is not None:
+        raise DoesNotFit(sizes[-1].shortage)
     return tuple(
         _part_report(
-            on_cluster(scenario, spec.with_nodes(part.nodes)), part, constraints=constraints, seconds=seconds
+            on_cluster(scenario, spec.with_nodes(size.nodes)), size, constraints=constraints, seconds=seconds
         )
-        for part in parts
+        for size in sizes
     )
 
 
 def on_cluster(scenario: Scenario, spec: ClusterSpec) -> Scenario:
     """Return the scenario on another cluster."""
-    cost, memory = scenario.cost, scenario.memory
+    cost = scenario.cost
+    memory = scenario.memory
     return replace(
         scenario,
         spec=spec,
@@ -65,12 +67,12 @@ def make_size_report(
 
 
 def _part_report(
-    scenario: Scenario, part: ClusterSize, *, constraints: UserConstraints, seconds: float
+    scenario: Scenario, size: ClusterSize, *, constraints: UserConstraints, seconds: float
 ) -> SizeReport:
-    if part.problem is not None and part.result is not None:
-        plan = part.problem.plan(part.result.assignment)
-        return make_size_report(scenario, estimate_plan(scenario, plan), part.result.gap)
-    shortage = part.shortage
+    if size.problem is not None and size.result is not None:
+        plan = size.problem.plan(size.result.assignment)
+        return make_size_report(scenario, estimate_plan(scenario, plan), size.result.gap)
+    shortage = size.shortage
     if shortage is None:
         # Candidates for a large cluster leave out small meshes: search anew on these few nodes.
         try:

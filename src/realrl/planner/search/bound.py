@@ -40,7 +40,8 @@ class Bound:
         """Bound nodes. `nodes`: [calls, nodes], group indices."""
         seconds, area, size = (self._take(name, nodes) for name in ("seconds", "area", "size"))
         meets = self._meeting(nodes, size)
-        head, tail = np.zeros(nodes.shape), np.zeros(nodes.shape)
+        head = np.zeros(nodes.shape)
+        tail = np.zeros(nodes.shape)
         moves: dict[
             int, tuple[Floats, Floats]
         ] = {}  # call -> earliest start and device-seconds of its reallocation
@@ -64,8 +65,11 @@ class Bound:
     def _received(self, c: int, nodes: Numbers, ready: Floats, tail: Floats) -> Floats:
         """Earliest time at which call `c` has received all inputs, one after the other, once devices are
         `ready`."""
-        exchange, calls, target = self.tables.problem.exchange, self.tables.calls, self.groups[c]
-        after, earliest = np.zeros(nodes.shape[1]), np.zeros(nodes.shape[1])
+        exchange = self.tables.problem.exchange
+        calls = self.tables.calls
+        target = self.groups[c]
+        after = np.zeros(nodes.shape[1])
+        earliest = np.zeros(nodes.shape[1])
         for p in reversed(self.tables.feeds[c]):
             source = self.groups[p]
             after = after + exchange.at_least(
@@ -93,15 +97,18 @@ class Bound:
 
     def _reallocation(self, c: int, nodes: Numbers, tail: Floats, meets: Bools) -> tuple[Floats, Floats]:
         """Earliest start and least seconds of the reallocation before call `c`."""
-        tables, home = self.tables, self.tables.home[c]
-        start, there = np.zeros(nodes.shape[1]), np.zeros(nodes.shape[1])
+        tables = self.tables
+        home = self.tables.home[c]
+        start = np.zeros(nodes.shape[1])
+        there = np.zeros(nodes.shape[1])
         for p in range(c):
             if tables.knows_lengths[c, p]:
                 np.maximum(start, tail[p], out=start)
             np.maximum(start, np.where(meets[p, c], tail[p], 0.0), out=start)
             if tables.ordered[c, p]:
                 np.maximum(there, np.where(meets[p, home], tail[p], 0.0), out=there)
-        source, target = self.groups[home], self.groups[c]
+        source = self.groups[home]
+        target = self.groups[c]
         seconds = self._least[c][self._row(source, nodes[home]), self._row(target, nodes[c])]
         both = (source.level[nodes[home]] == ALONE) & (target.level[nodes[c]] == ALONE)
         if both.any():
@@ -120,10 +127,13 @@ class Bound:
 
     def _cheapest(self, c: int) -> Floats:
         """Least seconds of reallocation, [groups of the home, groups of the call], down to kinds."""
-        source, target = self.groups[self.tables.home[c]], self.groups[c]
-        n, m = len(source.layouts.first), len(target.layouts.first)
+        source = self.groups[self.tables.home[c]]
+        target = self.groups[c]
+        n = len(source.layouts.first)
+        m = len(target.layouts.first)
         i, j = np.divmod(np.arange(n * m), m)
-        transfers, role = self.tables.problem.transfers, self.tables.calls[c].role
+        transfers = self.tables.problem.transfers
+        role = self.tables.calls[c].role
         kinds = transfers.at_least(role, source.layouts[i], target.layouts[j]).reshape(n, m)
         rows = np.concatenate([np.minimum.reduceat(kinds, s, axis=0) for s in source.kind_starts])
         return np.concatenate([np.minimum.reduceat(rows, s, axis=1) for s in target.kind_starts], axis=1)
@@ -148,10 +158,10 @@ class Bound:
         homes = sorted(set(self.tables.home))
         full = sum(resident[h] * size[h] for h in homes) > self.capacity
         for c in range(len(nodes)):
-            most = np.zeros(nodes.shape[1])
+            least_resident = np.zeros(nodes.shape[1])
             for h in homes:
-                most += resident[h] * np.maximum(size[h] + size[c] - self.devices, 0)
-            full |= most > size[c] * (limit[c] - working[c] - self._copy(c, nodes))
+                least_resident += resident[h] * np.maximum(size[h] + size[c] - self.devices, 0)
+            full |= least_resident > size[c] * (limit[c] - working[c] - self._copy(c, nodes))
         return full
 
     def _copy(self, c: int, nodes: Numbers) -> "Floats | float":
@@ -159,6 +169,7 @@ class Bound:
         if c not in self._least:
             return 0.0
         home = self.tables.home[c]
-        source, target = self.groups[home], self.groups[c]
+        source = self.groups[home]
+        target = self.groups[c]
         moved = self._least[c][self._row(source, nodes[home]), self._row(target, nodes[c])] > 0
         return np.where(moved, target.weights[nodes[c]], 0.0)

@@ -42,15 +42,17 @@ class Proof:
     """Number of sets of plans that were bounded."""
 
 
-def prove(scorer: Scorer, *, tolerance: float, max_nodes: int, seed: int = 0, part: float = 1.0) -> Proof:
+def prove(
+    scorer: Scorer, *, tolerance: float, max_nodes: int, seed: int = 0, time_fraction: float = 1.0
+) -> Proof:
     """Search best-first until the best plan is within `tolerance` (relative) of the lower bound.
 
     Calls are branched one after the other, the longest first: by size, then by kind, and finally all of them
     into single candidates; a node of single candidates is a plan. From time to time a primal heuristic improves
     a plan of the most promising node, so that more nodes can be pruned. Stops early after `max_nodes`, or once
-    `part` of the time limit is over.
+    `time_fraction` of the time limit is over.
     """
-    return _Search(scorer, tolerance, seed).run(max_nodes, part)
+    return _Search(scorer, tolerance, seed).run(max_nodes, time_fraction)
 
 
 class _Search:
@@ -76,11 +78,11 @@ class _Search:
         """Bound from which nodes are pruned."""
         return self.scorer.best_seconds * (1 - self.tolerance)
 
-    def run(self, max_nodes: int, part: float) -> Proof:
+    def run(self, max_nodes: int, time_fraction: float) -> Proof:
         next_heuristic = _FIRST_HEURISTIC
-        while self.pools and self.looked_at < max_nodes and not self.scorer.deadline_exceeded(part):
+        while self.pools and self.looked_at < max_nodes and not self.scorer.deadline_exceeded(time_fraction):
             if self.looked_at >= next_heuristic:
-                self._run_primal_heuristic(part)
+                self._run_primal_heuristic(time_fraction)
                 next_heuristic = self.looked_at + self.looked_at // 2
             pool = heapq.heappop(self.pools)
             if pool.bound >= self.goal:
@@ -97,7 +99,8 @@ class _Search:
         groups = self.bound.groups[call]
         taken = pool.nodes[:, :_PARENTS]
         self._push(pool.depth, pool.nodes[:, _PARENTS:], pool.bounds[_PARENTS:])
-        first, end = groups.child[taken[call]], groups.child_end[taken[call]]
+        first = groups.child[taken[call]]
+        end = groups.child_end[taken[call]]
         parent = np.repeat(np.arange(taken.shape[1]), end - first)
         before = np.cumsum(end - first) - (end - first)
         child = np.arange(len(parent)) + (first - before)[parent]
@@ -107,18 +110,20 @@ class _Search:
             nodes[call] = child[batch]
             self._add(pool.depth + 1, nodes)
 
-    def _run_primal_heuristic(self, part: float) -> None:
+    def _run_primal_heuristic(self, time_fraction: float) -> None:
         """Improve the best of some plans sampled from the deepest node with the lowest bound."""
         deepest = max(pool.depth for pool in self.pools)
         node = min(pool for pool in self.pools if pool.depth == deepest).nodes[:, 0]
         candidates = []
         for groups, number in zip(self.bound.groups, node.tolist(), strict=True):
-            low, high = number, number + 1
+            low = number
+            high = number + 1
             while groups.level[low] < ALONE:
-                low, high = int(groups.child[low]), int(groups.child_end[high - 1])
+                low = int(groups.child[low])
+                high = int(groups.child_end[high - 1])
             candidates.append(groups.candidate[self.rng.integers(low, high, _SAMPLES)])
         plans = np.array(candidates)
-        improve_locally(self.scorer, plans[:, int(self.scorer(plans).argmin())], part=part)
+        improve_locally(self.scorer, plans[:, int(self.scorer(plans).argmin())], time_fraction=time_fraction)
 
     def _add(self, depth: int, nodes: Numbers) -> None:
         """Bound nodes, prune them, and score those that are plans."""

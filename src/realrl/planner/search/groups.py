@@ -61,7 +61,8 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
     table = np.stack([size, layouts.tp, layouts.pp, *facts, columns.offloaded], axis=1)
     _, kind = np.unique(table, axis=0, return_inverse=True)
     order = np.lexsort((columns.first, kind.reshape(-1)))  # kinds are numbered by size before all else
-    sorted_kind, sorted_size = kind.reshape(-1)[order], size[order]
+    sorted_kind = kind.reshape(-1)[order]
+    sorted_size = size[order]
     starts = [
         np.array([0]),
         np.flatnonzero(np.diff(sorted_size, prepend=-1)),

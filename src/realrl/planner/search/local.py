@@ -8,16 +8,17 @@ from realrl.planner.evaluate.scorer import Scorer
 from realrl.planner.moves.transfers import Ints
 
 
-def improve_locally(scorer: Scorer, assignment: Ints, *, part: float = 1.0) -> Ints:
+def improve_locally(scorer: Scorer, assignment: Ints, *, time_fraction: float = 1.0) -> Ints:
     """Improve `assignment`, [calls], until no change of one call or one role improves it.
 
-    Returns the best plan so far once `part` of the time limit is over.
+    Returns the best plan so far once `time_fraction` of the time limit is over.
     """
     moves = [*_call_moves(scorer), *_role_moves(scorer)]
-    score, unchanged = np.inf, 0
+    score = np.inf
+    unchanged = 0
     while unchanged < len(moves):
         for calls, candidates in moves:
-            if scorer.deadline_exceeded(part):
+            if scorer.deadline_exceeded(time_fraction):
                 return assignment
             plans = np.repeat(assignment[:, None], candidates.shape[1] + 1, axis=1)
             plans[calls, 1:] = candidates
@@ -25,7 +26,8 @@ def improve_locally(scorer: Scorer, assignment: Ints, *, part: float = 1.0) -> I
             best = int(scores.argmin())
             unchanged += 1
             if scores[best] < min(score, scores[0]):
-                assignment, unchanged = plans[:, best], 0
+                assignment = plans[:, best]
+                unchanged = 0
             score = min(score, float(scores[best]))
             if unchanged >= len(moves):
                 break

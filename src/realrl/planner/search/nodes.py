@@ -37,7 +37,8 @@ def search_node_counts(
     previous: Mapping[str, Candidate] | None = None
     for nodes in counts:
         restricted = problem.restricted(nodes)
-        result, shortage = None, None
+        result = None
+        shortage = None
         if restricted is not None:
             starts = _find_assignments(restricted, previous) if previous else []
             try:

@@ -140,7 +140,9 @@ def make_preset_plans(
 
     The value is an error if the plan is not possible: it needs more devices, or fewer DP ranks.
     """
-    constraints, graph, models = constraints or UserConstraints(), scenario.graph, scenario.models
+    constraints = constraints or UserConstraints()
+    graph = scenario.graph
+    models = scenario.models
     shapes = {role: stored.shape for role, stored in models.items()}
     plans: dict[str, Plan | UserError] = {}
     for name in PRESETS:
@@ -225,7 +227,8 @@ def _with_kept_copies(problem: Problem, scenario: Scenario, plan: Plan) -> Probl
 
     A problem counts a replica only during calls that use it.
     """
-    graph, homes = scenario.graph, home_placements(scenario.graph, plan)
+    graph = scenario.graph
+    homes = home_placements(scenario.graph, plan)
     memory = Memory(scenario.models, homes, offloaded(plan), kept_copies(graph, plan, homes))
 
     def unused(call: Call, place: Placement, rank: int) -> int:

@@ -72,14 +72,14 @@ def search_plans(
     scorer = Scorer(Timeline(pruned), seconds)
     begin = _initial_plans(scorer, [problem.chosen_candidates(start) for start in starts], seed)
     scores = scorer(begin)
-    improve_locally(scorer, begin[:, int(scores.argmin())], part=0.2)
+    improve_locally(scorer, begin[:, int(scores.argmin())], time_fraction=0.2)
     if scorer.best is not None:
         begin = np.concatenate([begin, scorer.best[:, None]], axis=1)
-    ends = anneal(scorer, begin, rounds=budget.rounds, chains=budget.chains, seed=seed, part=0.5)
+    ends = anneal(scorer, begin, rounds=budget.rounds, chains=budget.chains, seed=seed, time_fraction=0.5)
     for i in range(min(_IMPROVED, ends.shape[1])):
-        improve_locally(scorer, ends[:, i], part=0.55)
+        improve_locally(scorer, ends[:, i], time_fraction=0.55)
     if scorer.best is not None:
-        improve_locally(scorer, scorer.best, part=0.6)
+        improve_locally(scorer, scorer.best, time_fraction=0.6)
     proof = prove(scorer, tolerance=tolerance, max_nodes=budget.nodes, seed=seed)
     names = [call.name for call in scorer.timeline.tables.calls]
     best = scorer.best if scorer.best is not None else scorer.nearest_to_fit

@@ -39,15 +39,18 @@ class Durations:
 
     def terms(self, call: str) -> Mapping[str, float]:
         """Return the seconds of a call by term."""
-        scenario, of = self._scenario, self._scenario.graph.call(call)
+        scenario = self._scenario
+        of = self._scenario.graph.call(call)
         return scenario.cost.call(of, scenario.models[of.role], self._plan[call], scenario.workload).terms
 
     def _copy(self, instruction: Load | Offload) -> float:
         """Seconds of a copy between device and host memory; unchanged parameters need not be copied back."""
-        role, placement = instruction.role, instruction.placement
+        role = instruction.role
+        placement = instruction.placement
         if isinstance(instruction, Offload) and role not in self._changing:
             return 0.0
-        scenario, model = self._scenario, self._scenario.models[role]
+        scenario = self._scenario
+        model = self._scenario.models[role]
         optimizer = instruction.what == "optimizer"
         size = scenario.memory.kept_state if optimizer else scenario.memory.parameters
         return scenario.cost.offload(size(model, placement), placement.mesh.first)

@@ -42,24 +42,24 @@ class _Devices:
 
         Reallocations after the last call are attributed to it.
         """
-        found: list[Footprint] = []
+        footprints: list[Footprint] = []
         moving: list[dict[str, int]] = []
         for instruction, holdings in self._held.timeline(program):
             if isinstance(instruction, Run):
                 running = self._parts(holdings) | self._dynamic(instruction, program.rank)
                 moments = [running, *moving]
                 largest = max(moments, key=lambda parts: sum(parts.values()))
-                found.append(Footprint(instruction.call, largest))
+                footprints.append(Footprint(instruction.call, largest))
                 moving = []
             elif isinstance(instruction, Reallocate | Load):
                 moving.append(self._parts(holdings))
-        if found:
-            *before, last = found
-            found = [
+        if footprints:
+            *before, last = footprints
+            footprints = [
                 *before,
                 max([last, *(Footprint(last.during, m) for m in moving)], key=lambda f: f.bytes),
             ]
-        return tuple(found)
+        return tuple(footprints)
 
     def _parts(self, holdings: Holdings) -> dict[str, int]:
         return {self._name(item): size for item, size in holdings.items() if size}
@@ -74,7 +74,8 @@ class _Devices:
 
     def _dynamic(self, run: Run, rank: int) -> dict[str, int]:
         """Dynamic memory of the call on the rank, by part."""
-        scenario, model = self._scenario, self._scenario.models.get(run.role)
+        scenario = self._scenario
+        model = self._scenario.models.get(run.role)
         if model is None:
             return {}
         call = scenario.graph.call(run.call)

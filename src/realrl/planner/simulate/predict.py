@@ -45,7 +45,8 @@ def _calls(
     for event in _once(simulation):
         if isinstance(event.instruction, Run):
             call = scenario.graph.call(event.instruction.call)
-            model, place = scenario.models[call.role], plan[call.name]
+            model = scenario.models[call.role]
+            place = plan[call.name]
             width = model.width(place.strategy)
             peak = sum(group.size * group.device.flops(width) for group in scenario.spec.groups)
             calls.append(
@@ -69,7 +70,8 @@ def _moves(scenario: Scenario, programs: Sequence[Program], simulation: Simulati
         move = event.instruction
         if isinstance(move, Reallocate):
             sent, network = scenario.cost.moved(scenario.models[move.role], move.source, move.target)
-            start, seconds = event.start + event.waiting, event.seconds - event.waiting
+            start = event.start + event.waiting
+            seconds = event.seconds - event.waiting
             before = _before(programs[move.target.mesh.first], move)
             moves.append(
                 MoveEstimate(

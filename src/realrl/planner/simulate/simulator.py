@@ -146,14 +146,16 @@ class _Simulator:
                 return False
             ends[group.step] = max(ends[group.step], group.clock)
             group.clock = max(group.clock, received)
-            group.step, group.position = group.step + 1, 0
+            group.step += 1
+            group.position = 0
             return True
         number = group.program[group.position]
         self.came[group.step, number].setdefault(group.ranks[0], group.clock)
         start = self._start(group, number)
         if start is None:
             return False
-        arrived, group.clock = group.clock, max(group.clock, start) + self.seconds[number]
+        arrived = group.clock
+        group.clock = max(group.clock, start) + self.seconds[number]
         self.done[group.step, number][group.ranks[0]] = group.clock
         waiting = max(0.0, start - arrived)
         event = Slice(

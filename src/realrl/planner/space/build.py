@@ -39,7 +39,8 @@ def build_problem(
     The placements of plans in `include` are among the candidates even if they do not fit, unless a call has its own
     parameter type.
     """
-    graph, spec = scenario.graph, scenario.spec
+    graph = scenario.graph
+    spec = scenario.spec
     builder = _Builder(scenario, search_space or SearchSpace())
     plans = tuple(include)
     candidates = {call.name: builder.candidates(call, plans) for call in graph.calls}
@@ -61,7 +62,8 @@ class _Builder:
 
     def candidates(self, call: Call, plans: Iterable[Plan]) -> tuple[Candidate, ...]:
         """Cost every candidate of a call, those of the given plans included."""
-        work, given = self.scenario.workload.work(call), self.search_space.micro_batch_tokens
+        work = self.scenario.workload.work(call)
+        given = self.search_space.micro_batch_tokens
         candidates = self._candidates_on_meshes(
             call, list_micro_batches(call.kind, work) if given is None else given
         )
@@ -87,7 +89,8 @@ class _Builder:
         return candidates
 
     def _candidates_of_size(self, call: Call, mesh: Mesh, tokens: tuple[int, ...]) -> list[Candidate]:
-        spec, shape = self.scenario.spec, self.scenario.models[call.role].shape
+        spec = self.scenario.spec
+        shape = self.scenario.models[call.role].shape
         per_node = spec.groups[spec.group_index(mesh.first)].devices_per_node
         limit = self.scenario.memory.capacity(mesh.first)
         recompute = self.search_space.recompute if call.kind is Kind.TRAIN else (False,)
@@ -124,7 +127,9 @@ class _Builder:
 
     def _variants(self, call: Call, candidate: Candidate, limit: float) -> list[Candidate]:
         """The candidate, and its variants with offloading."""
-        graph, cost, memory = self.scenario.graph, self.scenario.cost, self.scenario.memory
+        graph = self.scenario.graph
+        cost = self.scenario.cost
+        memory = self.scenario.memory
         model = self.scenario.models[call.role]
         variants = [candidate]
         if graph.home(call.role) != call or not self.search_space.offload:
@@ -170,6 +175,7 @@ def _worthwhile(candidates: list[Candidate], most: int) -> list[Candidate]:
         needed = candidate.resident_bytes + candidate.working_bytes
         if i >= most and (candidate.resident_bytes < least_kept or needed < least_needed):
             lean.append(candidate)
-        least_kept, least_needed = min(least_kept, candidate.resident_bytes), min(least_needed, needed)
+        least_kept = min(least_kept, candidate.resident_bytes)
+        least_needed = min(least_needed, needed)
     steps = min(most, len(lean))
     return ordered[:most] + [lean[len(lean) - 1 - i * len(lean) // steps] for i in range(steps)]

@@ -67,9 +67,9 @@ def list_micro_batches(kind: Kind, work: CallWork) -> tuple[int, ...]:
     records = -(-work.items // work.minibatches)
     whole = records * work.longest
     sizes = [max(work.longest, min(_SMALLEST_BATCH, whole // 4))]
-    most, step = (whole, 4) if kind is Kind.GENERATE else (min(whole, _LARGEST_PASS), 2)
-    while sizes[-1] < most:
-        sizes.append(min(most, sizes[-1] * step))
+    largest, step = (whole, 4) if kind is Kind.GENERATE else (min(whole, _LARGEST_PASS), 2)
+    while sizes[-1] < largest:
+        sizes.append(min(largest, sizes[-1] * step))
     return tuple(sizes)
 
 

@@ -27,7 +27,9 @@ class Padding:
         """Compute the overhead of sequences with these lengths; `dense`: short ones materialise their scores."""
         buckets = bucket_lengths(lengths)
         masks = sum(length**2 for length, _ in buckets if length <= DENSE_LENGTH)
-        rows, long, scores = 0, 0, []
+        rows = 0
+        long = 0
+        scores = []
         for length, count in buckets:
             rows += count * length
             if dense and length <= DENSE_LENGTH:
