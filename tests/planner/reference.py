@@ -144,8 +144,8 @@ def strategy_table(
 ) -> list[Candidate]:
     """List all candidates of a call by a crude model with the effects of a real one.
 
-    TP communicates, pipelines have bubbles, decoding is memory-bound, small shards are inefficient, recomputation and
-    offloading cost time.
+    TP communicates, pipelines have bubbles, decoding is memory-bound, small shards are inefficient,
+    recomputation and offloading cost time.
     """
     per, candidates = cluster.devices_per_node, []
     sizes = [s for s in range(1, per) if per % s == 0] + [per * n for n in range(1, cluster.nodes + 1)]
