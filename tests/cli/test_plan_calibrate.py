@@ -45,13 +45,15 @@ def test_the_profile_of_the_recipe_is_corrected(tmp_path: Path, capsys: pytest.C
     assert "times of a100-80g measured (" in said and "but for actor, ref and tp=2 from data sheets" in said
 
 
-def test_a_directory_without_costs_is_said_to_be_one(
+def test_calibrating_from_a_directory_without_costs_is_a_user_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_app(["plan", "--calibrate", str(tmp_path)]) == 2
     assert f"{tmp_path} holds no costs.json" in capsys.readouterr().err
 
 
-def test_a_plan_needs_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_command_without_recipe_and_calibration_is_a_user_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert run_app(["plan"]) == 2
     assert capsys.readouterr().err == "realrl: name a recipe, a YAML file, to plan for\n"

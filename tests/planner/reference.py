@@ -9,8 +9,8 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.routing.links import Links
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.planner.moves.exchange import Exchange
-from realrl.planner.moves.links import LinkTransfers, Weights
+from realrl.planner.moves.exchange import ExchangeModel
+from realrl.planner.moves.links import LinkTransfers, ParameterBytes
 from realrl.planner.moves.transfers import Layouts
 from realrl.planner.simulate.simulator import simulate
 from realrl.planner.space.problem import Assignment, Candidate, Problem
@@ -208,13 +208,15 @@ def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bo
     transfer_speed = rng.choice([2.0, 2.0, 20.0])
     links = Links(3 * transfer_speed, transfer_speed, 1e-3)
     weights = {
-        role: Weights(layers=8, layer=0.25 * p, embedding=0.3 * p, end=0.1 * p, tied=rng.random() < 0.3)
+        role: ParameterBytes(
+            layers=8, layer=0.25 * p, embedding=0.3 * p, end=0.1 * p, tied=rng.random() < 0.3
+        )
         for role, p in parameters.items()
     }
     transfers = LinkTransfers(cluster, weights, (links,) * cluster.nodes)
     memory = rng.choice([30.0, 60.0, 1000.0]) * sum(parameters.values()) / cluster.size
     volumes = {(p.name, c.name): rng.choice([0.0, 0.3]) for c in graph.calls for p in producers(graph, c)}
-    exchange = Exchange(links, cluster.devices_per_node, volumes)
+    exchange = ExchangeModel(links, cluster.devices_per_node, volumes)
     return Problem(
         graph=graph,
         cluster=cluster,

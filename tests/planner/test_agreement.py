@@ -18,7 +18,7 @@ from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.cost.model import CostModel
 from realrl.planner.evaluate.timeline import Timeline
 from realrl.planner.memory.model import MemoryModel
-from realrl.planner.simulate.predict import estimate_plan
+from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import build_problem
 from realrl.planner.space.problem import Problem

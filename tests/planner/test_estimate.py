@@ -8,7 +8,7 @@ import pytest
 from realrl.algorithms.ppo.graph import eval_graph, train_graph
 from realrl.dataflow.call import Kind
 from realrl.families.published import SHAPES
-from realrl.layout.layout import layout
+from realrl.layout.layout import build_layout
 from realrl.layout.routing.routes import reallocate
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
@@ -17,8 +17,8 @@ from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.cost.model import CostModel
 from realrl.planner.memory.model import MemoryModel
 from realrl.planner.simulate.estimate import Estimate
+from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.footprints import compute_footprints
-from realrl.planner.simulate.predict import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.simulate.trace import predict_trace
 from realrl.planner.workload.flops import count_flops, count_layer_weights
@@ -116,7 +116,9 @@ def test_reallocations_send_the_bytes_of_their_routes(seed: int) -> None:
     of = scenario("a100-80g:2x4", ref_ema=0.1)
     for move in estimate_plan(of, sampled_plan(random.Random(seed), of)).moves:
         model, instruction = of.models[move.instruction.role], move.instruction
-        before, after = (layout(model.shape, model.head, p) for p in (instruction.source, instruction.target))
+        before, after = (
+            build_layout(model.shape, model.head, p) for p in (instruction.source, instruction.target)
+        )
         exact = reallocate(before, after, of.spec.cluster).bytes_by_link(2)
         assert move.sent_bytes == pytest.approx(exact.node + exact.network, rel=0.02, abs=2**20)
         assert move.network_bytes == pytest.approx(exact.network, rel=0.02, abs=2**20)

@@ -18,7 +18,7 @@ from realrl.planner.report.make import make_report
 from realrl.planner.report.report import PlanReport, SizeReport
 from realrl.planner.report.to_json import report_to_json
 from realrl.planner.search.plan_search import UserConstraints, make_preset_plans, tune_plan
-from realrl.planner.simulate.predict import estimate_plan
+from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace
 from realrl.planner.workload.workload import Workload

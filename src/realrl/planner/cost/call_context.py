@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from math import ceil
 
+from realrl.layout.limits import max_logits
+from realrl.layout.padding import bucket_lengths
 from realrl.layout.ranges import stage_layers
 from realrl.plan.placement import Strategy
 from realrl.planner.cost.network import Network
 from realrl.planner.cost.timing import BatchSize, DeviceHostTime, Timing
-from realrl.planner.memory.logits import CPU_CHUNK, GPU_CHUNK
 from realrl.planner.workload.batching import Chunks
-from realrl.planner.workload.padding import bucket_lengths
 from realrl.planner.workload.workload import CallWork
 
 
@@ -50,7 +50,7 @@ class CallContext:
             in_chunk = in_chunk or lengths[i * len(lengths) // chunks.count :][:1]
             held = [in_chunk[(2 * j + 1) * len(in_chunk) // (2 * each)] for j in range(each)]
             buckets = bucket_lengths(held)
-            squares += sum(count * length**2 for length, count in buckets)
+            squares += sum(len(bucket.sequences) * bucket.length**2 for bucket in buckets)
             groups += len(buckets)
             tokens += sum(held)
         return BatchSize(chunks.tokens, chunks.tokens * squares / tokens, groups / chunks.count)
@@ -113,8 +113,7 @@ class CallContext:
 
     def _logit_chunks(self, tokens: float) -> tuple[float, int]:
         """Rows of logits per chunk, and number of chunks."""
-        chunk = CPU_CHUNK if self.timing.device.cpu else GPU_CHUNK
-        rows = max(1, chunk // self.timing.sizes.padded_vocab)
+        rows = max(1, max_logits(cpu=self.timing.device.cpu) // self.timing.sizes.padded_vocab)
         return min(rows, tokens), ceil(tokens / rows)
 
     def _hidden(self, tokens: float) -> float:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import log
 
+from realrl.layout.limits import COMPACTION_SHARE
 from realrl.planner.cost.call_context import CallContext
 from realrl.planner.cost.passes import OutsideLayers, cost_forward_pass
 from realrl.planner.workload.batching import Chunks, split_work
@@ -11,8 +12,6 @@ from realrl.planner.workload.workload import CallWork
 
 _SEGMENTS = 8
 """Segments of decode steps in which rows and context length are taken to be constant."""
-_KEPT = 0.8
-"""Fraction of active rows below which the KV cache is compacted (`engine.generation.generate`)."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,9 @@ def split_decode_steps(work: CallWork, rows: float) -> Iterator[DecodeSegment]:
         end = steps * (i + 1) / _SEGMENTS
         alive, left = (max(1 / rows, sum(a > n for a in answers) / len(answers)) for n in (begin, end))
         context = prompt + (begin + end + 1) / 2
-        yield DecodeSegment(end - begin, max(1.0, rows * alive), context, log(alive / left) / -log(_KEPT))
+        yield DecodeSegment(
+            end - begin, max(1.0, rows * alive), context, log(alive / left) / -log(COMPACTION_SHARE)
+        )
 
 
 def cost_generation(context: CallContext) -> Mapping[str, float]:

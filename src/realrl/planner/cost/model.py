@@ -7,7 +7,7 @@ from functools import cached_property
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import Head, ModelShape
-from realrl.layout.layout import layout
+from realrl.layout.layout import build_layout
 from realrl.layout.routing.links import Links
 from realrl.layout.routing.routes import reallocate
 from realrl.plan.placement import Placement
@@ -18,8 +18,8 @@ from realrl.planner.cost.generation import cost_generation
 from realrl.planner.cost.network import Network
 from realrl.planner.cost.passes import cost_inference, cost_training
 from realrl.planner.cost.timing import Timing
-from realrl.planner.moves.exchange import Exchange, count_exchanged_bytes
-from realrl.planner.moves.links import LinkTransfers, Weights
+from realrl.planner.moves.exchange import ExchangeModel, count_exchanged_bytes
+from realrl.planner.moves.links import LinkTransfers, ParameterBytes
 from realrl.planner.moves.transfers import Layouts
 from realrl.planner.profile.corrections import find_correction
 from realrl.planner.profile.profile import Profile
@@ -97,24 +97,28 @@ class CostModel:
 
     def transfers(self, models: Mapping[str, Stored]) -> LinkTransfers:
         """Build the time model of reallocations of roles, whose parameters travel in their own type."""
-        weights = {role: Weights.of(model, model.element_bytes) for role, model in models.items()}
+        weights = {role: ParameterBytes.of(model, model.element_bytes) for role, model in models.items()}
         return LinkTransfers(self.spec.cluster, weights, self._node_links)
 
     def exact_reallocation(self, model: Stored, source: Placement, target: Placement) -> float:
         """Compute the seconds of a reallocation from the executed routes, which takes 1 to 100 milliseconds."""
-        source_layout, target_layout = (layout(model.shape, model.head, place) for place in (source, target))
+        source_layout, target_layout = (
+            build_layout(model.shape, model.head, place) for place in (source, target)
+        )
         links = _slowest(self._node_links[self.spec.node(place.mesh.first)] for place in (source, target))
         routes = reallocate(source_layout, target_layout, self.spec.cluster, links)
         return routes.seconds(links, _narrower(model, source, target))
 
-    def exchange(self, graph: DataflowGraph, workload: Workload) -> Exchange:
+    def exchange(self, graph: DataflowGraph, workload: Workload) -> ExchangeModel:
         """Build the time model of data exchange between the calls of a graph."""
         host = self.efficiency.host_bytes_per_s
         links = _slowest(self._node_links)
         slower = Links(
             min(host, links.device_bytes_per_s), min(host, links.node_bytes_per_s), links.latency_s
         )
-        return Exchange(slower, self.spec.cluster.devices_per_node, count_exchanged_bytes(graph, workload))
+        return ExchangeModel(
+            slower, self.spec.cluster.devices_per_node, count_exchanged_bytes(graph, workload)
+        )
 
     def offload(self, number_bytes: float, rank: int = 0) -> float:
         """Compute the seconds of a copy of `number_bytes` per device between device and host memory."""
@@ -158,7 +162,9 @@ class CostModel:
     def _transfers_of(self, model: Stored, source: Placement, target: Placement) -> LinkTransfers:
         key = (model, _narrower(model, source, target))
         if key not in self._transfers:
-            self._transfers[key] = LinkTransfers(self.spec.cluster, {"": Weights.of(*key)}, self._node_links)
+            self._transfers[key] = LinkTransfers(
+                self.spec.cluster, {"": ParameterBytes.of(*key)}, self._node_links
+            )
         return self._transfers[key]
 
     def _correction(self, call: Call, model: Stored, placement: Placement) -> float:

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from realrl.layout.limits import bucket_count
 from realrl.planner.cost.call_context import CallContext
 from realrl.planner.cost.timing import DeviceHostTime
 from realrl.planner.workload.batching import Chunks, split_work
-from realrl.planner.workload.sizes import buckets
 
 _SMALL = 64
 """Bytes of the all-reduces of metrics and norms, a few of which every optimizer step waits for."""
@@ -88,7 +88,7 @@ def _cost_gradient_reduction(context: CallContext, elements: int, last_pass: flo
     stages are summed before it, and then nothing overlaps.
     """
     network = context.network
-    num_buckets = buckets(elements)
+    num_buckets = bucket_count(elements)
     seconds = num_buckets * network.dp_group.reduce_scatter(4 * elements / num_buckets)
     small = 3 * network.dp_group.all_reduce(_SMALL)
     completion = _cost_partial_gradients(context)
@@ -115,7 +115,7 @@ def _cost_partial_gradients(context: CallContext) -> float:
 
 def _cost_parameter_gather(context: CallContext, elements: int, update: float) -> float:
     """Exposed seconds of the parameter all-gather, which overlaps the update of the next bucket."""
-    num_buckets = buckets(elements)
+    num_buckets = bucket_count(elements)
     bucket_bytes = context.timing.element_bytes * elements / num_buckets
     seconds = num_buckets * context.network.dp_group.all_gather(bucket_bytes)
     return max(seconds - update * context.overlap, seconds / num_buckets)

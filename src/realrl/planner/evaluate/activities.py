@@ -6,12 +6,12 @@ from enum import IntEnum
 
 import numpy as np
 
-from realrl.dataflow.call import Kind as CallKind
+from realrl.dataflow.call import Kind
 from realrl.planner.evaluate.tables import Bools, Columns, EmaUpdate, Tables
 from realrl.planner.moves.transfers import Floats, Ints
 
 
-class Phase(IntEnum):
+class WavePhase(IntEnum):
     """Phases of a wave, in the order of programs (`program.lower`)."""
 
     LOAD = 0
@@ -27,17 +27,19 @@ class Phase(IntEnum):
     OFFLOAD = 10
 
 
-_BLOCKS = {Phase.REALLOCATE: Phase.LOAD} | dict.fromkeys(range(Phase.LOAD_EMA, Phase.OFFLOAD), Phase.LOAD_EMA)
+_BLOCKS = {WavePhase.REALLOCATE: WavePhase.LOAD} | dict.fromkeys(
+    range(WavePhase.LOAD_EMA, WavePhase.OFFLOAD), WavePhase.LOAD_EMA
+)
 """First phase of the block of phases that is executed call by call."""
-_RENDEZVOUS = (Phase.REALLOCATE, Phase.RUN, Phase.UPDATE_EMA)
+_RENDEZVOUS = (WavePhase.REALLOCATE, WavePhase.RUN, WavePhase.UPDATE_EMA)
 """Phases that start on all ranks at once; ranks execute the others independently."""
 
 
 @dataclass(frozen=True)
-class Kind:
+class ActivityKind:
     """Kind of activity that plans may contain."""
 
-    phase: Phase
+    phase: WavePhase
     call: int
     """Index of the call whose wave contains the activity."""
     ema: EmaUpdate | None = None
@@ -47,7 +49,7 @@ class Kind:
     @property
     def place(self) -> tuple[int, int, int, int, int]:
         """Sort key among the activities of a wave."""
-        of_ema = self.phase in (Phase.LOAD_EMA, Phase.UPDATE_EMA)
+        of_ema = self.phase in (WavePhase.LOAD_EMA, WavePhase.UPDATE_EMA)
         order = (self.number, self.phase) if of_ema else (self.phase, self.number)
         return _BLOCKS.get(self.phase, self.phase), self.call, not of_ema, *order
 
@@ -57,38 +59,38 @@ class Kind:
         return self.phase in _RENDEZVOUS
 
 
-def list_activities(tables: Tables) -> list[Kind]:
+def list_activities(tables: Tables) -> list[ActivityKind]:
     """List all kinds of activities; runs of calls come first, in the order of the graph."""
     calls = range(len(tables.calls))
-    kinds = [Kind(Phase.RUN, c) for c in calls]
+    kinds = [ActivityKind(WavePhase.RUN, c) for c in calls]
     for c in calls:
         home = tables.home[c]
         offloaded = bool(tables.candidates(home).offloaded.any())
         borrows = home != c
-        changes = tables.calls[c].kind is CallKind.TRAIN
-        back = Phase.OFFLOAD_CHANGED if changes else Phase.OFFLOAD
-        kinds += [Kind(Phase.LOAD, c), Kind(back, c)] * offloaded
-        kinds += [Kind(Phase.REALLOCATE, c), Kind(Phase.RELEASE, c)] * borrows
-        kinds += [Kind(Phase.OFFLOAD_SOURCE, c)] * (offloaded and borrows)
-        kinds += [Kind(Phase.SHARE_LENGTHS, c)] * bool(tables.length_receivers[c])
+        changes = tables.calls[c].kind is Kind.TRAIN
+        back = WavePhase.OFFLOAD_CHANGED if changes else WavePhase.OFFLOAD
+        kinds += [ActivityKind(WavePhase.LOAD, c), ActivityKind(back, c)] * offloaded
+        kinds += [ActivityKind(WavePhase.REALLOCATE, c), ActivityKind(WavePhase.RELEASE, c)] * borrows
+        kinds += [ActivityKind(WavePhase.OFFLOAD_SOURCE, c)] * (offloaded and borrows)
+        kinds += [ActivityKind(WavePhase.SHARE_LENGTHS, c)] * bool(tables.length_receivers[c])
     for number, ema in enumerate(tables.ema_updates):
         f = ema.after, ema, number
-        kinds.append(Kind(Phase.UPDATE_EMA, *f))
+        kinds.append(ActivityKind(WavePhase.UPDATE_EMA, *f))
         if tables.candidates(ema.home).offloaded.any():
-            kinds += [Kind(Phase.LOAD_EMA, *f), Kind(Phase.OFFLOAD_EMA, *f)]
+            kinds += [ActivityKind(WavePhase.LOAD_EMA, *f), ActivityKind(WavePhase.OFFLOAD_EMA, *f)]
     return kinds
 
 
-def takes_time(tables: Tables, kind: Kind) -> bool:
+def takes_time(tables: Tables, kind: ActivityKind) -> bool:
     """Return whether an activity may take time."""
-    if kind.phase in (Phase.OFFLOAD_SOURCE, Phase.OFFLOAD, Phase.OFFLOAD_CHANGED):
+    if kind.phase in (WavePhase.OFFLOAD_SOURCE, WavePhase.OFFLOAD, WavePhase.OFFLOAD_CHANGED):
         return bool(tables.candidates(tables.home[kind.call]).unload.any())
-    return kind.phase is not Phase.RELEASE
+    return kind.phase is not WavePhase.RELEASE
 
 
-def stores(kind: Kind) -> bool:
+def stores(kind: ActivityKind) -> bool:
     """Return whether an activity changes the memory in use."""
-    return kind.phase not in (Phase.SHARE_LENGTHS, Phase.UPDATE_EMA)
+    return kind.phase not in (WavePhase.SHARE_LENGTHS, WavePhase.UPDATE_EMA)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,11 +129,11 @@ class Facts:
         self.borrowed = np.array([columns.code[c] != columns.code[h] for c, h in enumerate(tables.home)])
         """Whether a call uses a transient replica, [calls, plans]."""
 
-    def activities(self, kinds: list[Kind]) -> Activities:
+    def activities(self, kinds: list[ActivityKind]) -> Activities:
         """Evaluate the given kinds of activities."""
         where, seconds, grows, change = zip(*(self._row(kind) for kind in kinds), strict=True)
         working = self.columns.working
-        needs = [working[k.call] if k.phase is Phase.RUN else np.zeros(working.shape[1]) for k in kinds]
+        needs = [working[k.call] if k.phase is WavePhase.RUN else np.zeros(working.shape[1]) for k in kinds]
         return Activities(
             where=np.array(where),
             seconds=np.array(seconds),
@@ -149,7 +151,7 @@ class Facts:
             wave[c] = np.where(after, wave[:c] + 1, 0).max(axis=0)
         return wave
 
-    def _row(self, kind: Kind) -> tuple[Bools, Floats, Bools, Floats]:
+    def _row(self, kind: ActivityKind) -> tuple[Bools, Floats, Bools, Floats]:
         """Participating points, seconds, points whose memory changes, and bytes of that change."""
         columns = self.columns
         c = kind.call
@@ -158,27 +160,27 @@ class Facts:
         if kind.ema is not None:
             return self._ema_row(kind.phase, kind.ema)
         match kind.phase:
-            case Phase.RUN:
+            case WavePhase.RUN:
                 return self.inside[c], columns.seconds[c], self.inside[c], nothing
-            case Phase.SHARE_LENGTHS:
+            case WavePhase.SHARE_LENGTHS:
                 receivers = np.logical_or.reduce([self.inside[r] for r in self.tables.length_receivers[c]])
                 return receivers, nothing, receivers, nothing
-            case Phase.REALLOCATE:
+            case WavePhase.REALLOCATE:
                 first = self.borrowed[c] & ~self._meets(c, self.tables.sharers[c])
                 seconds = self.tables.reallocation[c](columns.layout[home], columns.layout[c])
                 there = self.inside[c] & first
                 return there | self.inside[home] & first, seconds, there, columns.weights[c]
-            case Phase.RELEASE:
+            case WavePhase.RELEASE:
                 last = self.borrowed[c] & ~self._meets(c, self.tables.shared_by[c])
                 there = self.inside[c] & last
                 return there, nothing, there, -columns.weights[c]
         there = self.inside[home] & (self._moved(kind) & columns.offloaded[home])
-        loads = kind.phase is Phase.LOAD
+        loads = kind.phase is WavePhase.LOAD
         seconds = columns.load if loads else columns.unload
         weights = columns.weights[home]
         return there, seconds[home], there, weights if loads else -weights
 
-    def _moved(self, kind: Kind) -> Bools:
+    def _moved(self, kind: ActivityKind) -> Bools:
         """Whether a role's parameters, if offloaded, are loaded or offloaded again at this point.
 
         Calls of the same wave share loaded parameters.
@@ -186,11 +188,11 @@ class Facts:
         c = kind.call
         borrowed = self.borrowed
         same_role = {p: self.wave[p] == self.wave[c] for p in self.tables.same_role[c]}
-        if kind.phase in (Phase.LOAD, Phase.OFFLOAD_SOURCE):
+        if kind.phase in (WavePhase.LOAD, WavePhase.OFFLOAD_SOURCE):
             moved = self._loads(c) & ~self._any(same_role[p] & self._loads(p) for p in same_role if p < c)
-        if kind.phase is Phase.LOAD:
+        if kind.phase is WavePhase.LOAD:
             return moved
-        if kind.phase is Phase.OFFLOAD_SOURCE:
+        if kind.phase is WavePhase.OFFLOAD_SOURCE:
             return moved & borrowed[c] & ~self._any(same_role[p] & ~borrowed[p] for p in same_role)
         return ~borrowed[c] & ~self._any(same_role[p] & ~borrowed[p] for p in same_role if p < c)
 
@@ -198,17 +200,17 @@ class Facts:
         """Whether a call needs the parameters at its role's primary placement."""
         return ~self.borrowed[c] | ~self._meets(c, self.tables.sharers[c])
 
-    def _ema_row(self, phase: Phase, ema: EmaUpdate) -> tuple[Bools, Floats, Bools, Floats]:
+    def _ema_row(self, phase: WavePhase, ema: EmaUpdate) -> tuple[Bools, Floats, Bools, Floats]:
         columns = self.columns
         home = ema.home
         source = self.tables.home[ema.after]
         there = self.inside[home]
         weights = columns.weights[home]
-        if phase is Phase.UPDATE_EMA:
+        if phase is WavePhase.UPDATE_EMA:
             seconds = ema.table(columns.layout[source], columns.layout[home])
             return there | self.inside[source], seconds, there, np.zeros_like(weights)
         there = there & columns.offloaded[home]
-        if phase is Phase.LOAD_EMA:
+        if phase is WavePhase.LOAD_EMA:
             return there, columns.load[home], there, weights
         return there, columns.unload[home], there, -weights
 

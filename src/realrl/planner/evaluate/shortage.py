@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from realrl.dataflow.call import Call
-from realrl.planner.evaluate.timeline import Evaluation
+from realrl.planner.evaluate.timeline import PlanEvaluation
 from realrl.planner.space.problem import Assignment, Candidate, Problem
 
 
@@ -59,7 +59,7 @@ def explain_call_shortage(problem: Problem, call: Call, number: int) -> Shortage
     )
 
 
-def explain_plan_shortage(problem: Problem, assignment: Assignment, evaluation: Evaluation) -> Shortage:
+def explain_plan_shortage(problem: Problem, assignment: Assignment, evaluation: PlanEvaluation) -> Shortage:
     """Describe the shortage on the peak device of a plan."""
     candidates = problem.chosen_candidates(assignment)
     rank = evaluation.peak_rank

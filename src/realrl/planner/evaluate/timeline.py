@@ -7,7 +7,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realrl.dataflow.call import Kind
-from realrl.planner.evaluate.activities import Activities, Facts, Phase, list_activities, stores, takes_time
+from realrl.planner.evaluate.activities import (
+    Activities,
+    Facts,
+    WavePhase,
+    list_activities,
+    stores,
+    takes_time,
+)
 from realrl.planner.evaluate.tables import Columns, Tables
 from realrl.planner.moves.transfers import Floats, Ints
 from realrl.planner.space.problem import Assignment, Problem
@@ -20,7 +27,7 @@ _AT_ONCE = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class PlanEvaluation:
     """Step time, peak memory and schedule of a plan."""
 
     seconds: float
@@ -83,7 +90,7 @@ class Timeline:
         places = sorted(range(len(self._kinds)), key=lambda a: self._kinds[a].place)
         self._place = np.argsort(places)[:, None]
         # Row lengths are shared when the call has ended.
-        sharing_lengths = [kind.phase is Phase.SHARE_LENGTHS for kind in self._kinds]
+        sharing_lengths = [kind.phase is WavePhase.SHARE_LENGTHS for kind in self._kinds]
         same = self._owner == np.arange(len(tables.calls))[:, None]
         self._wait = np.where(same & sharing_lengths, 0.0, _NEVER)
 
@@ -97,7 +104,7 @@ class Timeline:
         seconds = [step.clock.max(axis=0) for step in steps]
         return np.concatenate(seconds), np.concatenate([step.fill.max(axis=0) for step in steps])
 
-    def evaluate(self, assignment: Assignment) -> Evaluation:
+    def evaluate(self, assignment: Assignment) -> PlanEvaluation:
         """Evaluate one plan in detail."""
         names = [call.name for call in self.tables.calls]
         columns = self.tables.gather(np.array([[assignment[name]] for name in names]))
@@ -106,10 +113,10 @@ class Timeline:
         peak = int(fill.argmax())
         reallocation: dict[str, float] = {}
         for a, kind in enumerate(self._kinds):
-            if kind.phase in (Phase.LOAD, Phase.REALLOCATE) and steps.activities.where[a].any():
+            if kind.phase in (WavePhase.LOAD, WavePhase.REALLOCATE) and steps.activities.where[a].any():
                 name = names[kind.call]
                 reallocation[name] = reallocation.get(name, 0.0) + float(steps.activities.seconds[a, 0])
-        return Evaluation(
+        return PlanEvaluation(
             seconds=float(steps.clock.max()),
             peak_bytes=float(fill[peak] * columns.limit[peak, 0]),
             fill=float(fill[peak]),

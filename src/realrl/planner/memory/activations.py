@@ -9,15 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from realrl.layout.limits import SENDS_PER_STAGE
 from realrl.plan.placement import Strategy
-from realrl.planner.memory.layer import Layer
+from realrl.planner.memory.layer import LayerMemory
 from realrl.planner.memory.logits import Logits
 from realrl.planner.workload.sizes import LocalSizes
 
 Parts = Mapping[str, int]
 """Bytes of `activations`, `logits` and `cache` at one moment."""
-SENDS_PER_STAGE = 4
-"""Messages kept in flight to other stages, per stage of the pipeline (`engine.pipeline`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +106,9 @@ class Activations:
         return self.layer.bytes(rows * room, 2 * layers * self.sizes.cache_dim)
 
     @cached_property
-    def layer(self) -> Layer:
+    def layer(self) -> LayerMemory:
         """Activation sizes of one layer."""
-        return Layer(
+        return LayerMemory(
             sizes=self.sizes,
             strategy=self.strategy,
             element_bytes=self.element_bytes,

@@ -13,7 +13,7 @@ from realrl.planner.workload.sizes import LocalSizes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class LayerMemory:
     """Activation sizes of a layer.
 
     `lengths` are a sample of sequence lengths; they matter where attention pads sequences, on a CPU and in float32.

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
+from realrl.layout.limits import max_logits
 from realrl.planner.workload.sizes import LocalSizes
 
-GPU_CHUNK, CPU_CHUNK = 1 << 26, 1 << 20
-"""Logits computed at a time, on a GPU and on a CPU (`model.logprobs`)."""
 SAMPLED_LOGIT_BYTES = 28
 """Bytes per logit of a sampled token without top-k and top-p (`engine.generation.sampling`).
 
@@ -71,4 +70,4 @@ class Logits:
         return self.sizes.head == "scalar"
 
     def _chunk(self, tokens: float) -> float:
-        return min(tokens * self.sizes.padded_vocab, CPU_CHUNK if self.cpu else GPU_CHUNK)
+        return min(tokens * self.sizes.padded_vocab, max_logits(cpu=self.cpu))

@@ -7,6 +7,7 @@ from realrl.config.errors import UserError
 from realrl.config.units import format_bytes
 from realrl.dataflow.call import Call, Kind
 from realrl.families.shape import Head, ModelShape
+from realrl.layout.limits import STAGING_BUFFERS, bucket_count
 from realrl.layout.ranges import stage_layers
 from realrl.layout.routing.chunks import CHUNK_BYTES
 from realrl.plan.placement import Placement
@@ -15,7 +16,7 @@ from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.memory.activations import Activations, Parts
 from realrl.planner.workload.batching import split_work
-from realrl.planner.workload.sizes import LocalSizes, buckets
+from realrl.planner.workload.sizes import LocalSizes
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 
@@ -25,8 +26,6 @@ DRIVER_BYTES = int(1.6 * _GIB)
 """Memory reserved by driver and libraries on a GPU.
 
 About 0.6 GiB for the CUDA context and the libraries' kernels, and 1 GiB for a few NCCL communicators."""
-MESSAGE_BUFFERS = 12
-"""Chunks that a reallocation keeps as buffers to pack and receive messages (`runtime.worker.reallocation`)."""
 FRAGMENTATION = 0.1
 """Fraction of dynamic memory that the caching allocator holds but cannot use.
 
@@ -167,7 +166,7 @@ class MemoryModel:
     def _elements(self, model: Stored, placement: Placement) -> list[int]:
         """Elements that each stage stores, padded so that each bucket divides evenly among DP ranks."""
         stages = self._local(model, placement).stage_elements(placement.strategy.pp)
-        multiples = [placement.strategy.dp * buckets(elements) for elements in stages]
+        multiples = [placement.strategy.dp * bucket_count(elements) for elements in stages]
         return [-(-n // multiple) * multiple for n, multiple in zip(stages, multiples, strict=True)]
 
     def _local(self, model: Stored, placement: Placement) -> LocalSizes:
@@ -176,7 +175,7 @@ class MemoryModel:
 
 
 def _usable(kind: DeviceKind) -> int:
-    return kind.memory_bytes - MESSAGE_BUFFERS * CHUNK_BYTES - (0 if kind.cpu else DRIVER_BYTES)
+    return kind.memory_bytes - STAGING_BUFFERS * CHUNK_BYTES - (0 if kind.cpu else DRIVER_BYTES)
 
 
 def _state(elements: int, dp: int, element_bytes: int) -> dict[str, int]:

@@ -14,7 +14,7 @@ from realrl.program.order import keys_between, producers
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangeModel:
     """Data exchange between the calls of a step.
 
     Every DP rank of the target receives its share of the rows, and its TP ranks and stages a copy each, from one

@@ -21,7 +21,7 @@ _PAIR = tuple[Floats, Floats]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weights:
+class ParameterBytes:
     """Parameter bytes of a model, by the parts that pipeline stages are made of."""
 
     layers: int
@@ -34,7 +34,7 @@ class Weights:
     tied: bool = False
 
     @classmethod
-    def of(cls, model: Stored, width: int) -> "Weights":
+    def of(cls, model: Stored, width: int) -> "ParameterBytes":
         """Build from a model whose parameters have `width` bytes each."""
         layer, embedding, end = LocalSizes(model.shape, model.head, 1).parts
         tied = model.shape.tied_embeddings and model.head == "lm"
@@ -101,7 +101,7 @@ class LinkTransfers:
     """
 
     cluster: Cluster
-    weights: Mapping[str, Weights]
+    weights: Mapping[str, ParameterBytes]
     """Parameter bytes by role."""
     links: tuple[Links, ...]
     """Links of each node; between heterogeneous nodes the slower ones count."""
@@ -272,7 +272,7 @@ class LinkTransfers:
         return self._cuts[role]
 
 
-def _into_empty(held: _Boxes, needed: _Boxes, weights: Weights) -> Floats:
+def _into_empty(held: _Boxes, needed: _Boxes, weights: ParameterBytes) -> Floats:
     """Lower bound on the layer bytes that some node receives or sends because nodes hold none of what they need.
 
     At best the nodes without data are those that need the least.

@@ -12,7 +12,7 @@ from realrl.dataflow.call import Call, Kind
 from realrl.plan.placement import Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.planner.evaluate.shortage import Shortage, explain_plan_shortage
-from realrl.planner.evaluate.timeline import Evaluation, Timeline
+from realrl.planner.evaluate.timeline import PlanEvaluation, Timeline
 from realrl.planner.report.report import Alternative
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace, build_problem
@@ -122,7 +122,7 @@ class _View:
         base = timeline.evaluate(self.assignment)
         return [self._alternative(timeline, base, number) for number in picked]
 
-    def _alternative(self, timeline: Timeline, base: Evaluation, number: int) -> Alternative:
+    def _alternative(self, timeline: Timeline, base: PlanEvaluation, number: int) -> Alternative:
         assignment = {**self.assignment, self.call.name: number}
         other = timeline.evaluate(assignment)
         candidate = self.candidates[number]
@@ -147,7 +147,7 @@ class _View:
             on_device=tuple(name for name, (before, after) in away.items() if before and not after),
         )
 
-    def _where_slower(self, base: Evaluation, other: Evaluation, candidate: Candidate) -> str:
+    def _where_slower(self, base: PlanEvaluation, other: PlanEvaluation, candidate: Candidate) -> str:
         slower = other.seconds - base.seconds
         terms = _difference(self._terms(other, candidate), self._terms(base, self.candidates[0]))
         # The remainder: calls that now need the same devices, or that depend on this one, run later.
@@ -159,7 +159,7 @@ class _View:
         ]
         return f"{_seconds(slower)} slower" + (f": {', '.join(named[:_NAMED])}" if named else "")
 
-    def _terms(self, evaluation: Evaluation, candidate: Candidate) -> dict[str, float]:
+    def _terms(self, evaluation: PlanEvaluation, candidate: Candidate) -> dict[str, float]:
         """Seconds of the call, and of reallocations before all calls, by term."""
         model = self.scenario.models[self.call.role]
         workload = self.scenario.workload

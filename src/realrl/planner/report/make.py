@@ -6,7 +6,7 @@ from dataclasses import replace
 from realrl.config.errors import UserError
 from realrl.planner.report.alternatives import find_alternatives
 from realrl.planner.report.report import Objective, PlanReport, Preset
-from realrl.planner.report.sizes import compare_sizes, make_size_report, on_cluster
+from realrl.planner.report.sizes import compare_sizes, make_size_report
 from realrl.planner.search.plan_search import (
     BestPlan,
     UserConstraints,
@@ -45,10 +45,10 @@ def make_report(
     largest = scenario.spec.with_nodes(counts[-1])
     seconds = default_search_seconds(largest) if seconds is None else seconds
     each = seconds if nodes else seconds / len(counts)
-    scenario = on_cluster(scenario, largest)
+    scenario = scenario.on(largest)
     sizes = compare_sizes(scenario, counts, seconds=each, seed=seed, constraints=constraints)
     best = min(sizes, key=lambda size: size.step_seconds if objective == "time" else size.cost)
-    scenario = on_cluster(scenario, scenario.spec.with_nodes(best.nodes))
+    scenario = scenario.on(scenario.spec.with_nodes(best.nodes))
     best_plan = find_best_plan(scenario, seconds=seconds, seed=seed, constraints=constraints, start=best.plan)
     report = _report(scenario, best_plan, constraints)
     row = make_size_report(scenario, report.chosen, report.gap)

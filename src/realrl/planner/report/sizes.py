@@ -1,19 +1,15 @@
 """Comparison of plans on different numbers of nodes."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from realrl.config.errors import UserError
-from realrl.planner.cluster.spec import ClusterSpec
-from realrl.planner.cost.model import CostModel
 from realrl.planner.evaluate.shortage import DoesNotFit
-from realrl.planner.memory.model import MemoryModel
 from realrl.planner.report.alternatives import describe_shortage
 from realrl.planner.report.report import SizeReport
 from realrl.planner.search.nodes import ClusterSize, search_node_counts
 from realrl.planner.search.plan_search import UserConstraints, find_plan
 from realrl.planner.simulate.estimate import Estimate
-from realrl.planner.simulate.predict import estimate_plan
+from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import build_problem
 
@@ -32,22 +28,8 @@ def compare_sizes(
     if sizes[-1].shortage is not None:
         raise DoesNotFit(sizes[-1].shortage)
     return tuple(
-        _part_report(
-            on_cluster(scenario, spec.with_nodes(size.nodes)), size, constraints=constraints, seconds=seconds
-        )
+        _part_report(scenario.on(spec.with_nodes(size.nodes)), size, constraints=constraints, seconds=seconds)
         for size in sizes
-    )
-
-
-def on_cluster(scenario: Scenario, spec: ClusterSpec) -> Scenario:
-    """Return the scenario on another cluster."""
-    cost = scenario.cost
-    memory = scenario.memory
-    return replace(
-        scenario,
-        spec=spec,
-        cost=CostModel(spec, cost.profile, cost.efficiency),
-        memory=MemoryModel(spec, memory.efficiency),
     )
 
 

@@ -13,7 +13,7 @@ from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.evaluate.shortage import DoesNotFit
 from realrl.planner.search.search import SearchBudget, SearchResult, search_plans
 from realrl.planner.simulate.estimate import Estimate
-from realrl.planner.simulate.predict import estimate_plan
+from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace, build_problem
 from realrl.planner.space.candidates import list_micro_batches

@@ -7,7 +7,7 @@ import numpy as np
 
 from realrl.planner.evaluate.scorer import Improvement, Scorer
 from realrl.planner.evaluate.shortage import DoesNotFit, explain_plan_shortage
-from realrl.planner.evaluate.timeline import Evaluation, Timeline
+from realrl.planner.evaluate.timeline import PlanEvaluation, Timeline
 from realrl.planner.moves.transfers import Ints
 from realrl.planner.search.branch_and_bound import prove
 from realrl.planner.search.local import improve_locally
@@ -35,7 +35,7 @@ class SearchResult:
 
     assignment: dict[str, int]
     """Candidate index in the problem, by call."""
-    evaluation: Evaluation
+    evaluation: PlanEvaluation
     lower_bound: float
     """Lower bound on the step seconds of every plan of the problem."""
     evaluations: int

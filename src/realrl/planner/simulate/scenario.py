@@ -1,7 +1,7 @@
 """Scenario of a step: graph, models, cluster, workload, cost and memory models."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from realrl.dataflow.graph import DataflowGraph
 from realrl.planner.cluster.spec import ClusterSpec
@@ -21,3 +21,8 @@ class Scenario:
     workload: Workload
     cost: CostModel
     memory: MemoryModel
+
+    def on(self, spec: ClusterSpec) -> "Scenario":
+        """Return the scenario on another cluster."""
+        cost = CostModel(spec, self.cost.profile, self.cost.efficiency)
+        return replace(self, spec=spec, cost=cost, memory=MemoryModel(spec, self.memory.efficiency))

@@ -9,7 +9,7 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
-from realrl.planner.moves.exchange import Exchange
+from realrl.planner.moves.exchange import ExchangeModel
 from realrl.planner.moves.transfers import Transfers
 
 
@@ -70,7 +70,7 @@ class Problem:
     transfers: Transfers
     memory_bytes: tuple[float, ...]
     """Usable bytes per device, by node; equal on all nodes of a mesh."""
-    exchange: Exchange
+    exchange: ExchangeModel
     """Time model of data exchange between calls."""
 
     def __post_init__(self) -> None:

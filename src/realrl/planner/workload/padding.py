@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-DENSE_LENGTH = 128
-"""Longest padded length whose float32 attention scores are materialised."""
+from realrl.layout.padding import bucket_lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +25,17 @@ class Padding:
     def of(cls, lengths: Sequence[int], *, dense: bool) -> "Padding":
         """Compute the overhead of sequences with these lengths; `dense`: short ones materialise their scores."""
         buckets = bucket_lengths(lengths)
-        masks = sum(length**2 for length, _ in buckets if length <= DENSE_LENGTH)
+        masks = sum(bucket.length**2 for bucket in buckets if bucket.dense)
         rows = 0
         long = 0
         scores = []
-        for length, count in buckets:
-            rows += count * length
-            if dense and length <= DENSE_LENGTH:
-                scores.append(count * length**2)
+        for bucket in buckets:
+            padded = len(bucket.sequences) * bucket.length
+            rows += padded
+            if dense and bucket.dense:
+                scores.append(padded * bucket.length)
             else:
-                long += count * length
+                long += padded
         tokens = sum(lengths)
         return cls(
             rows=rows / tokens,
@@ -44,19 +44,3 @@ class Padding:
             scored_at_once=max(scores, default=0) / tokens,
             masks=masks,
         )
-
-
-def bucket_lengths(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Group lengths into buckets of (padded length, sequences), longest first.
-
-    Padded lengths are multiples of 8, and lengths within a bucket differ little.
-    """
-    buckets: list[tuple[int, int]] = []
-    shortest = 0
-    for length in sorted(lengths, reverse=True):
-        if not buckets or length < shortest:
-            longest = -(-length // 8) * 8
-            shortest = min(longest - 8, longest * 3 // 4) + 1
-            buckets.append((longest, 0))
-        buckets[-1] = (buckets[-1][0], buckets[-1][1] + 1)
-    return buckets

@@ -9,14 +9,6 @@ from realrl.layout.layout import local_tensor
 from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
 from realrl.layout.shard import Shard
 
-BUCKET_ELEMENTS = 2**24
-"""Elements of a bucket of gradients or parameters, which travel in one collective (`layout.tensors`)."""
-
-
-def buckets(elements: int) -> int:
-    """Count the buckets of a flat buffer of `elements`."""
-    return max(1, round(elements / BUCKET_ELEMENTS))
-
 
 @dataclass(frozen=True)
 class LocalSizes:

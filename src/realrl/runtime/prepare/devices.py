@@ -1,52 +1,20 @@
-"""From a recipe to what its plans are costed with. No torch."""
+"""The devices that a recipe is for, and what is known of them. No torch."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from realrl.algorithms.graphs import build_graph
-from realrl.checkpoint.directory import shape_of
 from realrl.config.errors import UserError
-from realrl.config.paths import local_path
 from realrl.config.units import parse_bytes
-from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
-from realrl.plan.plan import Plan
-from realrl.plan.presets import PRESETS, SEARCH, load_plan
 from realrl.planner.cluster.devices import DEVICES, DeviceKind, find_gpu_kind
 from realrl.planner.cluster.spec import ClusterSpec, NodeGroup
-from realrl.planner.cost.model import CostModel
 from realrl.planner.memory.model import MemoryModel
-from realrl.planner.profile.profile import Profile
-from realrl.planner.search.plan_search import UserConstraints
-from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.space.build import SearchSpace
-from realrl.planner.workload.workload import Workload
-from realrl.program.memory import Stored
 from realrl.recipe.experiment import Experiment
-from realrl.runtime.prepare.compile import Compiled, models, stored_models
+from realrl.runtime.prepare.cluster import named_cluster
 from realrl.runtime.prepare.gpu import NO_GPU, Gpu, Here
 from realrl.runtime.prepare.host import host_memory
 
 _ANY_GPU = replace(DEVICES["a100-80g"], name="gpu", memory_bytes=1 << 60)
 """Stands for a GPU that is not known, where only memory counts."""
-
-
-def named_cluster(text: str) -> ClusterSpec | None:
-    """The devices that a recipe's `cluster` names by their kind or in a file; None where it only counts them.
-
-    UserError where it does so wrongly.
-    """
-    names = ":" in text or Path(text).suffix in (".yaml", ".yml")
-    return ClusterSpec.parse(text) if names else None
-
-
-def written_cluster(text: str) -> Cluster | None:
-    """Nodes and devices per node that a recipe's `cluster` says; None for `auto`. UserError for nonsense."""
-    if text == "auto":
-        return None
-    named = named_cluster(text)
-    return Cluster.parse(text) if named is None else named.cluster
 
 
 def spec_of(experiment: Experiment, cluster: Cluster, here: Here | None = None) -> ClusterSpec | None:
@@ -80,7 +48,8 @@ def _may_be(here: Here, kind: DeviceKind) -> bool:
 
 
 def memory_spec(experiment: Experiment, cluster: Cluster, here: Here | None = None) -> ClusterSpec:
-    """The same for questions about memory alone, for which all GPUs are alike; endless where it is not known."""
+    """The devices of a recipe, for questions about memory alone: a GPU of unknown kind is like any other, and
+    without limit where its memory is not known."""
     spec = spec_of(experiment, cluster, here)
     if spec is not None:
         return spec
@@ -110,23 +79,8 @@ def host_is_device(experiment: Experiment, spec: ClusterSpec) -> bool:
     return experiment.device_memory is None and spec.groups[0].device.cpu
 
 
-def read_constraints(experiment: Experiment, spec: ClusterSpec, out: Path | None = None) -> UserConstraints:
-    """What a recipe says about plans that it does not give. `out`: the plan file that is going to be written.
-
-    UserError where it names neither a preset nor a plan file that can be read, unless that is `out`.
-    """
-    search_space = SearchSpace(offload=not host_is_device(experiment, spec))
-    own: dict[str, Plan] = {}
-    name = experiment.plan
-    if name not in (*PRESETS, SEARCH) and not (
-        out is not None and out == local_path(name) and not out.exists()
-    ):
-        own = {name: load_plan(name, experiment.micro_batch_tokens)}
-    return UserConstraints(experiment.micro_batch_tokens, experiment.recompute, search_space, own)
-
-
 def search_spec(experiment: Experiment, cluster: Cluster, here: Here) -> ClusterSpec:
-    """The same for a search; UserError where the kind of device is not known."""
+    """The devices of a recipe, for a search; UserError where their kind is not known."""
     spec = spec_of(experiment, cluster, here)
     if spec is None:
         assert isinstance(here, Gpu), "a CPU is known"
@@ -163,66 +117,3 @@ def with_memory(spec: ClusterSpec, size: int) -> ClusterSpec:
     except UserError as error:
         raise UserError(f"device_memory: {error}") from None
     return spec
-
-
-def phase_scenarios(experiment: Experiment, compiled: Compiled, spec: ClusterSpec) -> dict[str, Scenario]:
-    """Training and evaluation steps by the names of `Compiled.phases`, for questions about memory.
-
-    Roles whose sizes are not known here have no model in them.
-    """
-    cost, memory, found = CostModel(spec), MemoryModel(spec), {}
-    for name, phase in compiled.phases.items():
-        workload = Workload.of(experiment)
-        if name != "train":
-            # As `Evaluation` has it: with fewer records a rank could be left without any.
-            dp = max(place.strategy.dp for place in phase.plan.placements.values())
-            items = experiment.data.eval_batch or experiment.data.batch
-            workload = replace(workload, items=max(items, 2 * dp))
-        found[name] = Scenario(
-            graph=phase.graph,
-            models=compiled.memory.stored,
-            spec=spec,
-            workload=workload,
-            cost=cost,
-            memory=memory,
-        )
-    return found
-
-
-def make_scenario(
-    experiment: Experiment,
-    spec: ClusterSpec,
-    *,
-    profile: Profile | None = None,
-    prompts: Sequence[int] | None = None,
-    answers: Sequence[int] | None = None,
-) -> Scenario:
-    """The training step of a recipe on a cluster.
-
-    `profile` counts for devices of its kind. `prompts` and `answers`: measured lengths in tokens; without them
-    each sequence is as long as it may be. UserError if the size of a model cannot be found out.
-    """
-    graph = build_graph(experiment)
-    workload = Workload.of(experiment, prompts=prompts, answers=answers)
-    stored = _all_stored(experiment, graph)
-    return Scenario(
-        graph=graph,
-        models=stored,
-        spec=spec,
-        workload=workload,
-        cost=CostModel(spec, profile),
-        memory=MemoryModel(spec),
-    )
-
-
-def _all_stored(experiment: Experiment, graph: DataflowGraph) -> dict[str, Stored]:
-    shapes = {}
-    for role, config in models(experiment).items():
-        try:
-            shapes[role] = shape_of(config)
-        except UserError as error:
-            raise UserError(
-                f"models.{role}: planning needs the size of the model: {error}; or set models.{role}.path=null and"
-                f" models.{role}.shape to a size, for example llama-2-7b"
-            ) from None
-    return stored_models(experiment, graph, shapes)

@@ -7,11 +7,12 @@ from realrl.planner.simulate.estimate import DeviceMemory
 from realrl.planner.simulate.footprints import compute_footprints
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.compile import Compiled
-from realrl.runtime.prepare.scenario import host_is_device, phase_scenarios
+from realrl.runtime.prepare.devices import host_is_device
+from realrl.runtime.prepare.scenarios import phase_scenarios
 
 
 @dataclass(frozen=True)
-class Fullest:
+class PeakDevice:
     """The device that is nearest to running over, or runs over furthest."""
 
     phase: str
@@ -19,7 +20,7 @@ class Fullest:
     device: DeviceMemory
 
     @property
-    def missing(self) -> int:
+    def shortfall(self) -> int:
         """Bytes by which it is too small; negative where it is not."""
         return self.device.peak.bytes - self.device.capacity
 
@@ -40,8 +41,8 @@ def device_memory(
     }
 
 
-def fullest(experiment: Experiment, compiled: Compiled, spec: ClusterSpec) -> Fullest:
-    """Of all devices, in steps of every kind."""
+def find_peak_device(experiment: Experiment, compiled: Compiled, spec: ClusterSpec) -> PeakDevice:
+    """The device with least memory to spare, of all devices in steps of every kind."""
     found = device_memory(experiment, compiled, spec)
-    devices = (Fullest(phase, device) for phase, devices in found.items() for device in devices)
-    return max(devices, key=lambda one: one.missing)
+    devices = (PeakDevice(phase, device) for phase, devices in found.items() for device in devices)
+    return max(devices, key=lambda one: one.shortfall)
