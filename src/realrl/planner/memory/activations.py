@@ -86,7 +86,7 @@ class Activations:
             # Input of the final norm, its output at predicted tokens, and the gradient of that output.
             states = layer.bytes(tokens, layer.stream + 2 * layer.hidden)
             kept = sent + flying * each + states
-            moments.append({"activations": kept, "logits": self.logits.learnt(tokens)})
+            moments.append({"activations": kept, "logits": self.logits.backward(tokens)})
             if stage == 0 and shape.tied_embeddings and self.sizes.head == "lm":
                 # The head's contribution to the tied embedding gradient is held until the embedding adds its own.
                 waiting = self.logits.table_bytes

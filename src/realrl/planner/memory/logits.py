@@ -35,7 +35,7 @@ class Logits:
             return int(self._float32 * tokens * self.sizes.shape.hidden_size)
         return int(self._log_softmax * self._chunk(tokens))
 
-    def learnt(self, tokens: float) -> int:
+    def backward(self, tokens: float) -> int:
         """Compute the bytes of one logit chunk in the backward pass, with the gradient of the head.
 
         A micro-batch of a single chunk keeps its log-probabilities. The peak is either at the log-probabilities,
