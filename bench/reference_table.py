@@ -99,7 +99,9 @@ class Setting:
             role: Stored(SHAPES[NAMES[r[role]]], head, 2, graph.trained(role)) for role, head in HEADS.items()
         }
         cost, memory = CostModel(spec, efficiency=efficiency), MemoryModel(spec, efficiency)
-        return Scenario(graph, models, spec, Workload.of(experiment), cost, memory)
+        return Scenario(
+            graph=graph, models=models, spec=spec, workload=Workload.of(experiment), cost=cost, memory=memory
+        )
 
     def heuristic(self, call: Call) -> Placement:
         """tp = 8, pp = nodes, dp = 1."""

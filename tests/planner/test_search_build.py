@@ -60,7 +60,7 @@ def test_a_searched_plan_is_a_valid_plan(built: Problem) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_are_among_the_choices_and_no_better_than_the_search(built: Problem, name: str) -> None:
+def test_presets_are_among_the_candidates_and_no_better_than_the_search(built: Problem, name: str) -> None:
     result = search_plans(built, budget=SearchBudget(chains=64, rounds=50, nodes=100_000))
     assignment = built.find_assignment(make_plan(name, GRAPH, built.cluster, 8192, MODELS))
     assert assignment is not None
@@ -69,7 +69,7 @@ def test_presets_are_among_the_choices_and_no_better_than_the_search(built: Prob
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_search_finds_the_best_of_sampled_real_options(seed: int) -> None:
+def test_the_search_finds_the_best_of_sampled_real_candidates(seed: int) -> None:
     rng = random.Random(seed)
     full = problem(ClusterSpec.parse(rng.choice(["h200:1x4", "a100-80g:2x2", "a100-80g:1x8", "b200:2x4"])))
     candidates = {
@@ -83,7 +83,7 @@ def test_only_homes_decide_what_is_offloaded(built: Problem) -> None:
     assert offloading <= {built.home(role).name for role in GRAPH.roles}
 
 
-def test_without_offloading_no_option_offloads() -> None:
+def test_without_offloading_no_candidate_offloads() -> None:
     plain = problem(ClusterSpec.parse("a100-80g:1x4"), offload=False, recompute=(True,))
     preset = {make_plan(name, GRAPH, plain.cluster, 8192, MODELS)["actor.train"] for name in PRESETS}
     for candidates in plain.candidates.values():
@@ -91,7 +91,7 @@ def test_without_offloading_no_option_offloads() -> None:
 
 
 @pytest.mark.parametrize("text", ["a100-80g:3x8", "a100-80g:40x8", "a100-80g:2x8+h100:3x8"])
-def test_candidate_meshes_are_meshes_of_the_cluster_in_one_kind_of_nodes(text: str) -> None:
+def test_candidate_meshes_lie_on_homogeneous_nodes_of_the_cluster(text: str) -> None:
     spec = ClusterSpec.parse(text)
     found = list_meshes(spec)
     for mesh in found:
@@ -103,7 +103,7 @@ def test_candidate_meshes_are_meshes_of_the_cluster_in_one_kind_of_nodes(text: s
 
 @pytest.mark.parametrize("items", [1, 64, 4096])
 @pytest.mark.parametrize("name", ["actor.generate", "ref.inference", "actor.train"])
-def test_micro_batches_reach_from_a_sequence_to_all_there_is(name: str, items: int) -> None:
+def test_micro_batches_range_from_one_sequence_to_the_whole_mini_batch(name: str, items: int) -> None:
     call, step = GRAPH.call(name), Workload(4 * items, (100, 300), (50,), 80)
     work = step.work(call)
     sizes = list_micro_batches(call.kind, work)
@@ -128,7 +128,14 @@ def test_small_micro_batches_are_tried_where_nothing_else_fits() -> None:
     (group,) = given.groups
     device = replace(group.device, memory_bytes=taken + (needs[128] + needs[4096]) // 2)
     spec = replace(given, groups=(replace(group, device=device),))
-    of = Scenario(graph, {"actor": model}, spec, workload, CostModel(spec), MemoryModel(spec))
+    of = Scenario(
+        graph=graph,
+        models={"actor": model},
+        spec=spec,
+        workload=workload,
+        cost=CostModel(spec),
+        memory=MemoryModel(spec),
+    )
     lean = UserConstraints(search_space=SearchSpace(offload=False))
     found = find_plan(of, seconds=1.0, presets={}, constraints=lean)
     assert found.plan["actor.train"].strategy.micro_batch_tokens == 128

@@ -50,7 +50,10 @@ def compare(info: RunInfo, profile: Profile | None, log: "TimingLog") -> Compari
     expected: Estimate | None = None
     if info.spec is not None:
         cost, memory = CostModel(info.spec, profile), MemoryModel(info.spec)
-        expected = estimate_plan(Scenario(graph, stored, info.spec, workload, cost, memory), plan)
+        expected = estimate_plan(
+            Scenario(graph=graph, models=stored, spec=info.spec, workload=workload, cost=cost, memory=memory),
+            plan,
+        )
     return Comparison(
         cluster=str(plan.cluster),
         spec=info.spec,

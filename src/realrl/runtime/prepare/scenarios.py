@@ -41,7 +41,14 @@ def make_scenario(experiment: Experiment, spec: ClusterSpec, measured: Measured 
     measured, graph = measured or Measured(), build_graph(experiment)
     workload = Workload.of(experiment, prompts=measured.prompts, answers=measured.answers)
     stored = _all_stored(experiment, graph)
-    return Scenario(graph, stored, spec, workload, CostModel(spec, measured.profile), MemoryModel(spec))
+    return Scenario(
+        graph=graph,
+        models=stored,
+        spec=spec,
+        workload=workload,
+        cost=CostModel(spec, measured.profile),
+        memory=MemoryModel(spec),
+    )
 
 
 def phase_scenarios(experiment: Experiment, compiled: Compiled, spec: ClusterSpec) -> dict[str, Scenario]:
@@ -57,7 +64,14 @@ def phase_scenarios(experiment: Experiment, compiled: Compiled, spec: ClusterSpe
             dp = max(place.strategy.dp for place in phase.plan.placements.values())
             items = experiment.data.eval_batch or experiment.data.batch
             workload = replace(workload, items=max(items, 2 * dp))
-        found[name] = Scenario(phase.graph, compiled.memory.stored, spec, workload, cost, memory)
+        found[name] = Scenario(
+            graph=phase.graph,
+            models=compiled.memory.stored,
+            spec=spec,
+            workload=workload,
+            cost=cost,
+            memory=memory,
+        )
     return found
 
 
