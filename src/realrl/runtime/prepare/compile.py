@@ -87,7 +87,7 @@ def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None =
     stored = stored_models(experiment, graph, {role: shape for role, shape in known.items() if shape})
     shapes = {role: of.shape for role, of in stored.items()}
     if plan is None:
-        assert experiment.plan != SEARCH, "whoever compiles searches first"
+        assert experiment.plan != SEARCH, "the plan must be resolved before compile_recipe"
         tokens, recompute = experiment.micro_batch_tokens, experiment.recompute
         plan = make_plan(experiment.plan, graph, cluster, tokens, shapes, recompute=recompute)
     else:
