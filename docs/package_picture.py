@@ -56,10 +56,10 @@ def assign_rows(imports: dict[str, set[str]]) -> dict[str, int]:
 
     def row(package: str) -> int:
         if package not in rows:
-            rows[package] = 1 + max((row(other) for other in imports[package]), default=-1)
+            rows[package] = 1 + max((row(other) for other in sorted(imports[package])), default=-1)
         return rows[package]
 
-    for package in imports:
+    for package in sorted(imports):
         row(package)
     return rows
 
