@@ -40,7 +40,7 @@ from scipy.sparse import coo_array
 
 from realrl.families.published import SHAPES
 from realrl.families.shape import Head, ModelShape
-from realrl.layout.layout import Layout, layout
+from realrl.layout.layout import Layout, build_layout
 from realrl.layout.region import Region
 from realrl.layout.routing.links import Links
 from realrl.layout.routing.routes import reallocate
@@ -108,7 +108,7 @@ def random_pair(rng: random.Random) -> Pair:
     """A model, a cluster and two placements."""
     cluster, shape = Cluster(rng.randint(1, 16), PER_NODE), random_shape(rng)
     head: Head = rng.choice(["lm", "lm", "scalar"])
-    source, target = (layout(shape, head, random_placement(rng, cluster, shape)) for _ in range(2))
+    source, target = (build_layout(shape, head, random_placement(rng, cluster, shape)) for _ in range(2))
     return Pair(cluster, source, target)
 
 

@@ -9,7 +9,7 @@ from realrl.cli.planning.page import draw_timeline_svg
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.report.make import make_report
 from realrl.recipe.load import load_experiment
-from realrl.runtime.prepare.scenario import make_scenario
+from realrl.runtime.prepare.scenarios import make_scenario
 
 HERE = Path(__file__).parent
 RECIPE = HERE.parent / "recipes" / "reference" / "ppo-70b.yaml"

@@ -31,7 +31,7 @@ from realrl.planner.report.alternatives import Alternative
 from realrl.planner.report.report import PlanReport, Preset
 from realrl.planner.report.sizes import SizeReport
 from realrl.planner.simulate.estimate import Estimate
-from realrl.planner.simulate.predict import estimate
+from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Run
@@ -82,10 +82,10 @@ def ppo_report() -> PlanReport:
         "actor.train": place(0, 2, 4),
         "critic.train": place(8, 8),
     }
-    chosen = estimate(scenario, Plan(scenario.spec.cluster, placements, offload=("reward",)))
+    chosen = estimate_plan(scenario, Plan(scenario.spec.cluster, placements, offload=("reward",)))
     whole = Plan(scenario.spec.cluster, {call.name: place(0, 1, 8, 2) for call in PPO.calls})
-    heuristic = replace(estimate(scenario, whole), step_seconds=2.5 * chosen.step_seconds)
-    single = estimate(
+    heuristic = replace(estimate_plan(scenario, whole), step_seconds=2.5 * chosen.step_seconds)
+    single = estimate_plan(
         make_scenario("l40s:2x8"), Plan(whole.cluster, {c.name: place(0, 16) for c in PPO.calls})
     )
     assert chosen.fits and heuristic.fits and not single.fits
@@ -102,7 +102,9 @@ def single_report(role: str = "model", shape: str = "qwen2.5-0.5b") -> PlanRepor
     """One call on one device, and no presets."""
     call = Call(f"{role}.train", role, Kind.TRAIN, ("text",), work=("text",))
     scenario = make_scenario("h100:1x1", DataflowGraph([call], [Key("text", "int64")]), shape)
-    return make_report(scenario, estimate(scenario, Plan(scenario.spec.cluster, {call.name: place(0, 1)})))
+    return make_report(
+        scenario, estimate_plan(scenario, Plan(scenario.spec.cluster, {call.name: place(0, 1)}))
+    )
 
 
 @cache
@@ -111,7 +113,7 @@ def large_report() -> PlanReport:
     scenario = make_scenario("h100:128x8")
     placements = {call.name: place(0, 64, 8, 2) for call in PPO.calls}
     placements |= {"critic.inference": place(8, 1), "reward.inference": place(1016, 8)}
-    return make_report(scenario, estimate(scenario, Plan(scenario.spec.cluster, placements)))
+    return make_report(scenario, estimate_plan(scenario, Plan(scenario.spec.cluster, placements)))
 
 
 REPORTS = {

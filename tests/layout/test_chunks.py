@@ -5,7 +5,7 @@ from math import prod
 import pytest
 
 from realrl.families.shape import ModelShape
-from realrl.layout.layout import layout
+from realrl.layout.layout import build_layout
 from realrl.layout.routing import chunks
 from realrl.layout.routing.chunks import RankSchedule, group_tensors, schedule_rank
 from realrl.layout.routing.routes import reallocate
@@ -23,7 +23,7 @@ def place(first: int, dp: int, tp: int, pp: int) -> Placement:
 
 
 def schedules(a: Placement, b: Placement) -> list[RankSchedule]:
-    moved = reallocate(layout(SHAPE, "lm", a), layout(SHAPE, "lm", b), Cluster(2, 4))
+    moved = reallocate(build_layout(SHAPE, "lm", a), build_layout(SHAPE, "lm", b), Cluster(2, 4))
     return [schedule_rank(moved, rank, WIDTH) for rank in range(8)]
 
 
@@ -69,7 +69,7 @@ def test_messages_are_bounded_and_equal_on_sender_and_receiver(
 
 @pytest.mark.parametrize("tp", [1, 3])
 def test_tensor_groups_hold_every_tensor_once_within_the_limit(tp: int) -> None:
-    held = layout(SHAPE, "lm", place(0, 1, tp, 1))
+    held = build_layout(SHAPE, "lm", place(0, 1, tp, 1))
     groups = group_tensors(held, WIDTH, 12000)
     assert [name for group in groups for name in group] == [spec.name for spec in held.specs]
     for rank in range(tp):

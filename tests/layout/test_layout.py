@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from realrl.config.errors import UserError
 from realrl.families.shape import ModelShape
 from realrl.families.tensors import model_tensors
-from realrl.layout.layout import Layout, layout
+from realrl.layout.layout import Layout, build_layout
 from realrl.layout.ranges import (
     feed_forward,
     kv_heads,
@@ -73,13 +73,13 @@ def test_tp_ranks_partition_ffn_units_and_token_ids(tp: int) -> None:
 
 
 def test_last_tp_ranks_of_a_padded_vocabulary_may_be_empty() -> None:
-    held = layout(SHAPE, "lm", place(1, 6, 1)).tensors(5)[0]
+    held = build_layout(SHAPE, "lm", place(1, 6, 1)).tensors(5)[0]
     assert held.region.size == (0, 8) and held.shape == (2, 8)
 
 
 def test_local_tensors_keep_the_storage_order_of_the_model() -> None:
     order = {spec.name: i for i, spec in enumerate(model_tensors(SHAPE, "lm"))}
-    made = layout(SHAPE, "lm", place(1, 2, 3))
+    made = build_layout(SHAPE, "lm", place(1, 2, 3))
     for rank in range(6):
         held = [order[local.region.tensor] for local in made.tensors(rank)]
         assert held == sorted(held)
@@ -88,21 +88,24 @@ def test_local_tensors_keep_the_storage_order_of_the_model() -> None:
 def test_a_tied_embedding_lies_on_first_and_last_stage() -> None:
     tied = SHAPE.model_copy(update={"tied_embeddings": True})
     for head, stages in (("lm", {0, 2}), ("scalar", {0})):
-        made = layout(tied, head, place(1, 1, 3))  # type: ignore[arg-type]
+        made = build_layout(tied, head, place(1, 1, 3))  # type: ignore[arg-type]
         names = [{local.region.tensor for local in made.tensors(rank)} for rank in range(3)]
         assert {i for i in range(3) if "model.embed_tokens.weight" in names[i]} == stages
-    assert len([t for t in layout(tied, "lm", place(1, 1, 1)).tensors(0) if "embed" in t.region.tensor]) == 1
+    assert (
+        len([t for t in build_layout(tied, "lm", place(1, 1, 1)).tensors(0) if "embed" in t.region.tensor])
+        == 1
+    )
 
 
 def test_a_rank_outside_the_mesh_holds_no_tensors() -> None:
-    made = layout(SHAPE, "lm", place(2, 1, 1, first=4))
+    made = build_layout(SHAPE, "lm", place(2, 1, 1, first=4))
     assert made.tensors(3) == made.tensors(6) == () and made.tensors(4) == made.tensors(5) != ()
 
 
 @pytest.mark.parametrize("degrees, text", [((1, 1, 6), "pp=6"), ((1, 7, 1), "tp=7")])
 def test_a_strategy_that_the_model_does_not_fit_is_refused(degrees: tuple[int, int, int], text: str) -> None:
     with pytest.raises(UserError, match=text):
-        layout(SHAPE, "lm", place(*degrees))
+        build_layout(SHAPE, "lm", place(*degrees))
 
 
 @settings(max_examples=150, deadline=None)

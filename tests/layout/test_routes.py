@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from realrl.families.shape import ModelShape
-from realrl.layout.layout import Layout, layout
+from realrl.layout.layout import Layout, build_layout
 from realrl.layout.region import Region
 from realrl.layout.routing.links import Links
 from realrl.layout.routing.routes import Reallocation, reallocate
@@ -134,7 +134,7 @@ def place(degrees: tuple[int, int, int], first: int = 0) -> Placement:
 def test_transfers_are_listed_by_stage_sender_receiver_and_storage_order() -> None:
     cluster = Cluster(3, 4)
     plan = reallocate(
-        layout(SHAPE, "lm", place((1, 4, 1))), layout(SHAPE, "lm", place((8, 1, 1), 4)), cluster
+        build_layout(SHAPE, "lm", place((1, 4, 1))), build_layout(SHAPE, "lm", place((8, 1, 1), 4)), cluster
     )
     order = {spec.name: i for i, spec in enumerate(plan.source.specs)}
     keys = [(t.stage, t.sender, t.receiver, order[t.region.tensor], t.region.offset) for t in plan.transfers]
@@ -144,7 +144,7 @@ def test_transfers_are_listed_by_stage_sender_receiver_and_storage_order() -> No
 def test_nodes_without_a_copy_relay_to_each_other() -> None:
     cluster, links = Cluster(6, 2), Links()
     plan = reallocate(
-        layout(SHAPE, "lm", place((1, 2, 1))), layout(SHAPE, "lm", place((5, 2, 1), 2)), cluster
+        build_layout(SHAPE, "lm", place((1, 2, 1))), build_layout(SHAPE, "lm", place((5, 2, 1), 2)), cluster
     )
     elements = sum(spec.numel for spec in plan.source.specs)
     assert plan.busiest_seconds(links, 2) < 1.1 * 2 * elements / links.node_bytes_per_s
@@ -156,7 +156,9 @@ def test_idle_holders_of_other_nodes_send_where_local_holders_are_busy() -> None
     shape = ModelShape(
         vocab_size=608, hidden_size=22, intermediate_size=37, layers=4, heads=48, kv_heads=6, head_dim=8
     )
-    plan = reallocate(layout(shape, "lm", place((3, 8, 1))), layout(shape, "lm", place((1, 12, 2))), cluster)
+    plan = reallocate(
+        build_layout(shape, "lm", place((3, 8, 1))), build_layout(shape, "lm", place((1, 12, 2))), cluster
+    )
     assert plan.bytes_by_link(1).network > 0
     check(plan)
 
@@ -164,7 +166,7 @@ def test_idle_holders_of_other_nodes_send_where_local_holders_are_busy() -> None
 def test_predicted_seconds_are_busiest_port_plus_message_latency() -> None:
     cluster = Cluster(2, 1)
     plan = reallocate(
-        layout(SHAPE, "lm", place((1, 1, 1))), layout(SHAPE, "lm", place((1, 1, 1), 1)), cluster
+        build_layout(SHAPE, "lm", place((1, 1, 1))), build_layout(SHAPE, "lm", place((1, 1, 1), 1)), cluster
     )
     elements = sum(spec.numel for spec in plan.source.specs)
     assert plan.seconds(Links(2e9, 1e9, 0.25), 4) == pytest.approx(4 * elements / 1e9 + 0.25)
@@ -174,7 +176,7 @@ def test_predicted_seconds_are_busiest_port_plus_message_latency() -> None:
 def test_schedule_digests_are_equal_only_for_equal_schedules() -> None:
     cluster = Cluster(2, 4)
     placements = [place((2, 2, 1)), place((2, 2, 1), 4), place((1, 2, 2)), place((2, 4, 1))]
-    layouts = [layout(SHAPE, "lm", p) for p in placements]
+    layouts = [build_layout(SHAPE, "lm", p) for p in placements]
     digests = [reallocate(a, b, cluster).digest() for a in layouts for b in layouts]
     assert len(set(digests)) == len(digests)
     assert digests == [reallocate(a, b, cluster).digest() for a in layouts for b in layouts]
@@ -183,5 +185,7 @@ def test_schedule_digests_are_equal_only_for_equal_schedules() -> None:
 def test_reallocation_between_different_models_is_refused() -> None:
     with pytest.raises(ValueError, match="same tensors"):
         reallocate(
-            layout(SHAPE, "lm", place((1, 1, 1))), layout(SHAPE, "scalar", place((1, 1, 1))), Cluster(1, 1)
+            build_layout(SHAPE, "lm", place((1, 1, 1))),
+            build_layout(SHAPE, "scalar", place((1, 1, 1))),
+            Cluster(1, 1),
         )

@@ -18,7 +18,7 @@ from realrl.engine.model import Model
 from realrl.engine.parallel import Parallel
 from realrl.engine.pipeline.messages import Pipeline
 from realrl.engine.training.trainer import Trainer
-from realrl.layout.layout import layout
+from realrl.layout.layout import build_layout
 from realrl.model import group as collectives
 from realrl.model.group import Group, alone
 from realrl.model.init import initialise
@@ -97,7 +97,7 @@ class LoneRank:
         pipeline = _group(strategy.pp, placement.pp_index(rank))
         ends = pipeline if strategy.pp > 1 else None
         self.model = Model(
-            layout(model.shape, model.head, placement),
+            build_layout(model.shape, model.head, placement),
             rank,
             Parallel(alone(), tensor, pipeline, pipeline, alone(), ends),
             dtype=DTYPES[model.element_bytes],

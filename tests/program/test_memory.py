@@ -3,10 +3,10 @@
 import pytest
 
 from realrl.algorithms.ppo.graph import train_graph
-from realrl.families import tensors
 from realrl.families.published import SHAPES
 from realrl.families.shape import Head
 from realrl.families.tensors import model_tensors
+from realrl.layout import limits
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
@@ -41,7 +41,7 @@ def most(plan: Plan, rank: int) -> tuple[str, Holdings]:
 @pytest.fixture(autouse=True)
 def _one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets pad buffers a little; without them, bytes can be counted by hand."""
-    monkeypatch.setattr(tensors, "BUCKET_ELEMENTS", 2**60)
+    monkeypatch.setattr(limits, "BUCKET_ELEMENTS", 2**60)
 
 
 def plan_of(default: Placement, **calls: Placement) -> dict[str, Placement]:

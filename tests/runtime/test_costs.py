@@ -10,7 +10,7 @@ import torch
 from realrl.algorithms.graphs import build_graph
 from realrl.cli.app import run_app
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.planner.calibration.calibrate import calibrate
+from realrl.planner.calibration.calibrate import calibrate_profile
 from realrl.planner.calibration.comparison import Comparison
 from realrl.planner.cost.model import CostModel
 from realrl.planner.profile.profile import Profile
@@ -18,9 +18,9 @@ from realrl.program.instructions import Load, Run
 from realrl.program.memory import Memory
 from realrl.recipe.load import load_experiment
 from realrl.runtime.measure.allocations import Allocations, count_allocations
-from realrl.runtime.measure.step_timer import Span, StepTimer, StepTimes, estimate_offset
+from realrl.runtime.measure.step_timer import StepTimer, StepTimes, TimedSpan, estimate_offset
 from realrl.runtime.measure.timing_log import KEPT_STEPS, TimingLog
-from realrl.runtime.train import Record, train
+from realrl.runtime.train import MetricsRecord, train
 from tests.conftest import World
 from tests.runtime.conftest import changes, run
 from tests.runtime.ranks import Silent
@@ -81,7 +81,7 @@ def test_allocations_of_the_backward_pass_count() -> None:
     assert forward.peak >= 4 * KIB + 4 and weight.grad is not None
 
 
-def measured(*sizes: int) -> list[Span]:
+def measured(*sizes: int) -> list[TimedSpan]:
     """Spans of calls that hold so many KiB of parameters, and need the double of it on top."""
     held = 0
     timer = StepTimer(CPU, held=lambda: held, staged=lambda: 7)
@@ -123,8 +123,10 @@ def test_clocks_are_compared_by_when_messages_are_exchanged() -> None:
 
 def test_waiting_for_others_is_no_part_of_a_call() -> None:
     log = TimingLog()
-    early = StepTimes(0.0, 9.0, (Span("actor.train", 1.0, 8.0, 50), Span("move", 8.0, 8.5)))
-    late = StepTimes(102.0, 110.0, (Span("move", 108.0, 109.5), Span("actor.train", 106.0, 108.5, 70)))
+    early = StepTimes(0.0, 9.0, (TimedSpan("actor.train", 1.0, 8.0, 50), TimedSpan("move", 8.0, 8.5)))
+    late = StepTimes(
+        102.0, 110.0, (TimedSpan("move", 108.0, 109.5), TimedSpan("actor.train", 106.0, 108.5, 70))
+    )
     log.add([[early], [late]], [0.0, 100.0])
     assert log.spans["actor.train"].seconds == [2.5] and log.spans["actor.train"].bytes == 70
     assert log.spans["move"].seconds == [1.5] and log.step.seconds == [10.0]
@@ -132,7 +134,7 @@ def test_waiting_for_others_is_no_part_of_a_call() -> None:
 
 def test_a_reallocation_that_is_done_twice_counts_twice() -> None:
     log = TimingLog()
-    spans = (Span("move", 1.0, 2.0), Span("move", 5.0, 7.0))
+    spans = (TimedSpan("move", 1.0, 2.0), TimedSpan("move", 5.0, 7.0))
     log.add([[StepTimes(0.0, 9.0, spans)]], [0.0])
     assert log.spans["move"].seconds == [3.0]
 
@@ -148,7 +150,9 @@ def test_step_times_start_at_the_end_of_the_step_before_and_skip_the_first() -> 
 def test_long_runs_keep_their_last_step_times() -> None:
     log = TimingLog()
     count = KEPT_STEPS + 5
-    log.add([[StepTimes(2.0 * n, 2.0 * n + 1, (Span("move", n, n + 0.5),)) for n in range(count)]], [0.0])
+    log.add(
+        [[StepTimes(2.0 * n, 2.0 * n + 1, (TimedSpan("move", n, n + 0.5),)) for n in range(count)]], [0.0]
+    )
     for times in (log.step, log.spans["move"]):
         assert len(times.seconds) == KEPT_STEPS and len(times.counted) == KEPT_STEPS - 1
 
@@ -203,7 +207,7 @@ def test_costs_are_there_before_the_run_ends(world: World, tmp_path: Path) -> No
     seen: list[tuple[int, bool]] = []
 
     class Looking(Silent):
-        def record(self, record: Record) -> None:  # type: ignore[override]
+        def record(self, record: MetricsRecord) -> None:  # type: ignore[override]
             if record.kind == "eval":
                 seen.append((record.step, (tmp_path / "run" / "costs.json").exists()))
 
@@ -218,7 +222,7 @@ def test_comparisons_are_rare_enough_to_cost_little(
     seen: list[tuple[int, int]] = []
 
     class Looking(Silent):
-        def record(self, record: Record) -> None:  # type: ignore[override]
+        def record(self, record: MetricsRecord) -> None:  # type: ignore[override]
             if record.kind == "eval" and record.step > 0:
                 seen.append((record.step, Comparison.load(tmp_path / "run").step.steps))
 
@@ -243,7 +247,7 @@ def test_a_prediction_that_fails_costs_no_run(
 def test_a_run_calibrates_the_prediction_of_its_own_calls(finished: Mapping[str, Path]) -> None:
     costs = Comparison.load(finished["ppo"])
     assert costs.spec is not None
-    model = CostModel(costs.spec, calibrate(None, costs))
+    model = CostModel(costs.spec, calibrate_profile(None, costs))
     for of in costs.calls:
         place = Placement.parse(of.placement)
         found = model.call(of.call, costs.models[of.call.role], place, costs.workload)
@@ -280,7 +284,7 @@ def test_a_calibrated_profile_predicts_the_run(
     world: World, tmp_path: Path, finished: Mapping[str, Path]
 ) -> None:
     before = Comparison.load(finished["sft"])
-    calibrate(None, before).save(tmp_path / "profile.json")
+    calibrate_profile(None, before).save(tmp_path / "profile.json")
     costs = Comparison.load(run(world, "sft", tmp_path, profile=str(tmp_path / "profile.json")))
     assert costs.calls[0].predicted_seconds == pytest.approx(before.calls[0].seconds.median)
 

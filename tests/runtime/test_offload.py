@@ -15,7 +15,7 @@ from realrl.plan.cluster import Cluster
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
 from realrl.runtime.processes.process import Process
-from realrl.runtime.train import Run
+from realrl.runtime.train import TrainingRun
 from tests.conftest import World, figures
 
 ALONE = """
@@ -48,20 +48,20 @@ def recipe(world: World, directory: Path, plan: str | None, **changes: object) -
     return world.recipe("ppo", directory, **{**CHANGES, **changes})
 
 
-def prepared(file: Path) -> Run:
+def prepared(file: Path) -> TrainingRun:
     """A run in this process, before its first step."""
     experiment = load_experiment(str(file), [])
     compiled = compile_recipe(experiment, Cluster(1, 1))
-    run = Run(experiment, compiled, Process(0, 1, torch.device("cpu")), None)
+    run = TrainingRun(experiment, compiled, Process(0, 1, torch.device("cpu")), None)
     run.load()
     return run
 
 
-def home(run: Run, role: str) -> Model:
+def home(run: TrainingRun, role: str) -> Model:
     return run.roles._models[role, run.compiled.homes[role].layout]
 
 
-def copy_of(run: Run, role: str) -> torch.Tensor:
+def copy_of(run: TrainingRun, role: str) -> torch.Tensor:
     model = home(run, role)
     if model.memory.resident:
         return model.parameters.data.clone()

@@ -2,20 +2,30 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import fields, make_dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from realrl.algorithms.sft.graph import train_graph as sft_graph
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
+from realrl.config.user_code import UserCode
 from realrl.plan.cluster import Cluster
 from realrl.plan.plan import Plan
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cost.model import CostModel
+from realrl.planner.memory.model import MemoryModel
+from realrl.planner.search.plan_search import UserConstraints
+from realrl.planner.simulate.scenario import Scenario
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import load_experiment
-from realrl.runtime.prepare import searched_plan
+from realrl.runtime.prepare.devices import search_spec
+from realrl.runtime.prepare.fit import search as fit_search
 from realrl.runtime.prepare.gpu import Gpu
-from realrl.runtime.prepare.scenario import search_spec
-from realrl.runtime.prepare.searched_plan import cached_plan, plans_directory
+from realrl.runtime.prepare.scenarios import make_scenario
+from realrl.runtime.prepare.search.cached_plan import cached_plan, plan_key, plans_directory
+from realrl.runtime.prepare.search.fingerprint import fingerprint
 from tests.conftest import World, figures
 from tests.runtime.processes import end, start
 
@@ -29,13 +39,13 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds allowed to each search so far, all of which are cut short."""
     found: list[float] = []
-    search = searched_plan.best_plan
+    search = fit_search.find_best_plan
 
     def counted(*args: object, seconds: float, **more: object) -> object:
         found.append(seconds)
         return search(*args, seconds=0.5, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(searched_plan, "best_plan", counted)
+    monkeypatch.setattr(fit_search, "find_best_plan", counted)
     return found
 
 
@@ -172,9 +182,67 @@ def test_a_gpu_that_is_not_known_needs_a_cluster_file(world: World, tmp_path: Pa
 def test_a_search_without_a_fitting_plan_is_one_error_message(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    file = str(world.recipe("ppo", tmp_path, cluster="1x2", plan="search", device_memory="98600KiB"))
+    file = str(world.recipe("ppo", tmp_path, cluster="1x2", plan="search", device_memory="65832KiB"))
     assert run_app([command, file]) == 2
     error = capsys.readouterr().err
     assert error.startswith("realrl: no plan fits models (actor, critic, ref, reward) on cpu:1x2, even with")
     assert "times what a device has; " in error and error.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def make_key(scenario: Scenario) -> str:
+    return plan_key(scenario, UserConstraints())
+
+
+def test_every_field_of_a_scenario_is_part_of_the_key(world: World, tmp_path: Path) -> None:
+    spec = search_spec(recipe(world, tmp_path), Cluster(1, 2), "cpu")
+    scenario = make_scenario(recipe(world, tmp_path), spec)
+    other = ClusterSpec.parse("h100:1x2")
+    changes: dict[str, object] = {
+        "graph": sft_graph(),
+        "models": dict.fromkeys(scenario.models, scenario.models["actor"]),
+        "spec": other,
+        "workload": replace(scenario.workload, epochs=7),
+        "cost": CostModel(spec, efficiency=replace(scenario.cost.efficiency, overlap=0.123)),
+        "memory": MemoryModel(other),
+    }
+    assert changes.keys() == {field.name for field in fields(Scenario)}
+    keys = {make_key(replace(scenario, **{name: value})) for name, value in changes.items()}  # type: ignore[arg-type]
+    assert len(keys | {make_key(scenario)}) == len(changes) + 1
+    again = make_scenario(recipe(world, tmp_path), search_spec(recipe(world, tmp_path), Cluster(1, 2), "cpu"))
+    assert make_key(again) == make_key(scenario)
+
+
+def test_a_field_that_is_added_to_a_scenario_is_part_of_the_key(world: World, tmp_path: Path) -> None:
+    spec = search_spec(recipe(world, tmp_path), Cluster(1, 2), "cpu")
+    scenario = make_scenario(recipe(world, tmp_path), spec)
+    extended = make_dataclass("Extended", [("humidity", float)], bases=(Scenario,), frozen=True)
+    given = {field.name: getattr(scenario, field.name) for field in fields(scenario)}
+    keys = {make_key(extended(**given, humidity=value)) for value in (0.5, 0.25)}
+    assert len(keys) == 2
+
+
+class Thermometer:
+    """Something that is made with what it does not keep under that name."""
+
+    def __init__(self, degrees: float) -> None:
+        self._kelvin = degrees + 273.15
+
+
+def test_a_value_of_which_not_all_is_known_has_no_fingerprint() -> None:
+    with pytest.raises(TypeError, match="Thermometer keeps no degrees"):
+        fingerprint({"inside": [Thermometer(20.0)]})
+
+
+def test_a_users_module_and_what_it_imports_are_part_of_the_key(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = search_spec(recipe(world, tmp_path), Cluster(1, 2), "cpu")
+    scenario = make_scenario(recipe(world, tmp_path), spec)
+    for name, text in (("users_algorithm", "import users_helper"), ("users_helper", "WIDTH = 3")):
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    UserCode("algorithm", str(tmp_path / "users_algorithm.py"))
+    before = make_key(scenario)
+    (tmp_path / "users_helper.py").write_text("WIDTH = 4")
+    assert make_key(scenario) != before

@@ -104,7 +104,8 @@ def test_predictions_rest_on_nothing_but_measurements(profiles: Mapping[int, Pat
         "link_latency_s": 1e9,
     }
     useless = replace(DEVICES["cpu"], host_bytes_per_s=1e-9, kernel_s=1e9, **nothing)
-    spec = ClusterSpec("useless", (NodeGroup(1, processes, useless, 1e-9),))
+    group = NodeGroup(nodes=1, devices_per_node=processes, device=useless, node_bytes_per_s=1e-9)
+    spec = ClusterSpec("useless", (group,))
     cost = CostModel(spec, Profile.load(profiles[processes]))
     graph, workload = train_graph(minibatches=2), Workload(16, (4, 6), (6, 12), 12)
     for call in graph.calls:

@@ -12,7 +12,7 @@ from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.simulate.trace import predict_trace
 from realrl.program.trace import write_trace
 from realrl.recipe.load import load_experiment
-from realrl.runtime.prepare.scenario import make_scenario
+from realrl.runtime.prepare.scenarios import make_scenario
 from tests.conftest import World
 from tests.runtime.ranks import run_on_ranks
 

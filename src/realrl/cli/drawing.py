@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from realrl.config.units import format_bytes
 from realrl.dataflow.graph import DataflowGraph
-from realrl.layout.layout import layout
+from realrl.layout.layout import build_layout
 from realrl.layout.routing.routes import reallocate
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import ELEMENT_BYTES
@@ -114,7 +114,10 @@ def format_reallocations(programs: Sequence[Program], memory: Memory, cluster: C
                 of.element_bytes if (own := place.strategy.dtype) is None else ELEMENT_BYTES[own]
                 for of, place in ((old, move.source), (new, move.target))
             )
-            layouts = (layout(old.shape, old.head, move.source), layout(new.shape, new.head, move.target))
+            layouts = (
+                build_layout(old.shape, old.head, move.source),
+                build_layout(new.shape, new.head, move.target),
+            )
             routes = reallocate(*layouts, cluster)
             links = routes.bytes_by_link(width)
             busiest = max(max(b.sent, b.received) for b in routes.bytes_by_rank(width).values())
@@ -142,9 +145,9 @@ def format_memory(devices: Sequence[DeviceMemory], *, limited: bool) -> str:
     """
     rows = []
     for device in devices:
-        rest = sum(device.resting.values())
+        rest = sum(device.resident.values())
         state = sum(
-            size for name, size in device.resting.items() if name.endswith(" gradients and optimizer")
+            size for name, size in device.resident.items() if name.endswith(" gradients and optimizer")
         )
         rows.append((*map(format_bytes, (rest - state, state)), *_most(device.peak)))
     head = ["devices", "parameters", "gradients and optimizer", "most in a step", "of it"]

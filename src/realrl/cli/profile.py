@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from realrl.plan.cluster import Cluster
     from realrl.runtime.profiler.request import Request
 
-RecipeOrNone = Annotated[
+ProfileRecipe = Annotated[
     str | None,
     typer.Argument(help="A recipe: YAML file. Its models and sizes are measured.", show_default=False),
 ]
 
 
 def profile(
-    recipe: RecipeOrNone = None,
+    recipe: ProfileRecipe = None,
     overrides: Overrides = None,
     shape: Annotated[
         list[str] | None,

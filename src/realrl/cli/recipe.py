@@ -21,7 +21,7 @@ Overrides = Annotated[
 
 def find_cluster(experiment: "Experiment") -> "Cluster":
     """Find the cluster a recipe means; only `auto` needs torch, to count GPUs."""
-    from realrl.runtime.prepare.scenario import written_cluster
+    from realrl.runtime.prepare.cluster import written_cluster
 
     cluster = written_cluster(experiment.cluster)
     if cluster is not None:

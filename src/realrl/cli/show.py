@@ -28,10 +28,10 @@ def show(
     from realrl.plan.presets import SEARCH
     from realrl.recipe.load import dump_experiment, load_experiment
     from realrl.runtime.prepare.compile import compile_recipe
-    from realrl.runtime.prepare.fit_check import check_fit
+    from realrl.runtime.prepare.devices import search_spec
+    from realrl.runtime.prepare.fit.check import check_fit
     from realrl.runtime.prepare.gpu import ask_machine
-    from realrl.runtime.prepare.scenario import search_spec
-    from realrl.runtime.prepare.searched_plan import cached_plan
+    from realrl.runtime.prepare.search.cached_plan import cached_plan
 
     experiment = load_experiment(recipe, overrides or [])
     if plan is not None:
@@ -56,8 +56,8 @@ def show(
 def _show_phase(experiment: "Experiment", compiled: "Compiled", name: str) -> None:
     from realrl.cli import drawing
     from realrl.dataflow.text import format_graph
-    from realrl.runtime.prepare.fit import device_memory
-    from realrl.runtime.prepare.scenario import memory_spec, spec_of
+    from realrl.runtime.prepare.devices import memory_spec, spec_of
+    from realrl.runtime.prepare.fit.footprint import device_memory
 
     phase, title = compiled.phases[name], _TITLES[name]
     cluster = phase.plan.cluster

@@ -82,10 +82,10 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     from realrl.planner.profile.profile import Profile
     from realrl.runtime.output.rundir import RunDirectory
     from realrl.runtime.prepare.compile import compile_recipe, with_sizes
-    from realrl.runtime.prepare.fit_check import check_fit
+    from realrl.runtime.prepare.devices import check_kind, search_spec
+    from realrl.runtime.prepare.fit.check import check_fit
     from realrl.runtime.prepare.gpu import ask_machine
-    from realrl.runtime.prepare.scenario import check_kind, search_spec
-    from realrl.runtime.prepare.searched_plan import cached_plan
+    from realrl.runtime.prepare.search.cached_plan import cached_plan
     from realrl.runtime.processes.launch import check_local
 
     check_trainable(experiment)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from realrl.families.tensors import TensorSpec
+from realrl.layout.limits import bucket_count
 
 
 class FlatBuffer:
@@ -37,6 +38,11 @@ class FlatBuffer:
         """Find a tensor as a view, in its own shape."""
         spec, start = self._specs[name], self._offsets[name]
         return self.data[start : start + spec.numel].view(spec.shape)
+
+    @property
+    def buckets(self) -> int:
+        """Parts of equal size that are communicated one by one."""
+        return bucket_count(self._used)
 
     @property
     def padding(self) -> Tensor:

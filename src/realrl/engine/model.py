@@ -14,8 +14,8 @@ from realrl.engine.offload import Offloadable, allocate, free
 from realrl.engine.parallel import Parallel
 from realrl.engine.pipeline.messages import Pipeline, one_ahead
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import bucket_count
-from realrl.layout.layout import Layout, layout
+from realrl.layout.layout import Layout, build_layout
+from realrl.layout.limits import bucket_count
 from realrl.layout.shard import Shard
 from realrl.model.group import Group, alone
 from realrl.model.packing import Packing
@@ -44,7 +44,7 @@ class Model:
         self.sequence = layout.placement.strategy.sequence_parallel
         self.shard = Shard.of(layout.shape, layout.head, layout.placement, rank)
         stored = [tensor.stored for tensor in layout.tensors(rank)]
-        multiple = parallel.data.size * bucket_count(stored)
+        multiple = parallel.data.size * bucket_count(sum(tensor.numel for tensor in stored))
         self.parameters = FlatBuffer(stored, dtype, device, multiple_of=multiple)
         self.memory = Offloadable([self.parameters.data])
         self.transformer = Transformer(self.shard, self.parameters.fused, parallel.tensor)
@@ -181,7 +181,7 @@ def whole_model(
     placement = Placement(Mesh(0, 1), Strategy(1))
     one = alone()
     parallel = Parallel(one, one, one, one, one, None)
-    whole = layout(shape, head, placement)
+    whole = build_layout(shape, head, placement)
     return Model(whole, 0, parallel, dtype=dtype, device=device, temperature=temperature)
 
 

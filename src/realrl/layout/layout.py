@@ -32,7 +32,7 @@ class LocalTensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """A model under a placement; make one with `layout`, which checks that the two fit together."""
+    """A model under a placement; make one with `build_layout`, which checks that the two fit together."""
 
     shape: ModelShape
     head: Head
@@ -80,7 +80,7 @@ class Layout:
         )
 
 
-def layout(shape: ModelShape, head: Head, placement: Placement) -> Layout:
+def build_layout(shape: ModelShape, head: Head, placement: Placement) -> Layout:
     """Lay out a model under a placement.
 
     Raises UserError for more pipeline stages than layers and for more tensor ranks than attention heads.

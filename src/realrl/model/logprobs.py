@@ -6,14 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from realrl.layout.limits import max_logits
 from realrl.model.group import Group
 from realrl.model.ops import product
-
-CPU_CHUNK = 2**20
-"""Logits computed at a time on a CPU: what its caches hold."""
-
-GPU_CHUNK = 2**26
-"""Logits computed at a time on a GPU: 256 MiB of float32."""
 
 
 class _TokenLogprobs(Function):
@@ -28,7 +23,7 @@ class _TokenLogprobs(Function):
         group: Group,
         rows: int,
     ) -> tuple[Tensor, Tensor | None]:
-        chunk = CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK
+        chunk = max_logits(cpu=hidden.device.type == "cpu")
         # The same on every rank, because chunks are summed over ranks one by one.
         size = max(1, chunk // rows)
         chosen = hidden.new_empty(len(hidden), dtype=torch.float32)

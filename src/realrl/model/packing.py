@@ -7,17 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-DENSE_LENGTH = 128
-"""Up to this length float32 scores are computed whole: for short sequences twice as fast on a CPU as the
-flash kernel, whose blocks they do not fill."""
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Sequences of similar length, padded at their ends to `length` each."""
-
-    sequences: tuple[int, ...]
-    length: int
+from realrl.layout.padding import Bucket, bucket_lengths
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,23 +91,8 @@ class Packing:
         return self._padded[key]
 
 
-def _buckets(lengths: Sequence[int]) -> tuple[Bucket, ...]:
-    """Group sequences, longest first, so that padding stays small. Lengths are rounded up to multiples of 8,
-    on which small matrix products are up to a third faster."""
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    groups: list[list[int]] = []
-    shortest = 0
-    for i in order:
-        if not groups or lengths[i] < shortest:
-            groups.append([])
-            longest = -(-lengths[i] // 8) * 8
-            shortest = min(longest - 8, longest * 3 // 4) + 1
-        groups[-1].append(i)
-    return tuple(Bucket(tuple(g), -(-lengths[g[0]] // 8) * 8) for g in groups)
-
-
 def _pad_heads(packing: Packing, heads: int, kv_heads: int) -> PaddedHeads:
-    buckets = _buckets(packing.lengths)
+    buckets = bucket_lengths(packing.lengths)
     starts, lengths = packing.starts.cpu().long(), torch.tensor(packing.lengths)
     total = heads + 2 * kv_heads
     gather, spread, real, real_output = [], [], [], []
@@ -134,7 +109,7 @@ def _pad_heads(packing: Packing, heads: int, kv_heads: int) -> PaddedHeads:
         spread.append((token * heads + torch.arange(heads)[:, None]).flatten())
         real_output.append(real[-3])
         masks.append(None)
-        if bucket.length <= DENSE_LENGTH:
+        if bucket.dense:
             hidden = torch.full((bucket.length, bucket.length), float("-inf")).triu(1)
             masks[-1] = hidden.repeat(heads // kv_heads, 1).to(packing.positions.device)
 

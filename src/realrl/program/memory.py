@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import get_args
 
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import bucket_count
-from realrl.layout.layout import Layout, layout
+from realrl.layout.layout import Layout, build_layout
+from realrl.layout.limits import bucket_count
 from realrl.plan.placement import ELEMENT_BYTES, Placement, Strategy
 from realrl.program.instructions import Instruction, Load, Offload, Program, Reallocate, Release, What
 
@@ -131,8 +131,9 @@ class Memory:
         if key not in self._numbers:
             if (role, placement.layout) not in self._layouts:
                 stored = self.stored[role]
-                self._layouts[role, placement.layout] = layout(stored.shape, stored.head, placement)
+                self._layouts[role, placement.layout] = build_layout(stored.shape, stored.head, placement)
             stored_here = [t.stored for t in self._layouts[role, placement.layout].tensors(rank)]
-            multiple = placement.strategy.dp * bucket_count(stored_here)
-            self._numbers[key] = -(-sum(tensor.numel for tensor in stored_here) // multiple) * multiple
+            elements = sum(tensor.numel for tensor in stored_here)
+            multiple = placement.strategy.dp * bucket_count(elements)
+            self._numbers[key] = -(-elements // multiple) * multiple
         return self._numbers[key]

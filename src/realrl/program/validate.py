@@ -30,7 +30,7 @@ class ProgramError(Exception):
 
 _WHAT: tuple[What, ...] = get_args(What)
 
-Message = tuple[object, ...]
+MessageKey = tuple[object, ...]
 """Key that identifies a message of the programs."""
 
 Kept = Mapping[str, Sequence[Placement]]
@@ -81,11 +81,11 @@ class _DryRun:
         self.graph = graph
         self.ranks = [_Rank(program) for program in programs]
         self.versions = dict.fromkeys(homes, 0)
-        self.posted: dict[Message, set[int]] = {}
+        self.posted: dict[MessageKey, set[int]] = {}
         """message -> ranks that have sent it"""
-        self.promised: dict[Message, set[int]] = {}
+        self.promised: dict[MessageKey, set[int]] = {}
         """message -> ranks it was sent to"""
-        self.received: dict[Message, set[int]] = {}
+        self.received: dict[MessageKey, set[int]] = {}
         self.ran: set[str] = set()
         for role, home in homes.items():
             for rank in home.ranks:
@@ -236,11 +236,11 @@ class _DryRun:
             return True
         return self._take(("report", call), rank, (sender,))
 
-    def _post(self, message: Message, rank: _Rank, receivers: tuple[int, ...]) -> None:
+    def _post(self, message: MessageKey, rank: _Rank, receivers: tuple[int, ...]) -> None:
         self.posted.setdefault(message, set()).add(rank.program.rank)
         self.promised.setdefault(message, set()).update(receivers)
 
-    def _take(self, message: Message, rank: _Rank, senders: tuple[int, ...]) -> bool:
+    def _take(self, message: MessageKey, rank: _Rank, senders: tuple[int, ...]) -> bool:
         """Receive from all senders if they have sent; return whether they have."""
         if not self.posted.get(message, set()).issuperset(senders):
             return False

@@ -10,14 +10,14 @@ from realrl.dataflow.call import Kind
 from realrl.planner.calibration.comparison import Comparison
 from realrl.planner.calibration.coverage import describe_times
 from realrl.planner.profile.profile import Profile
-from realrl.planner.profile.versions import versions
+from realrl.planner.profile.versions import read_versions
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.measure.compare import RunInfo, compare
 from realrl.runtime.measure.step_timer import StepTimer, measure_clock_offsets
 from realrl.runtime.measure.timing_log import TimingLog
 from realrl.runtime.prepare.compile import Compiled, stored_models
-from realrl.runtime.prepare.scenario import spec_of
+from realrl.runtime.prepare.devices import spec_of
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.store import Store
@@ -92,7 +92,7 @@ class Costs:
             compiled=self._compiled,
             shapes=self._roles.shapes,
             spec=self.spec,
-            software=versions(),
+            software=read_versions(),
             prompts=prompts,
             answers=answers,
             reserved=max(reserved for _, reserved, *_ in everyone),

@@ -30,8 +30,8 @@ from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.output.saved import find_saved
 from realrl.runtime.output.stopped import make_stop_error
 from realrl.runtime.prepare.compile import Compiled, compile_recipe, models, with_sizes
-from realrl.runtime.prepare.fit_check import check_fit
-from realrl.runtime.prepare.scenario import check_kind
+from realrl.runtime.prepare.devices import check_kind
+from realrl.runtime.prepare.fit.check import check_fit
 from realrl.runtime.processes.process import Process, connect, resolve_cluster
 from realrl.runtime.processes.startup import agree_on_plan, find_least_device
 from realrl.runtime.setup import load_data, load_ends, load_shared_tokenizer
@@ -45,7 +45,7 @@ COLLECT_EVERY = 100
 
 
 @dataclass(frozen=True)
-class Record:
+class MetricsRecord:
     """One line of metrics.jsonl."""
 
     step: int
@@ -58,7 +58,7 @@ class Record:
     """Metrics by `call/name`."""
 
 
-class Observer(Protocol):
+class RunObserver(Protocol):
     """Listener for the progress of a run, on the rank that writes."""
 
     def begin(self, experiment: Experiment, steps: int) -> None:
@@ -67,7 +67,7 @@ class Observer(Protocol):
     def note(self, text: str) -> None:
         """Show a note."""
 
-    def record(self, record: Record) -> None:
+    def record(self, record: MetricsRecord) -> None:
         """Take a record, after every training step and evaluation."""
 
     def costs(self, comparison: Comparison) -> None:
@@ -77,7 +77,7 @@ class Observer(Protocol):
         """End, after the last step."""
 
 
-def train(experiment: Experiment, observer: Observer) -> None:
+def train(experiment: Experiment, observer: RunObserver) -> None:
     """Run a recipe as one rank of its cluster. UserError for what the user has to correct, RunError for what
     stops the run and is no bug."""
     started = time.monotonic()
@@ -104,7 +104,7 @@ def train(experiment: Experiment, observer: Observer) -> None:
                 check_fit(experiment, with_sizes(experiment, compiled, plan), here)
         # Every rank has read everything before the directory of an earlier run may be deleted.
         with process.together():
-            run = Run(experiment, compiled, process, observer if process.rank == WRITER else None)
+            run = TrainingRun(experiment, compiled, process, observer if process.rank == WRITER else None)
         # Mistakes that show without weights are found before any rank takes minutes to load some.
         with process.together():
             run.load()
@@ -113,11 +113,11 @@ def train(experiment: Experiment, observer: Observer) -> None:
         run.execute(started)
 
 
-class Run:
+class TrainingRun:
     """One rank of a run."""
 
     def __init__(
-        self, experiment: Experiment, compiled: Compiled, process: Process, observer: Observer | None
+        self, experiment: Experiment, compiled: Compiled, process: Process, observer: RunObserver | None
     ) -> None:
         """Everything but weights and the run's directory, with the mistakes that show without them as UserError."""
         self.experiment, self.compiled, self.process, self.observer = experiment, compiled, process, observer
@@ -239,7 +239,7 @@ class Run:
                 figures = flatten(self.worker.run(program, store, inputs, self.costs.timer))
             except SkippedStepsError as error:
                 raise self._stopped(error, step + 1) from None
-        self._record(Record(step + 1, "train", time.monotonic() - start, figures))
+        self._record(MetricsRecord(step + 1, "train", time.monotonic() - start, figures))
         if self.observer is not None:
             for note in self.notes.describe_step(step + 1, figures):
                 self.observer.note(note)
@@ -278,9 +278,9 @@ class Run:
             raise UserCodeError(f"{error}; saved: {saved}" if saved else str(error), trace) from error
         if self.observer is not None and samples:
             self.directory.write_samples(done, samples[: self.experiment.training.samples])
-        self._record(Record(done, "eval", time.monotonic() - start, figures))
+        self._record(MetricsRecord(done, "eval", time.monotonic() - start, figures))
 
-    def _record(self, record: Record) -> None:
+    def _record(self, record: MetricsRecord) -> None:
         if self.observer is not None:
             self.directory.log(record.step, record.kind, record.seconds, record.figures)
             self.observer.record(record)

@@ -47,7 +47,7 @@ def make_memory_cards(report: "PlanReport") -> list[Card]:
 def list_parts(report: "PlanReport") -> list[tuple[str, str]]:
     """List the colours of the bars with their CSS classes and meaning."""
     found = [f.parts for device in report.chosen.memory for f in device.footprints]
-    names = {name for parts in [*found, *(d.resting for d in report.chosen.memory)] for name in parts}
+    names = {name for parts in [*found, *(d.resident for d in report.chosen.memory)] for name in parts}
     looks = {_look(report, name) for name in names}
     roles = [(role, find_role_class(report, role)) for role in report.scenario.graph.roles]
     whats = [
@@ -62,7 +62,7 @@ def list_parts(report: "PlanReport") -> list[tuple[str, str]]:
 
 def _card(report: "PlanReport", devices: list[DeviceMemory], most: int) -> Card:
     fullest = max(devices, key=lambda device: device.peak.bytes)
-    phases: dict[str, Mapping[str, int]] = {"between steps": fullest.resting}
+    phases: dict[str, Mapping[str, int]] = {"between steps": fullest.resident}
     for footprint in fullest.footprints:
         earlier = phases.get(footprint.during, {})
         if sum(earlier.values()) <= footprint.bytes:

@@ -74,7 +74,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelEntry:
     """A model and the roles that have it."""
 
     roles: tuple[tuple[str, str], ...]
@@ -86,7 +86,7 @@ class Model:
 def write_verdict(report: "PlanReport") -> str:
     """Sum up the plan in one sentence."""
     if not report.chosen.fits:
-        return f"This plan does not fit: {describe_shortage(report.chosen.fullest)}."
+        return f"This plan does not fit: {describe_shortage(report.chosen.peak_device)}."
     proof = "optimal" if report.gap <= 5e-4 else f"within {format_share(report.gap)} of the optimum"
     best = find_best_preset(report)
     if not report.presets:
@@ -117,7 +117,7 @@ def list_figures(report: "PlanReport") -> list[Figure]:
     value, unit = format_seconds(estimate.step_seconds).split()
     again = f"{format_seconds(estimate.repeated_seconds)} in a row of steps"
     differs = estimate.repeated_seconds < 0.995 * estimate.step_seconds
-    fullest, bound = estimate.fullest, format_seconds(report.lower_bound_seconds)
+    fullest, bound = estimate.peak_device, format_seconds(report.lower_bound_seconds)
     size, size_unit = format_bytes(estimate.peak_bytes).split()
     rate, tokens = format_count(estimate.tokens_per_second), f"{estimate.tokens:,.0f} tokens a step"
     return [
@@ -137,13 +137,13 @@ def _percent(share: float) -> tuple[str, str]:
     return value, unit
 
 
-def list_models(report: "PlanReport") -> list[Model]:
+def list_models(report: "PlanReport") -> list[ModelEntry]:
     """List each model once, with the roles that have it."""
     found: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for role, model in report.scenario.models.items():
         detail = f"{format_parameters(model)} · {'bfloat16' if model.element_bytes == 2 else 'float32'}"
         found.setdefault((name_model(model), detail), []).append((role, find_role_class(report, role)))
-    return [Model(tuple(roles), *key) for key, roles in found.items()]
+    return [ModelEntry(tuple(roles), *key) for key, roles in found.items()]
 
 
 def make_time_bars(report: "PlanReport") -> list[Bar]:

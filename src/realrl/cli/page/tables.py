@@ -59,7 +59,7 @@ def list_rivals(report: "PlanReport") -> list[Rival]:
         return False, not estimate.fits, estimate.step_seconds
 
     look = "chosen" if chosen.fits else "chosen unfit"
-    note = "" if chosen.fits else describe_shortage(chosen.fullest)
+    note = "" if chosen.fits else describe_shortage(chosen.peak_device)
     value = format_seconds(chosen.step_seconds)
     first = Rival(
         name="this plan",
@@ -78,7 +78,7 @@ def list_rivals(report: "PlanReport") -> list[Rival]:
             )
             continue
         ratio = f"{estimate.step_seconds / chosen.step_seconds:.2f} ×"
-        note = describe_shortage(estimate.fullest)
+        note = describe_shortage(estimate.peak_device)
         if estimate.fits:
             note = "with recomputation" if preset.recompute else ""
         percent, value = 100 * estimate.step_seconds / longest, format_seconds(estimate.step_seconds)

@@ -58,7 +58,7 @@ class Label:
 
 
 @dataclass(frozen=True)
-class Box:
+class DrawnBox:
     """Area as drawn: percent from left to right, pixels from top to bottom."""
 
     x: float
@@ -81,7 +81,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Row:
+class DrawnBand:
     """Band as drawn."""
 
     y: float
@@ -101,31 +101,32 @@ class Tick:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class TimelineDrawing:
     """Content of the picture."""
 
     height: float
-    rows: tuple[Row, ...]
+    rows: tuple[DrawnBand, ...]
     borders: tuple[float, ...]
     """Pixels from the top at which a node ends and the next one begins."""
-    boxes: tuple[Box, ...]
+    boxes: tuple[DrawnBox, ...]
     ticks: tuple[Tick, ...]
 
 
-def draw_timeline(report: "PlanReport") -> Timeline:
+def draw_timeline(report: "PlanReport") -> TimelineDrawing:
     """Place everything."""
     estimate, spec = report.chosen, report.scenario.spec
     bands = find_bands(estimate, spec)
     heights = _heights(bands)
     tops = [0.0, *accumulate(heights)]
     rows = tuple(
-        Row(y, height, *_names(band, spec)) for band, y, height in zip(bands, tops, heights, strict=False)
+        DrawnBand(y, height, *_names(band, spec))
+        for band, y, height in zip(bands, tops, heights, strict=False)
     )
     boxes = []
     for area in find_areas(bands, estimate.step_seconds):
         y, bottom = tops[area.bands.start], tops[area.bands.stop]
         boxes.append(_box(area, sum(len(bands[i].ranks) for i in area.bands), y, bottom - y, report))
-    return Timeline(
+    return TimelineDrawing(
         tops[-1],
         rows,
         tuple(_borders(bands, tops, heights, spec)),
@@ -159,7 +160,7 @@ def _borders(
             yield from (top + device * (rank - band.ranks[0]) for rank in starts)
 
 
-def _box(area: Area, devices: int, y: float, height: float, report: "PlanReport") -> Box:
+def _box(area: Area, devices: int, y: float, height: float, report: "PlanReport") -> DrawnBox:
     block, step = area.block, report.chosen.step_seconds
     look, call, labels = "wait", "", list[Label]()
     match block.instruction:
@@ -173,7 +174,9 @@ def _box(area: Area, devices: int, y: float, height: float, report: "PlanReport"
             look = f"{find_role_class(report, role)} host"
     x, width = 100 * block.start / step, 100 * (block.end - block.start) / step
     text = f"{describe_block(report.chosen, block)}\non\t{format_count_of(devices, 'device')}"
-    return Box(x=x, width=width, y=y, height=height, look=look, call=call, labels=tuple(labels), tip=text)
+    return DrawnBox(
+        x=x, width=width, y=y, height=height, look=look, call=call, labels=tuple(labels), tip=text
+    )
 
 
 def _labels(call: str, role: str, degrees: str, seconds: str) -> Iterator[Label]:

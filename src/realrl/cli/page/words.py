@@ -37,7 +37,7 @@ def list_remarks(plan: Plan) -> list[str]:
 
 def write_notes(report: "PlanReport", source: str) -> list[tuple[str, str]]:
     """List headings with their text. `source`: origin of the times."""
-    options = report.options.values()
+    options = report.candidates.values()
     ways = f"{min(options):,} to {max(options):,}" if min(options) < max(options) else f"{min(options):,}"
     return [
         (

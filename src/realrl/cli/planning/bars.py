@@ -59,7 +59,7 @@ def _device(device: DeviceMemory) -> Table:
     rows.add_column(no_wrap=True)
     rows.add_column(no_wrap=True)
     phases = [(f.during, f.parts) for f in device.footprints]
-    for name, parts in [("between steps", device.resting), *_largest_of_each(phases)]:
+    for name, parts in [("between steps", device.resident), *_largest_of_each(phases)]:
         most = find_largest(parts) if parts else ""
         rows.add_row(
             name,

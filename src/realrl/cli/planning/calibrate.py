@@ -21,7 +21,7 @@ def calibrate_profile(run_dir: str, path: str | None) -> str:
 
     Where there is no such file, one is written that corrects data-sheet specs.
     """
-    from realrl.planner.calibration.calibrate import calibrate
+    from realrl.planner.calibration.calibrate import calibrate_profile
     from realrl.planner.calibration.comparison import Comparison
     from realrl.planner.profile.profile import Profile
 
@@ -29,7 +29,7 @@ def calibrate_profile(run_dir: str, path: str | None) -> str:
     check_file(f"profile {file}", file)
     run = Comparison.load(run_dir)
     before = Profile.load(file) if file.exists() else None
-    after = calibrate(before, run)
+    after = calibrate_profile(before, run)
     try:
         after.save(file)
     except OSError as error:

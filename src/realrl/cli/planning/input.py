@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from realrl.planner.report.report import Objective
     from realrl.planner.simulate.scenario import Scenario
     from realrl.recipe.experiment import Experiment
+    from realrl.runtime.prepare.fit.change import Draft
 
 _DAY = 86400
 """Seconds of a day."""
@@ -93,7 +94,8 @@ def choose_devices(cluster: str | None, experiment: "Experiment") -> tuple["Clus
     """
     from realrl.plan.cluster import Cluster
     from realrl.planner.cluster.spec import ClusterSpec
-    from realrl.runtime.prepare.scenario import named_cluster, spec_of, with_memory, written_cluster
+    from realrl.runtime.prepare.cluster import named_cluster, written_cluster
+    from realrl.runtime.prepare.devices import spec_of, with_memory
 
     if cluster is not None:
         named, memory = ClusterSpec.parse(cluster), experiment.device_memory
@@ -108,20 +110,22 @@ def choose_devices(cluster: str | None, experiment: "Experiment") -> tuple["Clus
 
 def read_scenario(
     experiment: "Experiment", cluster: str | None, profile: str | None, lengths: str | None
-) -> tuple["Scenario", str]:
-    """Read the inputs of the planner, and the source of its times."""
+) -> tuple["Draft", "Scenario", str]:
+    """Read what is to be planned, as it is written and as it is predicted, and the source of its times."""
     from realrl.planner.calibration.coverage import describe_times
     from realrl.planner.profile.profile import Profile
-    from realrl.runtime.prepare.scenario import make_scenario
+    from realrl.runtime.prepare.fit.change import Draft
+    from realrl.runtime.prepare.scenarios import Measured
 
     spec, remark = choose_devices(cluster, experiment)
     known = read_lengths(lengths) if lengths else Lengths()
     _check_lengths(known, experiment)
     path = profile or experiment.profile
     measured = Profile.load(path) if path else None
-    scenario = make_scenario(experiment, spec, profile=measured, prompts=known.prompts, answers=known.answers)
+    draft = Draft(experiment, spec, measured=Measured(measured, known.prompts, known.answers))
+    scenario = draft.scenario()
     source = describe_times(measured, path or "", spec, scenario.models)
-    return scenario, "; ".join(filter(None, (*source, remark, _not_trainable(scenario))))
+    return draft, scenario, "; ".join(filter(None, (*source, remark, _not_trainable(scenario))))
 
 
 def _not_trainable(scenario: "Scenario") -> str:

@@ -85,7 +85,7 @@ def _setting(report: PlanReport, source: str) -> Text:
 
 def _headline(report: PlanReport) -> Text:
     chosen = report.chosen
-    kinds = sum(report.options.values())
+    kinds = sum(report.candidates.values())
     gap = report.gap
     proof = f"proven within {format_gap(gap)} of the best" if gap > 1e-9 else "proven to be the best"
     return Text.assemble(
@@ -93,7 +93,7 @@ def _headline(report: PlanReport) -> Text:
         f" ({proof}), {chosen.tokens_per_second:,.0f} tokens/s,"
         f" {format_share(chosen.utilisation)} busy, {format_share(chosen.mfu)} MFU.\n",
         f"Found in {format_seconds(report.search_seconds)}: {report.evaluations:,} plans costed, made of"
-        f" {kinds:,} ways to run {format_count_of(len(report.options), 'call')}.\n",
+        f" {kinds:,} ways to run {format_count_of(len(report.candidates), 'call')}.\n",
     )
 
 
@@ -162,7 +162,7 @@ def _presets(report: PlanReport) -> Table:
 
 def _blame(estimate: Estimate) -> str:
     """Name the largest memory part of the fullest device."""
-    peak = estimate.fullest.peak
+    peak = estimate.peak_device.peak
     return f"{find_largest(peak.parts)} {format_bytes(max(peak.parts.values()))} in {peak.during}"
 
 

@@ -13,7 +13,7 @@ from realrl.cli.progress.costs import costs_note, costs_table
 if TYPE_CHECKING:
     from realrl.planner.calibration.comparison import Comparison
     from realrl.recipe.experiment import Experiment
-    from realrl.runtime.train import Record
+    from realrl.runtime.train import MetricsRecord
 
 _HEADLINES = {
     "sft": ("actor.train/loss", "actor.inference/loss"),
@@ -72,7 +72,7 @@ class Progress:
         """Print a line above the bar."""
         self._print(f"note: {text}")
 
-    def record(self, record: "Record") -> None:
+    def record(self, record: "MetricsRecord") -> None:
         """Advance the bar, or print an evaluation."""
         text = self._figures(record)
         if record.kind == "eval":
@@ -102,6 +102,6 @@ class Progress:
     def _print(self, line: str) -> None:
         self._console.print(line, soft_wrap=True)
 
-    def _figures(self, record: "Record") -> str:
+    def _figures(self, record: "MetricsRecord") -> str:
         shown = (name for name in self._headlines if name in record.figures)
         return "  ".join(f"{name.rpartition('/')[2]} {record.figures[name]:.4g}" for name in shown)

@@ -12,6 +12,7 @@ from realrl.engine.finite import NotFiniteLogitsError, all_finite
 from realrl.engine.generation.sampling import sample, uniform
 from realrl.engine.model import Model
 from realrl.engine.pipeline.messages import Coming
+from realrl.layout.limits import COMPACTION_SHARE
 from realrl.model.cache import KVCache
 from realrl.model.packing import Packing
 from realrl.recipe.settings import GenerationConfig
@@ -158,7 +159,7 @@ class Continuation:
             return slots, chosen
         alive = ~self.finished[slots]
         remaining = int(alive.sum())
-        if remaining > 0.8 * len(slots):
+        if remaining > COMPACTION_SHARE * len(slots):
             return slots, chosen
         kept = alive.nonzero().squeeze(-1)
         if remaining:

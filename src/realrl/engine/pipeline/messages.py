@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realrl.algorithms.method import Metrics
+from realrl.layout.limits import SENDS_PER_STAGE
 from realrl.model.group import Group
 
 _FORWARD, _BACKWARD, _TOKENS = 1, 2, 3  # tags, where the backend knows them
@@ -129,8 +130,7 @@ class Pipeline:
         work = dist.isend(tensor, self.group.ranks[stage], group=handle, tag=tag)
         assert work is not None, "a stage is part of its pipeline"
         self._pending.append((work, tensor))
-        # Memory of what has surely arrived is given back: more than this many are never under way.
-        while len(self._pending) > 4 * self.group.size:
+        while len(self._pending) > SENDS_PER_STAGE * self.group.size:
             self._pending.popleft()[0].wait()
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realrl.engine.flat import FlatBuffer
-from realrl.families.tensors import SCALAR_HEAD, bucket_count
+from realrl.families.tensors import SCALAR_HEAD
 from realrl.model.group import Group, all_gather, reduce_scatter
 from realrl.recipe.model import OptimizerConfig
 
@@ -40,7 +40,7 @@ class ShardedAdamW:
         self._parameters, self._gradients = parameters, gradients.data
         self._group, self._everyone = group, everyone or group
         self._clip, self._decay = config.grad_clip, config.weight_decay
-        self.buckets = bucket_count(parameters.tensors)
+        self.buckets = parameters.buckets
         self.bucket_size = parameters.data.numel() // self.buckets
         self._part = self.bucket_size // group.size
         mine = parameters.data.new_empty(self.buckets * self._part, dtype=torch.float32)

@@ -17,7 +17,6 @@ from realrl.engine.training.early_reduce import EarlyReduce
 from realrl.engine.training.gradients import complete_gradients, needs_completion, owned
 from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.engine.training.skipped_steps import SkippedSteps, first_not_finite
-from realrl.families.tensors import bucket_count
 from realrl.model.packing import Packing
 from realrl.recipe.model import OptimizerConfig
 
@@ -30,7 +29,7 @@ class Trainer:
         self.model = model
         self._skipped = SkippedSteps(max_skipped)
         parameters, parallel = model.parameters, model.parallel
-        multiple = parallel.data.size * bucket_count(parameters.tensors)
+        multiple = parallel.data.size * parameters.buckets
         self.gradients = FlatBuffer(parameters.tensors, torch.float32, model.device, multiple_of=multiple)
         for name, parameter in model.transformer.named_parameters():
             parameter.requires_grad_(True)

@@ -25,7 +25,7 @@ class Hop(NamedTuple):
     end: int
 
 
-class Slice(NamedTuple):
+class ElementSlice(NamedTuple):
     """Elements `begin` to `end` of a region group, for which a rank or a node was chosen."""
 
     begin: int
@@ -43,7 +43,7 @@ def list_hops(route: TransferRoute) -> Iterator[Hop]:
         yield from _within_node(route, node)
 
 
-def _between_nodes(route: TransferRoute, piece: Slice) -> Iterator[Hop]:
+def _between_nodes(route: TransferRoute, piece: ElementSlice) -> Iterator[Hop]:
     relay = piece.choice
     senders = _divide(route.group, piece, route.senders)
     ingress = {node: _divide(route.group, piece, route.ingress[node]) for node in route.entered_nodes}
@@ -76,7 +76,7 @@ def _within_node(route: TransferRoute, node: int) -> Iterator[Hop]:
     forwarders = route.local_forwarders[node]
     remote = route.remote_fraction[node]
     forwarded = sum(forwarders.values())
-    whole = Slice(0, route.group.elements, _NO_RELAY)
+    whole = ElementSlice(0, route.group.elements, _NO_RELAY)
     from_outside, from_inside = 1, 0
     for piece in _divide(route.group, whole, {from_outside: remote, from_inside: 1 - remote}):
         if piece.choice == from_outside:
@@ -93,7 +93,7 @@ def _within_node(route: TransferRoute, node: int) -> Iterator[Hop]:
             yield from _forward(route, node, part, sources)
 
 
-def _forward(route: TransferRoute, node: int, piece: Slice, sources: Shares) -> Iterator[Hop]:
+def _forward(route: TransferRoute, node: int, piece: ElementSlice, sources: Shares) -> Iterator[Hop]:
     """Send a slice to its relay, if one was chosen, and from there to all other receivers."""
     receivers, relay = route.receivers[node], piece.choice
     first = receivers if relay == _NO_RELAY else [relay]
@@ -107,13 +107,13 @@ def _forward(route: TransferRoute, node: int, piece: Slice, sources: Shares) -> 
             )
 
 
-def _divide_by_relay(group: RegionGroup, relays: Shares) -> list[Slice]:
+def _divide_by_relay(group: RegionGroup, relays: Shares) -> list[ElementSlice]:
     """Divide a group by the fractions of relays; the rest is sent without a relay."""
     rest = max(0.0, 1 - sum(relays.values()))
-    return _divide(group, Slice(0, group.elements, _NO_RELAY), {_NO_RELAY: rest} | relays)
+    return _divide(group, ElementSlice(0, group.elements, _NO_RELAY), {_NO_RELAY: rest} | relays)
 
 
-def _divide(group: RegionGroup, piece: Slice, parts: Shares) -> list[Slice]:
+def _divide(group: RegionGroup, piece: ElementSlice, parts: Shares) -> list[ElementSlice]:
     """Divide a slice in proportion, at the nearest row boundaries; empty slices are left out."""
     begin, end, _ = piece
     total, done, edges = sum(parts.values()), 0.0, [begin]
@@ -121,10 +121,12 @@ def _divide(group: RegionGroup, piece: Slice, parts: Shares) -> list[Slice]:
         done += amount
         edges.append(group.nearest_row(begin + (end - begin) * done / total))
     edges[-1] = end
-    return [Slice(a, b, choice) for (a, b), choice in zip(pairwise(edges), parts, strict=True) if a < b]
+    return [
+        ElementSlice(a, b, choice) for (a, b), choice in zip(pairwise(edges), parts, strict=True) if a < b
+    ]
 
 
-def _overlay(first: list[Slice], second: list[Slice]) -> Iterator[tuple[int, int, int, int]]:
+def _overlay(first: list[ElementSlice], second: list[ElementSlice]) -> Iterator[tuple[int, int, int, int]]:
     """Intersect two divisions of the same slice: (begin, end, choice of the first, of the second)."""
     i = j = 0
     while i < len(first) and j < len(second):

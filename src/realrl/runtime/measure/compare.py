@@ -12,7 +12,7 @@ from realrl.planner.cost.model import CostModel
 from realrl.planner.memory.model import MemoryModel
 from realrl.planner.profile.profile import Profile
 from realrl.planner.simulate.estimate import Estimate
-from realrl.planner.simulate.predict import estimate
+from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Program, Reallocate
@@ -50,7 +50,7 @@ def compare(info: RunInfo, profile: Profile | None, log: "TimingLog") -> Compari
     expected: Estimate | None = None
     if info.spec is not None:
         cost, memory = CostModel(info.spec, profile), MemoryModel(info.spec)
-        expected = estimate(Scenario(graph, stored, info.spec, workload, cost, memory), plan)
+        expected = estimate_plan(Scenario(graph, stored, info.spec, workload, cost, memory), plan)
     return Comparison(
         cluster=str(plan.cluster),
         spec=info.spec,

@@ -18,7 +18,7 @@ _ROUNDS = 10
 
 
 @dataclass(frozen=True)
-class Span:
+class TimedSpan:
     """One call or reallocation on one rank. Times are seconds of its monotonic clock."""
 
     name: str
@@ -35,7 +35,7 @@ class StepTimes:
 
     start: float
     end: float
-    spans: tuple[Span, ...]
+    spans: tuple[TimedSpan, ...]
 
 
 def wait_for(device: torch.device) -> None:
@@ -67,7 +67,7 @@ class StepTimer:
         self._held = held
         self._staged = staged
         self._cuda = device.type == "cuda"
-        self._spans: list[Span] = []
+        self._spans: list[TimedSpan] = []
         self._steps: list[StepTimes] = []
         self._begun = 0
         self._moving_peak = 0
@@ -103,12 +103,12 @@ class StepTimer:
                 yield
                 wait_for(self._device)
                 end = time.monotonic()
-            self._spans.append(Span(instruction.call, start, end, self._peak(self._allocations)))
+            self._spans.append(TimedSpan(instruction.call, start, end, self._peak(self._allocations)))
             self._allocations = None
         elif isinstance(instruction, Reallocate):
             yield
             wait_for(self._device)
-            self._spans.append(Span(format_instruction(instruction), start, time.monotonic()))
+            self._spans.append(TimedSpan(format_instruction(instruction), start, time.monotonic()))
             self._moving_peak = max(self._moving_peak, self._held())
         else:
             yield

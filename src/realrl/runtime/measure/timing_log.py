@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from realrl.runtime.measure.step_timer import Span, StepTimes
+from realrl.runtime.measure.step_timer import StepTimes, TimedSpan
 
 KEPT_STEPS = 10_000
 """Maximum number of steps kept; of a longer run, the first and the latest, so that memory stays bounded."""
@@ -52,7 +52,7 @@ class TimingLog:
             self._add_spans(step, offsets)
 
     def _add_spans(self, step: Sequence[StepTimes], offsets: Sequence[float]) -> None:
-        found: defaultdict[tuple[str, int], list[tuple[Span, float]]] = defaultdict(list)
+        found: defaultdict[tuple[str, int], list[tuple[TimedSpan, float]]] = defaultdict(list)
         for times, ahead in zip(step, offsets, strict=True):
             # A reallocation may be done several times in a step.
             seen: defaultdict[str, int] = defaultdict(int)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from realrl.config.errors import RunError, UserError
 from realrl.model.group import Group
 from realrl.plan.cluster import Cluster
+from realrl.runtime.prepare.cluster import written_cluster
 from realrl.runtime.prepare.gpu import NO_GPU, Gpu
-from realrl.runtime.prepare.scenario import written_cluster
 from realrl.runtime.processes.environment import (
     LAUNCHER_VARIABLE,
     SCRATCH_VARIABLE,

@@ -7,9 +7,9 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.plan import Plan
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
+from realrl.runtime.prepare.devices import search_spec
 from realrl.runtime.prepare.gpu import Gpu, Here
-from realrl.runtime.prepare.scenario import search_spec
-from realrl.runtime.prepare.searched_plan import cached_plan
+from realrl.runtime.prepare.search.cached_plan import cached_plan
 from realrl.runtime.processes.environment import PLAN_VARIABLE
 from realrl.runtime.processes.process import Process
 

@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 
 from realrl.config.errors import UserError
-from realrl.planner.cluster.devices import kind_of_gpu
+from realrl.planner.cluster.devices import find_gpu_kind
 from realrl.planner.profile.profile import Profile, ShapeKey
-from realrl.planner.profile.versions import versions
+from realrl.planner.profile.versions import read_versions
 from realrl.runtime.processes.process import Process, connect
 from realrl.runtime.profiler.hardware import machine
 from realrl.runtime.profiler.models.shapes import ShapeMeasurements
@@ -24,7 +24,7 @@ THOROUGH = Pace(5, 0.1, (1, 8), limit=2.0, total=60.0)
 QUICK = Pace(1, 0.05, (1, 5), limit=0.2, total=20.0)
 
 
-class Observer(Protocol):
+class MeasurementObserver(Protocol):
     """Listener for the progress of a measurement, on the rank that writes."""
 
     def note(self, text: str) -> None:
@@ -40,7 +40,7 @@ class Observer(Protocol):
         """End the measurement; the profile is in a file."""
 
 
-def profile(request: Request, observer: Observer | None) -> None:
+def profile(request: Request, observer: MeasurementObserver | None) -> None:
     """Measure as one of the ranks that the launcher has started, or alone; `observer` on the rank that writes.
 
     UserError where the file of an earlier profile is of another device or cannot be read.
@@ -53,7 +53,7 @@ def profile(request: Request, observer: Observer | None) -> None:
 
 class _Profiler:
     def __init__(
-        self, request: Request, process: Process, results: ResultsStore, observer: Observer | None
+        self, request: Request, process: Process, results: ResultsStore, observer: MeasurementObserver | None
     ) -> None:
         self._request = request
         self._process = process
@@ -122,9 +122,9 @@ def count_local_processes(world: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
-def _load_results(request: Request, process: Process, observer: Observer | None) -> ResultsStore:
+def _load_results(request: Request, process: Process, observer: MeasurementObserver | None) -> ResultsStore:
     """Load the results of an earlier measurement."""
-    software = versions()
+    software = read_versions()
     fresh = Profile(
         device=_device_name(request, process.device),
         processes=count_local_processes(process.world),
@@ -170,6 +170,6 @@ def _device_name(request: Request, device: torch.device) -> str:
     if device.type == "cpu":
         return "cpu"
     name = torch.cuda.get_device_name(device)
-    kind = kind_of_gpu(name)
+    kind = find_gpu_kind(name)
     plain = name.lower().removeprefix("nvidia ").removeprefix("geforce ")
     return kind.name if kind is not None else re.sub(r"[^a-z0-9.]+", "-", plain).strip("-")

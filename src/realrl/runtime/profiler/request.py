@@ -16,8 +16,8 @@ from realrl.planner.cluster.spec import ClusterSpec, NodeGroup
 from realrl.planner.profile.profile import ShapeKey
 from realrl.recipe.experiment import Experiment, PPOExperiment
 from realrl.recipe.settings import GenerationConfig
+from realrl.runtime.prepare.cluster import named_cluster
 from realrl.runtime.prepare.compile import models
-from realrl.runtime.prepare.scenario import named_cluster
 from realrl.runtime.profiler.points.sizes import Sizes
 
 

@@ -11,15 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realrl.engine.flat import FlatBuffer
+from realrl.layout.limits import POSTED_BATCHES, POSTED_MESSAGES, STAGED_MESSAGES
 from realrl.layout.routing.chunks import CHUNK_BYTES, Message, RankSchedule, Span, schedule_rank
 from realrl.layout.routing.routes import Reallocation
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.agreement import CHECKSUM_TAG, ReallocationError, agree, swap
-
-BATCH, BATCHES = 4, 16
-"""Number of messages posted at a time, and how many such batches may be in flight."""
-STAGED = 4
-"""No more batches are posted while more packed messages than this are under way."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +120,7 @@ class Reallocator:
         stage = 0
         for batch in _batches(schedule.messages):
             # What is sent in a stage may be what arrives in the one before.
-            finish(*(BATCHES - 1, STAGED) if batch[0].stage == stage else (0, 0))
+            finish(*(POSTED_BATCHES - 1, STAGED_MESSAGES) if batch[0].stage == stage else (0, 0))
             stage = batch[0].stage
             under_way.append(self._post(batch, before, after, checksums))
         for a, b in schedule.copies:
@@ -215,7 +211,7 @@ class Reallocator:
 
 def _batches(messages: Sequence[Message]) -> Iterator[list[Message]]:
     for _, of_stage in groupby(messages, key=lambda message: message.stage):
-        while batch := list(islice(of_stage, BATCH)):
+        while batch := list(islice(of_stage, POSTED_MESSAGES)):
             yield batch
 
 

@@ -17,7 +17,7 @@ from realrl.engine.parallel import parallel
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape
 from realrl.families.tensors import TensorSpec, model_tensors
-from realrl.layout.layout import Layout, layout
+from realrl.layout.layout import Layout, build_layout
 from realrl.layout.routing.chunks import group_tensors
 from realrl.layout.routing.routes import reallocate
 from realrl.model.group import Group
@@ -138,7 +138,7 @@ class Roles:
         return model
 
     def _layout(self, role: str, placement: Placement) -> Layout:
-        return layout(self.shapes[role], HEADS[role], placement)
+        return build_layout(self.shapes[role], HEADS[role], placement)
 
     def _dtype(self, role: str, placement: Placement) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, placement.strategy.dtype or self._configs[role].dtype)

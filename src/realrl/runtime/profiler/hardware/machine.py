@@ -12,13 +12,13 @@ from realrl.runtime.profiler.points.clock import Clock
 from realrl.runtime.profiler.points.point import UNKNOWN, Point
 from realrl.runtime.profiler.points.sizes import copy_sizes, transfer_sizes
 
-Row = list[Point[CollectiveTime]]
+MachineRow = list[Point[CollectiveTime]]
 
 _COPIES: tuple[CollectiveKind, ...] = ("copy", "clear", "allocate", "host")
 _COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 
 
-def make_rows(process: Process, per_node: int, clock: Clock, *, thin: bool) -> Iterator[Row]:
+def make_rows(process: Process, per_node: int, clock: Clock, *, thin: bool) -> Iterator[MachineRow]:
     """Yield series of points that differ in size alone, smaller ones first. All ranks go through them together.
 
     Ranks of one node talk in groups of every size that divides their number, those of several nodes in groups of

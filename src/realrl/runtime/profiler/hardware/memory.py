@@ -7,7 +7,8 @@ import torch
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.offload import Offloadable
 from realrl.engine.training.optimizer import ShardedAdamW
-from realrl.families.tensors import TensorSpec, bucket_count
+from realrl.families.tensors import TensorSpec
+from realrl.layout.limits import bucket_count
 from realrl.model.group import alone
 from realrl.planner.profile.profile import CollectiveKind
 from realrl.recipe.model import OptimizerConfig
@@ -43,7 +44,7 @@ class Update:
     """Optimizer of tensors that are not sharded."""
 
     def __init__(self, tensors: Sequence[TensorSpec], dtype: torch.dtype, clock: Clock) -> None:
-        count = bucket_count(tensors)
+        count = bucket_count(sum(tensor.numel for tensor in tensors))
         self._clock = clock
         parameters = FlatBuffer(tensors, dtype, clock.device, multiple_of=count)
         self._gradients = FlatBuffer(tensors, torch.float32, clock.device, multiple_of=count)

@@ -11,7 +11,7 @@ import torch
 from realrl.engine.model import Model
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import TensorSpec, model_tensors
-from realrl.model.packing import DENSE_LENGTH
+from realrl.layout.padding import DENSE_LENGTH
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
 from realrl.planner.profile.profile import LayerKind, Measurement
 from realrl.planner.workload.sizes import LocalSizes
@@ -44,7 +44,7 @@ _PASSES: Mapping[Head, tuple[LayerKind, ...]] = {
 
 _BUCKETS: tuple[LayerKind, ...] = ("bucket_enter", "bucket", "bucket_backward")
 
-Row = list[Point[Measurement]]
+ShapeRow = list[Point[Measurement]]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ShapeMeasurements:
     degrees: tuple[int, ...]
     clock: Clock
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[ShapeRow]:
         """Yield series of points that differ in size alone, smaller ones first.
 
         Degrees take turns, so that a machine that becomes slower or faster does so for all of them.
@@ -69,7 +69,7 @@ class ShapeMeasurements:
         for alike in zip_longest(*map(self._calls, self.degrees)):
             yield from (row for row in alike if row is not None)
 
-    def _calls(self, tp: int) -> Iterator[Row]:
+    def _calls(self, tp: int) -> Iterator[ShapeRow]:
         yield from self._passes("scalar", tp, self.sizes.passes(DENSE_LENGTH))
         yield from self._passes("lm", tp, self.sizes.few_passes())
         yield from self._starts(tp)
@@ -88,7 +88,7 @@ class ShapeMeasurements:
         blank = Measurement(kind="optimizer", tokens=elements, seconds=UNKNOWN)
         return Point((blank,), lambda: {"optimizer": update().seconds()}, elements)
 
-    def _passes(self, head: Head, tp: int, sizes: Iterable[tuple[int, int]]) -> Iterator[Row]:
+    def _passes(self, head: Head, tp: int, sizes: Iterable[tuple[int, int]]) -> Iterator[ShapeRow]:
         passes = cache(lambda: Passes(self._model(head, tp, _LAYERS), self.clock))
 
         def point(tokens: int, context: int) -> Point[Measurement]:
@@ -109,7 +109,7 @@ class ShapeMeasurements:
                 Point(blanks, lambda: passes().measure_buckets(), sum(UNLIKE), derive=convert_bucket_parts)
             ]
 
-    def _starts(self, tp: int) -> Iterator[Row]:
+    def _starts(self, tp: int) -> Iterator[ShapeRow]:
         decoding = cache(lambda: Decoding(self._model("lm", tp, _LAYERS), self.sampling, self.clock))
 
         def point(tokens: int, context: int) -> Point[Measurement]:
@@ -119,7 +119,7 @@ class ShapeMeasurements:
         for context, group in _by_length(self.sizes.starts()):
             yield [point(tokens, context) for tokens in group]
 
-    def _turns(self, tp: int) -> Iterator[Row]:
+    def _turns(self, tp: int) -> Iterator[ShapeRow]:
         layer_bytes = LocalSizes(self.shape, "lm", tp).parts[0] * ELEMENT_BYTES[self.dtype]
         layers = min(self.shape.layers, max(_LAYERS, -(-_DECODED_BYTES // layer_bytes)))
         decoding = cache(lambda: Decoding(self._model("lm", tp, layers), self.sampling, self.clock))

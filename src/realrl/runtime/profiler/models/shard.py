@@ -8,7 +8,7 @@ from torch import Tensor
 from realrl.engine.model import Model
 from realrl.engine.parallel import Parallel
 from realrl.families.shape import Head, ModelShape
-from realrl.layout.layout import layout
+from realrl.layout.layout import build_layout
 from realrl.layout.shard import Shard
 from realrl.model.group import Group, alone
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -38,7 +38,7 @@ def make_tensor_rank(
     one = alone(rank)
     tensor = _Silent(placement.ranks, rank) if tp > 1 else one
     parallel = Parallel(data=one, tensor=tensor, pipeline=one, backward=one, everyone=one, ends=None)
-    whole = layout(shape, head, placement)
+    whole = build_layout(shape, head, placement)
     model = Model(whole, rank, parallel, dtype=dtype, device=device)
     # Numbers like those of a model, drawn where they are needed: on a CPU it would take minutes for a large one.
     model.parameters.data.normal_(0.0, shape.init_std)

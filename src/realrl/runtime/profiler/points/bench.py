@@ -14,7 +14,7 @@ from realrl.runtime.profiler.points.clock import Clock
 Kind = TypeVar("Kind")
 
 
-Average = Callable[[Sequence[float]], float]
+AverageFunction = Callable[[Sequence[float]], float]
 
 
 def trimmed_mean(times: Sequence[float]) -> float:
@@ -37,7 +37,7 @@ class Bench:
         self._repetitions = repetitions
 
     def measure(
-        self, work: Callable[[], Mapping[Kind, float]], average: Average = median
+        self, work: Callable[[], Mapping[Kind, float]], average: AverageFunction = median
     ) -> dict[Kind, float] | None:
         """Average the times of the parts of `work`, each time on the slowest rank; None where memory is too small.
 

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any, Generic, TypeVar
 
 from realrl.planner.profile.profile import CollectiveTime, Measurement
-from realrl.runtime.profiler.points.bench import Average, Bench
+from realrl.runtime.profiler.points.bench import AverageFunction, Bench
 
 Entry = TypeVar("Entry", Measurement, CollectiveTime)
 
@@ -29,7 +29,7 @@ class Point(Generic[Entry]):
     """Size that the times grow with."""
     times: int = 1
     """Approximate number of times the measured parts occur in one execution of `work`."""
-    average: Average = median
+    average: AverageFunction = median
     """Average over several executions."""
     derive: Callable[[Mapping[Any, float]], Mapping[Any, float]] = dict
     """Conversion of the averages of the parts to seconds by kind."""
