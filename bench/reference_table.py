@@ -40,7 +40,7 @@ from realrl.plan.plan import Plan
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.cost.model import CallCost, CostModel
-from realrl.planner.evaluate.timeline import Evaluation, Timeline
+from realrl.planner.evaluate.timeline import PlanEvaluation, Timeline
 from realrl.planner.memory.model import MemoryModel
 from realrl.planner.search.search import SearchResult, search_plans
 from realrl.planner.simulate.scenario import Scenario
@@ -127,7 +127,7 @@ def settings() -> list[Setting]:
 class Prediction:
     """What the planner says of a setting."""
 
-    heuristic: Evaluation
+    heuristic: PlanEvaluation
     calls: dict[str, CallCost]
     """Of the heuristic plan."""
     searched: SearchResult | None
