@@ -139,7 +139,7 @@ def _when(programs: Sequence[Program], move: Reallocate) -> str:
 
 
 def format_memory(devices: Sequence[DeviceMemory], *, limited: bool) -> str:
-    """What devices hold between steps, and when they are expected to hold most, and what of. By rank.
+    """Format the memory of devices between steps and at their peak, with its largest parts; by rank.
 
     limited: whether it is known what they have.
     """

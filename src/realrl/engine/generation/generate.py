@@ -115,7 +115,7 @@ class Continuation:
         self._prompts: Coming | None = None
 
     def expect_prompts(self) -> None:
-        """On the last stage, before the turn of any other continuation.
+        """Post the receives of prompts on the last stage, before any other continuation takes its turn.
 
         Messages come in the order of turns, and it expects those of one turn during the turn before. Stages between
         the first and the last know only in its turn how many rows a continuation still has.

@@ -93,7 +93,7 @@ class RunDirectory:
             raise UserError(f"run_dir={self.path} cannot be written: {reason_of(error)}") from None
 
     def open_tensorboard(self) -> None:
-        """Also write metrics for TensorBoard from now on."""
+        """Write metrics for TensorBoard, too, from now on."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._board = SummaryWriter(str(self.path / BOARD))

@@ -1,4 +1,4 @@
-"""From a recipe to the steps that the planner predicts. No torch."""
+"""Inputs of the planner for a recipe. No torch."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,18 +26,18 @@ from realrl.runtime.prepare.devices import host_is_device
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of a step by measurement."""
+    """Measurements that a prediction may use."""
 
     profile: Profile | None = None
-    """Times of devices; counts for those of its kind."""
+    """Profile of devices; used for devices of its kind."""
     prompts: tuple[int, ...] | None = None
-    """Lengths in tokens; None where each prompt is to be as long as it may be."""
+    """Lengths in tokens; None where each prompt has its maximum length."""
     answers: tuple[int, ...] | None = None
-    """Lengths in tokens; None where each answer is to be as long as it may be."""
+    """Lengths in tokens; None where each answer has its maximum length."""
 
 
 def make_scenario(experiment: Experiment, spec: ClusterSpec, measured: Measured | None = None) -> Scenario:
-    """The training step of a recipe on a cluster. UserError if the size of a model cannot be found out."""
+    """Describe the training step of a recipe on a cluster; UserError if the shape of a model cannot be found."""
     measured, graph = measured or Measured(), build_graph(experiment)
     workload = Workload.of(experiment, prompts=measured.prompts, answers=measured.answers)
     stored = _all_stored(experiment, graph)
@@ -45,7 +45,7 @@ def make_scenario(experiment: Experiment, spec: ClusterSpec, measured: Measured 
 
 
 def phase_scenarios(experiment: Experiment, compiled: Compiled, spec: ClusterSpec) -> dict[str, Scenario]:
-    """Training and evaluation steps by the names of `Compiled.phases`, for questions about memory.
+    """Describe training and evaluation steps, by the names of `Compiled.phases`, for questions about memory.
 
     Roles whose sizes are not known here have no model in them.
     """
@@ -75,7 +75,7 @@ def _all_stored(experiment: Experiment, graph: DataflowGraph) -> dict[str, Store
 
 
 def read_constraints(experiment: Experiment, spec: ClusterSpec, out: Path | None = None) -> UserConstraints:
-    """What a recipe asks of plans that it does not give. `out`: the plan file that is going to be written.
+    """Read the constraints of a recipe on plans to search. `out`: the plan file to be written.
 
     UserError where it names neither a preset nor a plan file that can be read, unless that is `out`.
     """

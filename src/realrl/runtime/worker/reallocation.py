@@ -166,7 +166,7 @@ class Reallocator:
         return dist.batch_isend_irecv(operations), flights
 
     def _prepare(self, message: Message, data: Tensor) -> _Flight:
-        """What a message travels in: a stretch of the flat buffer itself, or a buffer that is packed now."""
+        """Prepare the wire tensor of a message: a slice of the flat buffer itself, or a packed buffer."""
         first, *more = message.spans
         fits = data.dtype == self._wire and data.device == self._process.device
         if fits and first.contiguous and not more:

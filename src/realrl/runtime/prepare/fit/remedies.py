@@ -1,4 +1,4 @@
-"""What would help where something does not fit: changes are tried one after the other. No torch."""
+"""Suggested changes where something does not fit: sources of changes are tried in turn. No torch."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,17 +9,17 @@ from realrl.config.errors import UserError
 from realrl.runtime.prepare.fit.change import Attempts, Change, Draft
 
 _SHARE = 0.6
-"""Of the time that is left, what one source of changes may take, so that something is left for the next."""
+"""Fraction of the remaining time for one source of changes, so that something is left for the next."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a draft turns out."""
+    """Outcome of a draft."""
 
     shortfall: float
     """Bytes that the fullest device lacks; 0 or less where everything fits."""
     figures: str
-    """What it then needs or takes, for example `needs 72 GiB`."""
+    """Its memory or time, for example `needs 72 GiB`."""
 
     @property
     def fits(self) -> bool:
@@ -38,27 +38,26 @@ class Remedy(Generic[Result]):
     outcome: Result
 
     def __str__(self) -> str:
-        """For example `with recompute=true (needs 72 GiB)`."""
+        """Format it, for example `with recompute=true (needs 72 GiB)`."""
         texts = " and ".join(change.text for change in self.changes)
         return f"{self.changes[0].preposition} {texts} ({self.outcome.figures})"
 
 
 def describe(remedies: Sequence[Remedy[Result]]) -> str:
-    """What a user is told, for example `it fits on 4 nodes (step 3 s), or with data.batch=8 (step 9 s)`."""
+    """Write the suggestion, for example `it fits on 4 nodes (step 3 s), or with data.batch=8 (step 9 s)`."""
     return f"it fits {', or '.join(map(str, remedies))}"
 
 
 class Trials(Generic[Result]):
-    """Tries changes of a draft, for `seconds` in all."""
+    """Trials of changes of a draft, for `seconds` in all."""
 
     def __init__(self, assess: Callable[[Draft, float], Result], seconds: float) -> None:
-        """`assess` finds out how a draft turns out, in about as many seconds as it is given; UserError for what is
-        not possible."""
+        """`assess` finds the outcome of a draft in about the given seconds; UserError for what is not possible."""
         self._assess = assess
         self._end = time.monotonic() + seconds
 
     def remedies(self, draft: Draft, sources: Iterable[Attempts], most: int) -> list[Remedy[Result]]:
-        """The remedy that each source finds, of the first `most` that find any."""
+        """Find the remedy of each source, of the first `most` that have one."""
         found: list[Remedy[Result]] = []
         for source in sources:
             if len(found) == most:
@@ -71,7 +70,7 @@ class Trials(Generic[Result]):
     def together(
         self, draft: Draft, result: Result, sources: Callable[[Draft, Result], Iterable[Attempts]]
     ) -> Remedy[Result] | None:
-        """Changes that help only together: of each kind as much as there is, until everything fits.
+        """Combine changes that help only together: of each kind as much as there is, until everything fits.
 
         `result` is that of the draft as it is; `sources` are what could help a draft with a result.
         """
@@ -88,7 +87,7 @@ class Trials(Generic[Result]):
         return Remedy(tuple(chosen), result)
 
     def _best(self, source: Attempts, draft: Draft, result: Result) -> tuple[Change | None, Result]:
-        """The change of a source that leaves least missing, if any is better than none, and its result."""
+        """Find the change of a source that leaves the smallest shortfall, if any helps, and its outcome."""
         best: Change | None = None
         for change, after in self._tried(source, draft, self._end):
             if after.shortfall < result.shortfall:
@@ -96,7 +95,7 @@ class Trials(Generic[Result]):
         return best, result
 
     def _tried(self, source: Attempts, draft: Draft, deadline: float) -> Iterator[tuple[Change, Result]]:
-        """The changes of a source that are possible, each with its result, until the deadline."""
+        """Yield the possible changes of a source, each with its outcome, until the deadline."""
         change = next(source, None)
         while change is not None and self._left(deadline) > 0:
             try:

@@ -1,4 +1,4 @@
-"""Search for the plan of a draft, and what would help where none fits. No torch."""
+"""Search for the plan of a draft, and suggested changes where none fits. No torch."""
 
 from dataclasses import dataclass, replace
 
@@ -16,24 +16,24 @@ from realrl.runtime.prepare.fit.search_changes import search_changes
 
 _BUDGET = SearchBudget(chains=128, rounds=100, nodes=2000)
 _SEARCH_SECONDS = 2.0
-"""Most for one short search."""
+"""Maximum seconds of one short search."""
 _NAMED = 3
-"""Changes that are named, if as many help."""
+"""Maximum number of suggested changes."""
 
 
 @dataclass(frozen=True)
 class SearchedPlan:
-    """A plan that was found."""
+    """Plan found by a search."""
 
     plan: Plan
     step_seconds: float
-    """Predicted."""
+    """Predicted seconds of a step."""
     about: str
-    """What it costs, and how good it is, in one line."""
+    """Predicted time and optimality gap, in one line."""
 
 
 def search_plan(draft: Draft, constraints: UserConstraints, *, seconds: float | None = None) -> SearchedPlan:
-    """The best plan that a search finds; UserError, with what would help, where no plan fits."""
+    """Search for the best plan; UserError, with suggested changes, where no plan fits."""
     scenario = draft.scenario()
     try:
         best = find_best_plan(scenario, seconds=seconds, constraints=constraints)
@@ -54,7 +54,7 @@ def no_plan(
     *,
     seconds: float = 15.0,
 ) -> UserError:
-    """The error message where a search for a plan of a draft raised DoesNotFit.
+    """Write the error message for a draft whose search raised DoesNotFit.
 
     Looks for changes with which a plan fits, for so many `seconds`.
     """
@@ -69,7 +69,7 @@ def no_plan(
 
 
 def search_remedies(draft: Draft, constraints: UserConstraints, *, seconds: float) -> list[Remedy[Outcome]]:
-    """Changes with which some plan fits, by what they cost: other settings first, then other devices."""
+    """Find changes with which some plan fits, by their cost: other settings first, then other devices."""
 
     def assess(changed: Draft, left: float) -> Outcome:
         # Without presets, at whose best a search of its own looks each time.
@@ -89,7 +89,7 @@ def search_remedies(draft: Draft, constraints: UserConstraints, *, seconds: floa
 
 
 def _models(scenario: Scenario) -> str:
-    """Models by name where they have one, with their roles."""
+    """List models by name where they have one, with their roles."""
     names = {shape: name for name, shape in SHAPES.items()}
     roles: dict[str, list[str]] = {}
     for role, model in scenario.models.items():

@@ -1,4 +1,4 @@
-"""Text that stands for a value and everything it is made of. No torch."""
+"""Fingerprint of a value and all its parts. No torch."""
 
 import inspect
 from collections.abc import Iterable, Mapping, Set
@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 
 def fingerprint(value: object) -> str:
-    """A text that two values share only if they are equal in all they are made of, the same in every process.
+    """Write a text that two values share only if all their parts are equal, the same in every process.
 
     What a value is made of: the fields of a dataclass or a pydantic model, the elements of a collection, and for
     any other class the parameters of its constructor, which must be attributes. TypeError for what has none.

@@ -11,7 +11,7 @@ EXTENSIONS = ("realrl.algorithms", "realrl.families")
 
 
 def read_sources() -> Iterator[str]:
-    """All of it, the same in every process: whatever a plan may depend on is among it."""
+    """Read all source code that a plan may depend on, in an order that is the same in every process."""
     with as_file(files("realrl")) as package:
         for file in sorted(package.rglob("*.py")):
             yield file.read_text(encoding="utf-8")
@@ -24,8 +24,7 @@ def read_sources() -> Iterator[str]:
 
 
 def _user_files(package: Path) -> list[Path]:
-    """Files of modules that are loaded and neither ours nor installed: a user's own algorithms and families, and
-    what these import."""
+    """List loaded files that are neither ours nor installed: a user's algorithms, families and their imports."""
     installed = [Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)]
     found = set()
     for module in list(sys.modules.values()):
