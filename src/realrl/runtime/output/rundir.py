@@ -169,7 +169,8 @@ def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
         for field in ("path", "tokenizer"):
             if getattr(config, field) is not None:
                 yield f"models.{role}.{field}", getattr(config, field)
-    data, judge = experiment.data, experiment.training.judge
+    data = experiment.data
+    judge = experiment.training.judge
     yield "data.train", data.train
     if data.eval is not None:
         yield "data.eval", data.eval

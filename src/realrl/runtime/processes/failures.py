@@ -48,7 +48,9 @@ class Failure:
 
 def describe(error: Exception) -> Failure:
     """Describe the failure behind an unhandled exception."""
-    rank, name, text = _rank(), type(error).__name__, " ".join(str(error).split())
+    rank = _rank()
+    name = type(error).__name__
+    text = " ".join(str(error).split())
     if isinstance(error, UserError | RunError):
         status = USER_STATUS if isinstance(error, UserError) else RUN_STATUS
         trace = error.trace if isinstance(error, UserCodeError) else ""

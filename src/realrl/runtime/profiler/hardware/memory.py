@@ -52,7 +52,8 @@ class Update:
 
     def seconds(self) -> float:
         """Measure the seconds of an update whose gradients have been reduced, without clearing them."""
-        clock, gradients = self._clock, self._gradients.data
+        clock = self._clock
+        gradients = self._gradients.data
         gradients.fill_(1.0)
         for bucket in range(self._optimizer.buckets):
             self._optimizer.start_reduce(bucket)
