@@ -32,8 +32,8 @@ class Coming:
 class Pipeline:
     """Messages of this rank's stage.
 
-    Sends do not wait. Receives are posted before other computation, so that messages travel meanwhile: gloo holds an
-    unmatched send back until its receive is posted.
+    Sends do not wait. Receives are posted before other computation, so that messages travel meanwhile: gloo holds
+    an unmatched send back until its receive is posted.
 
     Activations and gradients travel over groups of their own, because a backend without tags delivers what one
     pair of ranks exchanges in the order in which it was posted, and the two directions have different orders.
