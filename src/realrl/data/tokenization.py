@@ -147,7 +147,7 @@ def _plain_row(
     tokenizer: "PreTrainedTokenizerFast",
     ends: tuple[int, ...],
 ) -> Row:
-    """Make the row of a prompt and perhaps an answer of so many tokens; `before` is the beginning of sequence."""
+    """Make the row of a prompt and perhaps an answer; `before` is the beginning of sequence."""
     if not prompt and answer is not None and answer[: len(before)] == before:
         prompt = before
         answer = answer[len(before) :]

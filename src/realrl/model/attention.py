@@ -11,7 +11,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from realrl.model.packing import Packing, PaddedHeads
 
-# torch 2.11 takes grouped heads without being told; from 2.12 on it wants to be.
+# torch 2.11 accepts grouped heads as they are; from 2.12 on they need a flag.
 GROUPED: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )

@@ -40,7 +40,7 @@ class _Limit:
     max_new_tokens: int
 
     def check(self, origin: str, tokens: int) -> None:
-        """Check that a prompt of at least so many tokens leaves room; else UserError."""
+        """Check that a prompt of at least `tokens` tokens leaves room; else UserError."""
         what = (
             f"{shorten(origin)}: the prompt has at least {tokens} tokens, which with"
             f" max_new_tokens={self.max_new_tokens}"
@@ -65,8 +65,8 @@ def generate_text(
     of messages.
 
     Prompts of plain text are used as they stand, or with `chat` as one user turn in the tokenizer's chat template;
-    `say` is told which, where there is a choice. UserError when the directory holds no model that can be loaded, or
-    a record has no prompt, or one that is too long for the model.
+    `say` is called with the one used, where there is a choice. UserError when the directory holds no model that can be
+    loaded, or a record has no prompt, or one that is too long for the model.
     """
     shape = huggingface.read_shape(model_dir)
     check_top_k("top_k", sampling.top_k, shape.vocab_size)

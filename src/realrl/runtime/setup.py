@@ -115,6 +115,6 @@ def _check_positions(experiment: Experiment) -> None:
 
 
 def check_length(what: str, tokens: int, positions: int, model: str) -> None:
-    """Check that so many tokens, because of `what`, are within the declared length of a model; else UserError."""
+    """Check that a number of tokens, due to `what`, is within the declared length of a model; else UserError."""
     if tokens > positions:
         raise UserError(f"{what} is more than the {positions} positions that {model} is declared for")

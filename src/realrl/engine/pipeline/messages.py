@@ -137,7 +137,7 @@ class Pipeline:
 
 
 def one_ahead(expect: Callable[[int], Coming], sizes: Iterable[int]) -> Iterator[Tensor]:
-    """Yield received tensors of so many rows each, always with the next receive posted."""
+    """Yield received tensors with these numbers of rows, always with the next receive posted."""
     left = iter(sizes)
     coming = deque(expect(rows) for rows in islice(left, 1))
 

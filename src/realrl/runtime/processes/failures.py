@@ -138,7 +138,7 @@ def _write_for_torchrun(failure: Failure) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:
         return
-    # It reads whole seconds, so that a consequence has to come later to be told from its cause.
+    # It compares whole seconds, so a consequence has to be reported later than its cause.
     stamp = str(int(failure.time) + failure.distance)
     with suppress(OSError):
         Path(file).parent.mkdir(parents=True, exist_ok=True)

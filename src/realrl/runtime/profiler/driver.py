@@ -31,7 +31,7 @@ class MeasurementObserver(Protocol):
         """Show a note."""
 
     def begin(self, what: str, points: int) -> None:
-        """Begin a part with so many points."""
+        """Begin a part with this number of points."""
 
     def done(self) -> None:
         """Count a point, measured or skipped."""

@@ -56,7 +56,7 @@ def no_plan(
 ) -> UserError:
     """Write the error message for a draft whose search raised DoesNotFit.
 
-    Looks for changes with which a plan fits, for so many `seconds`.
+    Looks for changes with which a plan fits, for `seconds`.
     """
     found = search_remedies(draft, constraints, seconds=seconds)
     helps = describe(found) if found else "no change that was tried would be enough"

@@ -25,7 +25,7 @@ from realrl.runtime.prepare.search.sources import read_sources
 def cached_plan(experiment: Experiment, spec: ClusterSpec, say: Callable[[str], None]) -> Plan:
     """Load the plan of an earlier search for the same step on the same devices, or search now and cache it.
 
-    `say` is told where the plan is from and what is expected of it. UserError where no plan fits.
+    `say` is called with the origin of the plan and its predicted time. UserError where no plan fits.
     """
     profile = None if experiment.profile is None else Profile.load(experiment.profile)
     draft, constraints = (

@@ -35,7 +35,7 @@ class GroupLinks:
         self._products = products
 
     def collectives(self, number_bytes: int) -> Mapping[CollectiveKind, float]:
-        """Measure the seconds of collectives on a tensor of so many bytes."""
+        """Measure the seconds of collectives on a tensor of `number_bytes` bytes."""
         clock = self._clock
         group = self._group
         part = max(1, number_bytes // _ELEMENT // group.size)

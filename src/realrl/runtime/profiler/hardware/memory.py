@@ -18,7 +18,7 @@ _ELEMENT = 4  # all of it is measured with float32
 
 
 def measure_copies(number_bytes: int, clock: Clock) -> Mapping[CollectiveKind, float]:
-    """Measure the seconds of copies of so many bytes in a rank's memory, and to and from the host's."""
+    """Measure the seconds of copies of `number_bytes` in a rank's memory, and to and from the host's."""
     source = torch.zeros(max(1, number_bytes // _ELEMENT), device=clock.device)
     target = torch.zeros_like(source)
     begin = clock.now()
