@@ -78,8 +78,7 @@ class Costs:
         """Compare all steps so far with the prediction, on the rank that writes; None elsewhere.
 
         Also None where there are no steps, and too soon after the time before, unless this is the `last`. All ranks
-        call
-        this together.
+        call this together.
         """
         offsets = measure_clock_offsets(self._process, self._compiled.train.plan.cluster.nodes)
         mine = (self.timer.take(), self.timer.reserved, list(self._prompts), list(self._answers))

@@ -61,12 +61,11 @@ def generate_text(
     """Continue the prompt of each record, {prompt} or {messages}, `n` times.
 
     Yields {prompt, completion, tokens, finished}, in the order of prompts; a prompt that is a conversation is a
-    list
-    of messages.
+    list of messages.
 
     Prompts of plain text are used as they stand, or with `chat` as one user turn in the tokenizer's chat template;
-    `say` is called with the one used, where there is a choice. UserError when the directory holds no model that can be
-    loaded, or a record has no prompt, or one that is too long for the model.
+    `say` is called with the one used, where there is a choice. UserError when the directory holds no model that can
+    be loaded, or a record has no prompt, or one that is too long for the model.
     """
     shape = huggingface.read_shape(model_dir)
     check_top_k("top_k", sampling.top_k, shape.vocab_size)

@@ -39,8 +39,7 @@ class RunDirectory:
         """Check that the directory can be used; else UserError.
 
         It must be writable, free (or the recipe says `overwrite`), a run's, and hold no model, data or other file
-        that
-        the run reads.
+        that the run reads.
         """
         if not self.path.is_file():
             check_directory(f"run_dir={self.path}", self.path)

@@ -87,8 +87,7 @@ class Process:
         """Leave the process group.
 
         Ranks that end well, or by a UserError that all raise, wait for each other, since messages under way are
-        lost
-        when their sender exits. After any other failure a rank leaves at once: others may be gone.
+        lost when their sender exits. After any other failure a rank leaves at once: others may be gone.
         """
         if self.control is None or (kind and not issubclass(kind, UserError)):
             return
