@@ -124,7 +124,8 @@ def plan(
     if experiment is None:
         return
     files = plan_input.files_to_write(recipe, cluster, profile, lengths, out=out, html=html, trace=trace)
-    counts, goal = plan_input.parse_nodes(nodes), plan_input.parse_objective(objective)
+    counts = plan_input.parse_nodes(nodes)
+    goal = plan_input.parse_objective(objective)
     plan_input.check_seconds(seconds)
     draft, scenario, source = plan_input.read_scenario(experiment, cluster, profile, lengths)
     constraints = read_constraints(experiment, scenario.spec, files.get("out"))

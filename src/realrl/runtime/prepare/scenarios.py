@@ -1,4 +1,4 @@
-"""From a recipe to the steps that the planner predicts. No torch."""
+"""Inputs of the planner for a recipe. No torch."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,11 +29,11 @@ class Measured:
     """Measurements to predict a step with."""
 
     profile: Profile | None = None
-    """Times of devices; counts for those of its kind."""
+    """Profile of devices; used for devices of its kind."""
     prompts: tuple[int, ...] | None = None
-    """Lengths in tokens; None where each prompt is to be as long as it may be."""
+    """Lengths in tokens; None where each prompt has its maximum length."""
     answers: tuple[int, ...] | None = None
-    """Lengths in tokens; None where each answer is to be as long as it may be."""
+    """Lengths in tokens; None where each answer has its maximum length."""
 
 
 def make_scenario(experiment: Experiment, spec: ClusterSpec, measured: Measured | None = None) -> Scenario:
@@ -52,7 +52,7 @@ def make_scenario(experiment: Experiment, spec: ClusterSpec, measured: Measured 
 
 
 def phase_scenarios(experiment: Experiment, compiled: Compiled, spec: ClusterSpec) -> dict[str, Scenario]:
-    """Training and evaluation steps by the names of `Compiled.phases`, for questions about memory.
+    """Describe training and evaluation steps, by the names of `Compiled.phases`, for questions about memory.
 
     Roles whose sizes are not known here have no model in them.
     """

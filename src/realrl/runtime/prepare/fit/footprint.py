@@ -13,10 +13,10 @@ from realrl.runtime.prepare.scenarios import phase_scenarios
 
 @dataclass(frozen=True)
 class PeakDevice:
-    """The device that is nearest to running over, or runs over furthest."""
+    """Device with the least free memory, or the largest shortfall."""
 
     phase: str
-    """Of `Compiled.phases`."""
+    """Name of the kind of step, in `Compiled.phases`."""
     device: DeviceMemory
 
     @property

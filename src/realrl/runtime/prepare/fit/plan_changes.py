@@ -1,4 +1,4 @@
-"""Changes of a recipe, or of its plan file, so that devices hold less under its plan. No torch."""
+"""Changes of a recipe, or of its plan file, that save memory under its plan. No torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -74,7 +74,7 @@ def _file_changes(
 
 
 def _strategy(text: str, calls: Sequence[str], **fields: object) -> Change:
-    """What a plan file says of calls."""
+    """Change settings of calls in the plan file."""
 
     def apply(draft: Draft) -> Draft:
         assert draft.plan is not None, "only plan files are changed call by call"
@@ -88,7 +88,7 @@ def _strategy(text: str, calls: Sequence[str], **fields: object) -> Change:
 
 
 def _listed(key: str, role: str) -> Change:
-    """A role in a list of the plan file."""
+    """Add a role to a list of the plan file."""
 
     def apply(draft: Draft) -> Draft:
         assert draft.plan is not None, "only plan files have such lists"
@@ -99,7 +99,7 @@ def _listed(key: str, role: str) -> Change:
 
 
 def _unlisted(key: str, role: str) -> Change:
-    """A role out of a list of the plan file."""
+    """Remove a role from a list of the plan file."""
 
     def apply(draft: Draft) -> Draft:
         assert draft.plan is not None, "only plan files have such lists"
@@ -110,7 +110,7 @@ def _unlisted(key: str, role: str) -> Change:
 
 
 def _more_parts(place: Placement, devices_per_node: int) -> list[Strategy]:
-    """The same mesh with the model in more parts, as few as possible first."""
+    """Divide the model into more parts on the same mesh, as few as possible first."""
     old, found = place.strategy, []
     tp = old.tp
     while tp <= devices_per_node:

@@ -9,7 +9,7 @@ from realrl.config.errors import UserError
 from realrl.runtime.prepare.fit.change import Attempts, Change, Draft
 
 _SHARE = 0.6
-"""Of the time that is left, what one source of changes may take, so that something is left for the next."""
+"""Fraction of the remaining time for one source of changes, so that something is left for the next."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Remedy(Generic[Result]):
     outcome: Result
 
     def __str__(self) -> str:
-        """For example `with recompute=true (needs 72 GiB)`."""
+        """Format it, for example `with recompute=true (needs 72 GiB)`."""
         texts = " and ".join(change.text for change in self.changes)
         return f"{self.changes[0].preposition} {texts} ({self.outcome.figures})"
 
@@ -88,7 +88,7 @@ class Trials(Generic[Result]):
         return Remedy(tuple(chosen), result)
 
     def _best(self, source: Attempts, draft: Draft, result: Result) -> tuple[Change | None, Result]:
-        """The change of a source that leaves least missing, if any is better than none, and its result."""
+        """Find the change of a source that leaves the smallest shortfall, if any helps, and its outcome."""
         best: Change | None = None
         for change, after in self._tried(source, draft, self._end):
             if after.shortfall < result.shortfall:
@@ -96,7 +96,7 @@ class Trials(Generic[Result]):
         return best, result
 
     def _tried(self, source: Attempts, draft: Draft, deadline: float) -> Iterator[tuple[Change, Result]]:
-        """The changes of a source that are possible, each with its result, until the deadline."""
+        """Yield the possible changes of a source, each with its outcome, until the deadline."""
         change = next(source, None)
         while change is not None and self._left(deadline) > 0:
             try:

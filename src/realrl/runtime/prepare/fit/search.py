@@ -1,4 +1,4 @@
-"""Search for the plan of a draft, and what would help where none fits. No torch."""
+"""Search for the plan of a draft, and suggested changes where none fits. No torch."""
 
 from dataclasses import dataclass, replace
 
@@ -16,20 +16,20 @@ from realrl.runtime.prepare.fit.search_changes import list_search_changes
 
 _BUDGET = SearchBudget(chains=128, rounds=100, nodes=2000)
 _SEARCH_SECONDS = 2.0
-"""Most for one short search."""
+"""Maximum seconds of one short search."""
 _NAMED = 3
-"""Changes that are named, if as many help."""
+"""Maximum number of suggested changes."""
 
 
 @dataclass(frozen=True)
 class SearchedPlan:
-    """A plan that was found."""
+    """Plan found by a search."""
 
     plan: Plan
     step_seconds: float
-    """Predicted."""
+    """Predicted seconds of a step."""
     about: str
-    """What it costs, and how good it is, in one line."""
+    """Predicted time and optimality gap, in one line."""
 
 
 def search_plan(draft: Draft, constraints: UserConstraints, *, seconds: float | None = None) -> SearchedPlan:
@@ -56,7 +56,7 @@ def explain_no_plan(
 ) -> UserError:
     """Make the error message where a search for a plan of a draft raised DoesNotFit.
 
-    Looks for changes with which a plan fits, for so many `seconds`.
+    Looks for changes with which a plan fits, for `seconds`.
     """
     found = find_remedies(draft, constraints, seconds=seconds)
     helps = describe(found) if found else "no change that was tried would be enough"
@@ -89,7 +89,7 @@ def find_remedies(draft: Draft, constraints: UserConstraints, *, seconds: float)
 
 
 def _models(scenario: Scenario) -> str:
-    """Models by name where they have one, with their roles."""
+    """List models by name where they have one, with their roles."""
     names = {shape: name for name, shape in SHAPES.items()}
     roles: dict[str, list[str]] = {}
     for role, model in scenario.models.items():

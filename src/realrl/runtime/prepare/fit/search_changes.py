@@ -14,9 +14,9 @@ from realrl.runtime.prepare.fit.change import Attempts, Change, Draft, in_order,
 
 _MOST_DEVICES = 1024
 _SHORTEST = 64
-"""Tokens; fewer are not worth suggesting."""
+"""Minimum tokens worth suggesting."""
 _MOST_HALVINGS = 3
-"""Of the batch."""
+"""Maximum halvings of the batch."""
 
 
 def list_search_changes(draft: Draft) -> Iterator[Attempts]:
@@ -37,7 +37,7 @@ def list_smaller_batches(experiment: Experiment) -> list[Change]:
 
 
 def _narrower_types(experiment: Experiment) -> Iterator[Change]:
-    """Frozen roles in bfloat16, or all of them."""
+    """Store frozen roles, or all roles, in bfloat16."""
     graph = build_graph(experiment)
     # A moving average needs all digits of float32.
     averages = {average.role for average in graph.averages}
@@ -50,7 +50,7 @@ def _narrower_types(experiment: Experiment) -> Iterator[Change]:
 
 
 def _more_nodes(spec: ClusterSpec) -> Attempts:
-    """The fewest nodes of the same kind: doubled until a plan fits, then bisected."""
+    """Find the fewest nodes of the same kind: doubled until a plan fits, then bisected."""
     if len(spec.groups) > 1:
         return
     nodes, most = spec.nodes, _MOST_DEVICES // spec.groups[0].devices_per_node
@@ -67,8 +67,7 @@ def _more_nodes(spec: ClusterSpec) -> Attempts:
 
 
 def _larger_devices(spec: ClusterSpec) -> Iterator[Change]:
-    """The same number of devices of a built-in kind: that with least memory first, and of about equal ones the
-    slowest."""
+    """Replace devices by a larger built-in kind: least memory first, and of about equal ones the slowest."""
     group, *others = spec.groups
     if group.device.cpu or others:
         return
@@ -79,7 +78,7 @@ def _larger_devices(spec: ClusterSpec) -> Iterator[Change]:
 
 
 def _shorter_sequences(draft: Draft) -> Iterator[Change]:
-    """Shorter prompts or answers, whichever are longer; shorter sequences where nothing is generated."""
+    """Shorten prompts or answers, whichever are longer; sequences where nothing is generated."""
     experiment, workload = draft.experiment, draft.scenario().workload
     if not any(call.kind is Kind.GENERATE for call in build_graph(experiment).calls):
         for longest in _shorter(max(workload.prompts)):
@@ -101,7 +100,7 @@ def _shorter(tokens: int) -> Sequence[int]:
 
 
 def _shorter_prompts(longest: int, *overrides: str) -> Change:
-    """Fields of the recipe that cut prompts, or whole sequences, off; the measured ones, too."""
+    """Cut prompts, or whole sequences, in the recipe and in the measured lengths."""
     change = set_fields(*overrides)
 
     def apply(draft: Draft) -> Draft:
@@ -114,5 +113,5 @@ def _shorter_prompts(longest: int, *overrides: str) -> Change:
 
 
 def _on(text: str, spec: ClusterSpec) -> Change:
-    """Other devices."""
+    """Use other devices."""
     return Change(text, lambda draft: replace(draft, spec=spec), preposition="on")

@@ -1,4 +1,4 @@
-"""`plan: search`: the plan that the planner finds for a recipe, kept for the next run. No torch."""
+"""Plan cache of `plan: search`. No torch."""
 
 import hashlib
 import os
@@ -23,10 +23,9 @@ from realrl.runtime.prepare.search.sources import read_sources
 
 
 def cached_plan(experiment: Experiment, spec: ClusterSpec, say: Callable[[str], None]) -> Plan:
-    """The plan of a recipe that says `plan: search`, from an earlier search for the same step on the same devices,
-    else from a search now, which is kept.
+    """Load the plan of an earlier search for the same step on the same devices, or search now and cache it.
 
-    `say` is told where the plan is from and what is expected of it. UserError where no plan fits.
+    `say` is called with the origin of the plan and its predicted time. UserError where no plan fits.
     """
     profile = None if experiment.profile is None else Profile.load(experiment.profile)
     draft, constraints = (
@@ -57,7 +56,7 @@ def make_plan_key(scenario: Scenario, constraints: UserConstraints) -> str:
 
 
 def _read(file: Path, scenario: Scenario) -> tuple[Plan, str] | None:
-    """A plan that was kept, and what was said about it; None where there is none that can be used."""
+    """Read a cached plan and its description; None where there is none that can be used."""
     try:
         first = file.read_text(encoding="utf-8").partition("\n")[0]
         plan = Plan.load(file)
@@ -72,7 +71,7 @@ _HEADER = "# realrl plan: "
 
 
 def _write(file: Path, found: SearchedPlan, scenario: Scenario) -> str:
-    """Keep a plan, all of it or nothing; where it is kept, in words."""
+    """Cache a plan atomically; return a description of its place."""
     calls = ", ".join(call.name for call in scenario.graph.calls)
     made = datetime.now(UTC).date().isoformat()
     text = (

@@ -1,4 +1,4 @@
-"""Text that stands for a value and everything it is made of. No torch."""
+"""Fingerprint of a value and all its parts. No torch."""
 
 import inspect
 from collections.abc import Iterable, Mapping, Set
