@@ -4,7 +4,7 @@ import pytest
 from transformers import LlamaConfig
 
 from realrl.config.errors import UserError
-from realrl.families.llama import shape_from_hf, shape_to_hf
+from realrl.families.config_json import shape_from_hf, shape_to_hf
 from realrl.families.shape import ModelShape
 from tests.model.small_models import SHAPES
 

@@ -7,9 +7,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from realrl.engine.flat import FlatBuffer
-from realrl.families.llama import shape_to_hf
+from realrl.families.config_json import shape_to_hf
+from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape, RopeScaling
-from realrl.families.tensors import model_tensors
 from realrl.layout.shard import Shard
 from realrl.model.group import alone
 from realrl.model.transformer import Transformer

@@ -132,7 +132,7 @@ class Memory:
             if (role, placement.layout) not in self._layouts:
                 stored = self.stored[role]
                 self._layouts[role, placement.layout] = layout(stored.shape, stored.head, placement)
-            stored_here = [t.stored for t in self._layouts[role, placement.layout].tensors(rank)]
+            stored_here = self._layouts[role, placement.layout].tensors(rank)
             multiple = placement.strategy.dp * bucket_count(stored_here)
             self._numbers[key] = -(-sum(tensor.numel for tensor in stored_here) // multiple) * multiple
         return self._numbers[key]
