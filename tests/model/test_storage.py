@@ -73,12 +73,8 @@ def test_parameters_are_views_that_cover_the_buffer() -> None:
 
 
 def test_buffer_is_padded_with_zeros_to_a_multiple() -> None:
-    buffer = FlatBuffer(
-        [TensorSpec(name="a", shape=(3, 2)), TensorSpec(name="b", shape=(1, 2))],
-        torch.float32,
-        "cpu",
-        multiple_of=5,
-    )
+    tensors = [TensorSpec(name="a", shape=(3, 2)), TensorSpec(name="b", shape=(1, 2))]
+    buffer = FlatBuffer(tensors, torch.float32, "cpu", multiple_of=5)
     assert buffer.data.tolist() == [0] * 10
     buffer["b"].fill_(1)
     assert buffer.offset("b") == 6 and buffer.fused("a", "b")[3].tolist() == [1, 1]
