@@ -91,8 +91,9 @@ def _completion(setting: Setting) -> float:
     """Adding up gradients of what several ranks hold but each computed only a part of."""
     sizes, network, shape = setting.timing.sizes, setting.network, setting.timing.sizes.shape
     seconds = 0.0
-    if setting.strategy.sequence_parallel:
-        seconds += 2 * max(setting.layers) * network.tensor.all_reduce(4 * shape.hidden_size)
+    partial = sizes.partial_elements(sequence_parallel=setting.strategy.sequence_parallel)
+    if partial:
+        seconds += network.tensor.all_reduce(4 * max(setting.layers) * partial)
     if sizes.shares_keys:
         keys = 4 * shape.kv_heads * shape.head_dim * shape.hidden_size
         seconds += 2 * max(setting.layers) * network.tensor.all_reduce(keys)
