@@ -5,7 +5,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parents[2] / "src" / "realrl"
 NAMES = r"_proj\b|embed_tokens|layernorm|self_attn|inv_freq|model\.(norm|layers)\b|(lm_head|score)\.weight"
-RANKS = r"len\([\w.\[\]]*shape\)\s*[=!<>]|\.ndim\b|\.dim\(\)"
+RANKS = r"len\([\w.\[\]]*shape\)\s*[=!<>]"
 FORBIDDEN = re.compile(rf"{NAMES}|{RANKS}")
 
 
