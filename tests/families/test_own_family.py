@@ -137,18 +137,27 @@ def test_a_saved_model_is_opened_again_by_a_recipe(
     assert run_app(["train", str(recipes["alone"]), *changes, "training.steps=1", "overwrite=true"]) == 0
 
 
-def test_a_table_that_leaves_something_out_is_one_error_message(
-    recipes: dict[str, Path], family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+BROKEN = {
+    "tensors=lambda shape, head, options: decoder_tensors(shape, head, options)[:-1]": (
+        "cannot be used: ValueError: there is no tensor for parameter lm_head"
+    ),
+    "tensors=lambda shape, head, options: 2 * decoder_tensors(shape, head, options)": (
+        "cannot be used: ValueError: tensor model.embed_tokens.weight is listed twice"
+    ),
+    "read_config=lambda config, where: {'layers': config['depth']}": "raised KeyError: 'depth'",
+}
+
+
+@pytest.mark.parametrize("change", BROKEN)
+def test_a_mistake_in_a_family_is_one_error_message(
+    recipes: dict[str, Path], family: str, change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = tmp_path / "broken.py"
-    table = "lambda shape, head, options: decoder_tensors(shape, head, options)[:-1]"
-    broken.write_text(
-        Path(family).read_text().replace("LayerOptions\n", "LayerOptions, decoder_tensors\n", 1)
-        + f"\nfrom dataclasses import replace\nFAMILY = replace(FAMILY, tensors={table})\n"
-    )
-    assert run_app(["show", str(recipes["alone"]), f"models.actor.family={broken}"]) == 2
-    error = capsys.readouterr().err
-    assert f"family={broken} cannot be used: ValueError: there is no tensor for parameter lm_head" in error
+    more = "from dataclasses import replace\nfrom realrl.families.decoder import decoder_tensors\n"
+    broken.write_text(f"{Path(family).read_text()}\n{more}\nFAMILY = replace(FAMILY, {change})\n")
+    model = (f"models.actor.path={finished(recipes['tensor'])}", "models.actor.shape=null")
+    assert run_app(["show", str(recipes["alone"]), *model, f"models.actor.family={broken}"]) == 2
+    assert f"family={broken} {BROKEN[change]}" in capsys.readouterr().err
 
 
 def defined_logits(path: Path, tokens: Tensor) -> Tensor:

@@ -1,10 +1,15 @@
 """Model families by name, or from a user's own file."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from realrl.config.errors import UserError
 from realrl.config.explain import brief, nearest
+from realrl.config.paths import local_path
 from realrl.config.user_code import UserCode
 from realrl.families.decoder import LayerOptions
 from realrl.families.family import Family, check_family
@@ -13,6 +18,10 @@ from realrl.families.tensors import TensorSpec
 
 GROUP = "realrl.families"
 """Entry points `MODEL_TYPE = "package.module:FAMILY"` that packages declare."""
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def family_names(*, trainable: bool = False) -> tuple[str, ...]:
@@ -26,7 +35,9 @@ def find_family(reference: str) -> Family:
 
     UserError, naming the registered ones, where there is none; UserCodeError where the user's file cannot be run.
     """
-    return _from_file(reference) if reference.endswith(".py") else _from_package(reference)
+    if reference.endswith(".py"):
+        return _from_file(reference, local_path(reference).resolve())
+    return _from_package(reference)
 
 
 def model_tensors(shape: ModelShape, head: Head) -> tuple[TensorSpec, ...]:
@@ -63,11 +74,32 @@ def _from_package(name: str) -> Family:
     return family
 
 
-def _from_file(file: str) -> Family:
+@cache
+def _from_file(file: str, resolved: Path) -> Family:
+    """The family in a user's file, whose functions raise UserError alone. `file` is how error messages name it."""
     code = UserCode("family", file)
     family = code.attribute("FAMILY")
     if not isinstance(family, Family):
         raise UserError(f"family={file}: FAMILY must be a realrl.families.family.Family")
     with code.errors("cannot be used:"):
         check_family(family)
-    return family
+    return replace(
+        family,
+        read_config=_guarded(code, family.read_config),
+        write_config=_guarded(code, family.write_config),
+        tensors=_guarded(code, family.tensors),
+    )
+
+
+def _guarded(code: UserCode, function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A user's function, of which anything but a UserError becomes a UserCodeError."""
+
+    def call(*arguments: _P.args, **options: _P.kwargs) -> _T:
+        with code.errors("raised"):
+            try:
+                return function(*arguments, **options)
+            except UserError as error:
+                refused = error
+        raise refused
+
+    return call

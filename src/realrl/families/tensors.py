@@ -87,9 +87,9 @@ class TensorSpec:
 
     name: str
     shape: tuple[int, ...]
-    parameter: Parameter = "embedding"
+    parameter: Parameter
     """The parameter of the transformer that it is, or is a part of."""
-    place: int | Place = Place.FIRST
+    place: int | Place
     """The number of its decoder layer, or the pipeline stages that hold it."""
     partition: Partition | None = None
     """How it is cut over tensor-parallel ranks; None where each of them holds all of it."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from realrl import __version__
 from realrl.config.errors import UserError
 from realrl.config.files import reason_of
+from realrl.families.registry import layer_options, model_tensors
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.evaluate.shortage import DoesNotFit
@@ -86,6 +87,8 @@ def _key(scenario: Scenario, wanted: Wanted) -> str:
     parts: list[object] = [
         (graph.calls, tuple(graph.keys.values()), graph.averages),
         sorted(scenario.models.items()),
+        # A user's family is no source text of the package.
+        [(model_tensors(m.shape, m.head), layer_options(m.shape)) for m in scenario.models.values()],
         scenario.spec.groups,
         scenario.workload,
         scenario.cost.efficiency,
