@@ -10,7 +10,7 @@ from realrl.families.tensors import Axis, Init, Parameter, Partial, Partition, P
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
-    """What the families' decoder layers differ in."""
+    """What the families' decoders differ in."""
 
     norm: Literal["rms", "layer"] = "rms"
     """RMSNorm, or LayerNorm with a bias."""
@@ -20,6 +20,8 @@ class LayerOptions:
     """Whether attention's output projection has one."""
     mlp_bias: bool = False
     """Whether the three matrices of the feed-forward block have biases."""
+    head_bias: bool = False
+    """Whether the language-model head has a bias."""
     qk_norm: bool = False
     """Whether each head of queries and keys is normalised, by an RMSNorm over its dims."""
 
@@ -56,6 +58,18 @@ def decoder_tensors(shape: ModelShape, head: Head, options: LayerOptions) -> tup
                 parameter="lm_head",
                 place=Place.LAST,
                 partition=rows,
+            )
+        )
+    if options.head_bias and head == "lm":
+        tensors.append(
+            TensorSpec(
+                name="lm_head.bias",
+                shape=(shape.vocab_size,),
+                parameter="lm_head_bias",
+                place=Place.LAST,
+                partition=rows,
+                init=Init.ZEROS,
+                decay=False,
             )
         )
     return tuple(tensors)

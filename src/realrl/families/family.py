@@ -53,6 +53,11 @@ def check_family(family: Family) -> None:
         if missing:
             raise ValueError(f"there is no tensor for parameter {min(missing)}")
         _check_parameters(specs)
+        parameters = {spec.parameter for spec in specs}
+        if ("q_norm" in parameters) != ("k_norm" in parameters):
+            raise ValueError("queries and keys must both be normalised, or neither")
+        if family.layer.norm == "rms" and any(name.endswith("norm_bias") for name in parameters):
+            raise ValueError("RMSNorm has no bias; LayerNorm is LayerOptions(norm='layer')")
 
 
 def _check_parameters(specs: Sequence[TensorSpec]) -> None:

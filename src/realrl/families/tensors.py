@@ -25,6 +25,7 @@ Parameter = Literal[
     "norm",
     "norm_bias",
     "lm_head",
+    "lm_head_bias",
     "scalar_head",
 ]
 """Parameters of the transformer (`model/transformer.py`). One may consist of several tensors, stacked by rows:
