@@ -10,7 +10,7 @@ from realrl.families.tensors import Axis, Init, Parameter, Partial, Partition, P
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
-    """What the families' decoders differ in."""
+    """Options in which families of decoders differ."""
 
     norm: Literal["rms", "layer"] = "rms"
     """RMSNorm, or LayerNorm with a bias."""
@@ -27,7 +27,7 @@ class LayerOptions:
 
 
 def decoder_tensors(shape: ModelShape, head: Head, options: LayerOptions) -> tuple[TensorSpec, ...]:
-    """All tensors of a model in storage order.
+    """Build the tensor table of a model, in storage order.
 
     Matrices are [output rows, input columns]. Tensors that are one parameter of the transformer are neighbours, so
     that they are one matrix, or one vector, when stored back to back. A language-model head is listed only where
@@ -125,7 +125,7 @@ def _norm(
 def _residual_vector(
     name: str, parameter: Parameter, shape: ModelShape, init: Init, place: int | Place
 ) -> TensorSpec:
-    """A vector that is applied to the residual stream, or added to it. Every tensor-parallel rank does so to all
+    """Describe a vector that is applied to the residual stream, or added to it. Every tensor-parallel rank does so to all
     tokens or, with sequence parallelism, to its own."""
     return TensorSpec(
         name=name,
@@ -166,7 +166,7 @@ def _column_parallel(
 def _column_biases(
     matrices: dict[str, tuple[int, Axis]], parameter: Parameter, layer: int
 ) -> Iterator[TensorSpec]:
-    """Biases that are cut like the rows of their matrices, so that each rank has the whole gradient of its part."""
+    """Describe biases that are cut like the rows of their matrices, so that each rank has the whole gradient of its part."""
     for name, (rows, axis) in matrices.items():
         yield TensorSpec(
             name=f"{name}.bias",

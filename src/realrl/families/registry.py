@@ -24,14 +24,14 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def family_names(*, trainable: bool = False) -> tuple[str, ...]:
-    """Names of the registered families, or of those that can be trained."""
+def list_families(*, trainable: bool = False) -> tuple[str, ...]:
+    """List the names of the registered families, or of those that can be trained."""
     names = sorted(_registered())
     return tuple(name for name in names if not trainable or find_family(name).trainable)
 
 
 def find_family(reference: str) -> Family:
-    """The family of a registered name, or the `FAMILY` of a user's FILE.py.
+    """Find the family of a registered name, or the `FAMILY` of a user's FILE.py.
 
     UserError, naming the registered ones, where there is none; UserCodeError where the user's file cannot be run.
     """
@@ -41,12 +41,12 @@ def find_family(reference: str) -> Family:
 
 
 def model_tensors(shape: ModelShape, head: Head) -> tuple[TensorSpec, ...]:
-    """All tensors of a model in storage order, under their Hugging Face names."""
+    """List all tensors of a model in storage order, under their Hugging Face names."""
     return _tensors(shape, head)
 
 
-def layer_options(shape: ModelShape) -> LayerOptions:
-    """The options of a model's layers."""
+def find_layer_options(shape: ModelShape) -> LayerOptions:
+    """Find the options of a model's layers."""
     return find_family(shape.family).layer
 
 
@@ -76,7 +76,7 @@ def _from_package(name: str) -> Family:
 
 @cache
 def _from_file(file: str, resolved: Path) -> Family:
-    """The family in a user's file, whose functions raise UserError alone. `file` is how error messages name it."""
+    """Load the family in a user's file, whose functions raise UserError alone. `file` is how error messages name it."""
     code = UserCode("family", file)
     family = code.attribute("FAMILY")
     if not isinstance(family, Family):
@@ -92,7 +92,7 @@ def _from_file(file: str, resolved: Path) -> Family:
 
 
 def _guarded(code: UserCode, function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """A user's function, of which anything but a UserError becomes a UserCodeError."""
+    """Wrap a user's function: whatever it raises but UserError becomes a UserCodeError."""
 
     def call(*arguments: _P.args, **options: _P.kwargs) -> _T:
         with code.errors("raised"):

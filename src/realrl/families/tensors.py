@@ -1,10 +1,9 @@
 """Descriptions of a model's global tensors. No torch."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
-from typing import Literal, Protocol
+from typing import Literal
 
 Parameter = Literal[
     "embedding",
@@ -34,7 +33,7 @@ numbers."""
 
 
 class Axis(StrEnum):
-    """What tensor-parallel ranks divide between them along a dim of a tensor."""
+    """Quantity that tensor-parallel ranks divide between them along a dim of a tensor."""
 
     VOCABULARY = "vocabulary"
     """Tokens, padded to equal numbers of rows."""
@@ -46,7 +45,7 @@ class Axis(StrEnum):
 
 @dataclass(frozen=True)
 class Partition:
-    """How a tensor is cut over tensor-parallel ranks."""
+    """Cut of a tensor over tensor-parallel ranks."""
 
     axis: Axis
     dim: int = 0
@@ -65,7 +64,7 @@ class Init(StrEnum):
 
 
 class Partial(StrEnum):
-    """When each tensor-parallel rank computes only a part of the gradient of a tensor that all of them hold."""
+    """Condition under which each TP rank computes only a part of the gradient of a tensor that all of them hold."""
 
     NEVER = "never"
     SEQUENCE_PARALLEL = "sequence parallel"
@@ -84,7 +83,7 @@ class Place(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """A named global tensor and everything that storage, training and planning need to know of it."""
+    """A named global tensor, with all that storage, training and planning need to know of it."""
 
     name: str
     shape: tuple[int, ...]
@@ -108,21 +107,3 @@ class TensorSpec:
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
-
-
-BUCKET_ELEMENTS = 2**24
-"""Elements that travel in one collective: 64 MiB of float32, enough for full bandwidth, and few enough that
-several buckets can overlap with computation."""
-
-
-class Sized(Protocol):
-    """A tensor, or a part of one."""
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-
-
-def bucket_count(tensors: Sequence[Sized]) -> int:
-    """Buckets that a buffer of these tensors is cut into, of equal size."""
-    return max(1, round(sum(tensor.numel for tensor in tensors) / BUCKET_ELEMENTS))

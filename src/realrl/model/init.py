@@ -1,4 +1,4 @@
-"""Fresh weights."""
+"""Initialisation of weights."""
 
 import hashlib
 import math

@@ -6,14 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from realrl.layout.limits import max_logits
 from realrl.model.group import Group
 from realrl.model.ops import product
-
-CPU_CHUNK = 2**20
-"""Logits computed at a time on a CPU: what its caches hold."""
-
-GPU_CHUNK = 2**26
-"""Logits computed at a time on a GPU: 256 MiB of float32."""
 
 
 class _TokenLogprobs(Function):
@@ -29,7 +24,7 @@ class _TokenLogprobs(Function):
         group: Group,
         rows: int,
     ) -> tuple[Tensor, Tensor | None]:
-        chunk = CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK
+        chunk = max_logits(cpu=hidden.device.type == "cpu")
         # The same on every rank, because chunks are summed over ranks one by one.
         size = max(1, chunk // rows)
         chosen = hidden.new_empty(len(hidden), dtype=torch.float32)
@@ -82,7 +77,7 @@ class _TokenLogprobs(Function):
 def _log_softmax(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, group: Group
 ) -> Tensor:
-    """This rank's columns of the log-softmax over all ranks' columns. -> [n, rows of weight] float32"""
+    """Compute this rank's columns of the log-softmax over all ranks' columns. -> [n, rows of weight] float32"""
     logits = product(hidden, weight).float()
     if bias is not None:
         logits += bias
@@ -104,7 +99,7 @@ def _local(targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _at_targets(logp: Tensor, targets: Tensor) -> Tensor:
-    """logp: [n, rows] -> [n], 0 where another rank has the target."""
+    """Select log-probabilities at the targets, 0 where another rank has the target. [n, rows] -> [n]"""
     if not logp.shape[1]:
         return logp.new_zeros(len(logp))
     here, index = _local(targets, logp.shape[1])
@@ -122,10 +117,11 @@ def token_logprobs(
     group: Group,
     rows: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax((hidden @ weight.T + bias) / temperature) at the targets, and optionally the entropy in nats.
+    """Compute log softmax((hidden @ weight.T + bias) / temperature) at the targets, and the entropy in nats.
 
-    hidden: [N, H], weight: [this rank's rows, H], bias: [this rank's rows] or None, targets: [N] int64, counted from
-    this rank's first row -> [N] float32, and [N] float32 without gradient; the same on every rank of `group`. `rows`
-    is the most rows that a rank of the group has. The gradient of `hidden` is this rank's part of a sum over the group.
+    hidden: [N, H], weight: [this rank's rows, H], bias: [this rank's rows] or None, targets: [N] int64, counted
+    from this rank's first row -> [N] float32, and [N] float32 without gradient; the same on every rank of `group`.
+    `rows` is the most rows that a rank of the group has. The gradient of `hidden` is this rank's part of a sum over
+    the group.
     """
     return _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, entropy, group, rows)

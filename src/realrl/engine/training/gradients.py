@@ -1,4 +1,4 @@
-"""What the flat gradients of a shard lack before they are those of the whole model, and what counts once."""
+"""Completion of gradients that several ranks hold in part, and elements that count once in norms."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from realrl.layout.ranges import kv_heads
 
 
 def needs_completion(model: Model) -> bool:
-    """Whether `complete_gradients` has anything to do."""
+    """Check whether `complete_gradients` has anything to do."""
     specs = model.parameters.tensors
     tied = model.parallel.pipeline.size > 1 and any(
         spec.place is Place.BOTH_ENDS for spec in model.layout.specs
@@ -19,7 +19,7 @@ def needs_completion(model: Model) -> bool:
 
 
 def complete_gradients(model: Model, gradients: FlatBuffer) -> None:
-    """Add up, in place, gradients of parameters that several ranks hold but each computed only a part of:
+    """All-reduce, in place, gradients of parameters that several ranks hold and each computed in part:
 
     what every tensor-parallel rank applied to tokens or heads of its own (`TensorSpec.partial_gradient`), key/value
     heads that neighbouring ranks share (each served its own query heads), and an embedding table tied to the head
@@ -43,7 +43,7 @@ def complete_gradients(model: Model, gradients: FlatBuffer) -> None:
 
 
 def _is_partial(model: Model, spec: TensorSpec) -> bool:
-    """Whether this rank's gradient of a tensor is a part of a sum over the tensor-parallel ranks."""
+    """Check whether this rank's gradient of a tensor is a part of a sum over the tensor-parallel ranks."""
     if model.parallel.tensor.size == 1:
         return False
     match spec.partial_gradient:
@@ -63,7 +63,7 @@ def _holds_kv_heads(spec: TensorSpec) -> bool:
 
 
 def _sum_shared_heads(model: Model, gradient: Tensor) -> None:
-    """gradient: [local heads * D, ...]"""
+    """Add up the gradients of shared key/value heads. gradient: [local heads * D, ...]"""
     keys = model.shard.keys
     mine = gradient.view(len(keys), -1)
     everyone = mine.new_zeros(model.shape.kv_heads, mine.shape[1])
@@ -72,8 +72,10 @@ def _sum_shared_heads(model: Model, gradient: Tensor) -> None:
 
 
 def owned(model: Model, spec: TensorSpec) -> tuple[int, int]:
-    """Which elements of a local tensor, first and end, this rank counts in a sum over the placement's ranks,
-    so that what several tensor ranks or both ends of a pipeline hold is counted once."""
+    """Find the elements (first, end) of a local tensor that this rank counts in sums over the placement.
+
+    So what several TP ranks or both ends of a pipeline hold is counted once.
+    """
     shard, end = model.shard, spec.numel
     if spec.place is Place.BOTH_ENDS and not shard.first:
         return 0, 0
