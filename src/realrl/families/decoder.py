@@ -125,8 +125,10 @@ def _norm(
 def _residual_vector(
     name: str, parameter: Parameter, shape: ModelShape, init: Init, place: int | Place
 ) -> TensorSpec:
-    """Describe a vector that is applied to the residual stream, or added to it. Every tensor-parallel rank does so to all
-    tokens or, with sequence parallelism, to its own."""
+    """Describe a vector that is applied to the residual stream, or added to it.
+
+    Every tensor-parallel rank does so to all tokens or, with sequence parallelism, to its own.
+    """
     return TensorSpec(
         name=name,
         shape=(shape.hidden_size,),
@@ -166,7 +168,7 @@ def _column_parallel(
 def _column_biases(
     matrices: dict[str, tuple[int, Axis]], parameter: Parameter, layer: int
 ) -> Iterator[TensorSpec]:
-    """Describe biases that are cut like the rows of their matrices, so that each rank has the whole gradient of its part."""
+    """Describe biases that are cut like the rows of their matrices; each rank has the whole gradient of its part."""
     for name, (rows, axis) in matrices.items():
         yield TensorSpec(
             name=f"{name}.bias",

@@ -76,7 +76,10 @@ def _from_package(name: str) -> Family:
 
 @cache
 def _from_file(file: str, resolved: Path) -> Family:
-    """Load the family in a user's file, whose functions raise UserError alone. `file` is how error messages name it."""
+    """Load the family in a user's file, whose functions then raise nothing but UserError.
+
+    `file` is how error messages name it.
+    """
     code = UserCode("family", file)
     family = code.attribute("FAMILY")
     if not isinstance(family, Family):
