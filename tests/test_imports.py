@@ -116,6 +116,41 @@ def test_modules_that_promise_it_load_no_torch() -> None:
     assert loaded_by(promise) <= {"numpy"}
 
 
+ASKS = {"realrl.recipe.algorithm"}
+"""May ask of what class a recipe is: whether it is one at all."""
+STANDS_IN = "realrl.runtime.profiler.models.passes"
+"""Measures any model with the methods of PPO."""
+
+
+def asks_which_algorithm(node: ast.AST) -> bool:
+    """Whether code looks at the class of a recipe, or compares the name of its algorithm."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return node.func.id in ("isinstance", "issubclass") and "Experiment" in ast.unparse(node.args[-1])
+    if isinstance(node, ast.MatchClass):
+        return ast.unparse(node.cls).endswith("Experiment")
+    if isinstance(node, ast.Compare | ast.Subscript):
+        return any(isinstance(inner, ast.Attribute) and inner.attr == "algorithm" for inner in ast.walk(node))
+    return False
+
+
+def test_nothing_asks_which_algorithm_a_recipe_is_of() -> None:
+    asking = {
+        name
+        for name, path in MODULES.items()
+        if any(asks_which_algorithm(node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    }
+    assert asking <= ASKS
+
+
+def test_only_an_algorithm_imports_its_own_modules() -> None:
+    for name, path in MODULES.items():
+        own = ".".join(name.split(".")[:3])
+        for imported in imports(path):
+            parts = imported.split(".")
+            of_one = room(imported) == "algorithms" and len(parts) > 3
+            assert not of_one or own == ".".join(parts[:3]) or name == STANDS_IN, f"{name}: {imported}"
+
+
 @pytest.mark.parametrize(
     "module", ["realrl.algorithms.ppo.spec", "realrl.recipe.load", "realrl.plan.presets", "realrl.cli.app"]
 )

@@ -35,6 +35,10 @@ def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
 
 def _problems(experiment: Experiment) -> Iterator[str]:
     spec, data, training = experiment.spec, experiment.data, experiment.training
+    for field in ("epochs", "samples_per_prompt"):
+        number = getattr(spec, field)(experiment)
+        if number < 1:
+            yield f"algorithm {spec.name}: {field}: {number} must be at least 1"
     if spec.generation is None:
         if training.eval_min_new_tokens is not None:
             yield (
@@ -57,9 +61,6 @@ def _problems(experiment: Experiment) -> Iterator[str]:
             f"data.max_prompt_tokens={data.max_prompt_tokens} and generation.max_new_tokens={most} together are"
             f" above data.max_tokens={data.max_tokens}"
         )
-    samples = spec.samples_per_prompt(experiment)
-    if samples < 1:
-        yield f"algorithm {spec.name}: samples_per_prompt: {samples} must be at least 1"
 
 
 def _graph_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """The dataflow graphs of a recipe, checked against the description of its algorithm."""
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 from realrl.config.errors import UserError
@@ -45,7 +46,7 @@ def _build(
         raise UserError(f"algorithm {spec.name}: {field}: {error}") from error
     if not isinstance(graph, DataflowGraph):
         raise UserError(f"algorithm {spec.name}: {field}: {type(graph).__name__} is not a DataflowGraph")
-    for problem in (*_problems(spec, graph), *problems(experiment, graph)):
+    for problem in chain(_problems(spec, graph), problems(experiment, graph)):
         raise UserError(f"algorithm {spec.name}: {field}: {problem}")
     return graph
 

@@ -25,7 +25,7 @@ def find_algorithm(reference: Any) -> tuple[AlgorithmSpec, str]:
     """
     if isinstance(reference, str) and reference in _installed():
         return _load(_installed()[reference]), reference
-    if not isinstance(reference, str) or "." not in reference:
+    if not _is_module(reference):
         hint = nearest(str(reference), algorithm_names())
         raise UserError(
             f"algorithm: {brief(reference)} is not {describe_choices()}"
@@ -39,6 +39,14 @@ def find_algorithm(reference: Any) -> tuple[AlgorithmSpec, str]:
         found = ", ".join(spec.name for spec in specs) or "none"
         raise UserError(f"algorithm={reference}: {where} must hold one AlgorithmSpec (it has {found})")
     return specs[0], str(code.file) if reference.endswith(".py") else reference
+
+
+def _is_module(reference: Any) -> bool:
+    """Whether it has the form FILE.py or package.module."""
+    if not isinstance(reference, str):
+        return False
+    parts = reference.split(".")
+    return reference.endswith(".py") or (len(parts) > 1 and all(part.isidentifier() for part in parts))
 
 
 def describe_choices() -> str:
