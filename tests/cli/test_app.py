@@ -23,6 +23,13 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in out for name in ("train", "show", "generate", "tokenizer", "report", "config"))
 
 
+def test_config_alone_lists_algorithms(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["config"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["ppo", "reward", "sft"]
+    assert lines[1] == "reward: Reward modelling on preference pairs (Bradley-Terry)"
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     from realrl import __version__
 

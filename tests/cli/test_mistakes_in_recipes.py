@@ -111,7 +111,7 @@ OVERRIDES: list[tuple[str, str]] = [
     ("algorithm=grpo", "algorithm: 'grpo' is not one of ppo, reward, sft"),
     ("algorithm=PPO", "algorithm: 'PPO' is not one of"),
     ("algorithm=pppo", "did you mean ppo?"),
-    ("algorithm=null", "algorithm: missing; give one of sft, reward, ppo"),
+    ("algorithm=null", "algorithm: missing; give one of ppo, reward, sft"),
     ("algorithm=[ppo]", "algorithm: ['ppo'] is not one of"),
     ("algorithm=sft", "models.critic: unknown key"),
     # Bounds.
@@ -318,7 +318,7 @@ RECIPES: list[tuple[str | bytes, str]] = [
     ("text", "holds no recipe"),
     ("3", "holds no recipe"),
     ("null", "holds no recipe"),
-    ("{}", "algorithm: missing; give one of sft, reward, ppo"),
+    ("{}", "algorithm: missing; give one of ppo, reward, sft"),
     ("algorithm: sft", "missing"),
     ("algorithm: sft\nalgorithm: ppo", "line 2: not valid YAML (key 'algorithm' twice)"),
     ("algorithm: sft\n  data: 3", "line 2: not valid YAML"),

@@ -145,6 +145,10 @@ def graph_of(*calls: Call) -> Callable[[Any], DataflowGraph]:
             "train_graph: no call produces sequences, and records of form 'prompt'",
         ),
         (
+            {"train_graph": graph_of(replace(GENERATE, outputs=("reply",)), TRAIN)},
+            "train_graph: no call produces sequences",
+        ),
+        (
             {"train_graph": graph_of(replace(GENERATE, outputs=("sequences", "reply")), TRAIN)},
             "train_graph: actor.generate cannot produce reply; a generate call has sequences, logprobs,",
         ),

@@ -74,11 +74,12 @@ class Named:
         self.texts += [text for text, _ in candidates]
 
 
-def test_a_smaller_batch_is_one_that_mini_batches_share_out() -> None:
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_smaller_batch_is_one_that_mini_batches_share_out(samples: int) -> None:
     minibatches = max(call.minibatches for call in GRAPH.calls)
     for items, wanted in ((8 * minibatches, (4, 2, 1)), (6 * minibatches, (3,)), (5 * minibatches, ())):
         named, of = Named(), scenario("a100-80g:1x1")
-        _fewer(replace(of, workload=replace(of.workload, items=items)), named)
+        _fewer(replace(of, workload=replace(of.workload, items=items * samples, samples=samples)), named)
         assert named.texts == [f"with data.batch={n * minibatches}" for n in wanted]
 
 

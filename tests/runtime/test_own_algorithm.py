@@ -14,7 +14,8 @@ from realrl.cli.app import run_app
 from realrl.plan.cluster import Cluster
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
-from tests.conftest import World, figures
+from realrl.runtime.profiler.points.sizes import Sizes
+from tests.conftest import World, figures, sentence, write_jsonl
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "best_of_n.py"
@@ -34,6 +35,7 @@ def place(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
     directory = tmp_path_factory.mktemp("own")
     shutil.copy(EXAMPLE, directory / "algorithm.py")
     (directory / "disjoint.yaml").write_text(DISJOINT)
+    write_jsonl(directory / "eval.jsonl", [{"prompt": sentence(i, "good")} for i in range(10)])
     recipe: dict[str, Any] = {
         "algorithm": "algorithm.py",
         "run_dir": "run",
@@ -44,10 +46,10 @@ def place(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
             "actor": {"path": world.actor, "optimizer": {"lr": 1e-3}},
             "reward": {"path": world.reward},
         },
-        "data": {"train": f"{world.root}/ppo.jsonl", "eval": f"{world.root}/ppo.jsonl", "batch": 6},
+        "data": {"train": f"{world.root}/ppo.jsonl", "eval": "eval.jsonl", "batch": 6},
         "best_of_n": {"samples": 3, "minibatches": 2},
         "generation": {"max_new_tokens": 8},
-        "training": {"steps": 3},
+        "training": {"steps": 2},
     }
     (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     before = Path.cwd()
@@ -94,8 +96,9 @@ def test_plan_for_64_devices_counts_all_samples(place: Path, capsys: pytest.Capt
     assert (workload["items"], workload["samples_per_prompt"]) == (512, 8)
 
 
-def test_batches_count_prompts(place: Path) -> None:
+def test_batches_count_prompts_and_devices_share_out_their_samples(place: Path) -> None:
     experiment = load_experiment("recipe.yaml")
+    assert Sizes.of(experiment).rows == 18
     compile_recipe(experiment, Cluster(1, 8))  # 9 items in each mini-batch
     with pytest.raises(ValueError, match=r"data\.batch=6, each sampled 3 times, in 2 mini-batches"):
         compile_recipe(experiment, Cluster(2, 8))

@@ -65,6 +65,8 @@ def _problems(spec: AlgorithmSpec, graph: DataflowGraph) -> Iterator[str]:
             yield f"{call.name} generates, and the description has generation=None"
         if spec.roles[call.role].head != "lm":
             yield f"{call.name} needs a language-model head for {call.role}"
+        if "sequences" not in call.outputs:
+            yield f"{call.name} must produce sequences"
         unknown = [key for key in call.outputs if key not in GENERATED]
         if unknown:
             yield f"{call.name} cannot produce {unknown[0]}; a generate call has {', '.join(GENERATED)}"
