@@ -20,7 +20,7 @@ from realrl.recipe.checks import complete
 from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.load import parse_experiment
 from realrl.recipe.model import ModelConfig
-from realrl.recipe.registry import algorithm_names, find_algorithm
+from realrl.recipe.registry import find_algorithm, list_algorithms
 
 REQUIRED = (
     *("name", "recipe", "roles", "form", "train_graph", "eval_graph", "generation", "methods", "headlines"),
@@ -195,8 +195,8 @@ def test_roles_are_trained_exactly_if_they_have_an_optimizer() -> None:
 
 
 def test_installed_algorithms_have_the_names_of_their_entry_points() -> None:
-    assert algorithm_names() == ["ppo", "reward", "sft"]
-    assert [find_algorithm(name)[0] for name in algorithm_names()] == [PPO, REWARD, SFT]
+    assert list_algorithms() == ["ppo", "reward", "sft"]
+    assert [find_algorithm(name)[0] for name in list_algorithms()] == [PPO, REWARD, SFT]
     assert SFT.about == "Supervised fine-tuning on `{prompt, answer}` records or conversations"
 
 

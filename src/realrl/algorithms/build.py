@@ -1,4 +1,4 @@
-"""From a recipe to its algorithm."""
+"""Methods of a recipe's algorithm, checked against its description."""
 
 from realrl.algorithms.method import Algorithm, GenerateMethod, Method
 from realrl.config.errors import UserError
@@ -9,7 +9,7 @@ from realrl.recipe.settings import GenerationConfig
 
 
 def build_algorithm(experiment: Experiment) -> Algorithm:
-    """Graphs and methods of the experiment, with fresh state. UserError where a call has no method, or one that
+    """Build graphs and methods of a recipe, with fresh state. UserError where a call has no method, or one that
     contradicts the algorithm's description."""
     spec, graph, eval_graph = experiment.spec, build_graph(experiment), build_eval_graph(experiment)
     epochs = spec.epochs(experiment)
@@ -31,7 +31,7 @@ def build_algorithm(experiment: Experiment) -> Algorithm:
 
 
 _NEEDED = {Kind.INFERENCE: ("sequences", "outputs", "metrics"), Kind.TRAIN: ("sequences", "weight", "loss")}
-"""What the method of a call must be able to do, of which the other kinds cannot do some."""
+"""Methods that tell one kind of call from the others."""
 
 
 def _generate_problem(

@@ -1,4 +1,4 @@
-"""All samples of each prompt of a training step, whichever data-parallel ranks they are on."""
+"""Samples of each prompt of a training step, whichever data-parallel ranks they are on."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from realrl.algorithms.method import Sum
 
 
 def gather_samples(values: Tensor, ids: Sequence[int], *, prompts: int, samples: int, dp_sum: Sum) -> Tensor:
-    """Values of all items of a step, one row per prompt: [prompts, samples] float64, the same on every rank.
+    """Gather a value of all items of a step, one row per prompt: [prompts, samples] float64, equal on every rank.
 
     values: [N] of this rank's items `ids`, as `TrainMethod.prepare` sees them. Item i is sample i % `samples` of
     prompt i // `samples`. Every entry is one rank's value plus zeros, so the result is exact and does not depend on

@@ -1,4 +1,4 @@
-"""What a recipe must fulfil besides the types of its fields, by the description of its algorithm."""
+"""Checks of a recipe as a whole, by the description of its algorithm."""
 
 from collections.abc import Iterator
 
@@ -10,8 +10,10 @@ from realrl.recipe.graphs import build_eval_graph, build_graph
 
 
 def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
-    """A recipe bound to its algorithm, in which every role says where its weights come from. UserError for the
-    first mistake."""
+    """Bind a recipe to its algorithm, and fill in where the weights of each role come from.
+
+    UserError for the first mistake.
+    """
     models, filled = experiment.models, {}
     for role, of in spec.roles.items():
         model, update = getattr(models, role), {}

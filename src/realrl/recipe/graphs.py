@@ -1,4 +1,4 @@
-"""The dataflow graphs of a recipe, checked against the description of its algorithm."""
+"""Dataflow graphs of a recipe, checked against the description of its algorithm."""
 
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -19,12 +19,12 @@ SAMPLED = ("sequences", "prompt_length", "finished")
 
 
 def build_graph(experiment: Experiment) -> DataflowGraph:
-    """The calls of one training step. UserError where they contradict the algorithm's description."""
+    """Build the calls of one training step. UserError where they contradict the algorithm's description."""
     return _build(experiment, experiment.spec.train_graph, "train_graph", _train_problems)
 
 
 def build_eval_graph(experiment: Experiment) -> DataflowGraph | None:
-    """The calls of one evaluation step; None for a recipe without evaluation records. UserError likewise."""
+    """Build the calls of one evaluation step; None for a recipe without evaluation records. UserError likewise."""
     if experiment.data.eval is None:
         return None
     function = experiment.spec.eval_graph
