@@ -18,7 +18,7 @@ from realrl.config.base import Settings
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryFigure
+from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
 from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
 from realrl.recipe.settings import GenerationConfig
@@ -186,7 +186,7 @@ ALGORITHM = AlgorithmSpec(
     headlines=("actor.train/loss", "actor.train/score", "actor.train/best_score", "reward.inference/score"),
     curves={"loss": "loss per token (nats)", "score": "reward model's score"},
     summary=(
-        SummaryFigure("score_before", "score", "reward model's score, before", at="first"),
-        SummaryFigure("score_after", "score", "reward model's score, after"),
+        SummaryMetric("score_before", "score", "reward model's score, before", at="first"),
+        SummaryMetric("score_after", "score", "reward model's score, after"),
     ),
 )

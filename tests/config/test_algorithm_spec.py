@@ -15,7 +15,7 @@ from realrl.config.errors import UserCodeError, UserError
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe import registry
-from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryFigure
+from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
 from realrl.recipe.checks import complete
 from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.load import parse_experiment
@@ -111,8 +111,8 @@ def roles(**changes: RoleSpec) -> dict[str, RoleSpec]:
         (SFT, {"samples_per_prompt": lambda e: 2}, "samples_per_prompt: an algorithm that does not generate"),
         (SFT, {"headlines": "actor.train/loss"}, "headlines: a tuple of call/name is needed"),
         (SFT, {"curves": ("loss",)}, "curves: a mapping from metrics to labels is needed"),
-        (SFT, {"summary": ("loss",)}, "summary: a tuple of SummaryFigure is needed"),
-        (SFT, {"summary": (SummaryFigure("a", "b", "c"),) * 2}, "summary: two figures have one key"),
+        (SFT, {"summary": ("loss",)}, "summary: a tuple of SummaryMetric is needed"),
+        (SFT, {"summary": (SummaryMetric("a", "b", "c"),) * 2}, "summary: two metrics have one key"),
     ],
 )
 def test_a_field_that_contradicts_others_is_named(
@@ -166,8 +166,17 @@ def graph_of(*calls: Call) -> Callable[[Any], DataflowGraph]:
         ),
         ({"eval_graph": graph_of(GENERATE)}, "eval_graph: actor.generate must produce prompt_length too"),
         ({"eval_graph": None}, "data.eval: ppo has no evaluation; set data.eval=null"),
-        ({"samples_per_prompt": lambda e: 0}, "algorithm ppo: samples_per_prompt: 0 must be at least 1"),
-        ({"epochs": lambda e: 0}, "algorithm ppo: epochs: 0 must be at least 1"),
+        (
+            {"samples_per_prompt": lambda e: 0},
+            "algorithm ppo: samples_per_prompt: 0 is not a whole number above 0",
+        ),
+        ({"epochs": lambda e: 0}, "algorithm ppo: epochs: 0 is not a whole number above 0"),
+        ({"epochs": lambda e: None}, "algorithm ppo: epochs: None is not a whole number above 0"),
+        ({"generation": lambda e: None}, "algorithm ppo: generation: NoneType is not a GenerationConfig"),
+        (
+            {"headlines": ("actor.trian/loss",)},
+            "algorithm ppo: headlines: actor.trian/loss: no graph has a call",
+        ),
     ],
 )
 def test_what_contradicts_a_recipe_is_named_when_it_is_read(changes: dict[str, Any], message: str) -> None:

@@ -27,7 +27,7 @@ class RoleSpec:
 
 
 @dataclass(frozen=True)
-class SummaryFigure:
+class SummaryMetric:
     """A metric of evaluations in report.json and in the table of `realrl report`."""
 
     key: str
@@ -73,7 +73,7 @@ class AlgorithmSpec:
     """Metrics shown on the terminal, as `call/name`."""
     curves: Mapping[str, str]
     """Metric -> label of its curve in the picture of `realrl report`."""
-    summary: tuple[SummaryFigure, ...]
+    summary: tuple[SummaryMetric, ...]
     """Metrics that `realrl report` sums up."""
     samples_per_prompt: Callable[[Any], int] = _one
     """Samples that training takes of each prompt, n: items i * n to i * n + n - 1 of a step have the i-th prompt.
@@ -157,10 +157,10 @@ class AlgorithmSpec:
             (*self.curves, *self.curves.values()), tuple, str
         ):
             found.append(("curves", "a mapping from metrics to labels is needed"))
-        if not _all(self.summary, tuple, SummaryFigure):
-            found.append(("summary", "a tuple of SummaryFigure is needed"))
-        elif len({figure.key for figure in self.summary}) < len(self.summary):
-            found.append(("summary", "two figures have one key"))
+        if not _all(self.summary, tuple, SummaryMetric):
+            found.append(("summary", "a tuple of SummaryMetric is needed"))
+        elif len({metric.key for metric in self.summary}) < len(self.summary):
+            found.append(("summary", "two metrics have one key"))
         return found
 
     @property

@@ -51,7 +51,8 @@ def _is_module(reference: Any) -> bool:
 
 def describe_choices() -> str:
     """Describe the values that `algorithm` may have, for error messages."""
-    return f"one of {', '.join(list_algorithms())}, or a FILE.py or package.module that describes one"
+    names = ", ".join(list_algorithms()) or "the installed algorithms (there are none: install realrl again)"
+    return f"one of {names}, or a FILE.py or package.module that describes one"
 
 
 @cache
