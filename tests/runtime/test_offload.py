@@ -63,11 +63,11 @@ def home(run: Run, role: str) -> Model:
 
 def copy_of(run: Run, role: str) -> torch.Tensor:
     model = home(run, role)
-    if model.memory.resident:
-        return model.parameters.data.clone()
-    model.memory.load()
-    data = model.parameters.data.clone()
-    model.memory.offload(changed=False)
+    if model.sets["base"].memory.resident:
+        return model.sets["base"].buffer.data.clone()
+    model.sets["base"].memory.load()
+    data = model.sets["base"].buffer.data.clone()
+    model.sets["base"].memory.offload(changed=False)
     return data
 
 
@@ -93,7 +93,7 @@ def test_a_step_with_everything_offloaded_learns_the_same(world: World, tmp_path
             run._train_step(step)
     for role in ("actor", "critic", "ref", "reward"):
         assert torch.equal(copy_of(usual, role), copy_of(offloaded, role)), role
-        assert home(offloaded, role).parameters.data.untyped_storage().nbytes() == 0
+        assert home(offloaded, role).sets["base"].buffer.data.untyped_storage().nbytes() == 0
     trainer = offloaded.roles.trainers["actor"]
     for tensor in (trainer.gradients.data, *trainer.optimizer.kept, *trainer.optimizer.scratch):
         assert tensor.untyped_storage().nbytes() == 0

@@ -17,7 +17,12 @@ def build_graph(experiment: Experiment) -> DataflowGraph:
         case RewardExperiment():
             return reward.train_graph()
         case PPOExperiment():
-            return ppo.train_graph(minibatches=experiment.ppo.minibatches, ref_ema=experiment.ppo.ref_ema)
+            settings, models = experiment.ppo, experiment.models
+            return ppo.train_graph(
+                minibatches=settings.minibatches,
+                ref_ema=settings.ref_ema,
+                same_start=models.ref.starts_like(models.actor),
+            )
         case _:
             assert_never(experiment)
 

@@ -19,11 +19,11 @@ from realrl.config.errors import UserError
 from realrl.config.files import partial_path
 from realrl.config.json_file import read_json
 from realrl.engine.finite import NotFiniteError, all_finite
-from realrl.engine.flat import FlatBuffer
 from realrl.families.llama import UNTOUCHED, shape_to_hf
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import EMBEDDING, TensorSpec, model_tensors
 from realrl.layout.region import Region
+from realrl.model.init import Weights
 
 __all__ = ["Tokenizer", "check", "load", "read_dtype", "read_shape", "save", "shards"]
 
@@ -46,7 +46,7 @@ def check(path: str | Path, tensors: Sequence[TensorSpec]) -> list[str]:
 def load(
     path: str | Path,
     tensors: Sequence[TensorSpec],
-    into: FlatBuffer,
+    into: Weights,
     regions: Mapping[str, Region] | None = None,
 ) -> list[str]:
     """Copy a model's tensors into a buffer, converting the type; returns the names that were missing.
@@ -101,7 +101,7 @@ def save(
     directory: str | Path,
     shape: ModelShape,
     head: Head,
-    weights: FlatBuffer | Callable[[int], FlatBuffer],
+    weights: Weights | Callable[[int], Weights],
     tokenizer: Tokenizer | None,
     dtype: torch.dtype,
     max_shard_bytes: float = SHARD_BYTES,
@@ -124,7 +124,7 @@ def save(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        fetch = (lambda _: weights) if isinstance(weights, FlatBuffer) else weights
+        fetch = weights if callable(weights) else lambda _: weights
         _save_tensors(partial, shards(model_tensors(shape, head), dtype, max_shard_bytes), fetch, dtype)
         _save_settings(partial, shape, head, tokenizer, dtype, origin, ends)
     except BaseException:
@@ -187,7 +187,7 @@ def shards(
 def _save_tensors(
     directory: Path,
     shards: Sequence[Sequence[TensorSpec]],
-    fetch: Callable[[int], FlatBuffer],
+    fetch: Callable[[int], Weights],
     dtype: torch.dtype,
 ) -> None:
     weight_map: dict[str, str] = {}

@@ -37,6 +37,8 @@ class Layout:
     shape: ModelShape
     head: Head
     placement: Placement
+    subset: tuple[TensorSpec, ...] | None = None
+    """Global tensors of the one parameter set that is laid out; None for the whole model."""
 
     def tensors(self, rank: int) -> tuple[LocalTensor, ...]:
         """What a global rank holds, in storage order; nothing for a rank outside the mesh."""
@@ -48,7 +50,7 @@ class Layout:
     @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
         """All global tensors in storage order."""
-        return model_tensors(self.shape, self.head)
+        return model_tensors(self.shape, self.head) if self.subset is None else self.subset
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
@@ -80,14 +82,16 @@ class Layout:
         )
 
 
-def layout(shape: ModelShape, head: Head, placement: Placement) -> Layout:
-    """The layout of a model under a placement.
+def layout(
+    shape: ModelShape, head: Head, placement: Placement, subset: tuple[TensorSpec, ...] | None = None
+) -> Layout:
+    """The layout of a model, or of a subset of its tensors, under a placement.
 
     Raises UserError for more pipeline stages than layers and for more tensor ranks than attention heads.
     """
     stage_layers(shape.layers, placement.strategy.pp)
     query_heads(shape, placement.strategy.tp, 0)
-    return Layout(shape, head, placement)
+    return Layout(shape, head, placement, subset)
 
 
 def local_tensor(shape: ModelShape, spec: TensorSpec, tp: int, t: int) -> LocalTensor:

@@ -56,7 +56,9 @@ class _TokenLogprobs(Function):
         scaled = grad / ctx.temperature
         grad_hidden = torch.empty_like(hidden)
         # Transposed, as `product` is fastest when its narrower operand comes first.
-        grad_weight = torch.zeros(weight.shape[::-1], dtype=torch.float32, device=weight.device)
+        grad_weight: Tensor | None = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros(weight.shape[::-1], dtype=torch.float32, device=weight.device)
         for start in range(0, len(hidden), ctx.size):
             part = slice(start, start + ctx.size)
             factor = scaled[part, None]
@@ -70,9 +72,10 @@ class _TokenLogprobs(Function):
                 grad_logits.scatter_add_(1, index, factor * here)
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[part] = product(grad_logits, weight.T)
-            grad_weight += product(hidden[part].T, grad_logits.T)
+            if grad_weight is not None:
+                grad_weight += product(hidden[part].T, grad_logits.T)
             del grad_logits  # before there is that of the next chunk
-        return grad_hidden, grad_weight.T, None, None, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.T, None, None, None, None, None
 
 
 def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float, group: Group) -> Tensor:

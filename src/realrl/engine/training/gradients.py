@@ -30,7 +30,7 @@ def complete_gradients(model: Model, gradients: FlatBuffer) -> None:
             if spec.name.endswith(("k_proj.weight", "v_proj.weight")):
                 _sum_shared_heads(model, gradients[spec.name])
     tied = model.shape.tied_embeddings and model.head == "lm"
-    if tied and model.parallel.ends is not None:
+    if tied and model.parallel.ends is not None and EMBEDDING in gradients:
         model.parallel.ends.sum(gradients[EMBEDDING])
 
 

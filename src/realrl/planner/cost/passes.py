@@ -1,6 +1,6 @@
 """Seconds of training and inference: whole sequences, once or several times through the model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from realrl.planner.cost.setting import Setting
@@ -40,7 +40,12 @@ def _by_stage(stages: int, every: float, first: float, last: float) -> list[floa
 
 
 def training(setting: Setting) -> Mapping[str, float]:
-    """Terms of all optimizer steps of a train call, under the 1F1B schedule."""
+    """Terms of all optimizer steps of a train call, under the 1F1B schedule.
+
+    Layers below the first one that is trained have no backward pass; nor have frozen embeddings. Not modelled is
+    what else a frozen part spares: the gradient of a tied head's weight, and messages to stages without a backward
+    pass.
+    """
     timing, strategy, work = setting.timing, setting.strategy, setting.work
     chunks = split_work(work, strategy, timing.efficiency.pass_chunks_per_stage)
     size = setting.size(chunks)
@@ -49,23 +54,29 @@ def training(setting: Setting) -> Mapping[str, float]:
     rounds = 3 if strategy.recompute else 2
     device = backward.device + forward.device * (rounds - 1)
     host = backward.host + forward.host * (rounds - 1)
-    layer = Part(device, host + rounds * exchanges.host)
+    trained = timing.sizes.trained
+    updated = trained.stage_layers(strategy.pp)
+    frozen = [n - k for n, k in zip(setting.layers, updated, strict=True)]
+    layers = [
+        _Layers(updated, Part(device, host + rounds * exchanges.host), rounds * exchanges.device),
+        _Layers(frozen, Part(forward.device, forward.host + exchanges.host), exchanges.device),
+    ]
     ends = Ends(
         timing.enter(size),
-        timing.enter_backward(size),
+        timing.enter_backward(size) if any(trained.embedding) else 0.0,
         timing.head(size) + timing.head_backward(size),
         exchanges.device / 2,
         setting.head_exchanges(chunks.tokens) + setting.head_exchanges_backward(chunks.tokens),
     )
-    terms = _pipelined(setting, chunks, layer, rounds * exchanges.device, ends)
+    terms = _pipelined(setting, chunks, layers, ends)
     if strategy.pp > 1:
         # Forward waits for backward of the next stage and the other way round, so that nothing hides transfers.
         terms["pipeline"] = 2 * (chunks.count + strategy.pp - 1) * setting.hop(chunks.tokens)
         terms["pipeline"] += 2 * setting.network.hop(_SMALL)
-    elements = max(timing.sizes.stage_elements(strategy.pp))
+    elements = max(trained.stage_elements(strategy.pp))
     update = timing.update(elements, strategy.dp)
     terms["optimizer"] = update + setting.network.everyone.all_reduce(_SMALL)
-    last_pass = setting.layers[-1] * backward.device
+    last_pass = updated[-1] * backward.device
     terms["data"] = _gradients(setting, elements, last_pass) + _parameters(setting, elements, update)
     steps = work.minibatches * work.passes
     total = {name: seconds * steps for name, seconds in terms.items()}
@@ -90,13 +101,13 @@ def _gradients(setting: Setting, elements: int, last_pass: float) -> float:
 def _completion(setting: Setting) -> float:
     """Adding up gradients of what several ranks hold but each computed only a part of."""
     sizes, network, shape = setting.timing.sizes, setting.network, setting.timing.sizes.shape
-    seconds = 0.0
+    seconds, most = 0.0, max(sizes.trained.stage_layers(setting.strategy.pp))
     if setting.strategy.sequence_parallel:
-        seconds += 2 * max(setting.layers) * network.tensor.all_reduce(4 * shape.hidden_size)
+        seconds += 2 * most * network.tensor.all_reduce(4 * shape.hidden_size)
     if sizes.shares_keys:
         keys = 4 * shape.kv_heads * shape.head_dim * shape.hidden_size
-        seconds += 2 * max(setting.layers) * network.tensor.all_reduce(keys)
-    if shape.tied_embeddings and sizes.head == "lm" and setting.strategy.pp > 1:
+        seconds += 2 * most * network.tensor.all_reduce(keys)
+    if sizes.trained.tied and any(sizes.trained.embedding) and setting.strategy.pp > 1:
         seconds += network.ends.all_reduce(4 * sizes.vocabulary * shape.hidden_size)
     return seconds
 
@@ -125,29 +136,48 @@ def inference(setting: Setting) -> Mapping[str, float]:
 def forward_pass(setting: Setting, chunks: Chunks, layer: Part, ends: Ends) -> dict[str, float]:
     """Terms of chunks that go through all stages once."""
     exchanges = setting.exchanges(chunks.tokens)
-    layer = Part(layer.device, layer.host + exchanges.host)
-    terms = _pipelined(setting, chunks, layer, exchanges.device, ends)
+    layers = _Layers(setting.layers, Part(layer.device, layer.host + exchanges.host), exchanges.device)
+    terms = _pipelined(setting, chunks, [layers], ends)
     # Sends do not wait, and a stage works on the next chunk meanwhile.
     terms["pipeline"] = (setting.strategy.pp - 1) * setting.hop(chunks.tokens)
     return terms
 
 
-def _pipelined(
-    setting: Setting, chunks: Chunks, layer: Part, exchanges: float, ends: Ends
-) -> dict[str, float]:
+@dataclass(frozen=True)
+class _Layers:
+    """Layers that cost the same."""
+
+    counts: Sequence[int]
+    """On each stage."""
+    layer: Part
+    """One of them, for one chunk."""
+    exchanges: float
+    """What its tensor-parallel ranks communicate."""
+
+    @property
+    def wait(self) -> float:
+        """How long the device waits for the host."""
+        return max(0.0, self.layer.host - self.layer.device - self.exchanges)
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.layer.device + self.exchanges + self.wait
+
+
+def _pipelined(setting: Setting, chunks: Chunks, layers: Sequence[_Layers], ends: Ends) -> dict[str, float]:
     """Terms of the busiest stage, and how long it waits while others start or end alone.
 
     A pipeline takes one chunk through all stages and all other chunks through the slowest one.
     """
-    wait = max(0.0, layer.host - layer.device - exchanges)
-    each = layer.device + exchanges + wait
-    own, told = ends.own(setting.strategy.pp), ends.told(setting.strategy.pp)
-    stages = [n * each + a + b for n, a, b in zip(setting.layers, own, told, strict=True)]
+    pp = setting.strategy.pp
+    own, told = ends.own(pp), ends.told(pp)
+    stages = [sum(one.counts[s] * one.seconds for one in layers) + own[s] + told[s] for s in range(pp)]
     slowest = stages.index(max(stages))
-    layers = setting.layers[slowest]
+    counted = [(one.counts[slowest], one) for one in layers]
     return {
-        "compute": chunks.count * (layers * layer.device + own[slowest]),
-        "tensor": chunks.count * (layers * exchanges + told[slowest]),
-        "launch": chunks.count * layers * wait,
+        "compute": chunks.count * (sum(n * one.layer.device for n, one in counted) + own[slowest]),
+        "tensor": chunks.count * (sum(n * one.exchanges for n, one in counted) + told[slowest]),
+        "launch": chunks.count * sum(n * one.wait for n, one in counted),
         "bubble": sum(stages) - stages[slowest],
     }

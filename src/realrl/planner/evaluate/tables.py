@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.planner.moves.transfers import Floats, Ints, Layouts, TransferTable
+from realrl.planner.moves.transfers import Floats, Ints, Layouts, TransferTable, mixing
 from realrl.planner.space.problem import Option, Problem
 from realrl.program.order import changes, length_calls, producers
 
@@ -77,7 +77,9 @@ class Tables:
         self.mates = [[p for p in n if p != c and self.home[p] == self.home[c]] for c in n]
         """Of each call, the others of its role."""
         self.followers = [
-            Following(c, self.home[r], self._table(self.home[c], self.home[r]))
+            Following(
+                c, self.home[r], self._table(self.home[c], self.home[r], mixing(average.role, average.source))
+            )
             for c, call in enumerate(self.calls)
             for average in graph.averages
             if average.source == call.role and call.kind is Kind.TRAIN
@@ -120,9 +122,10 @@ class Tables:
         """The different layouts of a call's options; `Columns.layout` numbers them."""
         return self._layouts[call]
 
-    def _table(self, source: int, target: int) -> TransferTable:
-        role = self.calls[source].role
-        return TransferTable(self.problem.transfers, role, self._layouts[source], self._layouts[target])
+    def _table(self, source: int, target: int, moving: str | None = None) -> TransferTable:
+        """Transfers of the role of `source`, or of what else moves."""
+        name = moving or self.calls[source].role
+        return TransferTable(self.problem.transfers, name, self._layouts[source], self._layouts[target])
 
     def _order(self, graph: DataflowGraph) -> None:
         """Matrices [call, earlier call]: what waits for what."""

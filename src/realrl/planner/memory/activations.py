@@ -67,9 +67,18 @@ class Activations:
             {"cache": cache, "logits": logits},
         )
 
-    def training(self, tokens: float, *, layers: int, stage: int, chunks: int) -> Parts:
-        """Of a train call: when the backward pass is at the logits, in a layer, or at the embedding."""
-        layer, shape = self.layer, self.sizes.shape
+    def training(
+        self, tokens: float, *, layers: int, stage: int, chunks: int, frozen_layers: int = 0
+    ) -> Parts:
+        """Of a train call: when the backward pass is at the logits, in a layer, or at the embedding.
+
+        `layers` are those of the stage that have a backward pass; `frozen_layers`, which come before them, have
+        none, and keep nothing.
+        """
+        if frozen_layers and not layers and stage < self._last:
+            expected = self._expected(tokens, stage, chunks - 1)
+            return {"activations": self._forward(tokens, stage, chunks) + expected}
+        layer, trains_embedding = self.layer, any(self.sizes.trained.embedding)
         flying = min(chunks, self.strategy.pp - stage)
         sent = self._sent(tokens, chunks * ((stage > 0) + (stage < self._last)))
         sent += self._expected(tokens, stage, chunks - flying)
@@ -86,12 +95,17 @@ class Activations:
             states = layer.bytes(tokens, layer.stream + 2 * layer.hidden)
             kept = sent + flying * each + states
             moments.append({"activations": kept, "logits": self.logits.learnt(tokens)})
-            if stage == 0 and shape.tied_embeddings and self.sizes.head == "lm":
+            if stage == 0 and self.sizes.trained.tied and trains_embedding:
                 # What the head adds to the gradient of the embedding table waits for what the embedding adds.
                 waiting = self.logits.table_bytes
-        moments.append({"activations": sent + flying * each + inside, "logits": waiting})
-        if stage == 0:
-            table = layer.matrix_bytes(self.sizes.vocabulary * shape.hidden_size)
+        if layers:
+            moments.append({"activations": sent + flying * each + inside, "logits": waiting})
+        if frozen_layers:
+            # A later micro-batch, in the layers that keep nothing.
+            kept = sent + (flying - 1) * each + self._shared(tokens)
+            moments.append({"activations": kept + layer.bytes(tokens, layer.stream + layer.computed)})
+        if stage == 0 and trains_embedding:
+            table = layer.matrix_bytes(self.sizes.vocabulary * layer.hidden)
             moments.append({"activations": sent + (flying - 1) * each + table, "logits": waiting})
         return _fullest(*moments)
 

@@ -39,11 +39,11 @@ class Logits:
 
         A micro-batch that is one chunk has its log-probabilities kept. First come log-probabilities, which turn
         into the gradient of logits, beside the sum of the head's gradient so far; then the gradient of logits
-        beside that sum and what is added to it.
+        beside that sum and what is added to it. A frozen head has no gradient.
         """
         if self._scalar:
             return int(2 * self._float32 * tokens * self.sizes.shape.hidden_size)
-        chunk, table = self._chunk(tokens), self.table_bytes
+        chunk, table = self._chunk(tokens), self.table_bytes if self.sizes.trains_head else 0
         kept = 4 * chunk if chunk == tokens * self.sizes.vocabulary else 0
         added = table * self.element_bytes / 4 + (table if self.cpu and self._narrow else 0)
         return int(kept + max(self._log_softmax * chunk, self.element_bytes * chunk + added) + table)

@@ -1,6 +1,6 @@
 """Seconds of reallocations by what the ports of nodes and devices must carry, for many pairs of layouts at once."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from realrl.layout.ranges import stage_layers
 from realrl.layout.routing.links import Links
+from realrl.layout.sets import BASE
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Placement
 from realrl.planner.moves.transfers import Floats, Ints, Layouts
@@ -22,29 +23,44 @@ _PAIR = tuple[Floats, Floats]
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters of a model, in bytes, by where a pipeline cuts them."""
+    """A parameter set of a model, in bytes, by where a pipeline cuts it."""
 
     layers: int
+    """Of the model."""
     layer: float
-    """Of each."""
+    """Of each layer that the set has."""
     embedding: float
     """Held by the first stage, and by the last one where it is also the head."""
     end: float
     """What follows the layers."""
     tied: bool = False
+    held: tuple[int, ...] | None = None
+    """Layers that the set has; None for all of them."""
 
     @classmethod
-    def of(cls, model: Stored, width: int) -> "Weights":
-        """Those of a model whose parameters have so many bytes each."""
-        layer, embedding, end = LocalSizes(model.shape, model.head, 1).parts
-        tied = model.shape.tied_embeddings and model.head == "lm"
-        return cls(model.shape.layers, layer * width, embedding * width, end * width, tied)
+    def of(cls, model: Stored, width: int, name: str = BASE) -> "Weights":
+        """Those of a set of a model whose parameters have so many bytes each."""
+        sizes = LocalSizes(model.shape, model.head, 1, model.part).sets[name]
+        return cls(
+            layers=sizes.layers_of_model,
+            layer=sizes.layer[0] * width,
+            embedding=sizes.embedding[0] * width,
+            end=sizes.end[0] * width,
+            tied=sizes.tied,
+            held=None if len(sizes.layers) == sizes.layers_of_model else sizes.layers,
+        )
+
+    @property
+    def stack(self) -> float:
+        """Bytes of all layers."""
+        return self.layer * (self.layers if self.held is None else len(self.held))
 
     def cuts(self, pp: int) -> list[float]:
         """Where the stages of a pipeline begin, and the last one ends, counted from the first layer on."""
         bounds = [0.0]
         for part in stage_layers(self.layers, pp):
-            bounds.append(bounds[-1] + len(part) * self.layer)
+            layers = len(part) if self.held is None else sum(layer in part for layer in self.held)
+            bounds.append(bounds[-1] + layers * self.layer)
         bounds[-1] += self.end
         return bounds
 
@@ -88,22 +104,20 @@ class LinkTransfers:
 
     A node takes in once what its devices need and none of them holds, a device what it needs and does not
     hold. What is sent leaves the nodes that hold it in equal shares, and is passed on by all. Tensors are taken
-    to be cut evenly over tensor ranks. Values that are sent have the width of `weights`.
+    to be cut evenly over tensor ranks. Values that are sent have the width of `weights`. Parameter sets are moved
+    one after the other.
     """
 
     cluster: Cluster
-    weights: Mapping[str, Weights]
-    """By role."""
+    weights: Mapping[str, tuple[Weights, ...]]
+    """By role, or by what it is that moves: one for each parameter set."""
     links: tuple[Links, ...]
     """Of each node; the slower ones count between unlike nodes."""
-    _cuts: dict[str, Floats] = field(default_factory=dict, compare=False, repr=False)
+    _cuts: dict[Weights, Floats] = field(default_factory=dict, compare=False, repr=False)
 
     def seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
         """See `Transfers`."""
-        found = np.zeros(len(source.first))
-        for part in self._parts(np.arange(len(found)), self.cluster.nodes):
-            found[part] = self._seconds(role, source[part], target[part])
-        return found
+        return self._sum(role, source, target, self._seconds)
 
     def one(self, role: str, source: Placement, target: Placement) -> float:
         """Seconds of one pair."""
@@ -111,16 +125,28 @@ class LinkTransfers:
 
     def at_least(self, role: str, source: Layouts, target: Layouts) -> Floats:
         """See `Transfers`."""
+        return self._sum(role, source, target, self._least)
+
+    def _sum(
+        self,
+        role: str,
+        source: Layouts,
+        target: Layouts,
+        seconds: Callable[[Weights, Layouts, Layouts], Floats],
+    ) -> Floats:
         found = np.zeros(len(source.first))
         for part in self._parts(np.arange(len(found)), self.cluster.nodes):
-            found[part] = self._least(role, source[part], target[part])
+            for weights in self.weights[role]:
+                found[part] += seconds(weights, source[part], target[part])
         return found
 
     def sent(self, role: str, source: Layouts, target: Layouts) -> _PAIR:
         """Bytes that devices receive, and bytes that nodes do, in all."""
-        received, _ = self._lacking(role, source, target, 1)
-        entering, _ = self._lacking(role, source, target, self.cluster.devices_per_node)
-        return np.asarray(received.sum(axis=0)), np.asarray(entering.sum(axis=0))
+        found = []
+        for block in (1, self.cluster.devices_per_node):
+            received = [self._lacking(weights, source, target, block)[0] for weights in self.weights[role]]
+            found.append(np.asarray(np.sum(received, axis=(0, 1))))
+        return found[0], found[1]
 
     @cached_property
     def _ports_of_nodes(self) -> _Ports:
@@ -143,24 +169,23 @@ class LinkTransfers:
         step = max(1, _AT_ONCE // blocks)
         return (pairs[i : i + step] for i in range(0, len(pairs), step))
 
-    def _seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
+    def _seconds(self, weights: Weights, source: Layouts, target: Layouts) -> Floats:
         per_node, ports = self.cluster.devices_per_node, self._slower(source, target)
-        entering, distinct = self._lacking(role, source, target, per_node)
+        entering, distinct = self._lacking(weights, source, target, per_node)
         everything = entering.sum(axis=0)
         leaving = np.maximum(distinct / self._nodes(source), everything / self._nodes(source, target))
         network = np.maximum(entering.max(axis=0), leaving) / ports.node
-        device = self._needed(role, target) / ports.device
+        device = self._needed(weights, target) / ports.device
         # Nothing that a device needs can take longer.
         for part in self._parts(np.flatnonzero(device > network), self.cluster.size):
-            device[part] = self._ports(role, source[part], target[part])
+            device[part] = self._ports(weights, source[part], target[part])
         seconds = np.maximum(network, device)
         seconds = np.where(seconds > 0, seconds + self._latency(source, target), 0.0)
         return np.where(_same(source, target, where=True), 0.0, seconds)
 
-    def _least(self, role: str, source: Layouts, target: Layouts) -> Floats:
-        weights = self.weights[role]
-        held = self._boxes(role, source, self.cluster.devices_per_node)
-        needed = self._boxes(role, target, self.cluster.devices_per_node)
+    def _least(self, weights: Weights, source: Layouts, target: Layouts) -> Floats:
+        held = self._boxes(weights, source, self.cluster.devices_per_node)
+        needed = self._boxes(weights, target, self.cluster.devices_per_node)
         layers = (held.high - held.low).max(axis=0)
         width = (held.right - held.left).max(axis=0)
         common = np.minimum(needed.high - needed.low, layers), np.minimum(needed.right - needed.left, width)
@@ -168,15 +193,15 @@ class LinkTransfers:
         lacking += weights.embedding * (needed.whole[1] - needed.embeds * common[1])
         most = np.maximum(lacking.max(axis=0), _into_empty(held, needed, weights))
         network = most / self._ports_of_nodes.node.max()
-        stage, before = self._largest(role, target.pp), self._largest(role, source.pp)
+        stage, before = self._largest(weights, target.pp), self._largest(weights, source.pp)
         kept = np.minimum(stage, before) * np.minimum(1 / target.tp, 1 / source.tp)
-        new = np.where(target.size > source.size, self._smallest(role, target.pp) / target.tp, 0.0)
+        new = np.where(target.size > source.size, self._smallest(weights, target.pp) / target.tp, 0.0)
         device = np.maximum(stage / target.tp - kept, new) / self._ports_of_nodes.device.max()
         return np.where(_same(source, target, where=False), 0.0, np.maximum(network, device))
 
-    def _ports(self, role: str, source: Layouts, target: Layouts) -> Floats:
+    def _ports(self, weights: Weights, source: Layouts, target: Layouts) -> Floats:
         """Seconds of the busiest port of a device inside its node."""
-        received, distinct = self._lacking(role, source, target, 1)
+        received, distinct = self._lacking(weights, source, target, 1)
         first = np.minimum(source.first, target.first)
         last = np.maximum(source.first + source.size, target.first + target.size)
         spread = np.minimum(source.size + target.size, last - first)
@@ -197,24 +222,23 @@ class LinkTransfers:
         alone = sum((p.first + p.size - 1) // per - p.first // per + 1 for p in places)
         return np.minimum(alone, last - first + 1)
 
-    def _lacking(self, role: str, source: Layouts, target: Layouts, block: int) -> _PAIR:
+    def _lacking(self, weights: Weights, source: Layouts, target: Layouts, block: int) -> _PAIR:
         """Bytes that blocks of so many devices need and do not hold, [blocks, pairs], and at most how many of
         them are different ones."""
-        weights = self.weights[role]
-        held, needed = self._boxes(role, source, block), self._boxes(role, target, block)
+        held, needed = self._boxes(weights, source, block), self._boxes(weights, target, block)
         (layers, embedding), (layers_held, embedding_held) = needed.whole, needed.common(held)
         layers, embedding = layers - layers_held, weights.embedding * (embedding - embedding_held)
-        distinct = np.minimum(layers.sum(axis=0), weights.layers * weights.layer + weights.end)
+        distinct = np.minimum(layers.sum(axis=0), weights.stack + weights.end)
         return layers + embedding, distinct + np.minimum(embedding.sum(axis=0), weights.embedding)
 
-    def _boxes(self, role: str, layouts: Layouts, block: int) -> _Boxes:
+    def _boxes(self, weights: Weights, layouts: Layouts, block: int) -> _Boxes:
         """What each block of devices holds; empty where it holds nothing. The same layout is often there."""
         _, first, where = np.unique(layouts.codes, return_index=True, return_inverse=True)
-        boxes = self._different_boxes(role, layouts[first], block)
+        boxes = self._different_boxes(weights, layouts[first], block)
         return _Boxes(*(values.take(where, axis=1) for values in boxes.__dict__.values()))
 
-    def _different_boxes(self, role: str, layouts: Layouts, block: int) -> _Boxes:
-        cuts = self._bounds(role, int(layouts.pp.max()))
+    def _different_boxes(self, weights: Weights, layouts: Layouts, block: int) -> _Boxes:
+        cuts = self._bounds(weights, int(layouts.pp.max()))
         start = np.arange(self.cluster.size // block)[:, None] * block
         a = np.maximum(start - layouts.first, 0)
         b = np.minimum(start + block - layouts.first, layouts.size) - 1
@@ -224,35 +248,36 @@ class LinkTransfers:
         whole = (b - a + 1 >= layouts.tp) | (a % layouts.tp > b % layouts.tp)
         left = np.where(whole, 0, a % layouts.tp) / layouts.tp
         right = np.where(whole, layouts.tp, b % layouts.tp + 1) / layouts.tp
-        ends = (first == 0) | (self.weights[role].tied & (last == layouts.pp - 1))
+        ends = (first == 0) | (weights.tied & (last == layouts.pp - 1))
         low, high = cuts[layouts.pp, first], cuts[layouts.pp, last + 1]
         return _Boxes(low, np.where(present, high, low), left, np.where(present, right, left), 1.0 * ends)
 
-    def _needed(self, role: str, layouts: Layouts) -> Floats:
+    def _needed(self, weights: Weights, layouts: Layouts) -> Floats:
         """Bytes of the fullest device, at most."""
-        return (self._largest(role, layouts.pp) + self.weights[role].embedding) / layouts.tp
+        return (self._largest(weights, layouts.pp) + weights.embedding) / layouts.tp
 
-    def _largest(self, role: str, pp: Ints) -> Floats:
+    def _largest(self, weights: Weights, pp: Ints) -> Floats:
         """Bytes of the largest stage, without the embedding."""
-        cuts = self._bounds(role, int(pp.max()))
+        cuts = self._bounds(weights, int(pp.max()))
         return np.asarray(np.diff(cuts, axis=1).max(axis=1)[pp])
 
-    def _smallest(self, role: str, pp: Ints) -> Floats:
+    def _smallest(self, weights: Weights, pp: Ints) -> Floats:
         """Bytes of the smallest stage, without the embedding."""
-        stages = np.diff(self._bounds(role, int(pp.max())), axis=1)
-        return np.asarray(np.where(stages > 0, stages, np.inf).min(axis=1)[pp])
+        stages = np.diff(self._bounds(weights, int(pp.max())), axis=1)
+        there = np.arange(stages.shape[1]) < np.arange(len(stages))[:, None]
+        return np.asarray(np.where(there, stages, np.inf).min(axis=1)[pp])
 
-    def _bounds(self, role: str, most: int) -> Floats:
+    def _bounds(self, weights: Weights, most: int) -> Floats:
         """[degree of a pipeline, stage] -> where the stage begins; beyond the last one, where that ends."""
-        if role not in self._cuts or len(self._cuts[role]) <= most:
-            most = min(max(most, self.cluster.size), self.weights[role].layers)
+        if weights not in self._cuts or len(self._cuts[weights]) <= most:
+            most = min(max(most, self.cluster.size), weights.layers)
             table = np.zeros((most + 1, most + 1))
             for pp in range(1, most + 1):
-                cuts = self.weights[role].cuts(pp)
+                cuts = weights.cuts(pp)
                 table[pp] = cuts[-1]
                 table[pp, : pp + 1] = cuts
-            self._cuts[role] = table
-        return self._cuts[role]
+            self._cuts[weights] = table
+        return self._cuts[weights]
 
 
 def _into_empty(held: _Boxes, needed: _Boxes, weights: Weights) -> Floats:
@@ -267,7 +292,7 @@ def _into_empty(held: _Boxes, needed: _Boxes, weights: Weights) -> Floats:
         np.where(holding < len(layers), np.take_along_axis(values, last, axis=0)[0], 0.0)
         for values in (layers, np.cumsum(layers, axis=0))
     )
-    leaving = np.minimum(everything, weights.layers * weights.layer) / holding
+    leaving = np.minimum(everything, weights.stack) / holding
     return np.asarray(np.maximum(entering, leaving))
 
 

@@ -43,8 +43,13 @@ class Layouts:
         return [Placement(Mesh(f, n), Strategy(n // (tp * pp), tp, pp)) for f, n, tp, pp in rows]
 
 
+def mixing(role: str, source: str) -> str:
+    """What `Transfers` knows by this name: the parameter sets in which a role follows another one."""
+    return f"{source} mixed into {role}"
+
+
 class Transfers(Protocol):
-    """What reallocation costs."""
+    """What reallocation costs, by role or by `mixing`."""
 
     def seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
         """Seconds of each pair; 0 for two equal layouts."""

@@ -9,6 +9,7 @@ from realrl.planner.cost.model import CostModel
 from realrl.planner.memory.model import MemoryModel
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
+from realrl.program.order import Parts
 
 
 @dataclass(frozen=True)
@@ -21,3 +22,8 @@ class Scenario:
     workload: Workload
     cost: CostModel
     memory: MemoryModel
+
+    @property
+    def parts(self) -> Parts:
+        """What training updates of each role."""
+        return {role: model.part for role, model in self.models.items()}

@@ -12,7 +12,7 @@ from realrl.plan.plan import Plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.candidates import meshes, micro_batches, strategies
 from realrl.planner.space.problem import Option, Problem
-from realrl.program.order import changes
+from realrl.program.order import changed_sets
 
 _WORTH_OFFLOADING = 0.05
 """Part of a device's memory; what is less stays there."""
@@ -48,7 +48,7 @@ def build_problem(
         graph,
         spec.cluster,
         options,
-        scenario.cost.transfers({role: scenario.models[role] for role in graph.roles}),
+        scenario.cost.transfers(graph, scenario.models),
         tuple(float(scenario.memory.capacity(rank)) for rank in first_ranks),
         scenario.cost.exchange(graph, scenario.workload),
     )
@@ -141,15 +141,22 @@ class _Builder:
                 )
             )
         if option.weights_bytes > _WORTH_OFFLOADING * limit:
-            load = cost.offload(option.weights_bytes, rank)
-            changing = any(call.role in changes(graph, other) for other in graph.calls)
+            copies = {
+                name: cost.offload(size, rank)
+                for name, size in memory.set_bytes(model, option.placement).items()
+            }
+            changing = {
+                name
+                for other in graph.calls
+                for name in changed_sets(graph, other, call.role, self.scenario.parts)
+            }
             found += [
                 replace(
                     o,
                     resident_bytes=o.resident_bytes - o.weights_bytes,
                     offload=True,
-                    load_seconds=load,
-                    unload_seconds=load if changing else 0.0,
+                    load_seconds=sum(copies.values()),
+                    unload_seconds=sum(s for name, s in copies.items() if name in changing),
                 )
                 for o in tuple(found)
             ]

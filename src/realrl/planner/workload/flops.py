@@ -8,7 +8,7 @@ from realrl.program.memory import Stored
 
 def call_flops(call: Call, model: Stored, workload: Workload) -> float:
     """Operations of a call in a step: of its matrices 2 per parameter and token, and attention, which causality
-    halves: 2 * s² per layer and element of a token's queries; twice as much backward.
+    halves: 2 * s² per layer and element of a token's queries; twice as much backward, but for frozen layers.
 
     Embeddings are looked up and count nothing, nor what is computed again. As in PaLM (arXiv 2204.02311,
     appendix B), which does not halve attention. While generating, the head computes only tokens to be drawn.
@@ -16,9 +16,12 @@ def call_flops(call: Call, model: Stored, workload: Workload) -> float:
     work = workload.work(call)
     if call.kind is Kind.GENERATE:
         return work.sequences * _generated(model, work)
-    rounds = 3 if call.kind is Kind.TRAIN else 1
     tokens, squares = work.mean, work.mean_square
-    return rounds * work.passes * work.sequences * _forward(model, tokens, tokens, squares)
+    operations = _forward(model, tokens, tokens, squares)
+    if call.kind is Kind.TRAIN:
+        last = model.part.last_layers
+        operations += 2 * _forward(model, tokens, tokens, squares, layers=last)
+    return work.passes * work.sequences * operations
 
 
 def _generated(model: Stored, work: CallWork) -> float:
@@ -29,11 +32,16 @@ def _generated(model: Stored, work: CallWork) -> float:
     return _forward(model, tokens, drawn, sum(n * n for n in lengths) / len(lengths))
 
 
-def _forward(model: Stored, tokens: float, scored: float, squares: float) -> float:
+def _forward(
+    model: Stored, tokens: float, scored: float, squares: float, *, layers: int | None = None
+) -> float:
+    """Forward operations of a sequence in the head and in all layers, or in so many of them."""
     shape = model.shape
     attention = 2 * squares * shape.heads * shape.head_dim
-    layers = shape.layers * (2 * tokens * layer_products(shape) + attention)
-    return layers + 2 * scored * shape.hidden_size * _outputs(shape, model.head)
+    each = 2 * tokens * layer_products(shape) + attention
+    return (shape.layers if layers is None else layers) * each + 2 * scored * shape.hidden_size * _outputs(
+        shape, model.head
+    )
 
 
 def layer_products(shape: ModelShape) -> int:

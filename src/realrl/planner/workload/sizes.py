@@ -1,12 +1,14 @@
 """Sizes of what one tensor rank computes with."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import model_tensors
+from realrl.families.tensors import EMBEDDING
 from realrl.layout.layout import local_tensor
 from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
+from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, parameter_sets
 from realrl.layout.shard import Shard
 
 BUCKET_ELEMENTS = 2**24
@@ -25,6 +27,7 @@ class LocalSizes:
     shape: ModelShape
     head: Head
     tp: int
+    part: TrainablePart = WHOLE
 
     @cached_property
     def _shards(self) -> list[Shard]:
@@ -73,41 +76,72 @@ class LocalSizes:
         return self._shards[0].shares_keys
 
     @cached_property
-    def _elements(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Per tensor rank, elements stored: of a layer, the embedding table, the final norm, and the head."""
-        found: tuple[list[int], list[int], list[int], list[int]] = ([], [], [], [])
-        few = self.shape.model_copy(update={"layers": 1, "tied_embeddings": False})
-        for t in range(self.tp):
-            sums = [0, 0, 0, 0]
-            for spec in model_tensors(few, self.head):
-                name = spec.name.split(".")[-2]
-                place = 0 if spec.layer == 0 else {"embed_tokens": 1, "norm": 2}.get(name, 3)
-                sums[place] += local_tensor(self.shape, spec, self.tp, t).stored.numel
-            for parts, elements in zip(found, sums, strict=True):
-                parts.append(elements)
-        return found
+    def sets(self) -> Mapping[str, "SetSizes"]:
+        """Elements of each parameter set."""
+        found = parameter_sets(self.shape, self.head, self.part, trained=True)
+        return {name: self._set_sizes(of) for name, of in found.items()}
+
+    def _set_sizes(self, of: ParameterSet) -> "SetSizes":
+        layer, embedding, end = [0] * self.tp, [0] * self.tp, [0] * self.tp
+        for spec in of.tensors:
+            if spec.layer is not None and spec.layer != of.layers[0]:
+                continue  # all layers are alike
+            sums = layer if spec.layer is not None else embedding if spec.name == EMBEDDING else end
+            for t in range(self.tp):
+                sums[t] += local_tensor(self.shape, spec, self.tp, t).stored.numel
+        tied = self.shape.tied_embeddings and self.head == "lm"
+        return SetSizes(
+            layers_of_model=self.shape.layers,
+            layers=of.layers,
+            layer=tuple(layer),
+            embedding=tuple(embedding),
+            end=tuple(end),
+            tied=tied,
+        )
+
+    @property
+    def trained(self) -> "SetSizes":
+        """Sizes of the set that training updates, if the role is trained."""
+        return next(self.sets[name] for name, updated in self.part.sets.items() if updated)
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether training updates the head: unless it is a frozen embedding table."""
+        return not self.trained.tied or any(self.trained.embedding)
 
     @cached_property
-    def parts(self) -> tuple[int, int, int]:
-        """Elements of a layer, of the embedding table, and of what follows the layers, on the fullest rank."""
-        layer, embedding, norm, head = self._elements
-        tied = self.shape.tied_embeddings and self.head == "lm"
-        return max(layer), max(embedding), max(norm) + (0 if tied else max(head))
+    def layer_elements(self) -> int:
+        """Elements of a layer on the fullest rank."""
+        return max(max(sizes.layer) for sizes in self.sets.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetSizes:
+    """Elements of a parameter set, by tensor-parallel rank, and which of a model's layers have such elements."""
+
+    layers_of_model: int
+    layers: tuple[int, ...]
+    layer: tuple[int, ...]
+    """Of each of `layers`."""
+    embedding: tuple[int, ...]
+    """What the first stage of a pipeline holds, and the last one, too, where the head is tied to it."""
+    end: tuple[int, ...]
+    """What follows the layers."""
+    tied: bool
+
+    def stage_layers(self, pp: int) -> tuple[int, ...]:
+        """Layers of the set on each stage of a pipeline."""
+        stages = stage_layers(self.layers_of_model, pp)
+        return tuple(sum(layer in stage for layer in self.layers) for stage in stages)
 
     def stage_elements(self, pp: int) -> tuple[int, ...]:
         """Elements that each stage of a pipeline stores on its fullest rank."""
-        layer, embedding, norm, head = self._elements
-        tied = self.shape.tied_embeddings and self.head == "lm"
-        counts = [len(layers) for layers in stage_layers(self.shape.layers, pp)]
         result = []
-        for stage, layers in enumerate(counts):
-            last = stage == pp - 1
-            own = [layers * elements for elements in layer]
-            if stage == 0 or (last and tied):
-                own = [a + b for a, b in zip(own, embedding, strict=True)]
-            if last:
-                own = [a + b for a, b in zip(own, norm, strict=True)]
-            if last and not tied:
-                own = [a + b for a, b in zip(own, head, strict=True)]
+        for stage, layers in enumerate(self.stage_layers(pp)):
+            own = [layers * elements for elements in self.layer]
+            if stage == 0 or (stage == pp - 1 and self.tied):
+                own = [a + b for a, b in zip(own, self.embedding, strict=True)]
+            if stage == pp - 1:
+                own = [a + b for a, b in zip(own, self.end, strict=True)]
             result.append(max(own))
         return tuple(result)

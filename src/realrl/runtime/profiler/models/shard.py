@@ -41,7 +41,8 @@ def tensor_rank(
     whole = layout(shape, head, placement)
     model = Model(whole, rank, parallel, dtype=dtype, device=device)
     # Numbers like those of a model, drawn where they are needed: on a CPU it would take minutes for a large one.
-    model.parameters.data.normal_(0.0, shape.init_std)
+    for part in model.sets.values():
+        part.buffer.data.normal_(0.0, shape.init_std)
     for spec in model.parameters.tensors:
         if len(spec.shape) == 1:
             model.parameters[spec.name].fill_(1.0)
