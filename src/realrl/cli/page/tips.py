@@ -8,6 +8,7 @@ from realrl.cli.page.text import extras, format_seconds, format_share, interval,
 from realrl.config.units import format_bytes
 from realrl.planner.simulate.estimate import Estimate
 from realrl.program.instructions import Load, Offload, Reallocate, Run
+from realrl.program.text import name_parameters
 
 if TYPE_CHECKING:
     from realrl.planner.report.report import PlanReport
@@ -35,9 +36,10 @@ def block_tip(estimate: Estimate, block: Block) -> str:
         case Reallocate() as move:
             title, facts = _move_tip(estimate, move)
             return tip(title, [*facts, *when])
-        case Load(role, _, what) | Offload(role, _, what):
+        case Load(role, _, what, name) | Offload(role, _, what, name):
             verb = "comes from" if isinstance(block.instruction, Load) else "goes to"
-            return tip(f"{what} of {role} {verb} host memory", [("takes", seconds), *when])
+            title = f"{what} of {name_parameters(role, name)} {verb} host memory"
+            return tip(title, [("takes", seconds), *when])
     return tip(block.reason.capitalize(), [("takes", seconds), *when])
 
 
@@ -59,7 +61,7 @@ def _call_tip(estimate: Estimate, name: str) -> str:
 
 def _move_tip(estimate: Estimate, instruction: Reallocate) -> tuple[str, list[tuple[str, str]]]:
     """A reallocation with its layouts and bytes."""
-    role, into = instruction.role, instruction.into
+    role, into = name_parameters(instruction.role, instruction.parameter_set), instruction.into
     title = f"{role} is reallocated" if into is None else f"{role} is mixed into {into}"
     facts = [("old layout", instruction.source.layout), ("new layout", instruction.target.layout)]
     move = next((m for m in estimate.moves if m.instruction == instruction), None)
