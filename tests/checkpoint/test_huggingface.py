@@ -25,9 +25,9 @@ from realrl.checkpoint.origin import read_origin
 from realrl.config.errors import UserError
 from realrl.engine.finite import NotFiniteError
 from realrl.engine.flat import FlatBuffer
-from realrl.families.llama import shape_to_hf
+from realrl.families.config_json import shape_to_hf
+from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import model_tensors
 from realrl.layout.region import Region
 from realrl.recipe.model import ModelConfig
 
@@ -58,9 +58,10 @@ def saved(path: Path, head: Head = "lm", *, tied: bool = False, shard: float = 5
 
 
 def loaded(path: Path, head: Head = "lm") -> tuple[FlatBuffer, list[str]]:
-    tensors = model_tensors(huggingface.read_shape(path), head)
+    shape = huggingface.read_shape(path)
+    tensors = model_tensors(shape, head)
     buffer = FlatBuffer(tensors, torch.float32, "cpu")
-    return buffer, huggingface.load(path, tensors, buffer)
+    return buffer, huggingface.load(path, shape, tensors, buffer)
 
 
 def edit_config(path: Path, **changes: object) -> None:
@@ -128,7 +129,7 @@ def test_a_tied_model_fills_an_untied_head_from_its_table(tmp_path: Path) -> Non
     path = saved(tmp_path / "m", tied=True)
     tensors = model_tensors(shape_of(tied=False), "lm")
     buffer = FlatBuffer(tensors, torch.float32, "cpu")
-    assert huggingface.load(path, tensors, buffer) == []
+    assert huggingface.load(path, shape_of(), tensors, buffer) == []
     assert torch.equal(buffer["lm_head.weight"], buffer["model.embed_tokens.weight"])
 
 
@@ -233,7 +234,7 @@ def test_only_the_regions_that_are_read_are_looked_at(tmp_path: Path) -> None:
         region = Region("model.embed_tokens.weight", (rows[0], 0), (rows[1], 16))
         buffer = FlatBuffer(tensors, torch.float32, "cpu")
         with nullcontext() if finite else pytest.raises(UserError, match="not finite"):
-            huggingface.load(path, tensors, buffer, {region.tensor: region})
+            huggingface.load(path, shape_of(), tensors, buffer, {region.tensor: region})
 
 
 @pytest.mark.parametrize("shard", [5e9, 2000.0], ids=["one-file", "sharded"])
@@ -249,10 +250,10 @@ def test_a_model_that_is_not_finite_is_not_saved(shard: float, tmp_path: Path) -
 def test_headers_alone_show_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(tmp_path / "m")
     monkeypatch.setattr(huggingface, "_read", None)
-    assert huggingface.check(path, model_tensors(shape_of(), "scalar")) == ["score.weight"]
+    assert huggingface.check(path, shape_of(), model_tensors(shape_of(), "scalar")) == ["score.weight"]
     change(path, NORM, torch.ones(3))
     with pytest.raises(UserError, match=r"norm\.weight has shape \[3\]"):
-        huggingface.check(path, model_tensors(shape_of(), "lm"))
+        huggingface.check(path, shape_of(), model_tensors(shape_of(), "lm"))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -302,14 +303,14 @@ def test_a_hub_name_that_cannot_be_fetched_is_named(monkeypatch: pytest.MonkeyPa
     with pytest.raises(
         UserError, match="someone/model: no such model directory, and the Hugging Face hub"
     ) as caught:
-        huggingface.load("someone/model", (), FlatBuffer((), torch.float32, "cpu"))
+        huggingface.load("someone/model", shape_of(), (), FlatBuffer((), torch.float32, "cpu"))
     assert "\n" not in str(caught.value)
 
 
 def test_a_hub_model_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(tmp_path / "m")
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(path))
-    assert huggingface.check("someone/model", model_tensors(shape_of(), "lm")) == []
+    assert huggingface.check("someone/model", shape_of(), model_tensors(shape_of(), "lm")) == []
 
 
 @pytest.mark.parametrize("generation", [None, {"eos_token_id": [3, 5]}])

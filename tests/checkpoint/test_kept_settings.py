@@ -114,7 +114,7 @@ def test_a_tokenizer_whose_files_are_gone_is_written_without_anything_of_ours(
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.name_or_path = str(tmp_path / "gone")
     (tmp_path / "m").mkdir()
-    write_tokenizer(tokenizer, tmp_path / "m")
+    write_tokenizer(tokenizer, tmp_path / "m", "llama")
     settings = json.loads((tmp_path / "m" / "tokenizer_config.json").read_text())
     assert not {"is_local", "local_files_only"} & set(settings)
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"  # transformers 4 knows no other name
@@ -144,7 +144,7 @@ def test_files_that_need_another_models_config_are_not_copied(source: Path, tmp_
     (tmp_path / "gpt2" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "gpt2")
     (tmp_path / "m").mkdir()
-    write_tokenizer(tokenizer, tmp_path / "m")
+    write_tokenizer(tokenizer, tmp_path / "m", "llama")
     assert "tokenizer_class" in json.loads((tmp_path / "m" / "tokenizer_config.json").read_text())
 
 

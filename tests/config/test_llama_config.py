@@ -1,10 +1,10 @@
 """`config.json` of transformers 5 and of before become our shape; what we cannot do is refused."""
 
 import pytest
-from transformers import LlamaConfig
+from transformers import AutoConfig
 
 from realrl.config.errors import UserError
-from realrl.families.llama import shape_from_hf, shape_to_hf
+from realrl.families.config_json import shape_from_hf, shape_to_hf
 from realrl.families.shape import ModelShape
 from tests.model.small_models import SHAPES
 
@@ -27,7 +27,8 @@ def test_a_shape_comes_back_from_what_we_write(shape: ModelShape) -> None:
 
 
 def test_transformers_understands_what_we_write(shape: ModelShape) -> None:
-    written = LlamaConfig(**shape_to_hf(shape, "scalar", "bfloat16", {"eos_token_id": 7, "pad_token_id": 3}))
+    settings = shape_to_hf(shape, "scalar", "bfloat16", {"eos_token_id": 7, "pad_token_id": 3})
+    written = AutoConfig.for_model(settings.pop("model_type"), **settings)
     assert shape_from_hf(written.to_dict()) == shape
     assert (written.num_labels, written.eos_token_id, written.pad_token_id) == (1, 7, 3)
     assert str(written.dtype) == "torch.bfloat16"
@@ -53,7 +54,7 @@ def test_rotary_settings_are_read_in_every_style(rope: dict) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "bert"}, "model_type 'bert' is not supported; supported is: llama"),
+        ({"model_type": "bert"}, "model_type 'bert' is not supported; supported is: llama, qwen2, qwen3"),
         ({"attention_bias": True}, "attention_bias=true is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"hidden_size": None}, "hidden_size is missing"),

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import EMBEDDING, TensorSpec, model_tensors
+from realrl.families.tensors import TensorSpec
 
 BASE, TUNED = "base", "tuned"
 """Set that every role has, and the set of a role that is trained in part: what training updates."""
@@ -32,7 +33,7 @@ class TrainablePart:
         """Whether training updates a tensor of a model with so many decoder layers."""
         if tensor.layer is not None:
             return self.last_layers is None or tensor.layer >= layers - self.last_layers
-        return tensor.name != EMBEDDING or self == TrainablePart()
+        return tensor.parameter != "embedding" or self == TrainablePart()
 
 
 WHOLE = TrainablePart()

@@ -156,7 +156,7 @@ class Memory:
                 stored = self.stored[role]
                 tensors = stored.sets[name].tensors
                 self._layouts[where] = layout(stored.shape, stored.head, placement, tensors)
-            stored_here = [t.stored for t in self._layouts[where].tensors(rank)]
+            stored_here = self._layouts[where].tensors(rank)
             multiple = placement.strategy.dp * bucket_count(stored_here)
             self._numbers[key] = -(-sum(tensor.numel for tensor in stored_here) // multiple) * multiple
         return self._numbers[key]

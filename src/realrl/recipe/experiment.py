@@ -167,7 +167,7 @@ class PPOModels(_Models):
         for role, source in (("critic", self.reward), ("ref", self.actor)):
             model, fill = getattr(self, role), {}
             if not model.has_source:
-                fill = {name: getattr(source, name) for name in ("path", "shape", "tokenizer")}
+                fill = {name: getattr(source, name) for name in ("path", "family", "shape", "tokenizer")}
             if "dtype" not in model.model_fields_set:
                 fill["dtype"] = self.actor.dtype
             # Before anyone else sees the object, so it is still as good as immutable.

@@ -8,7 +8,7 @@ from itertools import pairwise, product
 from math import prod
 from operator import add, le
 
-from realrl.families.tensors import TensorSpec
+from realrl.families.tensors import Partition, TensorSpec
 from realrl.layout.layout import Layout, local_tensor
 from realrl.layout.region import Region
 
@@ -16,6 +16,10 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size of a region of a tensor that the context names."""
 _Atom = tuple[Box, tuple[int, ...], tuple[int, ...]]
 """A box that neither layout cuts, and the tensor ranks of either that hold it."""
+
+
+_Kind = tuple[Partition | None, tuple[int, ...]]
+"""How a tensor is cut, and its shape."""
 
 
 @dataclass
@@ -74,14 +78,14 @@ class Parcel:
 def parcels(source: Layout, target: Layout) -> list[Parcel]:
     """All regions of a model, cut wherever either layout cuts, by their holders and targets.
 
-    Tensors that differ only in the layer they belong to are cut alike, so that it is done once for all of them.
+    Tensors of one shape and partition are cut alike, so that it is done once for all of them.
     """
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], Parcel] = {}
     ranks_before, ranks_after = cache(partial(_ranks, source)), cache(partial(_ranks, target))
-    atoms: dict[str, list[_Atom]] = {}
-    sorted_out: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[Box, int, Parcel]]] = {}
+    atoms: dict[_Kind, list[_Atom]] = {}
+    sorted_out: dict[tuple[_Kind, tuple[int, ...], tuple[int, ...]], list[tuple[Box, int, Parcel]]] = {}
     for spec, before, after in zip(source.specs, source.stages, target.stages, strict=True):
-        kind = spec.name if spec.layer is None else spec.name.split(".", 3)[3]
+        kind = (spec.partition, spec.shape)
         if kind not in atoms:
             atoms[kind] = list(_atoms(_shards(source, spec), _shards(target, spec)))
         if (kind, before, after) not in sorted_out:

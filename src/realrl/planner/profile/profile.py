@@ -75,8 +75,9 @@ allocate: memory that is taken from the system, and cleared."""
 
 
 class ShapeKey(Settings):
-    """Sizes that the time of a layer, of the head and of sampling depend on."""
+    """Sizes and family, which the time of a layer, of the head and of sampling depends on."""
 
+    family: str = "llama"
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
     heads: PositiveInt

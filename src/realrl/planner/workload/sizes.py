@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from realrl.families.registry import layer_options
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import EMBEDDING
+from realrl.families.tensors import Place
 from realrl.layout.layout import local_tensor
 from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
 from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, parameter_sets
@@ -76,6 +77,11 @@ class LocalSizes:
         return self._shards[0].shares_keys
 
     @cached_property
+    def qk_norm(self) -> bool:
+        """Whether the heads of queries and keys are normalised."""
+        return layer_options(self.shape).qk_norm
+
+    @cached_property
     def sets(self) -> Mapping[str, "SetSizes"]:
         """Elements of each parameter set."""
         found = parameter_sets(self.shape, self.head, self.part, trained=True)
@@ -86,9 +92,9 @@ class LocalSizes:
         for spec in of.tensors:
             if spec.layer is not None and spec.layer != of.layers[0]:
                 continue  # all layers are alike
-            sums = layer if spec.layer is not None else embedding if spec.name == EMBEDDING else end
+            sums = layer if spec.layer is not None else end if spec.place is Place.LAST else embedding
             for t in range(self.tp):
-                sums[t] += local_tensor(self.shape, spec, self.tp, t).stored.numel
+                sums[t] += local_tensor(self.shape, spec, self.tp, t).numel
         tied = self.shape.tied_embeddings and self.head == "lm"
         return SetSizes(
             layers_of_model=self.shape.layers,
