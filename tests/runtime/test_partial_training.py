@@ -1,7 +1,7 @@
 """Runs that train a part of a model: under plans that move it, with a reference that follows, and saved whole."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -99,6 +99,9 @@ class Watch:
         self.run, self.held = run, list[int]()
 
     def turn(self) -> None: ...
+
+    def step(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @contextmanager
     def instruction(self, instruction: Instruction) -> Iterator[None]:
