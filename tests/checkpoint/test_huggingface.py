@@ -14,8 +14,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
 
@@ -25,11 +23,11 @@ from realrl.checkpoint.origin import read_origin
 from realrl.config.errors import UserError
 from realrl.engine.finite import NotFiniteError
 from realrl.engine.flat import FlatBuffer
-from realrl.families.config_json import shape_to_hf
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.region import Region
 from realrl.recipe.model import ModelConfig
+from tests.model.small_models import make_theirs
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 4}
 
@@ -79,22 +77,39 @@ def test_what_we_save_comes_back_bit_for_bit(head: Head, tied: bool, shard: floa
     assert (path / huggingface.INDEX).exists() == (shard < 5e9)
 
 
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shard", ["5GB", "3KB"])
+@pytest.mark.parametrize(("dtype", "shard"), [(torch.float32, "5GB"), (torch.bfloat16, "3KB")])
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_transformers_model_survives_import_and_export_bit_for_bit(
-    tied: bool, dtype: torch.dtype, shard: str, tmp_path: Path
+    family: str, head: Head, tied: bool, dtype: torch.dtype, shard: str, tmp_path: Path
 ) -> None:
-    shape = shape_of(tied)
-    theirs = LlamaForCausalLM(LlamaConfig(**shape_to_hf(shape, "lm", "float32", {}))).to(dtype)
+    shape = shape_of(tied).model_copy(update={"family": family})
+    theirs = make_theirs(shape, head).to(dtype)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size=shard)
     assert huggingface.read_shape(tmp_path / "theirs") == shape
-    buffer, _ = loaded(tmp_path / "theirs")
-    huggingface.save(tmp_path / "ours", shape, "lm", buffer, None, dtype, 3000)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
-    assert again.dtype == dtype
-    for name, tensor in theirs.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor), name
+    buffer, missing = loaded(tmp_path / "theirs", head)
+    assert missing == []
+    origin = read_origin(tmp_path / "theirs")
+    huggingface.save(tmp_path / "ours", shape, head, buffer, None, dtype, 3000, origin=origin)
+    written, source = stored_tensors(tmp_path / "ours"), stored_tensors(tmp_path / "theirs")
+    assert written.keys() == source.keys()
+    assert all(torch.equal(written[name], values) for name, values in source.items())
+    assert {values.dtype for values in written.values()} == {dtype}
+    opened = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+    again = opened.from_pretrained(tmp_path / "ours", dtype="auto")
+    assert type(again) is type(theirs) and type(again.config) is type(theirs.config)
+    tokens = torch.tensor([[3, 9, 4, 30]])
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, theirs.eval()(tokens).logits)
+
+
+def stored_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors in a directory's files."""
+    return {name: values for file in path.glob("*.safetensors") for name, values in load_file(file).items()}
 
 
 def test_transformers_opens_a_scalar_head_as_a_classifier_with_one_label(tmp_path: Path) -> None:

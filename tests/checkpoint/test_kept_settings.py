@@ -130,7 +130,7 @@ def test_a_tokenizer_of_the_hub_is_copied_from_the_cache(
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.name_or_path = "someone/model"
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: str(source / file))
-    write_tokenizer(tokenizer, tmp_path)
+    write_tokenizer(tokenizer, tmp_path, "llama")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (tmp_path / name).read_bytes() == (source / name).read_bytes()
 

@@ -32,8 +32,8 @@ CPU = torch.device("cpu")
 SLOW = pytest.mark.slow
 SHAPES = {
     "qwen2, grouped, tied": ModelShape(
-        family="qwen2", vocab_size=67, hidden_size=32, intermediate_size=50, layers=5, heads=8, kv_heads=2, head_dim=8,
-        tied_embeddings=True, init_std=0.2,
+        family="qwen2", vocab_size=67, hidden_size=32, intermediate_size=50, layers=5, heads=8, kv_heads=2,
+        head_dim=8, tied_embeddings=True, init_std=0.2,
     ),
     "qwen3, uneven": ModelShape(
         family="qwen3", vocab_size=61, hidden_size=24, intermediate_size=33, layers=4, heads=6, kv_heads=3,

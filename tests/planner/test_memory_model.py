@@ -30,6 +30,12 @@ TOTALS = {
     "qwen2.5-14b": 14770033664,
     "qwen2.5-32b": 32763876352,
     "qwen2.5-72b": 72706203648,
+    "qwen3-0.6b": 596049920,
+    "qwen3-1.7b": 1720574976,
+    "qwen3-4b": 4022468096,
+    "qwen3-8b": 8190735360,
+    "qwen3-14b": 14768307200,
+    "qwen3-32b": 32762123264,
 }
 """Elements of the published checkpoints, as their safetensors indices and model cards have them."""
 

@@ -102,8 +102,9 @@ def _completion(setting: Setting) -> float:
     """Adding up gradients of what several ranks hold but each computed only a part of."""
     sizes, network, shape = setting.timing.sizes, setting.network, setting.timing.sizes.shape
     seconds, most = 0.0, max(sizes.trained.stage_layers(setting.strategy.pp))
-    if setting.strategy.sequence_parallel:
-        seconds += 2 * most * network.tensor.all_reduce(4 * shape.hidden_size)
+    partial = sizes.partial_elements(sequence_parallel=setting.strategy.sequence_parallel)
+    if most * partial:
+        seconds += network.tensor.all_reduce(4 * most * partial)
     if sizes.shares_keys:
         keys = 4 * shape.kv_heads * shape.head_dim * shape.hidden_size
         seconds += 2 * most * network.tensor.all_reduce(keys)

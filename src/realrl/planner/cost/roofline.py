@@ -91,4 +91,6 @@ class Roofline:
             + e.attention_passes * (2 * s.queries + 2 * s.keys)
             + e.activation_passes * s.inner
         )
+        if s.qk_norm:
+            values += 2 * (s.queries + s.keys) + 2 * (s.queries + 2 * s.keys)  # normalised, and put together
         return self.traffic(tokens * values * self.element_bytes)

@@ -53,7 +53,8 @@ class Layer:
         At attention there are the stream, queries, keys and values, and the output; where it pads, the three once
         more, and for the output scores and their softmax, or two padded outputs and a packed one. In the block
         there are the stream before and after attention, and either gate, up and their product, or what those are
-        computed from or turned into.
+        computed from or turned into. Where heads are normalised there are the stream, queries, keys and values, and
+        the normalised ones before and after they are put together.
         """
         s, inner, queries = self.stream, self.sizes.inner, self.sizes.queries
         attention = s + queries + 2 * self.sizes.keys
@@ -67,7 +68,8 @@ class Layer:
             attention += queries
         entering = self.hidden + (s if self.strategy.sequence_parallel else 0)
         block = max(entering + 2 * inner, 3 * inner, inner + self.hidden, 2 * self.hidden)
-        return max(attention, 2 * s + block)
+        joined = 2 * self._qkv + self.sizes.queries + self.sizes.keys if self.sizes.qk_norm else 0
+        return max(s + joined, attention, 2 * s + block)
 
     @cached_property
     def kept(self) -> float:
@@ -75,9 +77,12 @@ class Layer:
         keys and values as attention reads them; its output; gate, up and their product.
 
         Attention also saves a sum per head in float32, and where it pads its padded output, or scores instead of
-        both.
+        both. Norms of heads save what they normalise, and a scale for each head in float32.
         """
         norms = 2 * self.stream + 2 * self.hidden + 2 * self._float32
+        if self.sizes.qk_norm:
+            heads = (self.sizes.queries + self.sizes.keys) / self.sizes.shape.head_dim
+            norms += self._qkv + heads * self._float32
         attention = self._padding.rows * self._read + self._scores + self.sizes.queries
         attention += self._padding.long * self._heads * self._float32
         if self._pads:
@@ -127,6 +132,11 @@ class Layer:
     @property
     def _scores(self) -> float:
         return self._heads * self._padding.scores
+
+    @property
+    def _qkv(self) -> int:
+        """Queries, keys and values as they are computed."""
+        return self.sizes.queries + 2 * self.sizes.keys
 
     @property
     def _read(self) -> int:

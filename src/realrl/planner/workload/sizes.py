@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from realrl.families.registry import layer_options
+from realrl.families.registry import layer_options, model_tensors
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import Place
+from realrl.families.tensors import Partial, Place
 from realrl.layout.layout import local_tensor
 from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
 from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, parameter_sets
@@ -80,6 +80,13 @@ class LocalSizes:
     def qk_norm(self) -> bool:
         """Whether the heads of queries and keys are normalised."""
         return layer_options(self.shape).qk_norm
+
+    def partial_elements(self, *, sequence_parallel: bool) -> int:
+        """Elements of a layer whose gradients TP ranks compute in parts and add up, besides shared key/value
+        heads."""
+        partial = {Partial.TENSOR_PARALLEL} | ({Partial.SEQUENCE_PARALLEL} if sequence_parallel else set())
+        specs = model_tensors(self.shape.model_copy(update={"layers": 1}), self.head)
+        return sum(spec.numel for spec in specs if spec.layer == 0 and spec.partial_gradient in partial)
 
     @cached_property
     def sets(self) -> Mapping[str, "SetSizes"]:
