@@ -11,7 +11,7 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.moves.exchange import Exchange
 from realrl.planner.moves.links import LinkTransfers, Weights
-from realrl.planner.moves.transfers import Layouts
+from realrl.planner.moves.transfers import Layouts, mixing
 from realrl.planner.simulate.simulator import simulate
 from realrl.planner.space.problem import Choice, Option, Problem
 from realrl.program.instructions import (
@@ -45,9 +45,10 @@ class Walk:
         match instruction:
             case Run(call):
                 return self.options[call].seconds
-            case Reallocate(role, source, target):
+            case Reallocate(role, source, target, into):
                 pair = Layouts.of([source]), Layouts.of([target])
-                return float(self.problem.transfers.seconds(role, *pair)[0])
+                name = role if into is None else mixing(into, role)
+                return float(self.problem.transfers.seconds(name, *pair)[0])
             case Receive(_, _, producer, consumer):
                 pair = Layouts.of([self.plan[producer]]), Layouts.of([self.plan[consumer]])
                 return float(self.problem.exchange.seconds(producer, consumer, *pair)[0])
@@ -183,6 +184,18 @@ def _option(call: Call, parameters: float, placement: Placement, offload: bool, 
     )
 
 
+def _weights(rng: random.Random, parameters: float) -> tuple[Weights, ...]:
+    """A model of one parameter set, or of two, of which the second one has the last layers."""
+    layer, embedding, end, tied = 0.25 * parameters, 0.3 * parameters, 0.1 * parameters, rng.random() < 0.3
+    if rng.random() < 0.7:
+        return (Weights(8, layer, embedding, end, tied),)
+    first = rng.randrange(1, 8)
+    return (
+        Weights(8, layer, embedding, 0.0, tied, tuple(range(first))),
+        Weights(8, layer, 0.0, end, tied, tuple(range(first, 8))),
+    )
+
+
 def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bool = True) -> Problem:
     """A step on 2 to 8 devices with about so many plans, tight in memory now and then."""
     graph = sampled_graph(rng)
@@ -202,10 +215,9 @@ def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bo
         options[call.name] = tuple(chosen)
     transfer_speed = rng.choice([2.0, 2.0, 20.0])
     links = Links(3 * transfer_speed, transfer_speed, 1e-3)
-    weights = {
-        role: Weights(8, 0.25 * p, 0.3 * p, 0.1 * p, tied=rng.random() < 0.3)
-        for role, p in parameters.items()
-    }
+    weights = {role: _weights(rng, p) for role, p in parameters.items()}
+    for average in graph.averages:
+        weights[mixing(average.role, average.source)] = weights[average.source][-1:]
     transfers = LinkTransfers(cluster, weights, (links,) * cluster.nodes)
     memory = rng.choice([30.0, 60.0, 1000.0]) * sum(parameters.values()) / cluster.size
     volumes = {(p.name, c.name): rng.choice([0.0, 0.3]) for c in graph.calls for p in producers(graph, c)}

@@ -80,7 +80,8 @@ class Activations:
             return {"activations": self._forward(tokens, stage, chunks) + expected}
         layer, trains_embedding = self.layer, any(self.sizes.trained.embedding)
         flying = min(chunks, self.strategy.pp - stage)
-        sent = self._sent(tokens, chunks * ((stage > 0) + (stage < self._last)))
+        back = trains_embedding or any(self.sizes.trained.stage_layers(self.strategy.pp)[:stage])
+        sent = self._sent(tokens, chunks * ((stage > 0 and back) + (stage < self._last)))
         sent += self._expected(tokens, stage, chunks - flying)
         if stage < self._last and chunks > 1:
             sent += layer.bytes(tokens, layer.stream)  # the next gradient

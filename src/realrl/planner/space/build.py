@@ -128,7 +128,8 @@ class _Builder:
         if graph.home(call.role) != call or not self.choices.offload:
             return found
         rank = option.placement.mesh.first
-        state = option.resident_bytes - option.weights_bytes
+        # Parameters and state may be largest on different stages, where a model is trained in part.
+        state = memory.state(model, option.placement) if call.kind is Kind.TRAIN else 0
         if state > _WORTH_OFFLOADING * limit:
             moved = cost.offload(memory.kept_state(model, option.placement), rank)
             found.append(
@@ -136,7 +137,7 @@ class _Builder:
                     option,
                     seconds=option.seconds + 2 * moved,
                     resident_bytes=option.weights_bytes,
-                    working_bytes=option.working_bytes + state,
+                    working_bytes=option.working_bytes + option.resident_bytes - option.weights_bytes,
                     offload_optimizer=True,
                 )
             )
@@ -153,7 +154,7 @@ class _Builder:
             found += [
                 replace(
                     o,
-                    resident_bytes=o.resident_bytes - o.weights_bytes,
+                    resident_bytes=0 if o.offload_optimizer else state,
                     offload=True,
                     load_seconds=sum(copies.values()),
                     unload_seconds=sum(s for name, s in copies.items() if name in changing),
