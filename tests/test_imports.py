@@ -4,7 +4,8 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,58 @@ def test_imports_go_downwards_only(module: str) -> None:
         if there is None or (room(module) == "algorithms" and imported == LEAF):
             continue
         assert ROOMS.index(there) >= here, f"{module} imports {imported}, which is in a higher room"
+
+
+REGISTRIES = {"realrl.algorithms.graphs", "realrl.algorithms.registry"}
+"""Modules that know all algorithms by name, beside what algorithms share."""
+
+
+def folder(module: str) -> str:
+    """The folder that a module lies in; the package's own two modules count as one each."""
+    if module in ("realrl", "realrl.__main__"):
+        return module
+    return module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+
+
+def folder_imports() -> dict[str, dict[str, str]]:
+    """Per folder, the others that it imports from, each with an import that does."""
+    found: dict[str, dict[str, str]] = {}
+    for module, path in MODULES.items():
+        here = found.setdefault(folder(module), {})
+        for imported in imports(path):
+            there = folder(imported)
+            if there != folder(module) and module not in REGISTRIES:
+                here.setdefault(there, f"{module} imports {imported}")
+    return found
+
+
+def find_circle(edges: Mapping[str, Iterable[str]]) -> list[str]:
+    """Nodes of a circle in order, the first one again at the end; empty where there is none."""
+    done: set[str] = set()
+
+    def visit(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return []
+        for following in edges.get(node, ()):
+            if circle := visit(following, [*path, node]):
+                return circle
+        done.add(node)
+        return []
+
+    return next((circle for node in edges if (circle := visit(node, []))), [])
+
+
+def test_folders_at_every_depth_import_in_no_circle() -> None:
+    edges = folder_imports()
+    circle = find_circle(edges)
+    assert not circle, "; ".join(edges[here][there] for here, there in pairwise(circle))
+
+
+def test_a_circle_is_found_wherever_it_begins() -> None:
+    assert find_circle({"a": ["b"], "b": ["c", "d"], "c": [], "d": ["b"]}) == ["b", "d", "b"]
+    assert find_circle({"a": ["b", "c"], "b": ["c"], "c": []}) == []
 
 
 def test_the_leaf_that_algorithms_may_import_is_one() -> None:

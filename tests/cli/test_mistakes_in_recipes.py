@@ -314,7 +314,7 @@ TRAIN: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize(("algorithm", "overrides", "words"), TRAIN)
-def test_what_cannot_be_trained_is_one_error_message(
+def test_a_model_that_cannot_be_trained_is_one_error_message(
     place: Path, capsys: pytest.CaptureFixture[str], algorithm: str, overrides: str, words: str
 ) -> None:
     arguments = overrides.replace("DIR", str(place)).split(" ")

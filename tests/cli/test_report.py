@@ -131,7 +131,7 @@ def test_an_interrupted_run_is_refused_with_what_there_is_of_it(
     )
 
 
-def test_a_broken_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_malformed_line_of_metrics_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = sft_run(tmp_path / "sft")
     with open(tmp_path / "sft" / "metrics.jsonl", "a") as file:
         file.write('{"step": 3, "ki')

@@ -159,7 +159,7 @@ def test_evaluation_may_let_answers_end_earlier_than_training(recipe: str) -> No
         ("data.train=[a", "override data.train=[a: not valid YAML"),
     ],
 )
-def test_a_mistake_gets_one_sentence_with_the_path_of_the_field(
+def test_a_mistake_is_one_error_message_with_the_path_of_the_field(
     recipe: str, override: str, sentence: str
 ) -> None:
     with pytest.raises(UserError) as caught:

@@ -17,7 +17,7 @@ from realrl.engine.model import Model
 from realrl.engine.parallel import all_rank_sets, parallel
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape
-from realrl.layout.layout import layout
+from realrl.layout.layout import build_layout
 from realrl.model.packing import Packing
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.recipe.model import OptimizerConfig
@@ -159,7 +159,7 @@ def run_rank(rank: int, references: dict[str, tuple[Figures, Figures]], store: s
     for family, (name, placement) in product(FAMILIES, PLACEMENTS.items()):
         if rank in placement.ranks:
             model = Model(
-                layout(shape_of(family), "lm", placement),
+                build_layout(shape_of(family), "lm", placement),
                 rank,
                 parallel(placement, rank, groups),
                 dtype=torch.float32,

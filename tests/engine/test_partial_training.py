@@ -18,10 +18,10 @@ from realrl.data.partition import assign
 from realrl.engine.model import Model
 from realrl.engine.parallel import all_rank_sets, parallel
 from realrl.engine.training.trainer import Trainer
-from realrl.families import tensors as layout_tensors
+from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
-from realrl.families.tensors import model_tensors
-from realrl.layout.layout import layout
+from realrl.layout import limits
+from realrl.layout.layout import build_layout
 from realrl.layout.sets import TUNED, TrainablePart
 from realrl.model.init import initialise
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -132,7 +132,7 @@ def learn(case: str, placement: Placement, process: Process, groups: object) -> 
     """Train a rank's shard, and look at what it holds."""
     shape, part = CASES[case]
     model = Model(
-        layout(shape, "lm", placement), process.rank, parallel(placement, process.rank, groups),  # type: ignore[arg-type]
+        build_layout(shape, "lm", placement), process.rank, parallel(placement, process.rank, groups),  # type: ignore[arg-type]
         dtype=torch.float32, device=CPU, part=part,
     )  # fmt: skip
     regions = {local.region.tensor: local.region for local in model.layout.tensors(process.rank)}
@@ -192,7 +192,7 @@ def run_rank(rank: int, world: int, store: str, out: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     wait_to_be_scheduled()
-    layout_tensors.BUCKET_ELEMENTS = 3000
+    limits.BUCKET_ELEMENTS = 3000
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     process = Process(rank, world, CPU, dist.new_group(backend="gloo"))
     groups = process.groups(all_rank_sets(placements(world)))

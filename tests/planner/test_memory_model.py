@@ -4,7 +4,7 @@ import pytest
 
 from realrl.families.published import SHAPES
 from realrl.families.shape import Head, ModelShape
-from realrl.layout.layout import layout
+from realrl.layout.layout import build_layout
 from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.placement import Placement
 from realrl.planner.cluster.spec import ClusterSpec
@@ -55,7 +55,7 @@ def test_parameter_sets_are_those_that_layouts_store(
     model, strategy = replace(stored(shape, head), trained=True, part=part), placement.strategy
     padded: dict[str, list[int]] = {}
     for name, of in model.sets.items():
-        held = layout(shape, head, placement, of.tensors)
+        held = build_layout(shape, head, placement, of.tensors)
         elements = [
             max(
                 sum(tensor.stored.numel for tensor in held.tensors(placement.rank(dp=0, tp=t, pp=stage)))

@@ -70,7 +70,7 @@ def _print_report(runs: "dict[str, FinishedRun]", figures: dict[str, Any]) -> No
 
 
 def _sample_table(before: "tuple[Sample, ...]", after: "tuple[Sample, ...]") -> Any:
-    """Completions of the same prompts, side by side."""
+    """Make a table of completions of the same prompts, side by side."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""The forms of records, and what each becomes: texts that are tokenised into the rows of one item.
+"""Forms of records, and the texts of one item that each form becomes.
 
     {prompt, answer}                          fine-tuning
     {messages}                                fine-tuning on assistant turns; or a prompt
@@ -23,7 +23,7 @@ from zlib import crc32
 from realrl.config.errors import UserError
 from realrl.data.conversation import Conversation, Message, write_conversation, write_prompt
 from realrl.data.rejects import BadRecordError
-from realrl.data.shuffle import permutation
+from realrl.data.shuffle import permute
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -40,12 +40,12 @@ class Text:
 
 
 Item = tuple[Text | Conversation, ...]
-"""The rows of one item: one to train on or to generate from, or the chosen one and the rejected one."""
+"""Texts of one item: one to train on or to generate from, or a chosen and a rejected one."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Turns records into items. At most `max_pairs` pairs are drawn from a record, depending on `seed`."""
+    """Converter from records to items. At most `max_pairs` pairs are drawn from a record, depending on `seed`."""
 
     tokenizer: "PreTrainedTokenizerFast"
     apply_chat_template: bool = False
@@ -61,7 +61,7 @@ class Reader:
             )
 
     def answers(self, record: Fields) -> list[Item]:
-        """A prompt and an answer to learn, or a conversation."""
+        """Read a prompt and an answer to learn, or a conversation."""
         if "messages" in record:
             messages = _messages(record, "messages")
             return [(write_conversation(self.tokenizer, messages, self.train_on),)]
@@ -73,7 +73,7 @@ class Reader:
         return [(Text(_string(record, "prompt"), answer),)]
 
     def pairs(self, record: Fields) -> list[Item]:
-        """Preferred and other answers to one prompt."""
+        """Read preferred and other answers to one prompt."""
         forms = "{prompt, chosen, rejected} or {prompt, pos_answers, neg_answers}"
         if "pos_answers" in record or "neg_answers" in record:
             _require(record, ("prompt", "pos_answers", "neg_answers"), forms)
@@ -89,7 +89,7 @@ class Reader:
         return [tuple(self._side(_whole_conversation(record, field), field) for field in sides)]
 
     def prompts(self, record: Fields) -> list[Item]:
-        """A prompt to generate from."""
+        """Read a prompt to generate from."""
         prompt = self.prompt(record)
         if isinstance(prompt, str) and not self._is_conversation(record):
             return [(Text(prompt, None),)]
@@ -97,7 +97,7 @@ class Reader:
         return [(write_prompt(self.tokenizer, turns),)]
 
     def prompt(self, record: Fields) -> str | list[Message]:
-        """The prompt of a record: text, or turns of which the last one is the user's."""
+        """Read the prompt of a record: text, or turns of which the last one is the user's."""
         field = "messages" if "messages" in record else "prompt"
         _require(record, (field,), "{prompt} or {messages}")
         if field == "prompt" and not isinstance(record[field], list):
@@ -109,7 +109,7 @@ class Reader:
         return messages[: users[-1] + 1]
 
     def _is_conversation(self, record: Fields) -> bool:
-        """Whether a record without `messages` is written with the chat template."""
+        """Check whether a record without `messages` is written with the chat template."""
         return self.apply_chat_template or _has_turns(record)
 
     def _expanded(self, record: Fields) -> list[Item]:
@@ -118,7 +118,7 @@ class Reader:
         pairs = list(product(good, bad))
         as_text = isinstance(record["prompt"], str)
         prompt = _string(record, "prompt") if as_text else json.dumps(record["prompt"])
-        order = permutation(len(pairs), seed=self.seed, stream=crc32(prompt.encode())).tolist()
+        order = permute(len(pairs), seed=self.seed, stream=crc32(prompt.encode())).tolist()
         kept = [pairs[i] for i in sorted(order[: self.max_pairs])]
         if not self._is_conversation(record):
             _string(record, "prompt")
@@ -132,7 +132,7 @@ class Reader:
         ]
 
     def _side(self, messages: list[Message], field: str) -> Conversation:
-        """One side of a pair, which ends where generation would end."""
+        """Write one side of a pair, which ends where generation would end."""
         _answer(messages[-1]["content"], field)
         return write_conversation(self.tokenizer, messages, "last", cut=True)
 
@@ -141,7 +141,7 @@ Form = Callable[[Reader, Fields], list[Item]]
 
 
 def form_of(keys: tuple[str, ...]) -> Form:
-    """The form of record from which a graph's source keys can be made; ValueError where there is none."""
+    """Find the form of record for a graph's source keys; ValueError where there is none."""
     for made, form in (
         ({"tokens", "loss_mask"}, Reader.answers),
         ({"chosen", "rejected", "pairs_of_prompt"}, Reader.pairs),
@@ -153,7 +153,7 @@ def form_of(keys: tuple[str, ...]) -> Form:
 
 
 def is_plain_text(record: Fields) -> bool:
-    """Whether a record is no conversation by itself."""
+    """Check that a record is no conversation by itself."""
     return "messages" not in record and not _has_turns(record)
 
 
@@ -162,7 +162,7 @@ def _has_turns(record: Fields) -> bool:
 
 
 def plain_text_note(tokenizer: "PreTrainedTokenizerFast", applied: bool, option: str) -> str | None:
-    """What becomes of prompts of plain text; None for a tokenizer without chat template, which leaves no choice.
+    """Write the note on how prompts of plain text are used; None for a tokenizer without chat template.
 
     `applied` is whether `option` makes conversations of them.
     """
@@ -209,7 +209,7 @@ def _text(value: Any, field: str) -> str:
 
 
 def _answer(text: str, field: str) -> str:
-    """An answer of a pair, which has to be one."""
+    """Read an answer of a pair, which has to be one."""
     if not text.strip():
         raise BadRecordError(f"an answer in {field!r} is empty")
     return text
@@ -226,7 +226,7 @@ def _messages(record: Fields, field: str) -> list[Message]:
 
 
 def _whole_conversation(record: Fields, field: str) -> list[Message]:
-    """The turns of one side of a pair, from the first to the answer."""
+    """List the turns of one side of a pair, from the first to the answer."""
     turns = _messages(record, field) if isinstance(record[field], list) else [_reply(_string(record, field))]
     if turns[0]["role"] != "assistant":
         return turns

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.offload import Offloadable, allocate, free
-from realrl.families.tensors import TensorSpec, bucket_count
+from realrl.families.tensors import TensorSpec
 from realrl.layout.layout import Layout
+from realrl.layout.limits import bucket_count
 
 
 class LocalSet:
@@ -18,7 +19,7 @@ class LocalSet:
         """`rank` is global. The buffer is padded so that data-parallel ranks can share out each of its buckets."""
         self.layout, self._rank = layout, rank
         stored = [tensor.stored for tensor in layout.tensors(rank)]
-        multiple = layout.placement.strategy.dp * bucket_count(stored)
+        multiple = layout.placement.strategy.dp * bucket_count(sum(tensor.numel for tensor in stored))
         self.buffer = FlatBuffer(stored, dtype, device, multiple_of=multiple)
         self.memory = Offloadable([self.buffer.data])
 

@@ -1,4 +1,4 @@
-"""A role's model in one layout: flat parameters, and what can be computed with them without training."""
+"""Model of a role in one layout: flat parameters, and computation without training."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from realrl.engine.local_set import LocalSet, Parameters
 from realrl.engine.parallel import Parallel
 from realrl.engine.pipeline.messages import Pipeline, one_ahead
 from realrl.families.shape import Head, ModelShape
-from realrl.layout.layout import Layout, layout
+from realrl.layout.layout import Layout, build_layout
 from realrl.layout.sets import WHOLE, TrainablePart, parameter_sets
 from realrl.layout.shard import Shard
 from realrl.model.group import Group, alone
@@ -69,7 +69,9 @@ class Model:
     def forward(
         self, rows: Ragged, packing: Packing, received: Tensor | None, *, recompute: bool = False
     ) -> Tensor:
-        """This stage's hidden states of packed token rows; `received` are those of the stage before, if any.
+        """Compute this stage's hidden states of packed token rows.
+
+        `received` are the hidden states of the stage before, if any.
 
         With `recompute` the backward pass computes layers again, of which only the inputs are kept.
         """
@@ -77,7 +79,7 @@ class Model:
         return self.transformer(x, packing, sequence=self.sequence, recompute=recompute)
 
     def output(self, hidden: Tensor, rows: Ragged, packing: Packing, *, entropy: bool = False) -> ModelOutput:
-        """What the last stage's hidden states say of the rows."""
+        """Compute the outputs of the last stage from the hidden states of the rows."""
         if self.head == "scalar":
             values = self.transformer.values(hidden, packing, sequence=self.sequence)
             return ModelOutput(rows.lengths, values=values)
@@ -92,25 +94,26 @@ class Model:
         return ModelOutput(rows.lengths, logprobs=logprobs, entropy=entropies)
 
     def hidden_rows(self, tokens: int) -> int:
-        """Rows of hidden states that stages exchange for so many tokens."""
+        """Count the rows of hidden states that stages exchange for so many tokens."""
         return -(-tokens // self.shard.tp) if self.sequence else tokens
 
     def received(self, tokens: Sequence[int]) -> Iterator[Tensor | None]:
-        """The hidden states of the stage before for micro-batches of so many tokens each; None on the first
-        stage."""
+        """Receive hidden states of the stage before, per micro-batch of so many tokens; None on the first stage."""
         if self.pipeline.first:
             return repeat(None, len(tokens))
         return one_ahead(self.pipeline.expect, map(self.hidden_rows, tokens))
 
     def received_gradients(self, tokens: Sequence[int]) -> Iterator[Tensor | None]:
-        """The gradients of what this stage sends on of them; None on the last stage."""
+        """Receive the gradients of the hidden states sent to the next stage; None on the last stage."""
         if self.pipeline.last:
             return repeat(None, len(tokens))
         return one_ahead(self.pipeline.expect_gradient, map(self.hidden_rows, tokens))
 
     def split(self, costs: Sequence[int], budget: int, *, per_stage: int = 2) -> list[list[int]]:
-        """Micro-batches of at most `budget` tokens, and enough of them to keep a pipeline busy: about `per_stage`
-        for each of its stages."""
+        """Split items into micro-batches of at most `budget` tokens.
+
+        There are enough of them to keep a pipeline busy: about `per_stage` for each of its stages.
+        """
         stages = self.parallel.pipeline.size
         if stages == 1:
             return micro_batches(costs, budget)
@@ -154,7 +157,7 @@ class Model:
     def _infer_part(
         self, part: Batch, method: InferenceMethod, received: Iterator[Tensor | None]
     ) -> dict[str, Ragged]:
-        """A micro-batch of an inference call; its outputs on the last stage, none on the others."""
+        """Run a micro-batch of an inference call; its outputs on the last stage, none on the others."""
         rows = method.sequences(part)
         packing = Packing.of(rows.lengths, self.device)
         hidden = self.forward(rows, packing, next(received))
@@ -167,22 +170,22 @@ class Model:
 def whole_model(
     shape: ModelShape, head: Head, *, dtype: torch.dtype, device: torch.device, temperature: float = 1.0
 ) -> Model:
-    """A model that lies whole on one rank, outside any run."""
+    """Make a model that lies whole on one rank, outside any run."""
     placement = Placement(Mesh(0, 1), Strategy(1))
     one = alone()
     parallel = Parallel(one, one, one, one, one, None)
-    whole = layout(shape, head, placement)
+    whole = build_layout(shape, head, placement)
     return Model(whole, 0, parallel, dtype=dtype, device=device, temperature=temperature)
 
 
 def item_tokens(batch: Batch, rows: Ragged) -> Sequence[int]:
-    """Tokens per item, where every item has the same number of consecutive rows."""
+    """Count the tokens per item, where every item has the same number of consecutive rows."""
     per_item = len(rows) // len(batch)
     return [sum(rows.lengths[i : i + per_item]) for i in range(0, len(rows), per_item)]
 
 
 def reduce_metrics(metrics: Metrics, group: Group, device: torch.device) -> None:
-    """Add figures up over a group, in place. Every rank must have the same names in the same order."""
+    """All-reduce metrics over a group, in place. Every rank must have the same names in the same order."""
     if group.size == 1 or not (metrics.means or metrics.maxima):
         return
     sums = [part for pair in metrics.means.values() for part in pair]

@@ -1,10 +1,9 @@
 """Descriptions of a model's global tensors. No torch."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
-from typing import Literal, Protocol
+from typing import Literal
 
 Parameter = Literal[
     "embedding",
@@ -107,21 +106,3 @@ class TensorSpec:
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
-
-
-BUCKET_ELEMENTS = 2**24
-"""Elements that travel in one collective: 64 MiB of float32, enough for full bandwidth, and few enough that
-several buckets can overlap with computation."""
-
-
-class Sized(Protocol):
-    """A tensor, or a part of one."""
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-
-
-def bucket_count(tensors: Sequence[Sized]) -> int:
-    """Buckets that a buffer of these tensors is cut into, of equal size."""
-    return max(1, round(sum(tensor.numel for tensor in tensors) / BUCKET_ELEMENTS))

@@ -1,4 +1,4 @@
-"""Which rank of a placement holds which regions of a model."""
+"""Layout of a model: the regions that each rank of a placement holds."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -38,7 +38,7 @@ class LocalTensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """A model under a placement; make one with `layout`, which checks that the two fit together."""
+    """A model under a placement; make one with `build_layout`, which checks that the two fit together."""
 
     shape: ModelShape
     head: Head
@@ -47,7 +47,7 @@ class Layout:
     """Global tensors of the one parameter set that is laid out; None for the whole model."""
 
     def tensors(self, rank: int) -> tuple[LocalTensor, ...]:
-        """What a global rank holds, in storage order; nothing for a rank outside the mesh."""
+        """List the local tensors of a global rank in storage order; none for a rank outside the mesh."""
         placement = self.placement
         if rank not in placement.ranks:
             return ()
@@ -60,7 +60,7 @@ class Layout:
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
-        """Per global tensor, the pipeline stages that hold it."""
+        """Pipeline stages that hold each global tensor."""
         last = self.placement.strategy.pp - 1
         of_layer = {
             layer: (stage,)
@@ -75,7 +75,7 @@ class Layout:
 
     @cached_property
     def _shards(self) -> tuple[tuple[tuple[LocalTensor, ...], ...], ...]:
-        """Per stage and tensor rank, what each of its data-parallel replicas holds."""
+        """Local tensors of each stage and TP rank; the same on all data-parallel replicas."""
         strategy = self.placement.strategy
         held = [
             [spec for spec, stages in zip(self.specs, self.stages, strict=True) if stage in stages]
@@ -90,10 +90,10 @@ class Layout:
         )
 
 
-def layout(
+def build_layout(
     shape: ModelShape, head: Head, placement: Placement, subset: tuple[TensorSpec, ...] | None = None
 ) -> Layout:
-    """The layout of a model, or of a subset of its tensors, under a placement.
+    """Lay out a model, or a subset of its tensors, under a placement.
 
     Raises UserError for more pipeline stages than layers and for more tensor ranks than attention heads.
     """
@@ -103,7 +103,7 @@ def layout(
 
 
 def local_tensor(shape: ModelShape, spec: TensorSpec, tp: int, t: int) -> LocalTensor:
-    """Tensor rank `t`'s part of a global tensor, cut as in Megatron-LM (arXiv 1909.08053)."""
+    """Compute the part of a global tensor on TP rank `t`, sharded as in Megatron-LM (arXiv 1909.08053)."""
     offset, size = [0] * len(spec.shape), list(spec.shape)
     stored = list(spec.shape)
     if spec.partition is not None:

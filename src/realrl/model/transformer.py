@@ -1,4 +1,4 @@
-"""The decoder: one code path for training, inference and generation, whole or as one rank's shard."""
+"""Decoder with one code path for training, inference and generation, whole or as one rank's shard."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -24,13 +24,13 @@ from realrl.model.rotary import frequencies, rotary
 from realrl.model.tensor_parallel import TensorParallel
 
 Attend = Callable[[int, Tensor], Tensor]
-"""(layer of the stage, rotated qkv [T, C]) -> attention's output [T, query heads * D]."""
+"""Attention function: (layer of the stage, rotated qkv [T, C]) -> output [T, query heads * D]."""
 Normalise = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""(x [N, H], weight [H], bias [H] if any) -> [N, H]."""
+"""Norm: (x [N, H], weight [H], bias [H] if any) -> [N, H]."""
 
 
 def make_norm(shape: ModelShape) -> Normalise:
-    """The norm of a model's layers."""
+    """Make the norm of a model's layers."""
     match layer_options(shape).norm:
         case "rms":
             return lambda x, weight, _: rms_norm(x, weight, shape.norm_eps)
@@ -70,7 +70,10 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor], Tensor], tp: TensorParallel
     ) -> Tensor:
-        """x: [T, H] -> [T, H], of which a rank may hold only a part; cos, sin: [T, rotated heads, D]"""
+        """Apply the layer. x: [T, H] -> [T, H]; cos, sin: [T, rotated heads, D]
+
+        With sequence parallelism a rank holds a part of the rows of x.
+        """
         # What is computed on the way has no name, which would keep it in memory until the end.
         x = self._add(
             x, tp.leave(linear(attend(rotate(self._qkv(x, tp), cos, sin)), self.out)), self.out_bias
@@ -100,7 +103,7 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder, or one rank's shard of it, whose parameters are views of storage that somebody else owns.
+    """Decoder, or one rank's shard of it, whose parameters are views of storage owned by others.
 
     `weights(*names)` returns the view over these global tensors as the rank stores them, stacked by rows.
     `sources` maps each parameter's name to the global tensors it is made of. `tensor_group` are the ranks
@@ -142,7 +145,7 @@ class Transformer(nn.Module):
 
     @property
     def cache_heads(self) -> int:
-        """Key/value heads that a cache for this shard holds."""
+        """Key/value heads in a cache for this shard."""
         return len(self.shard.queries if self._reads is not None else self.shard.keys)
 
     def forward(
@@ -164,7 +167,7 @@ class Transformer(nn.Module):
         return self._run(x, packing.positions, attend, tp, recompute=recompute)
 
     def prefill(self, x: Tensor, packing: Packing, cache: KVCache) -> Tensor:
-        """Like `forward`, and fills the empty cache, one row per sequence."""
+        """Run `forward` and fill the empty cache, one row per sequence."""
         heads, keys = len(self.shard.queries), self.cache_heads
         cache.start(packing)
 
@@ -178,7 +181,10 @@ class Transformer(nn.Module):
         return self._run(x, packing.positions, attend, tp)
 
     def decode(self, x: Tensor, cache: KVCache) -> Tensor:
-        """The next token of every row of the cache. x: [B] tokens on the first stage, else [B, H] -> [B, H]"""
+        """Decode the next token of every row of the cache.
+
+        x: [B] tokens on the first stage, else [B, H] -> [B, H]
+        """
         positions = cache.lengths
         visible = cache.grow()
 
@@ -189,7 +195,7 @@ class Transformer(nn.Module):
         return self._run(x, positions, attend, TensorParallel(self.tensor_group, len(x)))
 
     def _grouped(self, qkv: Tensor) -> Tensor:
-        """qkv with one key/value head per query head where groups are uneven, else as it is."""
+        """Repeat key/value heads to one per query head where groups are uneven."""
         if self._reads is None:
             return qkv
         heads = qkv.view(len(qkv), -1, self.shape.head_dim)
@@ -211,7 +217,7 @@ class Transformer(nn.Module):
         return x if self.norm is None else self._norm(x, self.norm, self.norm_bias)
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """tokens: [T] -> [T, H], zero where another tensor rank has the token's row"""
+        """Embed tokens: [T] -> [T, H], zero where another TP rank has the token's row."""
         assert self.embedding is not None, "only the first stage embeds"
         if self.shard.tp == 1:
             return F.embedding(tokens, self.embedding)
@@ -222,7 +228,7 @@ class Transformer(nn.Module):
 
     @property
     def _vocabulary(self) -> Tensor:
-        """This tensor rank's rows of the head, without padding. [rows, H]"""
+        """Slice this TP rank's rows of the head, without padding. [rows, H]"""
         assert self.shard.head == "lm" and self.shard.last, (
             "only a language model's last stage has a vocabulary"
         )
@@ -231,8 +237,7 @@ class Transformer(nn.Module):
         return table[: len(self.shard.vocabulary)]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Unscaled next-token logits over the whole vocabulary, without gradient. hidden: [N, H] -> [N, V]
-        float32"""
+        """Compute unscaled logits over the whole vocabulary, without gradient. hidden: [N, H] -> [N, V] float32"""
         local = product(hidden, self._vocabulary).float()
         if self.shard.tp == 1:
             return local
@@ -271,8 +276,7 @@ class Transformer(nn.Module):
         return full, None if spread is None else zeros.index_copy(0, index, spread)
 
     def values(self, hidden: Tensor, packing: Packing, *, sequence: bool = False) -> Tensor:
-        """The scalar head's number at every position, the same on every tensor rank. hidden: [T, H] as
-        `forward` returned it -> [T] float32"""
+        """Compute the scalar head's output at every position, equal on every TP rank. [T, H] -> [T] float32"""
         assert self.scalar_head is not None, "only the last stage of a model with a scalar head has values"
         tp = TensorParallel(self.tensor_group, len(packing.positions), sequence)
         return (tp.whole(hidden).float() @ self.scalar_head.float().T).squeeze(-1)

@@ -1,4 +1,4 @@
-"""What follows from a graph and a plan alone: which calls run side by side, and which share a copy."""
+"""Order and sharing that follow from a graph and a plan: waves of calls, shared copies, readers of lengths."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ Parts = Mapping[str, TrainablePart]
 
 
 def waves(graph: DataflowGraph, plan: Plan) -> Waves:
-    """Calls in the order they run; those of one wave share no device and do not wait for each other."""
+    """Sort calls into waves: those of one wave share no device and do not wait for each other."""
     number: dict[Call, int] = {}
     for call in graph.order:
         before = [number[other] for other in number if _ordered(graph, plan, other, call)]
@@ -25,7 +25,7 @@ def waves(graph: DataflowGraph, plan: Plan) -> Waves:
 
 
 def changes(graph: DataflowGraph, call: Call) -> tuple[str, ...]:
-    """Roles that have other parameters after the call."""
+    """List the roles whose parameters change in the call."""
     if call.kind is not Kind.TRAIN:
         return ()
     return (call.role, *(average.role for average in graph.averages if average.source == call.role))
@@ -55,8 +55,10 @@ def following_sets(average: Average, parts: Parts) -> tuple[str, ...]:
 
 
 def sharing(graph: DataflowGraph, plan: Plan, order: Waves, call: Call) -> tuple[Call, ...]:
-    """Calls, in the order they run, that can use the same copy of the same parameters as `call`, itself among
-    them: those of its role in its layout between two changes of the role."""
+    """List the calls that can use the same copy of parameters as `call`, in the order they run.
+
+    These are the calls of its role in its layout between two changes of the role, itself included.
+    """
 
     def version(wave: int) -> int:
         return sum(call.role in changes(graph, other) for calls in order[:wave] for other in calls)
@@ -71,24 +73,26 @@ def sharing(graph: DataflowGraph, plan: Plan, order: Waves, call: Call) -> tuple
 
 
 def producers(graph: DataflowGraph, consumer: Call) -> tuple[Call, ...]:
-    """Calls whose outputs `consumer` reads, in the order of its inputs."""
+    """List the calls whose outputs `consumer` reads, in the order of its inputs."""
     found = (graph.producer(key) for key in consumer.inputs)
     return tuple(dict.fromkeys(call for call in found if call is not None))
 
 
 def keys_between(graph: DataflowGraph, producer: Call, consumer: Call) -> tuple[str, ...]:
-    """Keys that `consumer` reads and `producer` produces."""
+    """List the keys that `consumer` reads and `producer` produces."""
     return tuple(key for key in consumer.inputs if graph.producer(key) == producer)
 
 
 def length_readers(graph: DataflowGraph, plan: Plan, key: str) -> tuple[int, ...]:
-    """Ranks that must know the lengths of `key`: those of `length_calls`."""
+    """List the ranks that must know the lengths of `key`: those of `length_calls`."""
     return tuple(sorted({rank for name in length_calls(graph, key) for rank in plan[name].ranks}))
 
 
 def length_calls(graph: DataflowGraph, key: str) -> tuple[str, ...]:
-    """Calls whose ranks must know the lengths of `key`: those that hold or exchange rows of that length, and those
-    that send to a call whose items are divided by it."""
+    """List the calls whose ranks must know the lengths of `key`.
+
+    These hold or exchange rows of that length, or send to a call whose items are divided by it.
+    """
     found = []
     for call in graph.calls:
         touches = any(graph.length_key(k) == key for k in (*call.inputs, *call.outputs))

@@ -1,4 +1,4 @@
-"""The figures that sum up runs, as kept in report.json."""
+"""Summary metrics of runs, as kept in report.json."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,12 +6,13 @@ from typing import Any
 from realrl.cli.reporting.runs import FinishedRun
 
 _PPO = {"judge": "judge", "reward": "score"}
-"""Prefix of a key of the report -> figure at the first and last evaluation of a PPO run."""
+"""Prefix of a key of the report -> metric at the first and last evaluation of a PPO run."""
 
 
 def report_figures(runs: Mapping[str, FinishedRun]) -> dict[str, Any]:
-    """What `runs` (algorithm -> run) came to; a figure that no run has is left out, and is None where it was no
-    finite number.
+    """Sum up `runs` (algorithm -> run) as metrics.
+
+    A metric that no run has is left out; one that is not finite is None.
 
     reward_pair_accuracy: share of evaluation pairs ranked right at the last evaluation of the reward run.
     judge_before, judge_after, reward_before, reward_after: means over completions at the first and the last

@@ -1,4 +1,4 @@
-"""The curves of runs in one picture."""
+"""Picture of the curves of runs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ _PANELS = {
         "response_tokens": "tokens per completion",
     },
 }
-"""Algorithm -> figure -> what its curve shows."""
+"""Algorithm -> metric -> title of its curve."""
 
 _COLUMNS = 4
 

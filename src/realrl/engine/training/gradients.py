@@ -1,4 +1,4 @@
-"""What the flat gradients of a shard lack before they are those of the whole model, and what counts once."""
+"""Completion of gradients that several ranks hold in part, and elements that count once in norms."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from realrl.layout.ranges import kv_heads
 
 
 def needs_completion(model: Model, trained: LocalSet) -> bool:
-    """Whether `complete_gradients` has anything to do for gradients of a parameter set of the model."""
+    """Check whether `complete_gradients` has anything to do for gradients of a parameter set of the model."""
     specs = trained.buffer.tensors
     tied = model.parallel.pipeline.size > 1 and any(
         spec.place is Place.BOTH_ENDS for spec in trained.layout.specs
@@ -21,7 +21,7 @@ def needs_completion(model: Model, trained: LocalSet) -> bool:
 
 
 def complete_gradients(model: Model, gradients: FlatBuffer) -> None:
-    """Add up, in place, gradients of parameters that several ranks hold but each computed only a part of:
+    """All-reduce, in place, gradients of parameters that several ranks hold and each computed in part:
 
     what every tensor-parallel rank applied to tokens or heads of its own (`TensorSpec.partial_gradient`), key/value
     heads that neighbouring ranks share (each served its own query heads), and an embedding table tied to the head
@@ -65,7 +65,7 @@ def _holds_kv_heads(spec: TensorSpec) -> bool:
 
 
 def _sum_shared_heads(model: Model, gradient: Tensor) -> None:
-    """gradient: [local heads * D, ...]"""
+    """Add up the gradients of shared key/value heads. gradient: [local heads * D, ...]"""
     keys = model.shard.keys
     mine = gradient.view(len(keys), -1)
     everyone = mine.new_zeros(model.shape.kv_heads, mine.shape[1])
@@ -74,8 +74,10 @@ def _sum_shared_heads(model: Model, gradient: Tensor) -> None:
 
 
 def owned(model: Model, spec: TensorSpec) -> tuple[int, int]:
-    """Which elements of a local tensor, first and end, this rank counts in a sum over the placement's ranks,
-    so that what several tensor ranks or both ends of a pipeline hold is counted once."""
+    """Find the elements (first, end) of a local tensor that this rank counts in sums over the placement.
+
+    So what several TP ranks or both ends of a pipeline hold is counted once.
+    """
     shard, end = model.shard, spec.numel
     if spec.place is Place.BOTH_ENDS and not shard.first:
         return 0, 0

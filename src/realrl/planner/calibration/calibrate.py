@@ -8,7 +8,7 @@ from realrl.planner.profile.corrections import Correction
 from realrl.planner.profile.profile import Profile
 
 
-def calibrate(profile: Profile | None, run: Comparison) -> Profile:
+def calibrate_profile(profile: Profile | None, run: Comparison) -> Profile:
     """The profile with which each call of the run is predicted to take what it took, in the median of its steps.
 
     None for `profile` corrects the roofline, for the first kind of the run's devices. Ratios are taken to what the

@@ -1,4 +1,4 @@
-"""Seconds of reallocations by what the ports of nodes and devices must carry, for many pairs of layouts at once."""
+"""Reallocation time from the load on node and device links, vectorised over pairs of layouts."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,29 +17,29 @@ from realrl.planner.workload.sizes import LocalSizes
 from realrl.program.memory import Stored
 
 _AT_ONCE = 1 << 16
-"""Nodes, or devices, times pairs that are looked at together."""
+"""Array elements (nodes or devices, times pairs) processed together, so that they stay in the caches."""
 _PAIR = tuple[Floats, Floats]
 
 
-@dataclass(frozen=True)
-class Weights:
-    """A parameter set of a model, in bytes, by where a pipeline cuts it."""
+@dataclass(frozen=True, kw_only=True)
+class ParameterBytes:
+    """Parameter bytes of a parameter set, by the parts that pipeline stages are made of."""
 
     layers: int
     """Of the model."""
     layer: float
-    """Of each layer that the set has."""
+    """Bytes of each layer that the set has."""
     embedding: float
-    """Held by the first stage, and by the last one where it is also the head."""
+    """Bytes of the embedding table, on the first stage, and on the last one if it is tied to the head."""
     end: float
-    """What follows the layers."""
+    """Bytes of the final norm and the head, on the last stage."""
     tied: bool = False
     held: tuple[int, ...] | None = None
     """Layers that the set has; None for all of them."""
 
     @classmethod
-    def of(cls, model: Stored, width: int, name: str = BASE) -> "Weights":
-        """Those of a set of a model whose parameters have so many bytes each."""
+    def of(cls, model: Stored, width: int, name: str = BASE) -> "ParameterBytes":
+        """Build from a set of a model whose parameters have `width` bytes each."""
         sizes = LocalSizes(model.shape, model.head, 1, model.part).sets[name]
         return cls(
             layers=sizes.layers_of_model,
@@ -56,10 +56,11 @@ class Weights:
         return self.layer * (self.layers if self.held is None else len(self.held))
 
     def cuts(self, pp: int) -> list[float]:
-        """Where the stages of a pipeline begin, and the last one ends, counted from the first layer on."""
+        """Return the bytes at which stages of a pipeline begin and the last one ends, counted from the first
+        layer."""
         bounds = [0.0]
-        for part in stage_layers(self.layers, pp):
-            layers = len(part) if self.held is None else sum(layer in part for layer in self.held)
+        for stage in stage_layers(self.layers, pp):
+            layers = len(stage) if self.held is None else sum(layer in stage for layer in self.held)
             bounds.append(bounds[-1] + layers * self.layer)
         bounds[-1] += self.end
         return bounds
@@ -67,8 +68,11 @@ class Weights:
 
 @dataclass(frozen=True)
 class _Boxes:
-    """What blocks of neighbouring ranks hold, [blocks, pairs]: a stretch of layers by a part of the tensor
-    dimension, and of the embedding the same part, or nothing."""
+    """Parameters held by blocks of consecutive ranks, [blocks, pairs].
+
+    A box is a range of layers (`low` to `high`, in bytes) by a fraction of the TP dimension (`left` to `right`);
+    `embeds` is 1 where the same fraction of the embedding is held.
+    """
 
     low: Floats
     high: Floats
@@ -78,12 +82,12 @@ class _Boxes:
 
     @property
     def whole(self) -> _PAIR:
-        """Bytes of layers, and the part of the embedding."""
+        """Bytes of layers, and the fraction of the embedding."""
         width = self.right - self.left
         return (self.high - self.low) * width, self.embeds * width
 
     def common(self, other: "_Boxes") -> _PAIR:
-        """The same of what both hold."""
+        """Intersect with other boxes: common bytes of layers, and common fraction of the embedding."""
         width = _overlap(self.left, self.right, other.left, other.right)
         layers = _overlap(self.low, self.high, other.low, other.high)
         return layers * width, self.embeds * other.embeds * width
@@ -91,7 +95,7 @@ class _Boxes:
 
 @dataclass(frozen=True)
 class _Ports:
-    """Bytes per second that devices and nodes take in or send, and seconds of a message; of nodes, or of pairs."""
+    """Bandwidths in bytes per second and message latency in seconds, per node or per pair."""
 
     device: Floats
     node: Floats
@@ -100,27 +104,26 @@ class _Ports:
 
 @dataclass(frozen=True)
 class LinkTransfers:
-    """Transfers as `layout.reallocate` schedules them, whoever sends what.
+    """Time model of reallocations as `layout.routing` schedules them, without choosing senders.
 
-    A node takes in once what its devices need and none of them holds, a device what it needs and does not
-    hold. What is sent leaves the nodes that hold it in equal shares, and is passed on by all. Tensors are taken
-    to be cut evenly over tensor ranks. Values that are sent have the width of `weights`. Parameter sets are moved
-    one after the other.
+    A node receives once what its devices need and none of them holds; a device receives what it needs and does not
+    hold. The nodes that hold the data send equal shares, and all nodes forward. Tensors are assumed to be sharded
+    evenly over TP ranks. Values travel in the width of `weights`. Parameter sets are moved one after the other.
     """
 
     cluster: Cluster
-    weights: Mapping[str, tuple[Weights, ...]]
-    """By role, or by what it is that moves: one for each parameter set."""
+    weights: Mapping[str, tuple[ParameterBytes, ...]]
+    """Parameter bytes of every set that moves, by role or by `mixing`."""
     links: tuple[Links, ...]
-    """Of each node; the slower ones count between unlike nodes."""
-    _cuts: dict[Weights, Floats] = field(default_factory=dict, compare=False, repr=False)
+    """Links of each node; between heterogeneous nodes the slower ones count."""
+    _cuts: dict[ParameterBytes, Floats] = field(default_factory=dict, compare=False, repr=False)
 
     def seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
         """See `Transfers`."""
         return self._sum(role, source, target, self._seconds)
 
     def one(self, role: str, source: Placement, target: Placement) -> float:
-        """Seconds of one pair."""
+        """Compute the seconds of one pair."""
         return float(self.seconds(role, Layouts.of([source]), Layouts.of([target]))[0])
 
     def at_least(self, role: str, source: Layouts, target: Layouts) -> Floats:
@@ -132,21 +135,21 @@ class LinkTransfers:
         role: str,
         source: Layouts,
         target: Layouts,
-        seconds: Callable[[Weights, Layouts, Layouts], Floats],
+        seconds: Callable[[ParameterBytes, Layouts, Layouts], Floats],
     ) -> Floats:
-        found = np.zeros(len(source.first))
-        for part in self._parts(np.arange(len(found)), self.cluster.nodes):
+        result = np.zeros(len(source.first))
+        for part in self._parts(np.arange(len(result)), self.cluster.nodes):
             for weights in self.weights[role]:
-                found[part] += seconds(weights, source[part], target[part])
-        return found
+                result[part] += seconds(weights, source[part], target[part])
+        return result
 
     def sent(self, role: str, source: Layouts, target: Layouts) -> _PAIR:
-        """Bytes that devices receive, and bytes that nodes do, in all."""
-        found = []
+        """Compute the bytes that all devices receive, and those that enter another node."""
+        totals = []
         for block in (1, self.cluster.devices_per_node):
             received = [self._lacking(weights, source, target, block)[0] for weights in self.weights[role]]
-            found.append(np.asarray(np.sum(received, axis=(0, 1))))
-        return found[0], found[1]
+            totals.append(np.asarray(np.sum(received, axis=(0, 1))))
+        return totals[0], totals[1]
 
     @cached_property
     def _ports_of_nodes(self) -> _Ports:
@@ -154,7 +157,7 @@ class LinkTransfers:
         return _Ports(*np.array(rows).T)
 
     def _slower(self, source: Layouts, target: Layouts) -> _Ports:
-        """Of the nodes where both meshes of pairs begin; a mesh lies on like nodes."""
+        """Slower links of each pair's source and target node; a mesh lies on homogeneous nodes."""
         ports, per_node = self._ports_of_nodes, self.cluster.devices_per_node
         nodes = source.first // per_node, target.first // per_node
         return _Ports(
@@ -165,25 +168,25 @@ class LinkTransfers:
 
     @staticmethod
     def _parts(pairs: Ints, blocks: int) -> Iterator[Ints]:
-        """So few pairs at a time that what is computed of them and so many blocks stays in the caches."""
+        """Split pairs so that arrays of [blocks, pairs] stay in the caches."""
         step = max(1, _AT_ONCE // blocks)
         return (pairs[i : i + step] for i in range(0, len(pairs), step))
 
-    def _seconds(self, weights: Weights, source: Layouts, target: Layouts) -> Floats:
+    def _seconds(self, weights: ParameterBytes, source: Layouts, target: Layouts) -> Floats:
         per_node, ports = self.cluster.devices_per_node, self._slower(source, target)
         entering, distinct = self._lacking(weights, source, target, per_node)
         everything = entering.sum(axis=0)
         leaving = np.maximum(distinct / self._nodes(source), everything / self._nodes(source, target))
         network = np.maximum(entering.max(axis=0), leaving) / ports.node
         device = self._needed(weights, target) / ports.device
-        # Nothing that a device needs can take longer.
+        # `device` is an upper bound so far: compute it exactly only where it exceeds the network's time.
         for part in self._parts(np.flatnonzero(device > network), self.cluster.size):
             device[part] = self._ports(weights, source[part], target[part])
         seconds = np.maximum(network, device)
         seconds = np.where(seconds > 0, seconds + self._latency(source, target), 0.0)
         return np.where(_same(source, target, where=True), 0.0, seconds)
 
-    def _least(self, weights: Weights, source: Layouts, target: Layouts) -> Floats:
+    def _least(self, weights: ParameterBytes, source: Layouts, target: Layouts) -> Floats:
         held = self._boxes(weights, source, self.cluster.devices_per_node)
         needed = self._boxes(weights, target, self.cluster.devices_per_node)
         layers = (held.high - held.low).max(axis=0)
@@ -199,8 +202,8 @@ class LinkTransfers:
         device = np.maximum(stage / target.tp - kept, new) / self._ports_of_nodes.device.max()
         return np.where(_same(source, target, where=False), 0.0, np.maximum(network, device))
 
-    def _ports(self, weights: Weights, source: Layouts, target: Layouts) -> Floats:
-        """Seconds of the busiest port of a device inside its node."""
+    def _ports(self, weights: ParameterBytes, source: Layouts, target: Layouts) -> Floats:
+        """Seconds of the busiest device link inside a node."""
         received, distinct = self._lacking(weights, source, target, 1)
         first = np.minimum(source.first, target.first)
         last = np.maximum(source.first + source.size, target.first + target.size)
@@ -209,35 +212,35 @@ class LinkTransfers:
         return np.asarray(np.maximum(received.max(axis=0), out) / self._slower(source, target).device)
 
     def _latency(self, source: Layouts, target: Layouts) -> Floats:
-        """Of the messages that a rank gets: one for each stage and tensor rank that has some of its part."""
+        """Latency of the messages to a rank: one per stage and TP rank that holds some of its shard."""
         stages = -(-source.pp // target.pp) + 1 + (target.pp < 3)
         ranks = np.minimum(np.lcm(source.tp, target.tp) // target.tp, source.tp)
         return np.asarray(2 * stages * ranks * self._slower(source, target).latency)
 
     def _nodes(self, *places: Layouts) -> Ints:
-        """Nodes that meshes lie on, from the first to the last."""
+        """Number of nodes that meshes span, from the first to the last."""
         per = self.cluster.devices_per_node
         first = np.minimum.reduce([p.first // per for p in places])
         last = np.maximum.reduce([(p.first + p.size - 1) // per for p in places])
         alone = sum((p.first + p.size - 1) // per - p.first // per + 1 for p in places)
         return np.minimum(alone, last - first + 1)
 
-    def _lacking(self, weights: Weights, source: Layouts, target: Layouts, block: int) -> _PAIR:
-        """Bytes that blocks of so many devices need and do not hold, [blocks, pairs], and at most how many of
-        them are different ones."""
+    def _lacking(self, weights: ParameterBytes, source: Layouts, target: Layouts, block: int) -> _PAIR:
+        """Bytes that blocks of `block` devices need and do not hold, [blocks, pairs], and a bound on distinct
+        ones."""
         held, needed = self._boxes(weights, source, block), self._boxes(weights, target, block)
         (layers, embedding), (layers_held, embedding_held) = needed.whole, needed.common(held)
         layers, embedding = layers - layers_held, weights.embedding * (embedding - embedding_held)
         distinct = np.minimum(layers.sum(axis=0), weights.stack + weights.end)
         return layers + embedding, distinct + np.minimum(embedding.sum(axis=0), weights.embedding)
 
-    def _boxes(self, weights: Weights, layouts: Layouts, block: int) -> _Boxes:
-        """What each block of devices holds; empty where it holds nothing. The same layout is often there."""
+    def _boxes(self, weights: ParameterBytes, layouts: Layouts, block: int) -> _Boxes:
+        """Boxes of each block of devices, empty if it holds nothing; computed once per distinct layout."""
         _, first, where = np.unique(layouts.codes, return_index=True, return_inverse=True)
         boxes = self._different_boxes(weights, layouts[first], block)
         return _Boxes(*(values.take(where, axis=1) for values in boxes.__dict__.values()))
 
-    def _different_boxes(self, weights: Weights, layouts: Layouts, block: int) -> _Boxes:
+    def _different_boxes(self, weights: ParameterBytes, layouts: Layouts, block: int) -> _Boxes:
         cuts = self._bounds(weights, int(layouts.pp.max()))
         start = np.arange(self.cluster.size // block)[:, None] * block
         a = np.maximum(start - layouts.first, 0)
@@ -252,23 +255,23 @@ class LinkTransfers:
         low, high = cuts[layouts.pp, first], cuts[layouts.pp, last + 1]
         return _Boxes(low, np.where(present, high, low), left, np.where(present, right, left), 1.0 * ends)
 
-    def _needed(self, weights: Weights, layouts: Layouts) -> Floats:
-        """Bytes of the fullest device, at most."""
+    def _needed(self, weights: ParameterBytes, layouts: Layouts) -> Floats:
+        """Upper bound on the bytes of any device."""
         return (self._largest(weights, layouts.pp) + weights.embedding) / layouts.tp
 
-    def _largest(self, weights: Weights, pp: Ints) -> Floats:
+    def _largest(self, weights: ParameterBytes, pp: Ints) -> Floats:
         """Bytes of the largest stage, without the embedding."""
         cuts = self._bounds(weights, int(pp.max()))
         return np.asarray(np.diff(cuts, axis=1).max(axis=1)[pp])
 
-    def _smallest(self, weights: Weights, pp: Ints) -> Floats:
+    def _smallest(self, weights: ParameterBytes, pp: Ints) -> Floats:
         """Bytes of the smallest stage, without the embedding."""
         stages = np.diff(self._bounds(weights, int(pp.max())), axis=1)
         there = np.arange(stages.shape[1]) < np.arange(len(stages))[:, None]
         return np.asarray(np.where(there, stages, np.inf).min(axis=1)[pp])
 
-    def _bounds(self, weights: Weights, most: int) -> Floats:
-        """[degree of a pipeline, stage] -> where the stage begins; beyond the last one, where that ends."""
+    def _bounds(self, weights: ParameterBytes, most: int) -> Floats:
+        """Table [PP degree, stage] of the bytes at which stages begin; past the last stage, where it ends."""
         if weights not in self._cuts or len(self._cuts[weights]) <= most:
             most = min(max(most, self.cluster.size), weights.layers)
             table = np.zeros((most + 1, most + 1))
@@ -280,10 +283,10 @@ class LinkTransfers:
         return self._cuts[weights]
 
 
-def _into_empty(held: _Boxes, needed: _Boxes, weights: Weights) -> Floats:
-    """Bytes of layers that some node must take in or send because nodes where nothing is held need some.
+def _into_empty(held: _Boxes, needed: _Boxes, weights: ParameterBytes) -> Floats:
+    """Lower bound on the layer bytes that some node receives or sends because nodes hold none of what they need.
 
-    At best those are the nodes that need the least.
+    At best the nodes without data are those that need the least.
     """
     layers = np.sort(needed.whole[0], axis=0)
     holding = (held.right > held.left).sum(axis=0)
@@ -301,6 +304,6 @@ def _overlap(a: Floats, b: Floats, c: Floats, d: Floats) -> Floats:
 
 
 def _same(source: Layouts, target: Layouts, *, where: bool) -> NDArray[np.bool_]:
-    """Whether pairs are equal; `where`: in position, too."""
+    """Whether pairs have equal layouts; with `where`, also at equal positions."""
     equal = (source.size == target.size) & (source.tp == target.tp) & (source.pp == target.pp)
     return equal & (source.first == target.first) if where else equal

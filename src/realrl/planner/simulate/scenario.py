@@ -1,7 +1,7 @@
 """A step to plan: what is computed, with which models, on which devices, at what cost."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from realrl.dataflow.graph import DataflowGraph
 from realrl.planner.cluster.spec import ClusterSpec
@@ -27,3 +27,8 @@ class Scenario:
     def parts(self) -> Parts:
         """What training updates of each role."""
         return {role: model.part for role, model in self.models.items()}
+
+    def on(self, spec: ClusterSpec) -> "Scenario":
+        """The same step on other devices."""
+        cost = CostModel(spec, self.cost.profile, self.cost.efficiency)
+        return replace(self, spec=spec, cost=cost, memory=MemoryModel(spec, self.memory.efficiency))

@@ -1,4 +1,4 @@
-"""Arithmetic of calls, as model FLOPs utilisation counts it."""
+"""Model FLOPs of calls, as model FLOPs utilisation (MFU) counts them."""
 
 from realrl.dataflow.call import Call, Kind
 from realrl.families.shape import Head, ModelShape
@@ -6,12 +6,13 @@ from realrl.planner.workload.workload import CallWork, Workload
 from realrl.program.memory import Stored
 
 
-def call_flops(call: Call, model: Stored, workload: Workload) -> float:
-    """Operations of a call in a step: of its matrices 2 per parameter and token, and attention, which causality
-    halves: 2 * s² per layer and element of a token's queries; twice as much backward, but for frozen layers.
+def count_flops(call: Call, model: Stored, workload: Workload) -> float:
+    """Count the FLOPs of a call in a step.
 
-    Embeddings are looked up and count nothing, nor what is computed again. As in PaLM (arXiv 2204.02311,
-    appendix B), which does not halve attention. While generating, the head computes only tokens to be drawn.
+    Matmuls take 2 per parameter and token, causal attention 2 * s² per layer and element of the query
+    dimension, and the backward pass of what is trained twice as much. Embedding look-ups and recomputation do not
+    count. As in PaLM (arXiv 2204.02311, appendix B), which does not halve attention. In generation, the head counts
+    only sampled tokens.
     """
     work = workload.work(call)
     if call.kind is Kind.GENERATE:
@@ -25,7 +26,7 @@ def call_flops(call: Call, model: Stored, workload: Workload) -> float:
 
 
 def _generated(model: Stored, work: CallWork) -> float:
-    """Of a sequence; every token but the last passes through the layers."""
+    """FLOPs per generated sequence; the head counts sampled tokens only."""
     lengths = [prompt + answer for prompt, answer in zip(work.lengths, work.answers, strict=True)]
     drawn = sum(work.answers) / len(work.answers)
     tokens = sum(lengths) / len(lengths)
@@ -38,14 +39,13 @@ def _forward(
     """Forward operations of a sequence in the head and in all layers, or in so many of them."""
     shape = model.shape
     attention = 2 * squares * shape.heads * shape.head_dim
-    each = 2 * tokens * layer_products(shape) + attention
-    return (shape.layers if layers is None else layers) * each + 2 * scored * shape.hidden_size * _outputs(
-        shape, model.head
-    )
+    each = 2 * tokens * count_layer_weights(shape) + attention
+    outputs = 2 * scored * shape.hidden_size * _outputs(shape, model.head)
+    return (shape.layers if layers is None else layers) * each + outputs
 
 
-def layer_products(shape: ModelShape) -> int:
-    """Parameters of the matrices of a layer."""
+def count_layer_weights(shape: ModelShape) -> int:
+    """Count the parameters of the matrices of a layer."""
     rotated = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     return shape.hidden_size * (rotated + 3 * shape.intermediate_size)
 

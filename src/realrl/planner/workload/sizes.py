@@ -1,4 +1,4 @@
-"""Sizes of what one tensor rank computes with."""
+"""Shard sizes of a model on one TP rank."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,18 +12,10 @@ from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
 from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, parameter_sets
 from realrl.layout.shard import Shard
 
-BUCKET_ELEMENTS = 2**24
-"""Of gradients and parameters, that travel in one collective (`engine.flat`)."""
-
-
-def buckets(elements: int) -> int:
-    """Buckets that so many elements are cut into."""
-    return max(1, round(elements / BUCKET_ELEMENTS))
-
 
 @dataclass(frozen=True)
 class LocalSizes:
-    """A model cut `tp` ways: widths, in elements, on the rank that has most of each."""
+    """Shard sizes under TP degree `tp`, in elements, each on the rank where it is largest."""
 
     shape: ModelShape
     head: Head
@@ -35,45 +27,45 @@ class LocalSizes:
         return [Shard(self.shape, self.head, self.tp, t) for t in range(self.tp)]
 
     @cached_property
-    def queries(self) -> int:
-        """Width of the queries."""
+    def q_dim(self) -> int:
+        """Query dimension: heads times head size."""
         return self.shape.head_dim * max(len(shard.queries) for shard in self._shards)
 
     @cached_property
-    def keys(self) -> int:
-        """Width of the keys; that of the values is the same."""
+    def kv_dim(self) -> int:
+        """Key dimension, which equals the value dimension."""
         return self.shape.head_dim * max(len(shard.keys) for shard in self._shards)
 
     @cached_property
-    def cached(self) -> int:
-        """Width of the keys as the key/value cache holds them."""
+    def cache_dim(self) -> int:
+        """Key dimension as stored in the KV cache: expanded to the queries where groups are uneven."""
         uneven = any(shard.uneven_groups is not None for shard in self._shards)
-        return self.queries if uneven else self.keys
+        return self.q_dim if uneven else self.kv_dim
 
     @cached_property
-    def inner(self) -> int:
-        """Width inside the feed-forward block."""
+    def ffn_dim(self) -> int:
+        """Feed-forward dimension."""
         return max(len(feed_forward(self.shape, self.tp, t)) for t in range(self.tp))
 
     @cached_property
-    def vocabulary(self) -> int:
-        """Rows of the embedding table, padding included."""
+    def padded_vocab(self) -> int:
+        """Vocabulary rows of the embedding table, padding included."""
         return padded_vocabulary(self.shape, self.tp)
 
     @cached_property
-    def products(self) -> tuple[tuple[int, int], ...]:
-        """(outputs, inputs) of the matrices of a layer, as they are multiplied."""
+    def matmul_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(outputs, inputs) of the matmuls of a layer: fused QKV, output, fused gate and up, down."""
         hidden = self.shape.hidden_size
         return (
-            (self.queries + 2 * self.keys, hidden),
-            (hidden, self.queries),
-            (2 * self.inner, hidden),
-            (hidden, self.inner),
+            (self.q_dim + 2 * self.kv_dim, hidden),
+            (hidden, self.q_dim),
+            (2 * self.ffn_dim, hidden),
+            (hidden, self.ffn_dim),
         )
 
     @cached_property
-    def shares_keys(self) -> bool:
-        """Whether some key/value head lies on more than one tensor rank."""
+    def shares_kv_heads(self) -> bool:
+        """Whether some key/value head is replicated on several TP ranks."""
         return self._shards[0].shares_keys
 
     @cached_property
@@ -148,7 +140,7 @@ class SetSizes:
         return tuple(sum(layer in stage for layer in self.layers) for stage in stages)
 
     def stage_elements(self, pp: int) -> tuple[int, ...]:
-        """Elements that each stage of a pipeline stores on its fullest rank."""
+        """Compute the elements that each pipeline stage stores on its largest rank."""
         result = []
         for stage, layers in enumerate(self.stage_layers(pp)):
             own = [layers * elements for elements in self.layer]

@@ -1,4 +1,4 @@
-"""The models a rank holds: each role in its home layout, and copies in others while calls need them."""
+"""Models of a rank: each role in its home layout, and copies in others while calls need them."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -19,8 +19,8 @@ from realrl.engine.training.trainer import Trainer
 from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
 from realrl.families.tensors import TensorSpec
-from realrl.layout.layout import Layout, layout
-from realrl.layout.routing.chunks import tensor_groups
+from realrl.layout.layout import Layout, build_layout
+from realrl.layout.routing.chunks import group_tensors
 from realrl.layout.routing.routes import reallocate
 from realrl.layout.sets import parameter_sets
 from realrl.model.group import Group
@@ -36,11 +36,11 @@ from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.reallocation import Reallocator, Staging
 
 MIX_BYTES = 64 << 20
-"""Most bytes of parameters that a rank receives before it mixes them into its own, unless a tensor has more."""
+"""Maximum bytes of parameters received before they are mixed, unless a single tensor has more."""
 
 
 def role_shape(config: ModelConfig) -> ModelShape:
-    """The sizes of a role's model, from its recipe or from its directory."""
+    """Find the shape of a role's model, from its recipe or from its directory."""
     if config.shape is not None:
         return config.shape
     assert config.path is not None, "a recipe names a path or a shape"
@@ -99,7 +99,7 @@ class Roles:
         """role -> tensors that its checkpoint does not have and that are initialised instead"""
 
     def _check(self, role: str) -> list[str]:
-        """The tensors that a model's files do not have, if it has files; UserError if they cannot be loaded."""
+        """List the tensors that a model's files lack, if it has files; UserError if they cannot be loaded."""
         config = self._configs[role]
         if config.path is None:
             return []
@@ -111,8 +111,10 @@ class Roles:
         return missing
 
     def load_weights(self) -> None:
-        """Load or initialise every role whose home includes this rank, and offload what the plan says. UserError
-        when weights cannot be used."""
+        """Load or initialise every role whose home includes this rank, and offload what the plan says.
+
+        UserError when weights cannot be used.
+        """
         for role, home in self._homes.items():
             if self._process.rank in home.ranks:
                 self._build_home(role, home, self._seed)
@@ -152,9 +154,9 @@ class Roles:
         """The layout of a role, or of one parameter set of it."""
         shape, head = self.shapes[role], HEADS[role]
         if parameter_set is None:
-            return layout(shape, head, placement)
+            return build_layout(shape, head, placement)
         sets = parameter_sets(shape, head, self._parts[role], trained=True)
-        return layout(shape, head, placement, sets[parameter_set].tensors)
+        return build_layout(shape, head, placement, sets[parameter_set].tensors)
 
     def _dtype(self, role: str, placement: Placement) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, placement.strategy.dtype or self._configs[role].dtype)
@@ -164,14 +166,13 @@ class Roles:
         return model_tensors(self.shapes[role], HEADS[role])
 
     def model(self, role: str, placement: Placement) -> Model:
-        """The role's model in the layout of a placement that includes this rank."""
+        """Find the role's model in the layout of a placement that includes this rank."""
         model = self._models[role, placement.layout]
         assert model.resident, f"{role} has no parameters in device memory"
         return model
 
     def reallocate(self, instruction: Reallocate) -> None:
-        """Bring a parameter set of the role from the source ranks to the target ranks, or mix it into that of
-        another role."""
+        """Reallocate a parameter set of the role to the target ranks, or mix it into that of another role."""
         role, source, target = instruction.role, instruction.source, instruction.target
         name, into, rank = instruction.parameter_set, instruction.into or role, self._process.rank
         key = (role, source.layout, into, target.layout, name)
@@ -199,7 +200,7 @@ class Roles:
         dtypes = self._dtype(role, instruction.source), self._dtype(into, instruction.target)
         groups = None
         if instruction.mix is not None:
-            groups = tensor_groups(target, dtypes[1].itemsize, MIX_BYTES)
+            groups = group_tensors(target, dtypes[1].itemsize, MIX_BYTES)
         name = name_parameters(role, parameter_set) + ("" if into == role else f" into {into}")
         return self._compile(name, source, target, dtypes, groups)
 
@@ -222,7 +223,7 @@ class Roles:
         )
 
     def _copy(self, role: str, placement: Placement, name: str) -> LocalSet:
-        """A parameter set of a model outside its home, with memory for its parameters."""
+        """Make a parameter set of a model outside its home, with memory for its parameters."""
         if (role, placement.layout) not in self._models:
             for held in self._build(role, placement).sets.values():
                 held.free()
@@ -231,16 +232,16 @@ class Roles:
         return held
 
     def release(self, instruction: Release) -> None:
-        """Give back the memory of a reallocated copy."""
+        """Release the memory of a reallocated copy."""
         self._set(instruction.role, instruction.placement, instruction.parameter_set).free()
 
     def offload(self, instruction: Offload) -> None:
-        """Move a parameter set, or what training it needs, to host memory."""
+        """Offload a parameter set, or what training it needs, to host memory."""
         changed = (instruction.role, instruction.parameter_set) in self._changing
         self._memory(instruction).offload(changed=changed)
 
     def load(self, instruction: Load) -> None:
-        """Move it back."""
+        """Load offloaded state back."""
         self._memory(instruction).load()
 
     def _memory(self, instruction: Offload | Load) -> Offloadable:
@@ -250,13 +251,13 @@ class Roles:
         return model.sets[instruction.parameter_set].memory
 
     def held(self) -> int:
-        """Bytes of device memory that parameters, gradients and optimizers take on this rank now."""
+        """Count the bytes of device memory that parameters, gradients and optimizers take on this rank now."""
         memories = [held.memory for model in self._models.values() for held in model.sets.values()]
         memories += [trainer.memory for trainer in self.trainers.values()]
         return sum(memory.nbytes for memory in memories)
 
     def staged(self) -> int:
-        """Bytes of device memory that message buffers take while nothing is moved."""
+        """Count the bytes of device memory that message buffers take while nothing is moved."""
         return self._staging.nbytes
 
     def save(

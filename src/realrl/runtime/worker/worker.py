@@ -1,4 +1,4 @@
-"""The interpreter of programs: one handler per instruction."""
+"""Worker: the interpreter of programs, with one handler per instruction."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -26,7 +26,7 @@ from realrl.program.instructions import (
     ShareLengths,
 )
 from realrl.program.text import format_instruction
-from realrl.runtime.measure.meter import Meter
+from realrl.runtime.measure.step_timer import StepTimer
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.exchange import Exchange
 from realrl.runtime.worker.roles import Roles
@@ -36,8 +36,10 @@ from realrl.runtime.worker.trace import Trace
 
 @dataclass(frozen=True)
 class StepInput:
-    """What a step depends on besides parameters: its records, its noise, and learning rates by role; `evaluation`
-    for one that trains nothing."""
+    """Inputs of a step besides parameters: records, noise, and learning rates by role.
+
+    `evaluation` is for a step that trains nothing.
+    """
 
     records: Batch
     noise: Noise
@@ -46,12 +48,12 @@ class StepInput:
 
 
 class Worker:
-    """Executes this rank's program, step after step."""
+    """Executor of this rank's program, step after step."""
 
     def __init__(
         self, process: Process, roles: Roles, algorithm: Algorithm, ends: tuple[int, ...], trace: Trace
     ) -> None:
-        """`ends` are the tokens that end what is generated."""
+        """`ends` are the tokens that end generation."""
         self._process, self._roles, self._algorithm = process, roles, algorithm
         self._ends, self._trace = ends, trace
         self._exchange = Exchange(process)
@@ -69,14 +71,14 @@ class Worker:
                 self._movers[type(instruction)](instruction)
 
     def run(
-        self, program: Program, store: Store, step: StepInput, meter: Meter | None = None
+        self, program: Program, store: Store, step: StepInput, timer: StepTimer | None = None
     ) -> dict[str, Metrics]:
-        """Execute one step into an empty `store`, measured by `meter`.
+        """Execute one step into an empty `store`, measured by `timer`.
 
         Returns figures by call: all of them on the rank that writes, elsewhere those this rank took part in.
         """
         figures: dict[str, Metrics] = {}
-        turn = meter.turn if meter else lambda: None
+        turn = timer.turn if timer else lambda: None
         handlers: dict[type[Instruction], Callable[..., None]] = {
             Feed: lambda _: store.feed(step.records),
             Run: lambda i: self._run(i, store, step, figures, turn),
@@ -88,7 +90,7 @@ class Worker:
         }
         for instruction in program.instructions:
             text = format_instruction(instruction)
-            measured = nullcontext() if meter is None else meter.instruction(instruction)
+            measured = nullcontext() if timer is None else timer.instruction(instruction)
             with self._trace.slice(text, step=step.noise.step), measured:
                 handlers[type(instruction)](instruction)
         self._exchange.finish()
