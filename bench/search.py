@@ -97,7 +97,14 @@ def build(setting: Setting) -> Problem:
     workload = Workload(setting.sequences, length, length, setting.tokens)
     preset = make_plan("heuristic", GRAPH, spec.cluster, 8192, shapes) if spec.cluster.nodes <= 80 else None
     models = {role: Stored(shape, HEADS[role], 2, GRAPH.trained(role)) for role, shape in shapes.items()}
-    scenario = Scenario(GRAPH, models, spec, workload, CostModel(spec), MemoryModel(spec))
+    scenario = Scenario(
+        graph=GRAPH,
+        models=models,
+        spec=spec,
+        workload=workload,
+        cost=CostModel(spec),
+        memory=MemoryModel(spec),
+    )
     return build_problem(scenario, include=[preset] if preset else [])
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.training.optimizer import ShardedAdamW
-from realrl.families.tensors import TensorSpec
+from realrl.families.tensors import Place, TensorSpec
 from realrl.model.group import Group, alone
 from realrl.recipe.model import OptimizerConfig
 from realrl.runtime.processes.environment import leave
@@ -19,7 +19,7 @@ from realrl.runtime.processes.process import wait_to_be_scheduled
 
 # 67 numbers: no shard of 3 ranks ends where a tensor does, and the buffer needs padding.
 TENSORS = tuple(
-    TensorSpec(name=name, shape=shape, decay=len(shape) > 1)
+    TensorSpec(name=name, shape=shape, parameter="qkv", place=0, decay=len(shape) > 1)
     for name, shape in (("a", (5, 4)), ("norm", (7,)), ("b", (3, 6)), ("c", (2, 9)), ("bias", (4,)))
 )
 CASES = {
@@ -172,8 +172,8 @@ def test_a_scaled_head_is_updated_as_its_multiple(dtype: torch.dtype) -> None:
     scale, tensors = (
         3.0,
         (
-            TensorSpec(name="norm", shape=(7,), decay=False),
-            TensorSpec(name="score", shape=(1, 6), parameter="scalar_head"),
+            TensorSpec(name="norm", shape=(7,), parameter="norm", place=Place.LAST, decay=False),
+            TensorSpec(name="score", shape=(1, 6), parameter="scalar_head", place=Place.LAST),
         ),
     )
     parameters = FlatBuffer(tensors, dtype, "cpu")

@@ -86,8 +86,8 @@ def test_every_plan_learns_what_one_process_learns(recipes: dict[str, Path], nam
     assert weights.keys() == others.keys()
     for tensor, values in weights.items():
         torch.testing.assert_close(others[tensor], values, rtol=1e-3, atol=1e-4, msg=tensor)
-    moved = "model.layers.0.self_attn.o_proj.bias"
-    assert weights[moved].abs().max() > 0
+    biases = [values for tensor, values in weights.items() if tensor.endswith(".bias")]
+    assert len(biases) == 2 * 9 + 2 and all(values.abs().max() > 0 for values in biases)
 
 
 def test_plan_shows_it_on_machines_that_are_not_there(
@@ -137,18 +137,27 @@ def test_a_saved_model_is_opened_again_by_a_recipe(
     assert run_app(["train", str(recipes["alone"]), *changes, "training.steps=1", "overwrite=true"]) == 0
 
 
-def test_a_table_that_leaves_something_out_is_one_error_message(
-    recipes: dict[str, Path], family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+BROKEN = {
+    "tensors=lambda shape, head, options: decoder_tensors(shape, head, options)[1:]": (
+        "cannot be used: ValueError: there is no tensor for parameter embedding"
+    ),
+    "tensors=lambda shape, head, options: 2 * decoder_tensors(shape, head, options)": (
+        "cannot be used: ValueError: tensor model.embed_tokens.weight is listed twice"
+    ),
+    "read_config=lambda config, where: {'layers': config['depth']}": "raised KeyError: 'depth'",
+}
+
+
+@pytest.mark.parametrize("change", BROKEN)
+def test_a_mistake_in_a_family_is_one_error_message(
+    recipes: dict[str, Path], family: str, change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = tmp_path / "broken.py"
-    table = "lambda shape, head, options: decoder_tensors(shape, head, options)[:-1]"
-    broken.write_text(
-        Path(family).read_text().replace("LayerOptions\n", "LayerOptions, decoder_tensors\n", 1)
-        + f"\nfrom dataclasses import replace\nFAMILY = replace(FAMILY, tensors={table})\n"
-    )
-    assert run_app(["show", str(recipes["alone"]), f"models.actor.family={broken}"]) == 2
-    error = capsys.readouterr().err
-    assert f"family={broken} cannot be used: ValueError: there is no tensor for parameter lm_head" in error
+    more = "from dataclasses import replace\nfrom realrl.families.decoder import decoder_tensors\n"
+    broken.write_text(f"{Path(family).read_text()}\n{more}\nFAMILY = replace(FAMILY, {change})\n")
+    model = (f"models.actor.path={finished(recipes['tensor'])}", "models.actor.shape=null")
+    assert run_app(["show", str(recipes["alone"]), *model, f"models.actor.family={broken}"]) == 2
+    assert f"family={broken} {BROKEN[change]}" in capsys.readouterr().err
 
 
 def defined_logits(path: Path, tokens: Tensor) -> Tensor:
@@ -180,4 +189,4 @@ def defined_logits(path: Path, tokens: Tensor) -> Tensor:
         entering = norm(x, f"{layer}.post_attention_layernorm")
         inner = F.silu(linear(entering, f"{layer}.mlp.gate_proj")) * linear(entering, f"{layer}.mlp.up_proj")
         x = x + linear(inner, f"{layer}.mlp.down_proj")
-    return norm(x, "model.norm") @ weights["lm_head.weight"].T
+    return linear(norm(x, "model.norm"), "lm_head")

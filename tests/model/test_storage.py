@@ -73,7 +73,8 @@ def test_parameters_are_views_that_cover_the_flat_buffer() -> None:
 
 
 def test_the_flat_buffer_is_padded_with_zeros_to_a_multiple() -> None:
-    tensors = [TensorSpec(name="a", shape=(3, 2)), TensorSpec(name="b", shape=(1, 2))]
+    sizes = {"a": (3, 2), "b": (1, 2)}
+    tensors = [TensorSpec(name=name, shape=size, parameter="qkv", place=0) for name, size in sizes.items()]
     buffer = FlatBuffer(tensors, torch.float32, "cpu", multiple_of=5)
     assert buffer.data.tolist() == [0] * 10
     buffer["b"].fill_(1)

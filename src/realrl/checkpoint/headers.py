@@ -37,7 +37,7 @@ class Contents:
     absent: list[str]
     """Tensors of the model that no file has."""
     repeated_head: tuple[StoredTensor, StoredTensor] | None
-    """Head of a language model with tied embeddings, and the embeddings; the two must be equal."""
+    """Language-model head that is stored though the embeddings are tied, and the embeddings; both must be equal."""
 
 
 def open_file(file: Path) -> Any:
@@ -61,7 +61,8 @@ def find_tensors(directory: Path, shape: ModelShape, wanted: Iterable[TensorSpec
     stored = _read_headers(directory)
     if scalar_head in stored and scalar_head not in specs:
         raise UserError(f"{directory} is a sequence classifier, not a language model: it has a {scalar_head}")
-    found, absent = {}, []
+    found = {}
+    absent = []
     for name, spec in specs.items():
         source = name
         if name == lm_head and name not in stored:
@@ -95,7 +96,8 @@ def _check(tensor: StoredTensor, spec: TensorSpec) -> None:
             f"{tensor.file}: tensor {tensor.name} has type {tensor.dtype}; accepted are {', '.join(FLOATS)}"
         )
     if tensor.shape != spec.shape:
-        found, needed = list(tensor.shape), list(spec.shape)
+        found = list(tensor.shape)
+        needed = list(spec.shape)
         raise UserError(
             f"{tensor.file}: tensor {tensor.name} has shape {found}, but the model needs {needed}"
         )

@@ -2,7 +2,7 @@
 
 from realrl.config.errors import UserError
 from realrl.config.paths import is_local, local_path
-from realrl.families.config_json import not_trainable
+from realrl.families.config_json import describe_untrainable
 from realrl.families.registry import find_family
 from realrl.recipe.experiment import Experiment
 
@@ -26,4 +26,4 @@ def check_trainable(experiment: Experiment) -> None:
     for role in type(experiment.models).model_fields:
         shape = getattr(experiment.models, role).shape
         if shape is not None and not find_family(shape.family).trainable:
-            raise UserError(f"models.{role}.shape: {not_trainable(shape.family)}")
+            raise UserError(f"models.{role}.shape: {describe_untrainable(shape.family)}")

@@ -10,7 +10,7 @@ from realrl.config.errors import UserError
 from realrl.config.explain import brief, explain
 from realrl.config.json_file import read_json
 from realrl.config.words import join
-from realrl.families.registry import family_names, find_family
+from realrl.families.registry import find_family, list_families
 from realrl.families.shape import Head, ModelShape
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -18,7 +18,7 @@ _UNTOUCHED = ("attention_dropout", "use_cache", *SPECIAL_TOKENS)
 
 
 def read_config(file: Path, family: str | None = None, *, sizes_only: bool = False) -> ModelShape:
-    """The shape that a `config.json` describes; see `shape_from_hf`. UserError where there is no such file."""
+    """Read the shape that a `config.json` describes; see `shape_from_hf`. UserError where there is no such file."""
     return shape_from_hf(read_json(file), str(file), family, sizes_only=sizes_only)
 
 
@@ -29,7 +29,7 @@ def shape_from_hf(
     *,
     sizes_only: bool = False,
 ) -> ModelShape:
-    """The shape that the contents of a `config.json` describe.
+    """Derive the shape that the contents of a `config.json` describe.
 
     `where` names the file in errors. `family` is how `find_family` finds the model's family; by default it is the
     registered one of the file's `model_type`. With `sizes_only` it may be one that cannot be trained. UserError for
@@ -37,7 +37,7 @@ def shape_from_hf(
     """
     model_type = config.get("model_type")
     if family is None:
-        known = family_names(trainable=not sizes_only)
+        known = list_families(trainable=not sizes_only)
         if model_type not in known:
             raise UserError(
                 f"{where}: model_type {brief(model_type)} is not supported; supported is: {', '.join(known)}"
@@ -49,7 +49,7 @@ def shape_from_hf(
             f"{where}: model_type {brief(model_type)} is not that of family {family}, {brief(found.model_type)}"
         )
     if not (found.trainable or sizes_only):
-        raise UserError(f"{where}: {not_trainable(family)}")
+        raise UserError(f"{where}: {describe_untrainable(family)}")
     try:
         return ModelShape(family=family, **found.read_config(config, where))
     except ValidationError as error:
@@ -57,7 +57,7 @@ def shape_from_hf(
 
 
 def shape_to_hf(shape: ModelShape, head: Head, dtype: str, others: Mapping[str, Any]) -> dict[str, Any]:
-    """The contents of `config.json`, understood by transformers 5 and 4 and by inference servers.
+    """Make the contents of `config.json`, understood by transformers 5 and 4 and by inference servers.
 
     `dtype` is torch's name, such as `float32`; `others` are the settings of the model that was opened, of which
     those are kept that training does not touch; absent ones are left to the class of transformers. A scalar head is
@@ -77,9 +77,9 @@ def shape_to_hf(shape: ModelShape, head: Head, dtype: str, others: Mapping[str, 
     return config
 
 
-def not_trainable(*families: str) -> str:
-    """The error message for families that can be planned for and not trained."""
+def describe_untrainable(*families: str) -> str:
+    """Write the error message for families that can be planned for and not trained."""
     return (
         f"models of family {join(families)} can be planned for (realrl plan, realrl show) and not trained yet;"
-        f" trained are: {', '.join(family_names(trainable=True))}"
+        f" trained are: {', '.join(list_families(trainable=True))}"
     )

@@ -10,7 +10,7 @@ from realrl.families.tensors import Axis, Init, Parameter, Partial, Partition, P
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
-    """What the families' decoder layers differ in."""
+    """Options in which families of decoders differ."""
 
     norm: Literal["rms", "layer"] = "rms"
     """RMSNorm, or LayerNorm with a bias."""
@@ -20,12 +20,14 @@ class LayerOptions:
     """Whether attention's output projection has one."""
     mlp_bias: bool = False
     """Whether the three matrices of the feed-forward block have biases."""
+    head_bias: bool = False
+    """Whether the language-model head has a bias."""
     qk_norm: bool = False
     """Whether each head of queries and keys is normalised, by an RMSNorm over its dims."""
 
 
 def decoder_tensors(shape: ModelShape, head: Head, options: LayerOptions) -> tuple[TensorSpec, ...]:
-    """All tensors of a model in storage order.
+    """Build the tensor table of a model, in storage order.
 
     Matrices are [output rows, input columns]. Tensors that are one parameter of the transformer are neighbours, so
     that they are one matrix, or one vector, when stored back to back. A language-model head is listed only where
@@ -56,6 +58,18 @@ def decoder_tensors(shape: ModelShape, head: Head, options: LayerOptions) -> tup
                 parameter="lm_head",
                 place=Place.LAST,
                 partition=rows,
+            )
+        )
+    if options.head_bias and head == "lm":
+        tensors.append(
+            TensorSpec(
+                name="lm_head.bias",
+                shape=(shape.vocab_size,),
+                parameter="lm_head_bias",
+                place=Place.LAST,
+                partition=rows,
+                init=Init.ZEROS,
+                decay=False,
             )
         )
     return tuple(tensors)
@@ -111,8 +125,10 @@ def _norm(
 def _residual_vector(
     name: str, parameter: Parameter, shape: ModelShape, init: Init, place: int | Place
 ) -> TensorSpec:
-    """A vector that is applied to the residual stream, or added to it. Every tensor-parallel rank does so to all
-    tokens or, with sequence parallelism, to its own."""
+    """Describe a vector that is applied to the residual stream, or added to it.
+
+    Every tensor-parallel rank does so to all tokens or, with sequence parallelism, to its own.
+    """
     return TensorSpec(
         name=name,
         shape=(shape.hidden_size,),
@@ -152,7 +168,7 @@ def _column_parallel(
 def _column_biases(
     matrices: dict[str, tuple[int, Axis]], parameter: Parameter, layer: int
 ) -> Iterator[TensorSpec]:
-    """Biases that are cut like the rows of their matrices, so that each rank has the whole gradient of its part."""
+    """Describe biases that are cut like the rows of their matrices; each rank has the whole gradient of its own."""
     for name, (rows, axis) in matrices.items():
         yield TensorSpec(
             name=f"{name}.bias",

@@ -1,4 +1,4 @@
-"""Model families: what one file says about a kind of models."""
+"""Description of a model family, which one file gives."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ _REQUIRED: frozenset[Parameter] = frozenset(
 
 
 def check_family(family: Family) -> None:
-    """ValueError if a family's tensors are none that the transformer can be made of."""
+    """Check that the transformer can be made of a family's tensors; ValueError if not."""
     sample = ModelShape(
         vocab_size=16, hidden_size=8, intermediate_size=8, layers=2, heads=4, kv_heads=2, head_dim=2
     )
@@ -53,10 +53,15 @@ def check_family(family: Family) -> None:
         if missing:
             raise ValueError(f"there is no tensor for parameter {min(missing)}")
         _check_parameters(specs)
+        parameters = {spec.parameter for spec in specs}
+        if ("q_norm" in parameters) != ("k_norm" in parameters):
+            raise ValueError("queries and keys must both be normalised, or neither")
+        if family.layer.norm == "rms" and any(name.endswith("norm_bias") for name in parameters):
+            raise ValueError("RMSNorm has no bias; LayerNorm is LayerOptions(norm='layer')")
 
 
 def _check_parameters(specs: Sequence[TensorSpec]) -> None:
-    """ValueError for parameters that nobody knows, and for parts of one that are no neighbours."""
+    """Check that parameters are known, and parts of one neighbours; ValueError if not."""
     seen: set[tuple[object, str]] = set()
     names: set[str] = set()
     previous = None

@@ -12,7 +12,7 @@ _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layer
 
 
 def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any], where: str) -> None:
-    """UserError if a setting has another value than the only one that is supported; absent and null are fine."""
+    """Check that settings have the only value that is supported, or none; UserError if not."""
     for key, wanted in fixed.items():
         if config.get(key, wanted) not in (wanted, None):
             raise UserError(
@@ -21,7 +21,7 @@ def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any], where: str)
 
 
 def check_full_attention(config: Mapping[str, Any], where: str) -> None:
-    """UserError if a layer attends to a sliding window only."""
+    """Check that no layer attends to a sliding window only; UserError if one does."""
     check_fixed(config, {"use_sliding_window": False}, where)
     kinds = config.get("layer_types") or ()
     for kind in kinds:
@@ -32,7 +32,7 @@ def check_full_attention(config: Mapping[str, Any], where: str) -> None:
 
 
 def read_sizes(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Fields of `ModelShape` from the settings of a `config.json`, which `where` names in errors.
+    """Read fields of `ModelShape` from the settings of a `config.json`, which `where` names in errors.
 
     Reads the rotary settings of transformers 5 (`rope_parameters`) and those of before (`rope_theta`,
     `rope_scaling`). UserError for what is missing or not supported.
@@ -62,7 +62,7 @@ def read_sizes(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def write_sizes(shape: ModelShape) -> dict[str, Any]:
-    """The settings that `read_sizes` reads, rotary ones in the style of transformers 5 and of before."""
+    """Write the settings that `read_sizes` reads, rotary ones in the style of transformers 5 and of before."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if shape.rope_scaling is not None:
         rope = {"rope_type": "llama3", **shape.rope_scaling.model_dump()}
@@ -85,7 +85,7 @@ def write_sizes(shape: ModelShape) -> dict[str, Any]:
 
 
 def _read_rope(config: Mapping[str, Any], where: str) -> tuple[float, dict[str, Any] | None]:
-    """Base of the rotary frequencies, and their scaling if any."""
+    """Read the base of the rotary frequencies, and their scaling if any."""
     rope: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         settings = config.get(key) or {}

@@ -24,6 +24,7 @@ Parameter = Literal[
     "norm",
     "norm_bias",
     "lm_head",
+    "lm_head_bias",
     "scalar_head",
 ]
 """Parameters of the transformer (`model/transformer.py`). One may consist of several tensors, stacked by rows:
@@ -32,7 +33,7 @@ numbers."""
 
 
 class Axis(StrEnum):
-    """What tensor-parallel ranks divide between them along a dim of a tensor."""
+    """Quantity that tensor-parallel ranks divide between them along a dim of a tensor."""
 
     VOCABULARY = "vocabulary"
     """Tokens, padded to equal numbers of rows."""
@@ -44,7 +45,7 @@ class Axis(StrEnum):
 
 @dataclass(frozen=True)
 class Partition:
-    """How a tensor is cut over tensor-parallel ranks."""
+    """Cut of a tensor over tensor-parallel ranks."""
 
     axis: Axis
     dim: int = 0
@@ -63,7 +64,7 @@ class Init(StrEnum):
 
 
 class Partial(StrEnum):
-    """When each tensor-parallel rank computes only a part of the gradient of a tensor that all of them hold."""
+    """Condition under which each TP rank computes only a part of the gradient of a tensor that all of them hold."""
 
     NEVER = "never"
     SEQUENCE_PARALLEL = "sequence parallel"
@@ -82,13 +83,13 @@ class Place(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """A named global tensor and everything that storage, training and planning need to know of it."""
+    """A named global tensor, with all that storage, training and planning need to know of it."""
 
     name: str
     shape: tuple[int, ...]
-    parameter: Parameter = "embedding"
+    parameter: Parameter
     """The parameter of the transformer that it is, or is a part of."""
-    place: int | Place = Place.FIRST
+    place: int | Place
     """The number of its decoder layer, or the pipeline stages that hold it."""
     partition: Partition | None = None
     """How it is cut over tensor-parallel ranks; None where each of them holds all of it."""

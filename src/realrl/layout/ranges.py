@@ -39,7 +39,7 @@ def vocabulary(shape: ModelShape, tp: int, t: int) -> range:
 
 
 def axis_elements(shape: ModelShape, axis: Axis, tp: int, t: int) -> range:
-    """Elements along a dim that is cut by `axis`, of those that TP rank `t` of `tp` holds."""
+    """Elements that TP rank `t` of `tp` holds along a dim that is cut by `axis`."""
     match axis:
         case Axis.VOCABULARY:
             return vocabulary(shape, tp, t)

@@ -26,7 +26,7 @@ def initialise(
     seed: int,
     regions: Mapping[str, Region] | None = None,
 ) -> None:
-    """Initialise every tensor with its initial values (`TensorSpec.init`).
+    """Fill every tensor with its initial values (`TensorSpec.init`).
 
     `tensors` are global. `buffer` holds them whole or, with `regions`, these regions of them from the first
     row on.

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realrl.families.registry import layer_options, model_tensors
+from realrl.families.registry import find_layer_options, model_tensors
 from realrl.families.shape import ModelShape
 from realrl.families.tensors import Parameter
 from realrl.layout.ranges import padded_vocabulary
@@ -31,7 +31,7 @@ Normalise = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 def make_norm(shape: ModelShape) -> Normalise:
     """Make the norm of a model's layers."""
-    match layer_options(shape).norm:
+    match find_layer_options(shape).norm:
         case "rms":
             return lambda x, weight, _: rms_norm(x, weight, shape.norm_eps)
         case "layer":
@@ -118,7 +118,8 @@ class Transformer(nn.Module):
         self.sources: dict[str, tuple[str, ...]] = {}
         tensors: defaultdict[tuple[int | None, Parameter], list[str]] = defaultdict(list)
         for spec in model_tensors(shape, shard.head):
-            tensors[spec.layer, spec.parameter].append(spec.name)
+            if shard.holds(spec):
+                tensors[spec.layer, spec.parameter].append(spec.name)
 
         def parameter(layer: int | None, parameter: Parameter) -> nn.Parameter | None:
             names = tuple(tensors[layer, parameter])
@@ -128,13 +129,13 @@ class Transformer(nn.Module):
             self.sources[name] = names
             return nn.Parameter(weights(*names))
 
-        tied = shard.last and shard.head == "lm" and shape.tied_embeddings
-        self.embedding = parameter(None, "embedding") if shard.first or tied else None
+        self.embedding = parameter(None, "embedding")
         self.layers = nn.ModuleList(Layer(shard, partial(parameter, i)) for i in shard.layers)
-        self.norm = parameter(None, "norm") if shard.last else None
-        self.norm_bias = parameter(None, "norm_bias") if shard.last else None
-        self.lm_head = parameter(None, "lm_head") if shard.last else None
-        self.scalar_head = parameter(None, "scalar_head") if shard.last else None
+        self.norm = parameter(None, "norm")
+        self.norm_bias = parameter(None, "norm_bias")
+        self.lm_head = parameter(None, "lm_head")
+        self.lm_head_bias = parameter(None, "lm_head_bias")
+        self.scalar_head = parameter(None, "scalar_head")
         device = next(self.parameters()).device
         self.frequency = frequencies(shape).to(device)
         self._reads = None
@@ -156,7 +157,7 @@ class Transformer(nn.Module):
 
         With `sequence` parallelism, [T, H] between stages and before the head is ceil(T / tp) rows a rank.
         With `recompute` only the inputs of layers are kept for the backward pass, which computes each layer
-        once more, what tensor ranks tell each other included.
+        once more, communication of TP ranks included.
         """
         heads, keys = len(self.shard.queries), self.cache_heads
 
@@ -236,9 +237,16 @@ class Transformer(nn.Module):
         assert table is not None, "a tied head is an embedding"
         return table[: len(self.shard.vocabulary)]
 
+    @property
+    def _vocabulary_bias(self) -> Tensor | None:
+        """The biases of these rows, if the family has them. [rows]"""
+        return None if self.lm_head_bias is None else self.lm_head_bias[: len(self.shard.vocabulary)]
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute unscaled logits over the whole vocabulary, without gradient. hidden: [N, H] -> [N, V] float32"""
         local = product(hidden, self._vocabulary).float()
+        if self._vocabulary_bias is not None:
+            local += self._vocabulary_bias
         if self.shard.tp == 1:
             return local
         return self.tensor_group.gather_columns(local, self.shape.vocab_size)
@@ -266,6 +274,7 @@ class Transformer(nn.Module):
             before,
             self._vocabulary,
             tokens[index] - self.shard.vocabulary.start,
+            bias=self._vocabulary_bias,
             temperature=temperature,
             entropy=entropy,
             group=self.tensor_group,

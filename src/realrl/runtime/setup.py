@@ -14,7 +14,7 @@ from realrl.runtime.worker.roles import role_shape
 
 
 def load_shared_tokenizer(experiment: Experiment) -> Any:
-    """The tokenizer of the run: that of its first role, which every other role must share.
+    """Load the tokenizer of the run: that of its first role, which every other role must share.
 
     UserError when roles have different vocabularies, or a vocabulary does not fit its model.
     """
@@ -48,15 +48,19 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
 
 
 def load_ends(experiment: Experiment, tokenizer: Any) -> tuple[int, ...]:
-    """All tokens that end what the run's first role writes: the actor, where there is one. UserError if there is
-    none, or one is not in the model's vocabulary."""
+    """Find all tokens that end generation of the run's first role: the actor, where there is one.
+
+    UserError if there is none, or one is not in the model's vocabulary.
+    """
     config = next(iter(models(experiment).values()))
     return read_ends(tokenizer, config.path, role_shape(config).vocab_size)
 
 
 def read_ends(tokenizer: Any, path: str | None, vocabulary: int) -> tuple[int, ...]:
-    """All tokens that end what a model of this vocabulary writes; `path` is where it was opened from, if it was.
-    UserError if there is none, or one is not in the vocabulary."""
+    """Find all tokens that end generation of a model with this vocabulary.
+
+    `path` is where it was opened from, if it was. UserError if there is none, or one is not in the vocabulary.
+    """
     check_tokenizer(tokenizer)
     return end_ids(tokenizer, None if path is None else read_origin(path), vocabulary)
 
@@ -64,7 +68,7 @@ def read_ends(tokenizer: Any, path: str | None, vocabulary: int) -> tuple[int, .
 def load_data(
     experiment: Experiment, compiled: Compiled, tokenizer: Any, ends: tuple[int, ...]
 ) -> tuple[Dataset, Dataset | None]:
-    """Training and evaluation records, tokenized; `ends` are the ids that end a sequence.
+    """Load training and evaluation records, tokenized; `ends` are the ids that end a sequence.
 
     UserError names the record that is wrong, or the role whose model is declared for shorter sequences.
     """
@@ -84,14 +88,14 @@ def load_data(
 
 
 def _check_top_k(experiment: Experiment) -> None:
-    """UserError if more tokens are to be chosen among than there are."""
+    """Check that top-k is at most the vocabulary; else UserError."""
     if isinstance(experiment, PPOExperiment):
         top_k, vocabulary = experiment.generation.top_k, role_shape(experiment.models.actor).vocab_size
         check_top_k("generation.top_k", top_k, vocabulary)
 
 
 def check_top_k(option: str, top_k: int, vocabulary: int) -> None:
-    """UserError if an option has tokens chosen among more than a model has."""
+    """Check that an option's top-k is at most the vocabulary; else UserError."""
     if top_k > vocabulary:
         raise UserError(
             f"{option}={top_k} is more than the {vocabulary} tokens of the model's vocabulary; 0 takes all"
@@ -99,7 +103,7 @@ def check_top_k(option: str, top_k: int, vocabulary: int) -> None:
 
 
 def _check_positions(experiment: Experiment) -> None:
-    """UserError if sequences may become longer than a role's model is declared for."""
+    """Check that sequences stay within the declared length of a role's model; else UserError."""
     data, longest, what = experiment.data, experiment.data.max_tokens, "data.max_tokens"
     if isinstance(experiment, PPOExperiment):
         longest = data.max_prompt_tokens + experiment.generation.max_new_tokens
@@ -111,6 +115,6 @@ def _check_positions(experiment: Experiment) -> None:
 
 
 def check_length(what: str, tokens: int, positions: int, model: str) -> None:
-    """UserError if that many tokens, because of `what`, are more than a model is declared for."""
+    """Check that a number of tokens, due to `what`, is within the declared length of a model; else UserError."""
     if tokens > positions:
         raise UserError(f"{what} is more than the {positions} positions that {model} is declared for")

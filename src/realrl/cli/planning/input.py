@@ -11,7 +11,7 @@ from realrl.config.files import check_file
 from realrl.config.json_file import read_json
 from realrl.config.paths import local_path
 from realrl.config.units import parse_bytes
-from realrl.families.config_json import not_trainable
+from realrl.families.config_json import describe_untrainable
 from realrl.families.registry import find_family
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ def choose_devices(cluster: str | None, experiment: "Experiment") -> tuple["Clus
     from realrl.runtime.prepare.devices import spec_of, with_memory
 
     if cluster is not None:
-        named, memory = ClusterSpec.parse(cluster), experiment.device_memory
+        named = ClusterSpec.parse(cluster)
+        memory = experiment.device_memory
         return named if memory is None else with_memory(named, parse_bytes(memory)), ""
     on_cpus = experiment.model_copy(update={"device": "cpu"})
     spec = spec_of(on_cpus, written_cluster(experiment.cluster) or Cluster(1, 1))
@@ -132,7 +133,7 @@ def _not_trainable(scenario: "Scenario") -> str:
     """Write a note on models of families that can only be planned for; empty where there are none."""
     families = {model.shape.family for model in scenario.models.values()}
     refused = sorted(family for family in families if not find_family(family).trainable)
-    return not_trainable(*refused) if refused else ""
+    return describe_untrainable(*refused) if refused else ""
 
 
 def parse_objective(text: str) -> "Objective":

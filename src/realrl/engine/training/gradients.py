@@ -45,7 +45,7 @@ def complete_gradients(model: Model, gradients: FlatBuffer) -> None:
 
 
 def _is_partial(model: Model, spec: TensorSpec) -> bool:
-    """Whether this rank's gradient of a tensor is a part of a sum over the tensor-parallel ranks."""
+    """Check whether this rank's gradient of a tensor is a part of a sum over the tensor-parallel ranks."""
     if model.parallel.tensor.size == 1:
         return False
     match spec.partial_gradient:

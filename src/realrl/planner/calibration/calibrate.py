@@ -1,4 +1,4 @@
-"""Folding what a run has measured into a profile, so that the next prediction is nearer."""
+"""Calibration of a profile from the measured call times of a run."""
 
 from realrl.config.errors import UserError
 from realrl.plan.placement import Placement
@@ -9,12 +9,11 @@ from realrl.planner.profile.profile import Profile
 
 
 def calibrate_profile(profile: Profile | None, run: Comparison) -> Profile:
-    """The profile with which each call of the run is predicted to take what it took, in the median of its steps.
+    """Return the profile under which each call of the run is predicted to take its measured median time.
 
-    None for `profile` corrects the roofline, for the first kind of the run's devices. Ratios are taken to what the
-    profile's own measurements predict, so that calibrating again changes nothing, and a newer run takes the
-    place of an older one of the same calls. UserError for a run that no prediction was possible for, or on other
-    devices than the profile's.
+    Without a `profile`, the roofline of the first device kind of the run is corrected. Ratios are relative to
+    predictions without corrections, so that repeated calibration changes nothing, and a newer run replaces an older
+    one of the same calls. UserError for a run without predictions, or on other devices than the profile's.
     """
     if run.spec is None:
         raise UserError(
@@ -27,12 +26,14 @@ def calibrate_profile(profile: Profile | None, run: Comparison) -> Profile:
     if profile.device not in kinds:
         raise UserError(f"the profile is of {profile.device}, but the run was on {', '.join(kinds)}")
     cost = CostModel(run.spec, profile.model_copy(update={"corrections": ()}))
-    found = {old.about: old for old in profile.corrections}
+    corrections = {old.about: old for old in profile.corrections}
     for of in run.calls:
-        model, placement = run.models[of.call.role], Placement.parse(of.placement)
+        model = run.models[of.call.role]
+        placement = Placement.parse(of.placement)
         if run.spec.group(placement.mesh).device.name == profile.device:
             expected = cost.call(of.call, model, placement, run.workload).seconds
-            ratio, steps = of.seconds.median / expected, of.seconds.steps
+            ratio = of.seconds.median / expected
+            steps = of.seconds.steps
             new = Correction.of(of.call, model, placement.strategy, ratio, steps)
-            found[new.about] = new
-    return profile.model_copy(update={"corrections": tuple(found.values())})
+            corrections[new.about] = new
+    return profile.model_copy(update={"corrections": tuple(corrections.values())})

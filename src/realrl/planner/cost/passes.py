@@ -48,10 +48,13 @@ def cost_training(context: CallContext) -> Mapping[str, float]:
     what else a frozen part spares: the gradient of a tied head's weight, and messages to stages without a backward
     pass.
     """
-    timing, strategy, work = context.timing, context.strategy, context.work
+    timing = context.timing
+    strategy = context.strategy
+    work = context.work
     chunks = split_work(work, strategy, timing.efficiency.pass_chunks_per_stage)
     size = context.size(chunks)
-    forward, backward = timing.forward(size), timing.backward(size)
+    forward = timing.forward(size)
+    backward = timing.backward(size)
     layer_communication = context.layer_communication(chunks.tokens)
     rounds = 3 if strategy.recompute else 2
     device = backward.device + forward.device * (rounds - 1)
@@ -103,7 +106,8 @@ def _cost_gradient_reduction(context: CallContext, elements: int, last_pass: flo
     It overlaps backward of the last micro-batch, but for the last bucket. Partial gradients of TP ranks or
     stages are summed before it, and then nothing overlaps.
     """
-    network, num_buckets = context.network, bucket_count(elements)
+    network = context.network
+    num_buckets = bucket_count(elements)
     seconds = num_buckets * network.dp_group.reduce_scatter(4 * elements / num_buckets)
     small = 3 * network.dp_group.all_reduce(_SMALL)
     completion = _cost_partial_gradients(context)
@@ -114,8 +118,11 @@ def _cost_gradient_reduction(context: CallContext, elements: int, last_pass: flo
 
 def _cost_partial_gradients(context: CallContext) -> float:
     """Seconds to sum gradients of replicated parameters of which each rank computed only a part."""
-    sizes, network, shape = context.timing.sizes, context.network, context.timing.sizes.shape
-    seconds, most = 0.0, max(sizes.trained.stage_layers(context.strategy.pp))
+    sizes = context.timing.sizes
+    network = context.network
+    shape = context.timing.sizes.shape
+    most = max(sizes.trained.stage_layers(context.strategy.pp))
+    seconds = 0.0
     partial = sizes.partial_elements(sequence_parallel=context.strategy.sequence_parallel)
     if most * partial:
         seconds += network.tp_group.all_reduce(4 * most * partial)
@@ -137,7 +144,8 @@ def _cost_parameter_gather(context: CallContext, elements: int, update: float) -
 
 def cost_inference(context: CallContext) -> Mapping[str, float]:
     """Cost an inference call, in seconds by term."""
-    timing, strategy = context.timing, context.strategy
+    timing = context.timing
+    strategy = context.strategy
     chunks = split_work(context.work, strategy, timing.efficiency.pass_chunks_per_stage)
     size = context.size(chunks)
     outside = OutsideLayers(
@@ -195,7 +203,8 @@ def _cost_pipeline(
     A pipeline takes one chunk through all stages and all other chunks through the slowest one.
     """
     pp = context.strategy.pp
-    own, communication = outside.own(pp), outside.communication(pp)
+    own = outside.own(pp)
+    communication = outside.communication(pp)
     stages = [
         sum(one.counts[s] * one.seconds for one in layers) + own[s] + communication[s] for s in range(pp)
     ]

@@ -56,8 +56,7 @@ class ParameterBytes:
         return self.layer * (self.layers if self.held is None else len(self.held))
 
     def cuts(self, pp: int) -> list[float]:
-        """Return the bytes at which stages of a pipeline begin and the last one ends, counted from the first
-        layer."""
+        """Return the bytes before each pipeline stage, and before the end of the last one."""
         bounds = [0.0]
         for stage in stage_layers(self.layers, pp):
             layers = len(stage) if self.held is None else sum(layer in stage for layer in self.held)
@@ -158,7 +157,8 @@ class LinkTransfers:
 
     def _slower(self, source: Layouts, target: Layouts) -> _Ports:
         """Slower links of each pair's source and target node; a mesh lies on homogeneous nodes."""
-        ports, per_node = self._ports_of_nodes, self.cluster.devices_per_node
+        ports = self._ports_of_nodes
+        per_node = self.cluster.devices_per_node
         nodes = source.first // per_node, target.first // per_node
         return _Ports(
             np.minimum(*(ports.device[node] for node in nodes)),
@@ -173,7 +173,8 @@ class LinkTransfers:
         return (pairs[i : i + step] for i in range(0, len(pairs), step))
 
     def _seconds(self, weights: ParameterBytes, source: Layouts, target: Layouts) -> Floats:
-        per_node, ports = self.cluster.devices_per_node, self._slower(source, target)
+        per_node = self.cluster.devices_per_node
+        ports = self._slower(source, target)
         entering, distinct = self._lacking(weights, source, target, per_node)
         everything = entering.sum(axis=0)
         leaving = np.maximum(distinct / self._nodes(source), everything / self._nodes(source, target))
@@ -196,7 +197,8 @@ class LinkTransfers:
         lacking += weights.embedding * (needed.whole[1] - needed.embeds * common[1])
         most = np.maximum(lacking.max(axis=0), _into_empty(held, needed, weights))
         network = most / self._ports_of_nodes.node.max()
-        stage, before = self._largest(weights, target.pp), self._largest(weights, source.pp)
+        stage = self._largest(weights, target.pp)
+        before = self._largest(weights, source.pp)
         kept = np.minimum(stage, before) * np.minimum(1 / target.tp, 1 / source.tp)
         new = np.where(target.size > source.size, self._smallest(weights, target.pp) / target.tp, 0.0)
         device = np.maximum(stage / target.tp - kept, new) / self._ports_of_nodes.device.max()
@@ -228,9 +230,12 @@ class LinkTransfers:
     def _lacking(self, weights: ParameterBytes, source: Layouts, target: Layouts, block: int) -> _PAIR:
         """Bytes that blocks of `block` devices need and do not hold, [blocks, pairs], and a bound on distinct
         ones."""
-        held, needed = self._boxes(weights, source, block), self._boxes(weights, target, block)
-        (layers, embedding), (layers_held, embedding_held) = needed.whole, needed.common(held)
-        layers, embedding = layers - layers_held, weights.embedding * (embedding - embedding_held)
+        held = self._boxes(weights, source, block)
+        needed = self._boxes(weights, target, block)
+        layers, embedding = needed.whole
+        layers_held, embedding_held = needed.common(held)
+        layers = layers - layers_held
+        embedding = weights.embedding * (embedding - embedding_held)
         distinct = np.minimum(layers.sum(axis=0), weights.stack + weights.end)
         return layers + embedding, distinct + np.minimum(embedding.sum(axis=0), weights.embedding)
 
@@ -247,12 +252,14 @@ class LinkTransfers:
         b = np.minimum(start + block - layouts.first, layouts.size) - 1
         present = a <= b
         stage = layouts.size // layouts.pp
-        first, last = np.where(present, a // stage, 0), np.where(present, b // stage, 0)
+        first = np.where(present, a // stage, 0)
+        last = np.where(present, b // stage, 0)
         whole = (b - a + 1 >= layouts.tp) | (a % layouts.tp > b % layouts.tp)
         left = np.where(whole, 0, a % layouts.tp) / layouts.tp
         right = np.where(whole, layouts.tp, b % layouts.tp + 1) / layouts.tp
         ends = (first == 0) | (weights.tied & (last == layouts.pp - 1))
-        low, high = cuts[layouts.pp, first], cuts[layouts.pp, last + 1]
+        low = cuts[layouts.pp, first]
+        high = cuts[layouts.pp, last + 1]
         return _Boxes(low, np.where(present, high, low), left, np.where(present, right, left), 1.0 * ends)
 
     def _needed(self, weights: ParameterBytes, layouts: Layouts) -> Floats:

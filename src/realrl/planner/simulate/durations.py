@@ -1,4 +1,4 @@
-"""Seconds of the instructions of a plan's programs, by the cost model."""
+"""Instruction durations of a plan's programs, from the cost model."""
 
 from collections.abc import Mapping
 
@@ -10,11 +10,14 @@ from realrl.program.order import changed_sets, changes
 
 
 class Durations:
-    """What each instruction takes once all who take part are there. Feeding, releasing, telling lengths and
-    figures take nothing: they move some kilobytes, or none."""
+    """Duration of each instruction, once all its participants have arrived.
+
+    Feeding, releasing, and sharing lengths and metrics take no time: they move a few kilobytes at most.
+    """
 
     def __init__(self, scenario: Scenario, plan: Plan) -> None:
-        self._scenario, self._plan = scenario, plan
+        self._scenario = scenario
+        self._plan = plan
         graph = scenario.graph
         self._exchange = scenario.cost.exchange(graph, scenario.workload)
         self._changing = {
@@ -26,7 +29,7 @@ class Durations:
         """Parameter sets that a step changes, by role and name."""
 
     def __call__(self, instruction: Instruction) -> float:
-        """Seconds."""
+        """Return the seconds of an instruction."""
         match instruction:
             case Run(call):
                 return sum(self.terms(call).values())
@@ -41,16 +44,20 @@ class Durations:
                 return 0.0
 
     def terms(self, call: str) -> Mapping[str, float]:
-        """Of a call, by what takes them."""
-        scenario, of = self._scenario, self._scenario.graph.call(call)
+        """Return the seconds of a call by term."""
+        scenario = self._scenario
+        of = self._scenario.graph.call(call)
         return scenario.cost.call(of, scenario.models[of.role], self._plan[call], scenario.workload).terms
 
     def _copy(self, instruction: Load | Offload) -> float:
-        """Between device and host memory. What has not changed need not be copied back."""
-        role, name, placement = instruction.role, instruction.parameter_set, instruction.placement
+        """Seconds of a copy between device and host memory; unchanged parameters need not be copied back."""
+        role = instruction.role
+        name = instruction.parameter_set
+        placement = instruction.placement
         if isinstance(instruction, Offload) and (role, name) not in self._changing:
             return 0.0
-        scenario, model = self._scenario, self._scenario.models[role]
+        scenario = self._scenario
+        model = scenario.models[role]
         if instruction.what == "optimizer":
             size = scenario.memory.kept_state(model, placement)
         else:

@@ -1,4 +1,4 @@
-"""A step to plan: what is computed, with which models, on which devices, at what cost."""
+"""Scenario of a step: graph, models, cluster, workload, cost and memory models."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,9 +12,9 @@ from realrl.program.memory import Stored
 from realrl.program.order import Parts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """All that a plan's time and memory depend on. `models` are by role."""
+    """Inputs of a plan's predicted time and memory; `models` are by role."""
 
     graph: DataflowGraph
     models: Mapping[str, Stored]
@@ -29,6 +29,6 @@ class Scenario:
         return {role: model.part for role, model in self.models.items()}
 
     def on(self, spec: ClusterSpec) -> "Scenario":
-        """The same step on other devices."""
+        """Return the scenario on another cluster."""
         cost = CostModel(spec, self.cost.profile, self.cost.efficiency)
         return replace(self, spec=spec, cost=cost, memory=MemoryModel(spec, self.memory.efficiency))

@@ -17,7 +17,8 @@ def count_flops(call: Call, model: Stored, workload: Workload) -> float:
     work = workload.work(call)
     if call.kind is Kind.GENERATE:
         return work.sequences * _generated(model, work)
-    tokens, squares = work.mean, work.mean_square
+    tokens = work.mean
+    squares = work.mean_square
     operations = _forward(model, tokens, tokens, squares)
     if call.kind is Kind.TRAIN:
         last = model.part.last_layers

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from realrl.families.registry import layer_options, model_tensors
+from realrl.families.registry import find_layer_options, model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Partial, Place
 from realrl.layout.layout import local_tensor
@@ -54,7 +54,7 @@ class LocalSizes:
 
     @cached_property
     def matmul_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(outputs, inputs) of the matmuls of a layer: fused QKV, output, fused gate and up, down."""
+        """Matmuls of a layer as (outputs, inputs): fused QKV, output, fused gate and up, down."""
         hidden = self.shape.hidden_size
         return (
             (self.q_dim + 2 * self.kv_dim, hidden),
@@ -71,7 +71,7 @@ class LocalSizes:
     @cached_property
     def qk_norm(self) -> bool:
         """Whether the heads of queries and keys are normalised."""
-        return layer_options(self.shape).qk_norm
+        return find_layer_options(self.shape).qk_norm
 
     def partial_elements(self, *, sequence_parallel: bool) -> int:
         """Elements of a layer whose gradients TP ranks compute in parts and add up, besides shared key/value

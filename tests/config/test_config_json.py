@@ -69,7 +69,40 @@ def test_rotary_settings_are_read_in_every_style(rope: dict) -> None:
     ],
 )
 def test_unsupported_config_settings_are_refused_in_one_error_message(change: dict, message: str) -> None:
-    config = shape_to_hf(SHAPES["plain"], "lm", "float32", {}) | change
+    check_refused(shape_to_hf(SHAPES["plain"], "lm", "float32", {}) | change, message)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_sliding_window": True}, "use_sliding_window=true is not supported; it must be false"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": None},
+            "rope_type 'yarn' is not",
+        ),
+    ],
+)
+def test_qwen_settings_that_are_not_supported_are_refused(family: str, change: dict, message: str) -> None:
+    check_refused(shape_to_hf(SHAPES[family], "lm", "float32", {}) | change, message)
+
+
+def test_biases_of_qwen3_are_refused() -> None:
+    config = shape_to_hf(SHAPES["qwen3"], "lm", "float32", {}) | {"attention_bias": True}
+    check_refused(config, "attention_bias=true is not supported; it must be false")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_settings_that_a_file_leaves_out_are_those_of_its_class(family: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = {"model_type": family, **sizes, "num_attention_heads": 32}
+    theirs = AutoConfig.for_model(family, **sizes, num_attention_heads=32)
+    assert shape_from_hf(config) == shape_from_hf(theirs.to_dict())
+
+
+def check_refused(config: dict, message: str) -> None:
     with pytest.raises(UserError, match=r"^dir/config\.json: ") as caught:
         shape_from_hf(config, where="dir/config.json")
     assert message in str(caught.value) and "\n" not in str(caught.value)
