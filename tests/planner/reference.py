@@ -11,7 +11,7 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.moves.exchange import ExchangeModel
 from realrl.planner.moves.links import LinkTransfers, ParameterBytes
-from realrl.planner.moves.transfers import Layouts, mixing
+from realrl.planner.moves.transfers import Layouts, name_mixing
 from realrl.planner.simulate.simulator import simulate
 from realrl.planner.space.problem import Assignment, Candidate, Problem
 from realrl.program.instructions import (
@@ -47,7 +47,7 @@ class Walk:
                 return self.candidates[call].seconds
             case Reallocate(role, source, target, into):
                 pair = Layouts.of([source]), Layouts.of([target])
-                name = role if into is None else mixing(into, role)
+                name = role if into is None else name_mixing(into, role)
                 return float(self.problem.transfers.seconds(name, *pair)[0])
             case Receive(_, _, producer, consumer):
                 pair = Layouts.of([self.plan[producer]]), Layouts.of([self.plan[consumer]])
@@ -223,7 +223,7 @@ def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bo
     links = Links(3 * transfer_speed, transfer_speed, 1e-3)
     weights = {role: _weights(rng, p) for role, p in parameters.items()}
     for average in graph.averages:
-        weights[mixing(average.role, average.source)] = weights[average.source][-1:]
+        weights[name_mixing(average.role, average.source)] = weights[average.source][-1:]
     transfers = LinkTransfers(cluster, weights, (links,) * cluster.nodes)
     memory = rng.choice([30.0, 60.0, 1000.0]) * sum(parameters.values()) / cluster.size
     volumes = {(p.name, c.name): rng.choice([0.0, 0.3]) for c in graph.calls for p in producers(graph, c)}

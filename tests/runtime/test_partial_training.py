@@ -16,7 +16,7 @@ from realrl.planner.calibration.comparison import Comparison
 from realrl.program.instructions import Instruction, Load, Reallocate
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
-from realrl.runtime.train import Run
+from realrl.runtime.train import TrainingRun
 from tests.conftest import PPO_CALLS, World, figures
 from tests.runtime.test_offload import prepared
 
@@ -95,7 +95,7 @@ def test_only_what_is_trained_moves_after_an_update(runs: tuple[Path, Path]) -> 
 class Watch:
     """In place of a meter: what roles hold before each instruction that brings nothing."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         self.run, self.held = run, list[int]()
 
     def turn(self) -> None: ...

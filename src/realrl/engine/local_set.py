@@ -13,7 +13,7 @@ from realrl.layout.limits import bucket_count
 
 
 class LocalSet:
-    """A rank's part of a parameter set in one flat buffer, whose memory can be given back and taken again."""
+    """A rank's part of a parameter set in one flat buffer, whose memory can be released and allocated again."""
 
     def __init__(self, layout: Layout, rank: int, dtype: torch.dtype, device: torch.device) -> None:
         """`rank` is global. The buffer is padded so that data-parallel ranks can share out each of its buckets."""
@@ -29,11 +29,11 @@ class LocalSet:
         return self.buffer.data.untyped_storage().nbytes() >= self.buffer.data.nbytes
 
     def free(self) -> None:
-        """Forget the parameters and give back their memory."""
+        """Release the memory of the parameters."""
         free(self.buffer.data)
 
     def allocate(self) -> None:
-        """Take memory for the parameters again; until they are filled in, only padding has a value, zero."""
+        """Allocate memory for the parameters again; until they are filled in, only padding has a value, zero."""
         allocate(self.buffer.data)
         self.buffer.padding.zero_()
         for tensor in self.layout.tensors(self._rank):
@@ -53,11 +53,11 @@ class Parameters:
         return name in self._of
 
     def __getitem__(self, name: str) -> Tensor:
-        """A tensor as a view, in its own shape."""
+        """Find a tensor as a view, in its own shape."""
         return self._of[name][name]
 
     def fused(self, *names: str) -> Tensor:
-        """One view over neighbouring tensors of the same set; see `FlatBuffer.fused`."""
+        """View neighbouring tensors of the same set as one; see `FlatBuffer.fused`."""
         buffer = self._of[names[0]]
         assert all(name in buffer for name in names), f"{names} are not all in one parameter set"
         return buffer.fused(*names)

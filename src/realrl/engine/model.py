@@ -15,7 +15,7 @@ from realrl.engine.parallel import Parallel
 from realrl.engine.pipeline.messages import Pipeline, one_ahead
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import Layout, build_layout
-from realrl.layout.sets import WHOLE, TrainablePart, parameter_sets
+from realrl.layout.sets import WHOLE, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
 from realrl.model.group import Group, alone
 from realrl.model.packing import Packing
@@ -45,7 +45,7 @@ class Model:
         self.part = part
         self.sequence = layout.placement.strategy.sequence_parallel
         self.shard = Shard.of(layout.shape, layout.head, layout.placement, rank)
-        sets = parameter_sets(layout.shape, layout.head, part, trained=True)
+        sets = build_parameter_sets(layout.shape, layout.head, part, trained=True)
         self.sets = {
             name: LocalSet(replace(layout, subset=of.tensors), rank, dtype, device)
             for name, of in sets.items()

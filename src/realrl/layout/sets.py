@@ -30,7 +30,7 @@ class TrainablePart:
         return {BASE: True} if self == TrainablePart() else {BASE: False, TUNED: True}
 
     def updates(self, tensor: TensorSpec, layers: int) -> bool:
-        """Whether training updates a tensor of a model with so many decoder layers."""
+        """Check whether training updates a tensor of a model with so many decoder layers."""
         if tensor.layer is not None:
             return self.last_layers is None or tensor.layer >= layers - self.last_layers
         return tensor.parameter != "embedding" or self == TrainablePart()
@@ -57,10 +57,10 @@ class ParameterSet:
 
 
 @cache
-def parameter_sets(
+def build_parameter_sets(
     shape: ModelShape, head: Head, part: TrainablePart = WHOLE, *, trained: bool
 ) -> Mapping[str, ParameterSet]:
-    """A role's sets by name, in storage order.
+    """Divide a role's tensors into its sets, by name, in storage order.
 
     A role that is not `trained` itself is divided as `part` says, too: it may follow one that is.
     """

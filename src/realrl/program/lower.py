@@ -22,7 +22,7 @@ from realrl.program.instructions import (
     What,
 )
 from realrl.program.order import (
-    Parts,
+    TrainableParts,
     changed_sets,
     changes,
     keys_between,
@@ -69,7 +69,7 @@ def lower(
     plan: Plan,
     homes: Mapping[str, Placement],
     kept: Mapping[str, Sequence[Placement]] | None = None,
-    parts: Parts | None = None,
+    parts: TrainableParts | None = None,
 ) -> list[Program]:
     """Compile one step into one program per rank of the plan's cluster.
 
@@ -98,7 +98,7 @@ def lower_start(
     plan: Plan,
     homes: Mapping[str, Placement],
     kept: Mapping[str, Sequence[Placement]],
-    parts: Parts | None = None,
+    parts: TrainableParts | None = None,
 ) -> list[Program]:
     """Compile one program per rank that makes the kept copies, before the first step."""
     start = _Lowering(DataflowGraph((), ()), plan, homes, kept, parts or {})
@@ -119,7 +119,7 @@ class _Lowering:
         plan: Plan,
         homes: Mapping[str, Placement],
         kept: Mapping[str, Sequence[Placement]],
-        parts: Parts,
+        parts: TrainableParts,
     ) -> None:
         self.graph, self.plan, self.homes, self.kept = graph, plan, homes, kept
         self.parts = parts

@@ -10,7 +10,7 @@ from typing import get_args
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.limits import bucket_count
-from realrl.layout.sets import BASE, WHOLE, ParameterSet, TrainablePart, parameter_sets
+from realrl.layout.sets import BASE, WHOLE, ParameterSet, TrainablePart, build_parameter_sets
 from realrl.plan.placement import ELEMENT_BYTES, Placement, Strategy
 from realrl.program.instructions import Instruction, Load, Offload, Program, Reallocate, Release, What
 from realrl.program.text import name_parameters
@@ -32,7 +32,7 @@ class Stored:
     @property
     def sets(self) -> Mapping[str, ParameterSet]:
         """Its parameter sets by name, in storage order."""
-        return parameter_sets(self.shape, self.head, self.part, trained=self.trained)
+        return build_parameter_sets(self.shape, self.head, self.part, trained=self.trained)
 
     def width(self, strategy: Strategy) -> int:
         """Compute the bytes of a parameter, and of an activation, under a strategy."""

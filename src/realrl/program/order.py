@@ -8,7 +8,7 @@ from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.plan import Plan
 
 Waves = tuple[tuple[Call, ...], ...]
-Parts = Mapping[str, TrainablePart]
+TrainableParts = Mapping[str, TrainablePart]
 """Role -> what training updates of it, which says which parameter sets it has; of other roles, everything."""
 
 
@@ -31,26 +31,26 @@ def changes(graph: DataflowGraph, call: Call) -> tuple[str, ...]:
     return (call.role, *(average.role for average in graph.averages if average.source == call.role))
 
 
-def set_names(role: str, parts: Parts) -> tuple[str, ...]:
-    """Parameter sets of a role, in storage order."""
+def set_names(role: str, parts: TrainableParts) -> tuple[str, ...]:
+    """List the parameter sets of a role, in storage order."""
     return tuple(parts.get(role, WHOLE).sets)
 
 
-def trained_sets(role: str, parts: Parts) -> tuple[str, ...]:
-    """Parameter sets of a role that training it updates."""
+def trained_sets(role: str, parts: TrainableParts) -> tuple[str, ...]:
+    """List the parameter sets of a role that training it updates."""
     return tuple(name for name, updated in parts.get(role, WHOLE).sets.items() if updated)
 
 
-def changed_sets(graph: DataflowGraph, call: Call, role: str, parts: Parts) -> tuple[str, ...]:
-    """Parameter sets of a role that have other values after the call."""
+def changed_sets(graph: DataflowGraph, call: Call, role: str, parts: TrainableParts) -> tuple[str, ...]:
+    """List the parameter sets of a role that have other values after the call."""
     if call.kind is Kind.TRAIN and call.role == role:
         return trained_sets(role, parts)
     follows = [average for average in graph.averages if average.role == role and role in changes(graph, call)]
     return following_sets(follows[0], parts) if follows else ()
 
 
-def following_sets(average: Average, parts: Parts) -> tuple[str, ...]:
-    """Parameter sets in which a role follows another one: without those that stay equal by themselves."""
+def following_sets(average: Average, parts: TrainableParts) -> tuple[str, ...]:
+    """List the parameter sets in which a role follows another one, without those that stay equal by themselves."""
     return (trained_sets if average.same_start else set_names)(average.role, parts)
 
 

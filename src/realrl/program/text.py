@@ -43,7 +43,7 @@ def _keys(text: str) -> tuple[str, ...]:
 
 
 def name_parameters(role: str, parameter_set: str) -> str:
-    """A role's parameter set, as people read it: `actor` for the set `base`, `actor/tuned` for another."""
+    """Name a role's parameter set, as people read it: `actor` for the set `base`, `actor/tuned` for another."""
     return role if parameter_set == BASE else f"{role}/{parameter_set}"
 
 

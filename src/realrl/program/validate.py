@@ -20,7 +20,7 @@ from realrl.program.instructions import (
     ShareLengths,
     What,
 )
-from realrl.program.order import Parts, set_names, trained_sets
+from realrl.program.order import TrainableParts, set_names, trained_sets
 from realrl.program.text import format_instruction, name_parameters
 
 
@@ -76,7 +76,7 @@ class _DryRun:
         homes: Mapping[str, Placement],
         offloaded: Collection[tuple[str, What]],
         kept: Kept,
-        parts: Parts,
+        parts: TrainableParts,
         *,
         copies_there: bool,
     ) -> None:
@@ -178,8 +178,11 @@ class _DryRun:
         return True
 
     def _reallocate(self, instruction: Reallocate) -> None:
-        role, target, into = instruction.role, instruction.target, instruction.into
-        name, owner = instruction.parameter_set, into or role
+        role = instruction.role
+        target = instruction.target
+        into = instruction.into
+        name = instruction.parameter_set
+        owner = into or role
         for r in instruction.source.ranks:
             self._need_parameters(self.ranks[r], role, instruction.source, name)
         if into is not None:
@@ -190,7 +193,8 @@ class _DryRun:
             self.ranks[r].parameters[owner, target.layout, name] = self.versions[owner, name]
 
     def _need_parameters(self, rank: _Rank, role: str, placement: Placement, name: str) -> None:
-        copy, about = (role, placement.layout, name), name_parameters(role, name)
+        copy = (role, placement.layout, name)
+        about = name_parameters(role, name)
         held = rank.parameters.get(copy)
         self._need(rank, held is not None, f"has no parameters of {about} in this layout")
         self._need(rank, held == self.versions[role, name], f"has outdated parameters of {about}")
@@ -199,8 +203,11 @@ class _DryRun:
         )
 
     def _offload(self, rank: _Rank, instruction: Offload | Load) -> None:
-        role, name, what = instruction.role, instruction.parameter_set, instruction.what
-        copy, about = (role, instruction.placement.layout, name), name_parameters(role, name)
+        role = instruction.role
+        name = instruction.parameter_set
+        what = instruction.what
+        copy = (role, instruction.placement.layout, name)
+        about = name_parameters(role, name)
         self._need(rank, copy in rank.parameters, f"has no parameters of {about} in this layout")
         loads = isinstance(instruction, Load)
         already = f"has the {what} of {about} in {'device' if loads else 'host'} memory already"
@@ -289,7 +296,7 @@ def validate(
     homes: Mapping[str, Placement],
     offloaded: Collection[tuple[str, What]] = (),
     kept: Kept | None = None,
-    parts: Parts | None = None,
+    parts: TrainableParts | None = None,
 ) -> None:
     """Dry-run `programs` of a step; ProgramError, with the position of every rank, when they cannot be run.
 
@@ -305,7 +312,7 @@ def validate_start(
     homes: Mapping[str, Placement],
     offloaded: Collection[tuple[str, What]],
     kept: Kept,
-    parts: Parts | None = None,
+    parts: TrainableParts | None = None,
 ) -> None:
     """Dry-run programs that make the kept copies; ProgramError when they cannot be run."""
     empty = DataflowGraph((), ())

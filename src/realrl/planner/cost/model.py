@@ -22,7 +22,7 @@ from realrl.planner.cost.passes import cost_inference, cost_training
 from realrl.planner.cost.timing import Timing
 from realrl.planner.moves.exchange import ExchangeModel, count_exchanged_bytes
 from realrl.planner.moves.links import LinkTransfers, ParameterBytes
-from realrl.planner.moves.transfers import Layouts, mixing
+from realrl.planner.moves.transfers import Layouts, name_mixing
 from realrl.planner.profile.corrections import find_correction
 from realrl.planner.profile.profile import Profile
 from realrl.planner.workload.sizes import LocalSizes
@@ -114,7 +114,7 @@ class CostModel:
         for call, average in product(graph.calls, graph.averages):
             if average.role in changes(graph, call):
                 names = changed_sets(graph, call, average.role, parts)
-                moving[mixing(average.role, average.source)] = weights(average.source, names)
+                moving[name_mixing(average.role, average.source)] = weights(average.source, names)
         return LinkTransfers(self.spec.cluster, moving, self._node_links)
 
     def exact_reallocation(

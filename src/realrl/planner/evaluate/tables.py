@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.planner.moves.transfers import Floats, Ints, Layouts, TransferTable, mixing
+from realrl.planner.moves.transfers import Floats, Ints, Layouts, TransferTable, name_mixing
 from realrl.planner.space.problem import Candidate, Problem
 from realrl.program.order import changes, length_calls, producers
 
@@ -80,7 +80,9 @@ class Tables:
         """Other calls of a call's role."""
         self.ema_updates = [
             EmaUpdate(
-                c, self.home[r], self._table(self.home[c], self.home[r], mixing(average.role, average.source))
+                c,
+                self.home[r],
+                self._table(self.home[c], self.home[r], name_mixing(average.role, average.source)),
             )
             for c, call in enumerate(self.calls)
             for average in graph.averages

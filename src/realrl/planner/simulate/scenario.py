@@ -9,7 +9,7 @@ from realrl.planner.cost.model import CostModel
 from realrl.planner.memory.model import MemoryModel
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
-from realrl.program.order import Parts
+from realrl.program.order import TrainableParts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,8 @@ class Scenario:
     memory: MemoryModel
 
     @property
-    def parts(self) -> Parts:
-        """What training updates of each role."""
+    def parts(self) -> TrainableParts:
+        """Part of each role that training updates."""
         return {role: model.part for role, model in self.models.items()}
 
     def on(self, spec: ClusterSpec) -> "Scenario":

@@ -9,7 +9,7 @@ from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Partial, Place
 from realrl.layout.layout import local_tensor
 from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
-from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, parameter_sets
+from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
 
 
@@ -83,11 +83,13 @@ class LocalSizes:
     @cached_property
     def sets(self) -> Mapping[str, "SetSizes"]:
         """Elements of each parameter set."""
-        found = parameter_sets(self.shape, self.head, self.part, trained=True)
+        found = build_parameter_sets(self.shape, self.head, self.part, trained=True)
         return {name: self._set_sizes(of) for name, of in found.items()}
 
     def _set_sizes(self, of: ParameterSet) -> "SetSizes":
-        layer, embedding, end = [0] * self.tp, [0] * self.tp, [0] * self.tp
+        layer = [0] * self.tp
+        embedding = [0] * self.tp
+        end = [0] * self.tp
         for spec in of.tensors:
             if spec.layer is not None and spec.layer != of.layers[0]:
                 continue  # all layers are alike
@@ -135,7 +137,7 @@ class SetSizes:
     tied: bool
 
     def stage_layers(self, pp: int) -> tuple[int, ...]:
-        """Layers of the set on each stage of a pipeline."""
+        """Count the layers of the set on each stage of a pipeline."""
         stages = stage_layers(self.layers_of_model, pp)
         return tuple(sum(layer in stage for layer in self.layers) for stage in stages)
 

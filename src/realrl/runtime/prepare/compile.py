@@ -17,7 +17,7 @@ from realrl.plan.presets import SEARCH, make_plan
 from realrl.program.instructions import Program
 from realrl.program.lower import home_placements, kept_copies, lower, lower_start, offloaded
 from realrl.program.memory import Memory, Stored
-from realrl.program.order import Parts
+from realrl.program.order import TrainableParts
 from realrl.program.validate import validate, validate_start
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import HEADS, ModelConfig, TrainedModelConfig
@@ -68,10 +68,10 @@ def models(experiment: Experiment) -> dict[str, ModelConfig]:
     return {role: getattr(experiment.models, role) for role in type(experiment.models).model_fields}
 
 
-def trainable_parts(
+def find_trainable_parts(
     configs: Mapping[str, ModelConfig], averages: Iterable[Average]
 ) -> dict[str, TrainablePart]:
-    """What training updates of every role; a role that follows another is divided like it."""
+    """Find what training updates of every role; a role that follows another is divided like it."""
     parts = {
         role: TrainablePart(config.trainable_layers, config.freeze_embeddings)
         if isinstance(config, TrainedModelConfig)
@@ -89,7 +89,7 @@ def stored_models(
     UserError where more layers are to be trained than there are.
     """
     configs = models(experiment)
-    parts = trainable_parts(configs, graph.averages)
+    parts = find_trainable_parts(configs, graph.averages)
     for role, shape in shapes.items():
         layers = parts[role].last_layers
         if layers is not None and layers > shape.layers:
@@ -129,7 +129,7 @@ def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None =
     homes = home_placements(graph, plan)
     kept = kept_copies(graph, plan, homes)
     _check_batch(experiment, graph, plan)
-    parts = trainable_parts(models(experiment), graph.averages)
+    parts = find_trainable_parts(models(experiment), graph.averages)
     start = lower_start(plan, homes, kept, parts)
     validate_start(start, homes, offloaded(plan), kept, parts)
     train, evaluation, eval_graph = (
@@ -164,7 +164,7 @@ def _phase(
     plan: Plan,
     homes: Mapping[str, Placement],
     kept: Mapping[str, tuple[Placement, ...]],
-    parts: Parts,
+    parts: TrainableParts,
 ) -> Phase:
     homes = {role: homes[role] for role in graph.roles}
     kept = {role: kept[role] for role in graph.roles if role in kept}

@@ -22,7 +22,7 @@ from realrl.families.tensors import TensorSpec
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.routing.chunks import group_tensors
 from realrl.layout.routing.routes import reallocate
-from realrl.layout.sets import parameter_sets
+from realrl.layout.sets import build_parameter_sets
 from realrl.model.group import Group
 from realrl.model.init import initialise
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -31,7 +31,7 @@ from realrl.program.instructions import Load, Offload, Reallocate, Release
 from realrl.program.order import following_sets, trained_sets
 from realrl.program.text import name_parameters
 from realrl.recipe.model import HEADS, ModelConfig, TrainedModelConfig
-from realrl.runtime.prepare.compile import trainable_parts
+from realrl.runtime.prepare.compile import find_trainable_parts
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.reallocation import Reallocator, Staging
 
@@ -79,7 +79,7 @@ class Roles:
                 raise UserError(
                     f"models.{average.role} cannot follow models.{average.source}: their sizes differ"
                 )
-        self._parts = trainable_parts(configs, averages)
+        self._parts = find_trainable_parts(configs, averages)
         following = {average.role: following_sets(average, self._parts) for average in averages}
         trained = [role for role, config in configs.items() if isinstance(config, TrainedModelConfig)]
         changed = {role: trained_sets(role, self._parts) for role in trained} | following
@@ -155,7 +155,7 @@ class Roles:
         shape, head = self.shapes[role], HEADS[role]
         if parameter_set is None:
             return build_layout(shape, head, placement)
-        sets = parameter_sets(shape, head, self._parts[role], trained=True)
+        sets = build_parameter_sets(shape, head, self._parts[role], trained=True)
         return build_layout(shape, head, placement, sets[parameter_set].tensors)
 
     def _dtype(self, role: str, placement: Placement) -> torch.dtype:
@@ -173,8 +173,12 @@ class Roles:
 
     def reallocate(self, instruction: Reallocate) -> None:
         """Reallocate a parameter set of the role to the target ranks, or mix it into that of another role."""
-        role, source, target = instruction.role, instruction.source, instruction.target
-        name, into, rank = instruction.parameter_set, instruction.into or role, self._process.rank
+        role = instruction.role
+        source = instruction.source
+        target = instruction.target
+        name = instruction.parameter_set
+        into = instruction.into or role
+        rank = self._process.rank
         key = (role, source.layout, into, target.layout, name)
         if key not in self._reallocators:
             self._reallocators[key] = self._reallocator(instruction)
