@@ -1,5 +1,6 @@
 """Shard sizes of a model on one TP rank."""
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -74,8 +75,10 @@ class LocalSizes:
         return find_layer_options(self.shape).qk_norm
 
     def partial_elements(self, *, sequence_parallel: bool) -> int:
-        """Elements of a layer whose gradients TP ranks compute in parts and add up, besides shared key/value
-        heads."""
+        """Count the elements of a layer whose gradients TP ranks compute in parts and add up.
+
+        Shared key/value heads are not among them.
+        """
         partial = {Partial.TENSOR_PARALLEL} | ({Partial.SEQUENCE_PARALLEL} if sequence_parallel else set())
         specs = model_tensors(self.shape.model_copy(update={"layers": 1}), self.head)
         return sum(spec.numel for spec in specs if spec.layer == 0 and spec.partial_gradient in partial)
@@ -139,7 +142,9 @@ class SetSizes:
     def stage_layers(self, pp: int) -> tuple[int, ...]:
         """Count the layers of the set on each stage of a pipeline."""
         stages = stage_layers(self.layers_of_model, pp)
-        return tuple(sum(layer in stage for layer in self.layers) for stage in stages)
+        return tuple(
+            bisect_left(self.layers, stage.stop) - bisect_left(self.layers, stage.start) for stage in stages
+        )
 
     def stage_elements(self, pp: int) -> tuple[int, ...]:
         """Compute the elements that each pipeline stage stores on its largest rank."""
