@@ -35,7 +35,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, grad_clip=None)
 def opened(path: str, head: Head) -> Model:
     shape = huggingface.read_shape(path)
     model = whole_model(shape, head, dtype=torch.float32, device=torch.device("cpu"))
-    huggingface.load(path, model.layout.specs, model.parameters)
+    huggingface.load(path, shape, model.layout.specs, model.parameters)
     return model
 
 

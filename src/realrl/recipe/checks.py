@@ -20,7 +20,7 @@ def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
         model, update = getattr(models, role), {}
         if of.weights_from is not None and not model.has_source:
             source = getattr(models, of.weights_from)
-            update = {name: getattr(source, name) for name in ("path", "shape", "tokenizer")}
+            update = {name: getattr(source, name) for name in ("path", "family", "shape", "tokenizer")}
         dtype_from = of.dtype_from or of.weights_from
         if dtype_from is not None and "dtype" not in model.model_fields_set:
             update["dtype"] = getattr(models, dtype_from).dtype

@@ -15,8 +15,9 @@ from realrl.engine.model import Model
 from realrl.engine.offload import Offloadable
 from realrl.engine.parallel import parallel
 from realrl.engine.training.trainer import Trainer
+from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import TensorSpec, model_tensors
+from realrl.families.tensors import TensorSpec
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.routing.chunks import group_tensors
 from realrl.layout.routing.routes import reallocate
@@ -38,7 +39,7 @@ def role_shape(config: ModelConfig) -> ModelShape:
     if config.shape is not None:
         return config.shape
     assert config.path is not None, "a recipe names a path or a shape"
-    return huggingface.read_shape(config.path)
+    return huggingface.read_shape(config.path, config.family)
 
 
 class Roles:
@@ -93,7 +94,7 @@ class Roles:
         config = self._configs[role]
         if config.path is None:
             return []
-        missing = huggingface.check(config.path, self._specs(role))
+        missing = huggingface.check(config.path, self.shapes[role], self._specs(role))
         if missing and not isinstance(config, TrainedModelConfig):
             raise UserError(
                 f"models.{role}.path={config.path} is no sequence classifier: it has no tensor {missing[0]}"
@@ -119,7 +120,7 @@ class Roles:
         regions = {local.region.tensor: local.region for local in model.layout.tensors(model.rank)}
         missing = [tensor.name for tensor in tensors]
         if config.path is not None:
-            missing = huggingface.load(config.path, tensors, model.parameters, regions)
+            missing = huggingface.load(config.path, model.shape, tensors, model.parameters, regions)
         absent = [tensor for tensor in tensors if tensor.name in missing and tensor.name in regions]
         initialise(model.parameters, absent, model.shape, seed, regions)
         if isinstance(config, TrainedModelConfig):

@@ -9,8 +9,9 @@ from operator import itemgetter
 import torch
 
 from realrl.engine.model import Model
+from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import TensorSpec, model_tensors
+from realrl.families.tensors import TensorSpec
 from realrl.layout.padding import DENSE_LENGTH
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
 from realrl.planner.profile.profile import LayerKind, Measurement
