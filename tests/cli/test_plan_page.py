@@ -147,7 +147,12 @@ REPORTS = {
                 nodes=1, devices=8, estimate=None, gap=None, refused="is too small", price_per_hour=None
             ),
             SizeReport(
-                nodes=2, devices=16, estimate=ppo_report().chosen, gap=0.1, refused=None, price_per_hour=None
+                nodes=2,
+                devices=16,
+                estimate=ppo_report().chosen,
+                gap=0.1,
+                refused=None,
+                price_per_hour=None,
             ),
         ),
     ),

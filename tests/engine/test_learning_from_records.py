@@ -35,7 +35,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, grad_clip=None)
 def opened(path: str, head: Head) -> Model:
     shape = huggingface.read_shape(path)
     model = whole_model(shape, head, dtype=torch.float32, device=torch.device("cpu"))
-    huggingface.load(path, model.layout.specs, model.parameters)
+    huggingface.load(path, shape, model.layout.specs, model.parameters)
     return model
 
 
@@ -46,7 +46,13 @@ def test_the_loss_of_a_conversation_is_that_of_transformers_on_its_answers(
     tokenizer.chat_template = TEMPLATE
     source = write_jsonl(tmp_path / "data.jsonl", [{"messages": MESSAGES}])
     data = Dataset.load(
-        source, ("tokens", "loss_mask"), tokenizer, DataConfig(train=source), 1, (tokenizer.eos_token_id,)
+        source,
+        "answer",
+        ("tokens", "loss_mask"),
+        tokenizer,
+        DataConfig(train=source),
+        1,
+        (tokenizer.eos_token_id,),
     )
 
     labels: list[int] = []

@@ -30,6 +30,7 @@ GROUPED = ModelShape(
     vocab_size=3000, hidden_size=256, intermediate_size=700, layers=4, heads=8, kv_heads=2, head_dim=32
 )
 TIED = GROUPED.model_copy(update={"vocab_size": 20000, "tied_embeddings": True})
+NORMED = GROUPED.model_copy(update={"family": "qwen3", "head_dim": 48})
 WIDE = ModelShape(
     vocab_size=1000, hidden_size=384, intermediate_size=1100, layers=2, heads=6, kv_heads=6, head_dim=64
 )
@@ -87,6 +88,8 @@ ONE_RANK = {
     "grouped-long-bfloat16": (GROUPED, 2, LONG),
     "tied": (TIED, 4, EVEN),
     "tied-bfloat16": (TIED, 2, EVEN),
+    "norms-of-heads": (NORMED, 4, EVEN),
+    "norms-of-heads-bfloat16": (NORMED, 2, LONG),
     "wide-short": (WIDE, 4, SHORT),
     "wide-short-bfloat16": (WIDE, 2, SHORT),
 }

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from realrl.algorithms.graphs import build_graph
 from realrl.cli.app import run_app
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.calibration.calibrate import calibrate_profile
@@ -16,6 +15,7 @@ from realrl.planner.cost.model import CostModel
 from realrl.planner.profile.profile import Profile
 from realrl.program.instructions import Load, Run
 from realrl.program.memory import Memory
+from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
 from realrl.runtime.measure.allocations import Allocations, count_allocations
 from realrl.runtime.measure.step_timer import StepTimer, StepTimes, TimedSpan, estimate_offset
@@ -237,7 +237,7 @@ def test_a_prediction_that_fails_costs_no_run(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("nothing by nothing")
 
-    monkeypatch.setattr("realrl.runtime.measure.compare.estimate", fail)
+    monkeypatch.setattr("realrl.runtime.measure.compare.estimate_plan", fail)
     costs = Comparison.load(run(world, "sft", tmp_path))
     assert costs.predicted_step_seconds is None and costs.step.steps == 4
     error = capsys.readouterr().err

@@ -11,6 +11,7 @@ from realrl.config.errors import UserError
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.model import Model
 from realrl.engine.offload import Offloadable
+from realrl.families.registry import model_tensors
 from realrl.plan.cluster import Cluster
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
@@ -135,9 +136,10 @@ def test_layouts_offloading_and_averages_do_not_change_learning(runs: tuple[Path
 def test_a_sharded_model_is_saved_whole(runs: tuple[Path, Path], name: str) -> None:
     def saved(run: Path) -> FlatBuffer:
         head = "lm" if name == "final" else "scalar"
-        tensors = huggingface.model_tensors(huggingface.read_shape(run / name), head)
+        shape = huggingface.read_shape(run / name)
+        tensors = model_tensors(shape, head)
         buffer = FlatBuffer(tensors, torch.float32, "cpu")
-        assert huggingface.load(run / name, tensors, buffer) == []
+        assert huggingface.load(run / name, shape, tensors, buffer) == []
         return buffer
 
     alone, mixed = map(saved, runs)

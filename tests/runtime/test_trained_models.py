@@ -21,7 +21,7 @@ TEXTS = [sentence(i, mood) for i in range(25) for mood in ("good", "bad")]
 def load(path: Path, head: Head) -> Model:
     shape = huggingface.read_shape(path)
     model = whole_model(shape, head, dtype=torch.float32, device=torch.device("cpu"))
-    assert huggingface.load(path, model.layout.specs, model.parameters) == []
+    assert huggingface.load(path, model.shape, model.layout.specs, model.parameters) == []
     return model
 
 

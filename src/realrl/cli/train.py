@@ -46,12 +46,13 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
     An interruption learns what has been saved; nothing half written is left. Yields a function for the run's
     directory, None as long as the run has not made it.
     """
-    from realrl.algorithms.graphs import build_graph
+    from realrl.recipe.graphs import build_graph
     from realrl.runtime.output.rundir import RunDirectory
     from realrl.runtime.output.saved import find_saved, remove_partial
     from realrl.runtime.processes.environment import is_writer
 
-    directory, graph = RunDirectory(experiment.run_dir), build_graph(experiment)
+    directory = RunDirectory(experiment.run_dir)
+    graph = build_graph(experiment)
     before = directory.mark()
 
     def run_dir() -> Path | None:
@@ -98,7 +99,8 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     if cluster.size == 1:
         return None
     check_local(cluster)
-    here, plan = ask_machine(experiment.device), None
+    here = ask_machine(experiment.device)
+    plan = None
     check_kind(experiment, cluster, here)
     if compiled is None:
         plan = cached_plan(experiment, search_spec(experiment, cluster, here), partial(typer.echo, err=True))

@@ -65,7 +65,9 @@ class _Brief(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel, self.maxdict, self.maxlist, self.maxtuple = 2, 3, 3, 3
-        self.maxstring, self.maxlong, self.maxother = _LONG, 40, 60
+        self.maxstring = _LONG
+        self.maxlong = 40
+        self.maxother = 60
 
     def repr1(self, x: Any, level: int) -> str:
         if isinstance(x, date):
@@ -84,15 +86,14 @@ def section_class(field: FieldInfo) -> type[Settings] | None:
     return None
 
 
-def explain(error: ValidationError, cls: type[Settings], *, skip: int = 0) -> str:
+def explain(error: ValidationError, cls: type[Settings]) -> str:
     """Describe the first error to fix, and how many others there are.
 
-    cls: what was being validated; suggestions come from its fields. skip: parts at the start of every
-    location that are not keys.
+    cls: what was being validated; suggestions come from its fields.
     """
     # A misspelt key often also shows up as a missing one; the spelling is what has to be fixed.
     errors = sorted(error.errors(), key=lambda e: e["type"] not in ("extra_forbidden", "invalid_key"))
-    message = _message(errors[0], errors[0]["loc"][skip:], cls)
+    message = _message(errors[0], errors[0]["loc"], cls)
     others = len(errors) - 1
     return message if not others else f"{message} (and {others} more mistake{'s' if others > 1 else ''})"
 
@@ -108,7 +109,9 @@ def _message(error: ErrorDetails, location: tuple[int | str, ...], cls: type[Set
 
 def _describe_problem(error: ErrorDetails, location: tuple[int | str, ...], cls: type[Settings]) -> str:
     """Describe the problem at a location, without the location."""
-    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    kind = error["type"]
+    value = error["input"]
+    context = error.get("ctx", {})
     if kind == "extra_forbidden":
         return "; ".join(filter(None, ("unknown key", _suggestion(location, cls))))
     if kind == "missing":

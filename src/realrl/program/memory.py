@@ -132,8 +132,7 @@ class Memory:
             if (role, placement.layout) not in self._layouts:
                 stored = self.stored[role]
                 self._layouts[role, placement.layout] = build_layout(stored.shape, stored.head, placement)
-            stored_here = [t.stored for t in self._layouts[role, placement.layout].tensors(rank)]
-            elements = sum(tensor.numel for tensor in stored_here)
+            elements = sum(tensor.numel for tensor in self._layouts[role, placement.layout].tensors(rank))
             multiple = placement.strategy.dp * bucket_count(elements)
             self._numbers[key] = -(-elements // multiple) * multiple
         return self._numbers[key]

@@ -79,7 +79,7 @@ def length_calls(graph: DataflowGraph, key: str) -> tuple[str, ...]:
 
 
 def _ordered(graph: DataflowGraph, plan: Plan, first: Call, second: Call) -> bool:
-    """Whether `second`, which comes later in the graph's order, must wait for `first`."""
+    """Check whether `second`, which comes later in the graph's order, must wait for `first`."""
     return (
         first in graph.dependencies(second)
         or plan[first.name].mesh.overlaps(plan[second.name].mesh)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from realrl.dataflow.call import Kind
+from realrl.dataflow.call import Call, Kind
+from realrl.dataflow.graph import DataflowGraph
 from realrl.planner.calibration.comparison import Comparison
 from realrl.planner.calibration.coverage import describe_times
 from realrl.planner.profile.profile import Profile
@@ -23,9 +24,9 @@ from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.store import Store
 
 KEPT_LENGTHS = 1 << 13
-"""Lengths kept of a run: the last ones, so that memory, and what ranks tell each other, stay bounded."""
+"""Maximum lengths kept of a run, the latest ones, so that memory and messages stay bounded."""
 _REST = 100
-"""Times as long as a comparison takes is nothing compared: ranks wait for the one that does."""
+"""Ratio of the time between comparisons to the time of one: ranks wait for the writer during a comparison."""
 
 
 class Costs:
@@ -40,22 +41,22 @@ class Costs:
         profile: Profile | None,
         say: Callable[[str], None],
     ) -> None:
-        """`profile` is for the prediction. `say` is told why there is none, if there should be."""
+        """`profile` is for the prediction. `say` is called with the reason where there is no prediction."""
         self._experiment, self._compiled, self._process = experiment, compiled, process
         self._roles, self._profile, self._say = roles, profile, say
         self.timer = StepTimer(process.device, held=roles.held, staged=roles.staged)
         self.spec = spec_of(experiment, compiled.train.plan.cluster, process.gpu or "cpu")
-        """The devices; None where the planner does not know their kind."""
+        """Devices of the run; None where the planner does not know their kind."""
         phase = compiled.train
-        self._source = phase.plan[phase.graph.order[0].name].heads[0]
+        self._source = phase.plan[_lengths_call(phase.graph).name].heads[0]
         self._prompts, self._answers = deque[int](maxlen=KEPT_LENGTHS), deque[int](maxlen=KEPT_LENGTHS)
         self._log = TimingLog()
         self._next = 0.0
-        """When the next comparison may be made."""
+        """Time from which the next comparison may be made."""
 
     @property
     def source(self) -> str | None:
-        """Where predicted times come from; None where there are none and no profile that they should come from."""
+        """Source of predicted times; None where there are none and no profile that they should come from."""
         path, graph = str(self._experiment.profile), self._compiled.train.graph
         if self.spec is None and self._profile is None:
             return None
@@ -75,8 +76,11 @@ class Costs:
             self._answers.extend(answers)
 
     def collect(self, *, last: bool) -> Comparison | None:
-        """All steps so far, on the rank that writes; None elsewhere, where there are none, and too soon after the
-        time before, unless this is the `last`. All ranks call this together."""
+        """Compare all steps so far with the prediction, on the rank that writes; None elsewhere.
+
+        Also None where there are no steps, and too soon after the time before, unless this is the `last`. All ranks
+        call this together.
+        """
         offsets = measure_clock_offsets(self._process, self._compiled.train.plan.cluster.nodes)
         mine = (self.timer.take(), self.timer.reserved, list(self._prompts), list(self._answers))
         everyone = self._process.gather(mine)
@@ -103,7 +107,7 @@ class Costs:
         return comparison
 
     def _compare(self, info: RunInfo) -> Comparison:
-        """Without a prediction where that fails: by now it must not cost anybody a run."""
+        """Compare, without a prediction where that fails: by now it must not cost anybody a run."""
         try:
             return compare(info, self._profile, self._log)
         except Exception as error:
@@ -112,13 +116,21 @@ class Costs:
         return compare(replace(info, spec=None), None, self._log)
 
 
+def _lengths_call(graph: DataflowGraph) -> Call:
+    """The call whose lengths say how long prompts and answers are: the one that generates, else the first."""
+    return next((call for call in graph.order if call.kind is Kind.GENERATE), graph.order[0])
+
+
 def lengths(store: Store) -> tuple[list[int], list[int]]:
-    """Tokens of prompts and of answers after a step, on a rank that knows them: the first head of the first call.
-    Where nothing is generated, tokens of whole sequences, and no answers."""
+    """Find the tokens of prompts and of answers after a step, on a rank that knows them.
+
+    That is the first output rank of the call that generates. Where nothing is generated, tokens of whole sequences,
+    and no answers.
+    """
     graph = store.graph
-    first = graph.order[0]
-    prompts = [length for key in first.work for length in store.lengths[key]]
-    if first.kind is not Kind.GENERATE:
+    call = _lengths_call(graph)
+    prompts = [length for key in call.work for length in store.lengths[key]]
+    if call.kind is not Kind.GENERATE:
         return prompts, []
-    made = next(key for key in first.outputs if graph.keys[key].length == "own")
+    made = next(key for key in call.outputs if graph.keys[key].length == "own")
     return prompts, [whole - prompt for whole, prompt in zip(store.lengths[made], prompts, strict=True)]

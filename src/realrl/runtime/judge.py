@@ -1,4 +1,4 @@
-"""The user's judge: a function of theirs that rates completions, and what it may do wrong."""
+"""User's judge: a Python function that rates completions, and errors it may cause."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from realrl.config.user_code import UserCode
 
 
 class Judge:
-    """The function that `training.judge` names, called and checked."""
+    """Function that `training.judge` names, called and checked."""
 
     def __init__(self, reference: str) -> None:
         """`reference` is `FILE.py:FUNCTION` or `package.module:FUNCTION`; UserError where there is no such
@@ -25,7 +25,7 @@ class Judge:
         self._function: Callable[[list[str]], Any] = function
 
     def rate(self, completions: Sequence[str]) -> list[float]:
-        """A finite number for each completion; UserError where the function fails, or gives anything else."""
+        """Rate completions with a finite number each; UserError where the function fails or returns else."""
         with self._code.errors("raised"):
             # What it gives may be a generator, and then this runs the function.
             given = self._function(list(completions))
@@ -54,7 +54,7 @@ class Judge:
 
 
 def _shown(value: Any) -> str:
-    """A wrong value, as an error message shows it."""
+    """Format a wrong value for an error message."""
     if value is None or isinstance(value, Number):
         return str(value)
     text = repr(value)

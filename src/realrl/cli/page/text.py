@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from realrl.config.units import format_bytes
 from realrl.families.published import SHAPES
-from realrl.families.tensors import model_tensors
+from realrl.families.registry import model_tensors
 from realrl.plan.placement import Placement
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.simulate.estimate import DeviceMemory
@@ -91,8 +91,11 @@ def format_batch(scenario: "Scenario") -> str:
         records = f"{format_count_of(workload.items, 'record')} of {each} sequences"
         sequences = format_count_of(workload.items, "sequence") if each == 1 else records
         return f"{sequences} of {_lengths(workload.prompts)} tokens"
-    prompts, answers = _lengths(workload.prompts), _lengths(workload.answers)
-    return f"{format_count_of(workload.items, 'prompt')} of {prompts} tokens, answers of {answers}"
+    prompts = _lengths(workload.prompts)
+    answers = _lengths(workload.answers)
+    count = format_count_of(workload.items // workload.samples, "prompt")
+    samples = f"{workload.samples} answers each" if workload.samples > 1 else "answers"
+    return f"{count} of {prompts} tokens, {samples} of {answers}"
 
 
 def _lengths(lengths: Sequence[int]) -> str:

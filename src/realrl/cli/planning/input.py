@@ -11,8 +11,8 @@ from realrl.config.files import check_file
 from realrl.config.json_file import read_json
 from realrl.config.paths import local_path
 from realrl.config.units import parse_bytes
-from realrl.config.words import join
-from realrl.families.shape import TRAINABLE
+from realrl.families.config_json import describe_untrainable
+from realrl.families.registry import find_family
 
 if TYPE_CHECKING:
     from realrl.planner.cluster.spec import ClusterSpec
@@ -54,7 +54,7 @@ def _check_lengths(lengths: Lengths, experiment: "Experiment") -> None:
 
     Answers may be longer: generation cuts them off.
     """
-    generates = hasattr(experiment, "generation")
+    generates = experiment.spec.generation is not None
     name = "max_prompt_tokens" if generates else "max_tokens"
     most = getattr(experiment.data, name)
     for tokens in lengths.prompts or ():
@@ -98,7 +98,8 @@ def choose_devices(cluster: str | None, experiment: "Experiment") -> tuple["Clus
     from realrl.runtime.prepare.devices import spec_of, with_memory
 
     if cluster is not None:
-        named, memory = ClusterSpec.parse(cluster), experiment.device_memory
+        named = ClusterSpec.parse(cluster)
+        memory = experiment.device_memory
         return named if memory is None else with_memory(named, parse_bytes(memory)), ""
     on_cpus = experiment.model_copy(update={"device": "cpu"})
     spec = spec_of(on_cpus, written_cluster(experiment.cluster) or Cluster(1, 1))
@@ -130,11 +131,9 @@ def read_scenario(
 
 def _not_trainable(scenario: "Scenario") -> str:
     """Write a note on models of families that can only be planned for; empty where there are none."""
-    families = {model.shape.family for model in scenario.models.values()} - set(TRAINABLE)
-    if not families:
-        return ""
-    names = join(sorted(families))
-    return f"models of family {names} can be planned for and not trained yet (trained are: {', '.join(TRAINABLE)})"
+    families = {model.shape.family for model in scenario.models.values()}
+    refused = sorted(family for family in families if not find_family(family).trainable)
+    return describe_untrainable(*refused) if refused else ""
 
 
 def parse_objective(text: str) -> "Objective":

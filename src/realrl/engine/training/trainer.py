@@ -42,7 +42,7 @@ class Trainer:
             config,
             parallel.data,
             everyone=parallel.everyone,
-            owned={tensor.name: owned(model, tensor.name) for tensor in parameters.tensors},
+            owned={tensor.name: owned(model, tensor) for tensor in parameters.tensors},
         )
         self._early = None if needs_completion(model) else EarlyReduce(model, self.gradients, self.optimizer)
         self.memory = Offloadable(self.optimizer.kept, [self.gradients.data, *self.optimizer.scratch])

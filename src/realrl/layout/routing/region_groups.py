@@ -8,7 +8,7 @@ from itertools import pairwise, product
 from math import prod
 from operator import add, le
 
-from realrl.families.tensors import TensorSpec
+from realrl.families.tensors import Partition, TensorSpec
 from realrl.layout.layout import Layout, local_tensor
 from realrl.layout.region import Region
 
@@ -16,6 +16,10 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size of a region; the context names its tensor."""
 _Atom = tuple[Box, tuple[int, ...], tuple[int, ...]]
 """A box that neither layout cuts, and the TP ranks that hold it in the source and in the target."""
+
+
+_Kind = tuple[Partition | None, tuple[int, ...]]
+"""How a tensor is cut, and its shape."""
 
 
 @dataclass
@@ -57,7 +61,8 @@ class RegionGroup:
             return self.elements
         index = bisect_right(self.starts, position) - 1
         _, (_, size) = self.boxes[index]
-        row, start = prod(size[1:]), self.starts[index]
+        row = prod(size[1:])
+        start = self.starts[index]
         return start + round((position - start) / row) * row
 
     def pieces(self, begin: int, end: int) -> Iterator[Region]:
@@ -67,24 +72,25 @@ class RegionGroup:
             if start >= end:
                 return
             row = prod(size[1:])
-            first, last = max(begin - start, 0) // row, min((end - start) // row, size[0])
+            first = max(begin - start, 0) // row
+            last = min((end - start) // row, size[0])
             yield Region(tensor, (offset[0] + first, *offset[1:]), (last - first, *size[1:]))
 
 
 def group_regions(source: Layout, target: Layout) -> list[RegionGroup]:
     """Group all regions of a model, cut wherever either layout cuts, by their holders and targets.
 
-    Tensors that differ only in the layer they belong to are cut alike, so each kind of tensor is cut once.
+    Tensors of one shape and partition are cut alike, so each kind of tensor is cut once.
     """
     groups: dict[tuple[tuple[int, ...], tuple[int, ...]], RegionGroup] = {}
     source_ranks = cache(partial(_ranks, source))
     target_ranks = cache(partial(_ranks, target))
-    atoms: dict[str, list[_Atom]] = {}
+    atoms: dict[_Kind, list[_Atom]] = {}
     boxes_by_stage: dict[
-        tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[Box, int, RegionGroup]]
+        tuple[_Kind, tuple[int, ...], tuple[int, ...]], list[tuple[Box, int, RegionGroup]]
     ] = {}
     for spec, before, after in zip(source.specs, source.stages, target.stages, strict=True):
-        kind = spec.name if spec.layer is None else spec.name.split(".", 3)[3]
+        kind = (spec.partition, spec.shape)
         if kind not in atoms:
             atoms[kind] = list(_atoms(_shards(source, spec), _shards(target, spec)))
         if (kind, before, after) not in boxes_by_stage:
@@ -118,7 +124,8 @@ def _atoms(source: list[tuple[Box, int]], target: list[tuple[Box, int]]) -> Iter
         for d in range(len(source[0][0][0]))
     ]
     for corner in product(*(pairwise(line) for line in edges)):
-        low, high = tuple(a for a, _ in corner), tuple(b for _, b in corner)
+        low = tuple(a for a, _ in corner)
+        high = tuple(b for _, b in corner)
         size = tuple(b - a for a, b in corner)
         yield (low, size), _covering(source, low, high), _covering(target, low, high)
 

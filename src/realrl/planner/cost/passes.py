@@ -103,8 +103,9 @@ def _cost_partial_gradients(context: CallContext) -> float:
     network = context.network
     shape = context.timing.sizes.shape
     seconds = 0.0
-    if context.strategy.sequence_parallel:
-        seconds += 2 * max(context.layers) * network.tp_group.all_reduce(4 * shape.hidden_size)
+    partial = sizes.partial_elements(sequence_parallel=context.strategy.sequence_parallel)
+    if partial:
+        seconds += network.tp_group.all_reduce(4 * max(context.layers) * partial)
     if sizes.shares_kv_heads:
         keys = 4 * shape.kv_heads * shape.head_dim * shape.hidden_size
         seconds += 2 * max(context.layers) * network.tp_group.all_reduce(keys)

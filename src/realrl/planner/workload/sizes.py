@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from realrl.families.registry import find_layer_options, model_tensors
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import model_tensors
+from realrl.families.tensors import Partial, Place
 from realrl.layout.layout import local_tensor
 from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
 from realrl.layout.shard import Shard
@@ -65,41 +66,51 @@ class LocalSizes:
         return self._shards[0].shares_keys
 
     @cached_property
-    def _elements(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Stored elements by TP rank: of a layer, the embedding table, the final norm, and the head."""
-        found: tuple[list[int], list[int], list[int], list[int]] = ([], [], [], [])
-        few = self.shape.model_copy(update={"layers": 1, "tied_embeddings": False})
-        for t in range(self.tp):
-            sums = [0, 0, 0, 0]
-            for spec in model_tensors(few, self.head):
-                name = spec.name.split(".")[-2]
-                place = 0 if spec.layer == 0 else {"embed_tokens": 1, "norm": 2}.get(name, 3)
-                sums[place] += local_tensor(self.shape, spec, self.tp, t).stored.numel
-            for parts, elements in zip(found, sums, strict=True):
-                parts.append(elements)
+    def qk_norm(self) -> bool:
+        """Whether the heads of queries and keys are normalised."""
+        return find_layer_options(self.shape).qk_norm
+
+    def partial_elements(self, *, sequence_parallel: bool) -> int:
+        """Elements of a layer whose gradients TP ranks compute in parts and add up, besides shared key/value
+        heads."""
+        partial = {Partial.TENSOR_PARALLEL} | ({Partial.SEQUENCE_PARALLEL} if sequence_parallel else set())
+        specs = model_tensors(self.shape.model_copy(update={"layers": 1}), self.head)
+        return sum(spec.numel for spec in specs if spec.layer == 0 and spec.partial_gradient in partial)
+
+    @cached_property
+    def _elements(self) -> dict[Place | int, list[int]]:
+        """Elements stored per TP rank: of a layer, under 0, and of what the ends of a pipeline hold."""
+        found: dict[Place | int, list[int]] = {place: [0] * self.tp for place in (0, *Place)}
+        for spec in model_tensors(self.shape.model_copy(update={"layers": 1}), self.head):
+            for t in range(self.tp):
+                found[spec.place][t] += local_tensor(self.shape, spec, self.tp, t).numel
         return found
 
     @cached_property
     def parts(self) -> tuple[int, int, int]:
-        """Elements of a layer, of the embedding table, and of final norm and head, each on its largest rank."""
-        layer, embedding, norm, head = self._elements
-        tied = self.shape.tied_embeddings and self.head == "lm"
-        return max(layer), max(embedding), max(norm) + (0 if tied else max(head))
+        """Elements of a layer, of what precedes the layers, and of what follows them, each on its largest rank.
+
+        An embedding table that is also the head precedes the layers.
+        """
+        found = self._elements
+        first = _added(found[Place.FIRST], found[Place.BOTH_ENDS])
+        return max(found[0]), max(first), max(found[Place.LAST])
 
     def stage_elements(self, pp: int) -> tuple[int, ...]:
         """Compute the elements that each pipeline stage stores on its largest rank."""
-        layer, embedding, norm, head = self._elements
-        tied = self.shape.tied_embeddings and self.head == "lm"
-        counts = [len(layers) for layers in stage_layers(self.shape.layers, pp)]
+        found = self._elements
         result = []
-        for stage, layers in enumerate(counts):
-            last = stage == pp - 1
-            own = [layers * elements for elements in layer]
-            if stage == 0 or (last and tied):
-                own = [a + b for a, b in zip(own, embedding, strict=True)]
-            if last:
-                own = [a + b for a, b in zip(own, norm, strict=True)]
-            if last and not tied:
-                own = [a + b for a, b in zip(own, head, strict=True)]
+        for stage, layers in enumerate(stage_layers(self.shape.layers, pp)):
+            own = [len(layers) * elements for elements in found[0]]
+            if stage == 0:
+                own = _added(own, found[Place.FIRST])
+            if stage == pp - 1:
+                own = _added(own, found[Place.LAST])
+            if stage in (0, pp - 1):
+                own = _added(own, found[Place.BOTH_ENDS])
             result.append(max(own))
         return tuple(result)
+
+
+def _added(left: list[int], right: list[int]) -> list[int]:
+    return [a + b for a, b in zip(left, right, strict=True)]

@@ -61,7 +61,8 @@ class TimingLog:
                 seen[span.name] += 1
         taken: defaultdict[str, float] = defaultdict(float)
         for (name, _), spans in found.items():
-            begun, ended = max(s.start - a for s, a in spans), max(s.end - a for s, a in spans)
+            begun = max(s.start - a for s, a in spans)
+            ended = max(s.end - a for s, a in spans)
             taken[name] += max(0.0, ended - begun)
             sizes = [span.bytes for span, _ in spans if span.bytes is not None]
             known = self.spans[name]

@@ -87,8 +87,7 @@ class Process:
         """Leave the process group.
 
         Ranks that end well, or by a UserError that all raise, wait for each other, since messages under way are
-        lost
-        when their sender exits. After any other failure a rank leaves at once: others may be gone.
+        lost when their sender exits. After any other failure a rank leaves at once: others may be gone.
         """
         if self.control is None or (kind and not issubclass(kind, UserError)):
             return
@@ -130,7 +129,8 @@ def resolve_cluster(text: str, device: Device) -> Cluster:
 def connect(device: Device) -> Process:
     """Join the process group, or be the only rank; UserError when there are not enough GPUs for all."""
     cuda = use_cuda(device)
-    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus = torch.cuda.device_count()
     if cuda and here > gpus:
         raise UserError(
             f"{here} processes cannot share the {gpus} GPUs here; make the cluster smaller or set device=cpu"
@@ -141,7 +141,8 @@ def connect(device: Device) -> Process:
         torch.cuda.set_device(place)
     if not under_launcher() or int(os.environ["WORLD_SIZE"]) == 1:
         return Process(0, 1, place)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
     if not cuda:
         wait_to_be_scheduled()
     store = os.environ.get(STORE_VARIABLE)

@@ -15,8 +15,9 @@ from realrl.engine.model import Model
 from realrl.engine.offload import Offloadable
 from realrl.engine.parallel import parallel
 from realrl.engine.training.trainer import Trainer
-from realrl.families.shape import ModelShape
-from realrl.families.tensors import TensorSpec, model_tensors
+from realrl.families.registry import model_tensors
+from realrl.families.shape import Head, ModelShape
+from realrl.families.tensors import TensorSpec
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.routing.chunks import group_tensors
 from realrl.layout.routing.routes import reallocate
@@ -25,7 +26,7 @@ from realrl.model.init import initialise
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.program.instructions import Load, Offload, Reallocate, Release
-from realrl.recipe.model import HEADS, ModelConfig, TrainedModelConfig
+from realrl.recipe.model import ModelConfig, TrainedModelConfig
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.reallocation import Reallocator, Staging
 
@@ -38,7 +39,7 @@ def role_shape(config: ModelConfig) -> ModelShape:
     if config.shape is not None:
         return config.shape
     assert config.path is not None, "a recipe names a path or a shape"
-    return huggingface.read_shape(config.path)
+    return huggingface.read_shape(config.path, config.family)
 
 
 class Roles:
@@ -47,6 +48,7 @@ class Roles:
     def __init__(
         self,
         configs: Mapping[str, ModelConfig],
+        heads: Mapping[str, Head],
         homes: Mapping[str, Placement],
         process: Process,
         groups: Mapping[tuple[int, ...], Group],
@@ -63,7 +65,7 @@ class Roles:
         `max_skipped` is for trainers, `verify` for reallocations. UserError when a model whose home includes this
         rank cannot be loaded, or when a role that follows another has other tensors.
         """
-        self._configs, self._homes, self._groups = configs, homes, groups
+        self._configs, self._heads, self._homes, self._groups = configs, heads, homes, groups
         self._process, self._temperature, self._verify = process, temperature, verify
         self._plan, self._cluster, self._seed = plan, plan.cluster, seed
         self._max_skipped = max_skipped
@@ -92,7 +94,7 @@ class Roles:
         config = self._configs[role]
         if config.path is None:
             return []
-        missing = huggingface.check(config.path, self._specs(role))
+        missing = huggingface.check(config.path, self.shapes[role], self._specs(role))
         if missing and not isinstance(config, TrainedModelConfig):
             raise UserError(
                 f"models.{role}.path={config.path} is no sequence classifier: it has no tensor {missing[0]}"
@@ -118,7 +120,7 @@ class Roles:
         regions = {local.region.tensor: local.region for local in model.layout.tensors(model.rank)}
         missing = [tensor.name for tensor in tensors]
         if config.path is not None:
-            missing = huggingface.load(config.path, tensors, model.parameters, regions)
+            missing = huggingface.load(config.path, model.shape, tensors, model.parameters, regions)
         absent = [tensor for tensor in tensors if tensor.name in missing and tensor.name in regions]
         initialise(model.parameters, absent, model.shape, seed, regions)
         if isinstance(config, TrainedModelConfig):
@@ -138,14 +140,14 @@ class Roles:
         return model
 
     def _layout(self, role: str, placement: Placement) -> Layout:
-        return build_layout(self.shapes[role], HEADS[role], placement)
+        return build_layout(self.shapes[role], self._heads[role], placement)
 
     def _dtype(self, role: str, placement: Placement) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, placement.strategy.dtype or self._configs[role].dtype)
         return dtype
 
     def _specs(self, role: str) -> tuple[TensorSpec, ...]:
-        return model_tensors(self.shapes[role], HEADS[role])
+        return model_tensors(self.shapes[role], self._heads[role])
 
     def model(self, role: str, placement: Placement) -> Model:
         """Find the role's model in the layout of a placement that includes this rank."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from realrl.engine.model import Model
 from realrl.engine.parallel import Parallel
 from realrl.families.shape import Head, ModelShape
+from realrl.families.tensors import Init
 from realrl.layout.layout import build_layout
 from realrl.layout.shard import Shard
 from realrl.model.group import Group, alone
@@ -29,8 +30,8 @@ def make_tensor_rank(
 ) -> Model:
     """Make a model of `layers` layers with fresh weights of the largest of `tp` TP ranks.
 
-    Where it would talk to the others it goes on with what it has: it takes the time of the arithmetic, and its
-    results mean nothing.
+    Where it would communicate with the others it continues with its own data: it takes the time of the arithmetic,
+    and its results mean nothing.
     """
     shape = shape.model_copy(update={"layers": layers})
     placement = Placement(Mesh(0, tp), Strategy(1, tp))
@@ -43,6 +44,6 @@ def make_tensor_rank(
     # Numbers like those of a model, drawn where they are needed: on a CPU it would take minutes for a large one.
     model.parameters.data.normal_(0.0, shape.init_std)
     for spec in model.parameters.tensors:
-        if len(spec.shape) == 1:
-            model.parameters[spec.name].fill_(1.0)
+        if spec.init in (Init.ONES, Init.ZEROS):
+            model.parameters[spec.name].fill_(float(spec.init is Init.ONES))
     return model
