@@ -65,9 +65,9 @@ def generate_text(
     list of messages.
 
     Prompts of plain text are used as they stand, or with `chat` as one user turn in the tokenizer's chat template;
-    `say` is called with the one used, where there is a choice. `family`: see `checkpoint.directory.read_shape`. UserError when
-    the directory holds no model that can be loaded, or a record has no prompt, or one that is too long for the
-    model.
+    `say` is called with the one used, where there is a choice. `family`: see `checkpoint.directory.read_shape`.
+    UserError when the directory holds no model that can be loaded, or a record has no prompt, or one that is too
+    long for the model.
     """
     shape = huggingface.read_shape(model_dir, family)
     check_top_k("top_k", sampling.top_k, shape.vocab_size)

@@ -71,8 +71,10 @@ class LocalSizes:
         return find_layer_options(self.shape).qk_norm
 
     def partial_elements(self, *, sequence_parallel: bool) -> int:
-        """Elements of a layer whose gradients TP ranks compute in parts and add up, besides shared key/value
-        heads."""
+        """Count the elements of a layer whose gradients are partial on each TP rank.
+
+        Those of shared key/value heads are not among them.
+        """
         partial = {Partial.TENSOR_PARALLEL} | ({Partial.SEQUENCE_PARALLEL} if sequence_parallel else set())
         specs = model_tensors(self.shape.model_copy(update={"layers": 1}), self.head)
         return sum(spec.numel for spec in specs if spec.layer == 0 and spec.partial_gradient in partial)
