@@ -168,7 +168,7 @@ def _column_parallel(
 def _column_biases(
     matrices: dict[str, tuple[int, Axis]], parameter: Parameter, layer: int
 ) -> Iterator[TensorSpec]:
-    """Describe biases that are cut like the rows of their matrices; each rank has the whole gradient of its own."""
+    """Describe biases cut like the rows of their matrices; each rank has the whole gradient of its part."""
     for name, (rows, axis) in matrices.items():
         yield TensorSpec(
             name=f"{name}.bias",
