@@ -19,12 +19,12 @@ from realrl.config.errors import UserError
 from realrl.config.files import partial_path
 from realrl.config.json_file import read_json
 from realrl.engine.finite import NotFiniteError, all_finite
-from realrl.engine.flat import FlatBuffer
 from realrl.families.config_json import shape_to_hf
 from realrl.families.registry import find_family, model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import TensorSpec
 from realrl.layout.region import Region
+from realrl.model.init import Weights
 
 __all__ = ["Tokenizer", "check", "load", "read_dtype", "read_shape", "save", "shards"]
 
@@ -48,7 +48,7 @@ def load(
     path: str | Path,
     shape: ModelShape,
     tensors: Sequence[TensorSpec],
-    into: FlatBuffer,
+    into: Weights,
     regions: Mapping[str, Region] | None = None,
 ) -> list[str]:
     """Copy tensors of a model of this shape into a buffer, converting the type; returns names of missing ones.
@@ -103,7 +103,7 @@ def save(
     directory: str | Path,
     shape: ModelShape,
     head: Head,
-    weights: FlatBuffer | Callable[[int], FlatBuffer],
+    weights: Weights | Callable[[int], Weights],
     tokenizer: Tokenizer | None,
     dtype: torch.dtype,
     max_shard_bytes: float = SHARD_BYTES,
@@ -126,7 +126,7 @@ def save(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        fetch = (lambda _: weights) if isinstance(weights, FlatBuffer) else weights
+        fetch = weights if callable(weights) else lambda _: weights
         _save_tensors(partial, shards(model_tensors(shape, head), dtype, max_shard_bytes), fetch, dtype)
         _save_settings(partial, shape, head, tokenizer, dtype, origin, ends)
     except BaseException:
@@ -189,7 +189,7 @@ def shards(
 def _save_tensors(
     directory: Path,
     shards: Sequence[Sequence[TensorSpec]],
-    fetch: Callable[[int], FlatBuffer],
+    fetch: Callable[[int], Weights],
     dtype: torch.dtype,
 ) -> None:
     weight_map: dict[str, str] = {}

@@ -66,8 +66,8 @@ def _from_package(name: str) -> Family:
     registered = _registered()
     if name not in registered:
         hint = nearest(name, registered)
-        suffix = f"did you mean {hint}?" if hint else f"there are {', '.join(sorted(registered))}"
-        raise UserError(f"{brief(name)} is no model family; {suffix} One of your own is written FILE.py")
+        known = f"there are {', '.join(sorted(registered))}, and files of your own, FILE.py"
+        raise UserError(f"{brief(name)} is no model family; {f'did you mean {hint}?' if hint else known}")
     family = registered[name].load()
     assert isinstance(family, Family), f"{registered[name].value} is a model family"
     check_family(family)

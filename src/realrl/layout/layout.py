@@ -43,6 +43,8 @@ class Layout:
     shape: ModelShape
     head: Head
     placement: Placement
+    subset: tuple[TensorSpec, ...] | None = None
+    """Global tensors of the one parameter set that is laid out; None for the whole model."""
 
     def tensors(self, rank: int) -> tuple[LocalTensor, ...]:
         """List the local tensors of a global rank in storage order; none for a rank outside the mesh."""
@@ -54,7 +56,7 @@ class Layout:
     @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
         """All global tensors in storage order."""
-        return model_tensors(self.shape, self.head)
+        return model_tensors(self.shape, self.head) if self.subset is None else self.subset
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
@@ -88,14 +90,16 @@ class Layout:
         )
 
 
-def build_layout(shape: ModelShape, head: Head, placement: Placement) -> Layout:
-    """Lay out a model under a placement.
+def build_layout(
+    shape: ModelShape, head: Head, placement: Placement, subset: tuple[TensorSpec, ...] | None = None
+) -> Layout:
+    """Lay out a model, or a subset of its tensors, under a placement.
 
     Raises UserError for more pipeline stages than layers and for more tensor ranks than attention heads.
     """
     stage_layers(shape.layers, placement.strategy.pp)
     query_heads(shape, placement.strategy.tp, 0)
-    return Layout(shape, head, placement)
+    return Layout(shape, head, placement, subset)
 
 
 def local_tensor(shape: ModelShape, spec: TensorSpec, tp: int, t: int) -> LocalTensor:

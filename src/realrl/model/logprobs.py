@@ -52,7 +52,9 @@ class _TokenLogprobs(Function):
         scaled = grad / ctx.temperature
         grad_hidden = torch.empty_like(hidden)
         # Transposed, as `product` is fastest when its narrower operand comes first.
-        grad_weight = torch.zeros(weight.shape[::-1], dtype=torch.float32, device=weight.device)
+        grad_weight: Tensor | None = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros(weight.shape[::-1], dtype=torch.float32, device=weight.device)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for start in range(0, len(hidden), ctx.size):
             part = slice(start, start + ctx.size)
@@ -69,9 +71,11 @@ class _TokenLogprobs(Function):
                 grad_bias += grad_logits.sum(0)
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[part] = product(grad_logits, weight.T)
-            grad_weight += product(hidden[part].T, grad_logits.T)
+            if grad_weight is not None:
+                grad_weight += product(hidden[part].T, grad_logits.T)
             del grad_logits  # before there is that of the next chunk
-        return grad_hidden, grad_weight.T, grad_bias, None, None, None, None, None
+        grad_table = None if grad_weight is None else grad_weight.T
+        return grad_hidden, grad_table, grad_bias, None, None, None, None, None
 
 
 def _log_softmax(

@@ -61,14 +61,14 @@ class _RMSNorm(Function):
         return (wide * scale).mul_(weight).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         grad = grad.float()
         unit = x * scale
         both = grad * unit
         mean = torch.matmul(both, weight.float()).div_(x.shape[-1])
         grad_x = torch.mul(grad, weight).addcmul_(unit, mean.unsqueeze(-1), value=-1).mul_(scale)
-        return grad_x.to(x.dtype), both.flatten(0, -2).sum(0), None
+        return grad_x.to(x.dtype), both.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -210,6 +210,9 @@ class Transformer(nn.Module):
         rotated = len(self.shard.queries) + len(self.shard.keys)
         cos, sin = rotary(positions, self.frequency, rotated, x.dtype)
         for i, layer in enumerate(self.layers):
+            if recompute and not x.requires_grad and layer.qkv.requires_grad:
+                # All before is frozen; what is recomputed has gradients only if its input requires one.
+                x = x.detach().requires_grad_(True)
             run = partial(layer, cos=cos, sin=sin, attend=partial(attend, i), tp=tp)
             x = recomputed(run, x) if recompute else run(x)
         return x if self.norm is None else self._norm(x, self.norm, self.norm_bias)

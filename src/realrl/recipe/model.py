@@ -79,6 +79,11 @@ class ModelConfig(Settings):
         """Whether it says where the weights come from."""
         return self.path is not None or self.shape is not None
 
+    def starts_like(self, other: "ModelConfig") -> bool:
+        """Whether both models start from the same values; fresh weights depend on sizes and seed alone."""
+        mine, theirs = ((m.path, m.shape if m.path is None else None, m.dtype) for m in (self, other))
+        return mine == theirs
+
     @field_validator("shape", mode="before")
     @classmethod
     def _named(cls, value: Any, info: ValidationInfo) -> Any:
@@ -113,3 +118,8 @@ class TrainedModelConfig(ModelConfig):
     """A role whose parameters the run updates."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
+    trainable_layers: int | None = Field(default=None, ge=0, le=10**4)
+    """Train only the last so many decoder layers, the final norm and the head, and freeze all below them, the
+    embeddings included; null trains all layers. 0 trains only the final norm and the head."""
+    freeze_embeddings: bool = False
+    """Keep the embedding table as it is; a head that is tied to it stays as it is, too."""

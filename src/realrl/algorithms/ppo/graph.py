@@ -33,9 +33,10 @@ def _on_sequences(name: str, output: str, extra: tuple[str, ...] = ()) -> Call:
     return Call(name, role, Kind(kind), ("sequences", *extra), (output,), work=("sequences",))
 
 
-def train_graph(*, minibatches: int, ref_ema: float | None = None) -> DataflowGraph:
+def train_graph(*, minibatches: int, ref_ema: float | None = None, same_start: bool = False) -> DataflowGraph:
     """One step: sample, score, train. `minibatches` are optimizer steps per pass over the samples; with
-    `ref_ema` the reference follows the actor at this rate."""
+    `ref_ema` the reference follows the actor at this rate, from the same weights on if they have the
+    `same_start`."""
     calls = [
         GENERATE,
         _on_sequences("reward.inference", "score"),
@@ -45,7 +46,7 @@ def train_graph(*, minibatches: int, ref_ema: float | None = None) -> DataflowGr
     for role in ("actor", "critic"):
         name = f"{role}.train"
         calls.append(Call(name, role, Kind.TRAIN, EXPERIENCE, work=("sequences",), minibatches=minibatches))
-    averages = [] if ref_ema is None else [Average("ref", "actor", ref_ema)]
+    averages = [] if ref_ema is None else [Average("ref", "actor", ref_ema, same_start)]
     return DataflowGraph(calls, KEYS, averages)
 
 

@@ -7,7 +7,12 @@ from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
 
 
 def _train_graph(experiment: PPOExperiment) -> DataflowGraph:
-    return train_graph(minibatches=experiment.ppo.minibatches, ref_ema=experiment.ppo.ref_ema)
+    models = experiment.models
+    return train_graph(
+        minibatches=experiment.ppo.minibatches,
+        ref_ema=experiment.ppo.ref_ema,
+        same_start=models.ref.starts_like(models.actor),
+    )
 
 
 def _methods(experiment: PPOExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None) -> object:

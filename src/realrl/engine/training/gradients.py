@@ -4,18 +4,20 @@ import torch
 from torch import Tensor
 
 from realrl.engine.flat import FlatBuffer
+from realrl.engine.local_set import LocalSet
 from realrl.engine.model import Model
 from realrl.families.tensors import Axis, Partial, Place, TensorSpec
 from realrl.layout.ranges import kv_heads
 
 
-def needs_completion(model: Model) -> bool:
-    """Check whether `complete_gradients` has anything to do."""
-    specs = model.parameters.tensors
+def needs_completion(model: Model, trained: LocalSet) -> bool:
+    """Check whether `complete_gradients` has anything to do for gradients of a parameter set of the model."""
+    specs = trained.buffer.tensors
     tied = model.parallel.pipeline.size > 1 and any(
-        spec.place is Place.BOTH_ENDS for spec in model.layout.specs
+        spec.place is Place.BOTH_ENDS for spec in trained.layout.specs
     )
-    return tied or model.shard.shares_keys or any(_is_partial(model, spec) for spec in specs)
+    shared = model.shard.shares_keys and any(map(_holds_kv_heads, specs))
+    return tied or shared or any(_is_partial(model, spec) for spec in specs)
 
 
 def complete_gradients(model: Model, gradients: FlatBuffer) -> None:

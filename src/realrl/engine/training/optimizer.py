@@ -32,7 +32,8 @@ class ShardedAdamW:
         everyone: Group | None = None,
         owned: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
-        """Both buffers must be padded to a multiple of `group.size` times their bucket count.
+        """Both buffers must be padded to a multiple of `group.size` times their bucket count. They may be empty, on
+        a pipeline stage that has nothing to train.
 
         The gradient norm is taken over `everyone`, the ranks of all shards of the model, where a rank counts
         elements `owned[name]`, first and end, of a tensor; by default over `group` and all elements.
@@ -40,8 +41,8 @@ class ShardedAdamW:
         self._parameters, self._gradients = parameters, gradients.data
         self._group, self._everyone = group, everyone or group
         self._clip, self._decay = config.grad_clip, config.weight_decay
-        self.buckets = parameters.buckets
-        self.bucket_size = parameters.data.numel() // self.buckets
+        self.buckets = parameters.buckets if parameters.tensors else 0
+        self.bucket_size = parameters.data.numel() // max(1, self.buckets)
         self._part = self.bucket_size // group.size
         mine = parameters.data.new_empty(self.buckets * self._part, dtype=torch.float32)
         self._gradient, *self._moments = (torch.zeros_like(mine) for _ in range(3))

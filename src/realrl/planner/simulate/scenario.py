@@ -9,6 +9,7 @@ from realrl.planner.cost.model import CostModel
 from realrl.planner.memory.model import MemoryModel
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
+from realrl.program.order import TrainableParts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,11 @@ class Scenario:
     workload: Workload
     cost: CostModel
     memory: MemoryModel
+
+    @property
+    def parts(self) -> TrainableParts:
+        """Part of each role that training updates."""
+        return {role: model.part for role, model in self.models.items()}
 
     def on(self, spec: ClusterSpec) -> "Scenario":
         """Return the scenario on another cluster."""

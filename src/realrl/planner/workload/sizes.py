@@ -1,5 +1,7 @@
 """Shard sizes of a model on one TP rank."""
 
+from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,6 +10,7 @@ from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Partial, Place
 from realrl.layout.layout import local_tensor
 from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
+from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
 
 
@@ -18,6 +21,7 @@ class LocalSizes:
     shape: ModelShape
     head: Head
     tp: int
+    part: TrainablePart = WHOLE
 
     @cached_property
     def _shards(self) -> list[Shard]:
@@ -71,45 +75,85 @@ class LocalSizes:
         return find_layer_options(self.shape).qk_norm
 
     def partial_elements(self, *, sequence_parallel: bool) -> int:
-        """Count a layer's elements with partial gradients, which TP ranks all-reduce, without shared KV heads."""
+        """Count the elements of a layer whose gradients TP ranks compute in parts and add up.
+
+        Shared key/value heads are not among them.
+        """
         partial = {Partial.TENSOR_PARALLEL} | ({Partial.SEQUENCE_PARALLEL} if sequence_parallel else set())
         specs = model_tensors(self.shape.model_copy(update={"layers": 1}), self.head)
         return sum(spec.numel for spec in specs if spec.layer == 0 and spec.partial_gradient in partial)
 
     @cached_property
-    def _elements(self) -> dict[Place | int, list[int]]:
-        """Elements stored per TP rank: of a layer, under 0, and of what the ends of a pipeline hold."""
-        found: dict[Place | int, list[int]] = {place: [0] * self.tp for place in (0, *Place)}
-        for spec in model_tensors(self.shape.model_copy(update={"layers": 1}), self.head):
+    def sets(self) -> Mapping[str, "SetSizes"]:
+        """Elements of each parameter set."""
+        found = build_parameter_sets(self.shape, self.head, self.part, trained=True)
+        return {name: self._set_sizes(of) for name, of in found.items()}
+
+    def _set_sizes(self, of: ParameterSet) -> "SetSizes":
+        layer = [0] * self.tp
+        embedding = [0] * self.tp
+        end = [0] * self.tp
+        for spec in of.tensors:
+            if spec.layer is not None and spec.layer != of.layers[0]:
+                continue  # all layers are alike
+            sums = layer if spec.layer is not None else end if spec.place is Place.LAST else embedding
             for t in range(self.tp):
-                found[spec.place][t] += local_tensor(self.shape, spec, self.tp, t).numel
-        return found
+                sums[t] += local_tensor(self.shape, spec, self.tp, t).numel
+        tied = self.shape.tied_embeddings and self.head == "lm"
+        return SetSizes(
+            layers_of_model=self.shape.layers,
+            layers=of.layers,
+            layer=tuple(layer),
+            embedding=tuple(embedding),
+            end=tuple(end),
+            tied=tied,
+        )
+
+    @property
+    def trained(self) -> "SetSizes":
+        """Sizes of the set that training updates, if the role is trained."""
+        return next(self.sets[name] for name, updated in self.part.sets.items() if updated)
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether training updates the head: unless it is a frozen embedding table."""
+        return not self.trained.tied or any(self.trained.embedding)
 
     @cached_property
-    def parts(self) -> tuple[int, int, int]:
-        """Elements of a layer, of what precedes the layers, and of what follows them, each on its largest rank.
+    def layer_elements(self) -> int:
+        """Elements of a layer on the fullest rank."""
+        return max(max(sizes.layer) for sizes in self.sets.values())
 
-        An embedding table that is also the head precedes the layers.
-        """
-        found = self._elements
-        first = _added(found[Place.FIRST], found[Place.BOTH_ENDS])
-        return max(found[0]), max(first), max(found[Place.LAST])
+
+@dataclass(frozen=True, kw_only=True)
+class SetSizes:
+    """Elements of a parameter set, by tensor-parallel rank, and which of a model's layers have such elements."""
+
+    layers_of_model: int
+    layers: tuple[int, ...]
+    layer: tuple[int, ...]
+    """Of each of `layers`."""
+    embedding: tuple[int, ...]
+    """What the first stage of a pipeline holds, and the last one, too, where the head is tied to it."""
+    end: tuple[int, ...]
+    """What follows the layers."""
+    tied: bool
+
+    def stage_layers(self, pp: int) -> tuple[int, ...]:
+        """Count the layers of the set on each stage of a pipeline."""
+        stages = stage_layers(self.layers_of_model, pp)
+        return tuple(
+            bisect_left(self.layers, stage.stop) - bisect_left(self.layers, stage.start) for stage in stages
+        )
 
     def stage_elements(self, pp: int) -> tuple[int, ...]:
         """Compute the elements that each pipeline stage stores on its largest rank."""
-        found = self._elements
         result = []
-        for stage, layers in enumerate(stage_layers(self.shape.layers, pp)):
-            own = [len(layers) * elements for elements in found[0]]
-            if stage == 0:
-                own = _added(own, found[Place.FIRST])
+        for stage, layers in enumerate(self.stage_layers(pp)):
+            own = [layers * elements for elements in self.layer]
+            if stage == 0 or (stage == pp - 1 and self.tied):
+                own = [a + b for a, b in zip(own, self.embedding, strict=True)]
             if stage == pp - 1:
-                own = _added(own, found[Place.LAST])
-            if stage in (0, pp - 1):
-                own = _added(own, found[Place.BOTH_ENDS])
+                own = [a + b for a, b in zip(own, self.end, strict=True)]
             result.append(max(own))
         return tuple(result)
-
-
-def _added(left: list[int], right: list[int]) -> list[int]:
-    return [a + b for a, b in zip(left, right, strict=True)]

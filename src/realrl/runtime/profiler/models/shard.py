@@ -42,7 +42,8 @@ def make_tensor_rank(
     whole = build_layout(shape, head, placement)
     model = Model(whole, rank, parallel, dtype=dtype, device=device)
     # Numbers like those of a model, drawn where they are needed: on a CPU it would take minutes for a large one.
-    model.parameters.data.normal_(0.0, shape.init_std)
+    for part in model.sets.values():
+        part.buffer.data.normal_(0.0, shape.init_std)
     for spec in model.parameters.tensors:
         if spec.init in (Init.ONES, Init.ZEROS):
             model.parameters[spec.name].fill_(float(spec.init is Init.ONES))
