@@ -69,7 +69,7 @@ def interleave(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, 
 
 
 def separate(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
-    """A training side and an inference side. Generation and all inference run on the inference side, which has
+    """Split devices into a training side and an inference side. Generation and all inference run on the inference side, which has
     shadow copies of trained models; these are refreshed once after each update.
 
     The "separation" of Xiao et al. (2023, arXiv 2312.11819). The two sides are halves of the cluster, or the
@@ -117,7 +117,7 @@ def make_plan(
     *,
     recompute: bool = False,
 ) -> Plan:
-    """The plan that a preset's name or a plan file stands for, checked against the graph and the models.
+    """Make the plan that a preset's name or a plan file stands for, checked against the graph and the models.
 
     `recompute` says whether training calls of a preset compute activations again; a plan file says it itself.
     Raises UserError if it is neither, if the file is for another cluster, or if the plan does not fit.

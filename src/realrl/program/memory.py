@@ -31,7 +31,7 @@ class Stored:
 
     @property
     def sets(self) -> Mapping[str, ParameterSet]:
-        """Its parameter sets by name, in storage order."""
+        """Parameter sets by name, in storage order."""
         return build_parameter_sets(self.shape, self.head, self.part, trained=self.trained)
 
     def width(self, strategy: Strategy) -> int:

@@ -1,4 +1,4 @@
-"""What a user says about the data of a run."""
+"""Settings of the data of a run, and of the training loop."""
 
 from typing import Literal, Self
 
@@ -8,7 +8,7 @@ from realrl.config.base import Settings
 
 
 class DataConfig(Settings):
-    """Where records come from and how many go into a step."""
+    """Source of records, and how many go into a step."""
 
     train: str
     """A .jsonl, .json or .parquet file (globs allowed), or a Hugging Face data set as `name:split`."""
@@ -53,7 +53,7 @@ class DataConfig(Settings):
 
 
 class TrainingConfig(Settings):
-    """How long to train and what to write on the way."""
+    """Length of training, and what is written on the way."""
 
     epochs: float = Field(default=1.0, gt=0, le=1e6)
     """Passes over the training data."""

@@ -40,7 +40,7 @@ def parse_experiment(settings: dict[str, Any]) -> Experiment:
 
 
 def apply_override(settings: dict[str, Any], override: str) -> dict[str, Any]:
-    """A copy of `settings` with `a.b.c=value` applied; sections on the way are created where missing."""
+    """Copy `settings` with `a.b.c=value` applied; sections on the way are created where missing."""
     name, equals, text = override.partition("=")
     *sections, last = name.strip().split(".")
     if not equals or not last or not all(sections):

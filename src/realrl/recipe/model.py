@@ -1,4 +1,4 @@
-"""What a user says about each model of a run."""
+"""Settings of each model of a run."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -55,7 +55,7 @@ class OptimizerConfig(Settings):
 
 
 class ModelConfig(Settings):
-    """Where a role's weights come from."""
+    """Source of a role's weights."""
 
     path: str | None = None
     """A Hugging Face directory or hub name to load weights, shape and tokenizer from."""
@@ -80,7 +80,7 @@ class ModelConfig(Settings):
         return self.path is not None or self.shape is not None
 
     def starts_like(self, other: "ModelConfig") -> bool:
-        """Whether both models start from the same values; fresh weights depend on sizes and seed alone."""
+        """Tell whether both models start from the same values; fresh weights depend on sizes and seed alone."""
         mine, theirs = ((m.path, m.shape if m.path is None else None, m.dtype) for m in (self, other))
         return mine == theirs
 

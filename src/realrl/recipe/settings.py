@@ -8,7 +8,7 @@ from realrl.config.base import Settings
 
 
 class GenerationConfig(Settings):
-    """How tokens are sampled."""
+    """Sampling of tokens."""
 
     max_new_tokens: int = Field(default=128, gt=0, le=10**7)
     """Generation stops here even without an end-of-sequence token."""

@@ -85,7 +85,7 @@ class SkippedSteps:
 
 
 def first_not_finite(model: Model, minibatch: Batch, figures: Metrics, gradients: FlatBuffer) -> str:
-    """The first quantity that is not finite on any rank, in the order of computation: what the mini-batch holds,
+    """Find the first quantity that is not finite on any rank, in the order of computation: what the mini-batch holds,
     parameters, figures of the loss, gradients. The same on every rank of the model.
 
     figures: those of this mini-batch on all ranks; gradients: accumulated by this rank, not yet added up.

@@ -222,8 +222,10 @@ def _cut(regions: Sequence[Region], limit: int) -> Iterator[list[Region]]:
 
 
 def group_tensors(target: Layout, element_bytes: int, limit: int) -> list[tuple[str, ...]]:
-    """Group all tensors in storage order so that no rank of the target layout holds more than `limit` bytes of
-    a group, or than one tensor."""
+    """Group all tensors in storage order, by size.
+
+    No rank of the target layout holds more than `limit` bytes of a group, or than one tensor.
+    """
     groups: list[list[str]] = []
     used = 0
     tp = target.placement.strategy.tp

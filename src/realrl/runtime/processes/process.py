@@ -40,7 +40,7 @@ class Process:
 
     @property
     def gpu(self) -> Gpu | None:
-        """This rank's GPU; None where it computes on a CPU."""
+        """GPU of this rank; None where it computes on a CPU."""
         if self.device.type != "cuda":
             return None
         properties = torch.cuda.get_device_properties(self.device)

@@ -44,7 +44,7 @@ def cached_plan(experiment: Experiment, spec: ClusterSpec, say: Callable[[str], 
 
 
 def plans_directory() -> Path:
-    """The directory of kept plans."""
+    """Find the directory of kept plans."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "realrl" / "plans"
 
