@@ -69,8 +69,8 @@ def interleave(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, 
 
 
 def separate(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
-    """Split devices into a training side and an inference side. Generation and all inference run on the inference side, which has
-    shadow copies of trained models; these are refreshed once after each update.
+    """Split devices into a training side and an inference side. Generation and all inference run on the
+    inference side, which has shadow copies of trained models; these are refreshed once after each update.
 
     The "separation" of Xiao et al. (2023, arXiv 2312.11819). The two sides are halves of the cluster, or the
     training side is the larger one where there are no halves; each is used for data parallelism.

@@ -43,7 +43,7 @@ class Models(Settings):
 
 
 class Experiment(Settings):
-    """Settings that every recipe has; each algorithm adds its models and settings in a class derived from this one."""
+    """Settings that every recipe has; each algorithm adds its own in a class derived from this one."""
 
     algorithm: str
     """What the run does, and so which other keys there are: the name of an installed algorithm, or a FILE.py or

@@ -85,10 +85,11 @@ class SkippedSteps:
 
 
 def first_not_finite(model: Model, minibatch: Batch, figures: Metrics, gradients: FlatBuffer) -> str:
-    """Find the first quantity that is not finite on any rank, in the order of computation: what the mini-batch holds,
-    parameters, figures of the loss, gradients. The same on every rank of the model.
+    """Find the first quantity that is not finite on any rank.
 
-    figures: those of this mini-batch on all ranks; gradients: accumulated by this rank, not yet added up.
+    In the order of computation: what the mini-batch holds, parameters, figures of the loss, gradients. The same on
+    every rank of the model. figures: those of this mini-batch on all ranks; gradients: accumulated by this rank, not
+    yet added up.
     """
     # Every rank has the same names in the same order, so that the place among them says which it is.
     names = list(_names(model, minibatch, figures))
