@@ -88,8 +88,8 @@ def first_not_finite(model: Model, minibatch: Batch, figures: Metrics, gradients
     """Find the first quantity that is not finite on any rank.
 
     In the order of computation: what the mini-batch holds, parameters, figures of the loss, gradients. The same on
-    every rank of the model. figures: those of this mini-batch on all ranks; gradients: accumulated by this rank, not
-    yet added up.
+    every rank of the model. figures: those of this mini-batch on all ranks; gradients: accumulated by this rank,
+    not yet added up.
     """
     # Every rank has the same names in the same order, so that the place among them says which it is.
     names = list(_names(model, minibatch, figures))
