@@ -83,7 +83,7 @@ def decoding(model: Model) -> float:
     tokens = torch.zeros(ROWS, dtype=torch.int64, device=device)
 
     def step() -> None:
-        model.transformer.logits(model.transformer.decode(tokens, cache))
+        model.transformer.compute_logits(model.transformer.decode(tokens, cache))
 
     elapsed = seconds(step, 20)
     values = 2 * shape.layers * ROWS * CONTEXT * shape.kv_heads * shape.head_dim

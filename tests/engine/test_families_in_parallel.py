@@ -117,10 +117,10 @@ def check(model: Model, weights: Figures, expected: Figures, where: str) -> None
     batch = Batch(tuple(range(len(LENGTHS))), {"tokens": tokens, "loss_mask": Ragged(mask, tokens.lengths)})
     budget = model.layout.placement.strategy.micro_batch_tokens
 
-    if model.parallel.pipeline.size == 1 and not model.sequence:
+    if model.parallel.pipeline.size == 1 and not model.sequence_parallel:
         with torch.no_grad():
             packing = Packing.of(LENGTHS, CPU)
-            logits = model.transformer.logits(model.forward(tokens, packing, None))
+            logits = model.transformer.compute_logits(model.forward(tokens, packing, None))
         compare("logits", logits, expected["logits"], where)
     scored, _ = model.infer(batch, SFTInference(), budget)
     if model.shard.last:

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from realrl.engine.model import Model
-from realrl.engine.parallel import Parallel
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import build_layout
-from realrl.model.group import Group, alone
+from realrl.model.group import Group, make_single_rank_group
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.program.memory import Item, Memory, Stored
 from realrl.recipe.model import OptimizerConfig
@@ -31,10 +30,18 @@ def test_a_rank_allocates_the_estimated_bytes(
     memory = Memory({"actor": Stored(SHAPE, head, dtype.itemsize, True)}, {"actor": placement}, (), {})
     for rank in {0, placement.mesh.size - 1}:
         # Groups that are never used for communication, so that one process can stand for any rank.
-        group = replace(alone(), ranks=tuple(range(dp)), index=placement.dp_index(rank))
-        parallel = Parallel(group, alone(), alone(), alone(), Group((rank,), 0), None)
+        group = replace(make_single_rank_group(), ranks=tuple(range(dp)), index=placement.dp_index(rank))
+        single = make_single_rank_group()
+        groups = ParallelGroups(
+            data=group,
+            tensor=single,
+            pipeline=single,
+            reverse_pipeline=single,
+            mesh=Group((rank,), 0),
+            embedding=None,
+        )
         model = Model(
-            build_layout(SHAPE, head, placement), rank, parallel, dtype=dtype, device=torch.device("cpu")
+            build_layout(SHAPE, head, placement), rank, groups, dtype=dtype, device=torch.device("cpu")
         )
         trainer = Trainer(model, OptimizerConfig())
         state = [*trainer.optimizer.kept, *trainer.optimizer.scratch, trainer.gradients.data]

@@ -12,7 +12,7 @@ from torch import Tensor
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.families.tensors import Place, TensorSpec
-from realrl.model.group import Group, alone
+from realrl.model.group import Group, make_single_rank_group
 from realrl.recipe.model import OptimizerConfig
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import wait_to_be_scheduled
@@ -118,7 +118,7 @@ CLOSE = {torch.float32: {}, torch.bfloat16: {"rtol": 2**-7, "atol": 2**-9}}
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("case", CASES)
 def test_one_rank_updates_like_torch_adamw(case: str, dtype: torch.dtype) -> None:
-    parameters, norms = sharded(case, dtype, alone(), range(RANKS))
+    parameters, norms = sharded(case, dtype, make_single_rank_group(), range(RANKS))
     weights, reference_norms = expected(case, dtype)
     torch.testing.assert_close(norms, reference_norms)
     for name, weight in weights.items():
@@ -143,7 +143,9 @@ def test_a_gradient_that_is_not_finite_changes_no_state(value: float) -> None:
     parameters, gradients = (FlatBuffer(TENSORS, torch.float32, "cpu") for _ in range(2))
     parameters.data.normal_(generator=torch.Generator().manual_seed(1))
     before = parameters.data.clone()
-    optimizer = ShardedAdamW(parameters, gradients, OptimizerConfig(weight_decay=0.1), alone())
+    optimizer = ShardedAdamW(
+        parameters, gradients, OptimizerConfig(weight_decay=0.1), make_single_rank_group()
+    )
     gradients["b"][0, 0] = value
     norm = torch.tensor(optimizer.step(0.1))
     assert not norm.isfinite() and torch.equal(parameters.data, before)
@@ -158,7 +160,7 @@ def test_bfloat16_parameters_keep_updates_too_small_for_them() -> None:
     parameters = FlatBuffer(TENSORS, torch.bfloat16, "cpu")
     gradients = FlatBuffer(TENSORS, torch.float32, "cpu")
     parameters.data.fill_(1.0)
-    optimizer = ShardedAdamW(parameters, gradients, OptimizerConfig(), alone())
+    optimizer = ShardedAdamW(parameters, gradients, OptimizerConfig(), make_single_rank_group())
     for _ in range(64):
         gradients.data.fill_(1.0)
         optimizer.step(1e-3)  # a quarter of the distance to the next smaller bfloat16
@@ -180,7 +182,7 @@ def test_a_scaled_head_is_updated_as_its_multiple(dtype: torch.dtype) -> None:
     gradients = FlatBuffer(tensors, torch.float32, "cpu")
     parameters.data.normal_(generator=torch.Generator().manual_seed(1))
     config = OptimizerConfig(weight_decay=0.1, grad_clip=2.0, eps=1e-30)
-    optimizer = ShardedAdamW(parameters, gradients, config, alone())
+    optimizer = ShardedAdamW(parameters, gradients, config, make_single_rank_group())
     small = torch.nn.Parameter(parameters["score"].float() / scale)
     other = torch.nn.Parameter(parameters["norm"].float())
     groups = [{"params": [small]}, {"params": [other], "weight_decay": 0.0}]
@@ -197,7 +199,7 @@ def test_a_scaled_head_is_updated_as_its_multiple(dtype: torch.dtype) -> None:
 
 def test_discarded_gradients_do_not_affect_the_next_step() -> None:
     parameters, gradients = (FlatBuffer(TENSORS, torch.float32, "cpu") for _ in range(2))
-    optimizer = ShardedAdamW(parameters, gradients, OptimizerConfig(), alone())
+    optimizer = ShardedAdamW(parameters, gradients, OptimizerConfig(), make_single_rank_group())
     gradients.data.fill_(3.0)
     optimizer.discard()
     assert optimizer.step(0.1) == 0.0

@@ -108,7 +108,7 @@ def test_saved_weights_compute_what_the_definition_says(recipes: dict[str, Path]
     tokens = torch.tensor([5, 9, 300, 12, 7, 5, 44])
     with torch.no_grad():
         hidden = model.transformer(tokens, Packing.of([len(tokens)], "cpu"))
-        logits = model.transformer.logits(hidden)
+        logits = model.transformer.compute_logits(hidden)
     torch.testing.assert_close(logits, defined_logits(path, tokens), rtol=0, atol=1e-4)
 
 

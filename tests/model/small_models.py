@@ -17,7 +17,7 @@ from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape, RopeScaling
 from realrl.families.tensors import Init
 from realrl.layout.shard import Shard
-from realrl.model.group import alone
+from realrl.model.group import make_single_rank_group
 from realrl.model.transformer import Transformer
 
 SHAPES = {
@@ -75,7 +75,7 @@ def make_twins(shape: ModelShape, head: Head) -> Twins:
             # Norms of 1, biases of 0 and tiny weights would hide mistakes.
             source.copy_(torch.randn(tensor.shape) * 0.2 + float(tensor.init is Init.ONES))
             buffer[tensor.name].copy_(source)
-    return Transformer(Shard(shape, head), buffer.fused, alone()), buffer, theirs
+    return Transformer(Shard(shape, head), buffer.fused, make_single_rank_group()), buffer, theirs
 
 
 def pack(rows: list[Tensor]) -> tuple[Tensor, list[int]]:

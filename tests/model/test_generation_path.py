@@ -13,7 +13,7 @@ from realrl.model.packing import Packing
 
 def forward_logits(model, rows: list[torch.Tensor]) -> list[torch.Tensor]:
     tokens, lengths = pack(rows)
-    return list(model.logits(model(tokens, Packing.of(lengths, "cpu"))).split(lengths))
+    return list(model.compute_logits(model(tokens, Packing.of(lengths, "cpu"))).split(lengths))
 
 
 def prefilled(model, prompts: list[torch.Tensor], room: int) -> tuple[KVCache, torch.Tensor]:
@@ -40,10 +40,10 @@ def test_prefill_and_decode_give_the_logits_of_one_forward_pass(shape: ModelShap
     expected = forward_logits(model, rows)
     cache, hidden = prefilled(model, [row[:n] for row, n in zip(rows, prompts, strict=True)], room=40)
     last = torch.tensor(prompts).cumsum(0) - 1
-    logits = [model.logits(hidden[last])]
+    logits = [model.compute_logits(hidden[last])]
     for step in range(6):
         tokens = torch.stack([row[min(n + step, len(row) - 1)] for row, n in zip(rows, prompts, strict=True)])
-        logits.append(model.logits(model.decode(tokens, cache)))
+        logits.append(model.compute_logits(model.decode(tokens, cache)))
     for i, (row, n) in enumerate(zip(rows, prompts, strict=True)):
         for step in range(min(7, len(row) - n + 1)):
             torch.testing.assert_close(logits[step][i], expected[i][n - 1 + step], atol=1e-5, rtol=1e-5)

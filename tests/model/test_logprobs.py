@@ -8,7 +8,7 @@ from small_models import SHAPES, pack, random_rows
 
 from realrl.layout import limits
 from realrl.model import logprobs
-from realrl.model.group import alone
+from realrl.model.group import make_single_rank_group
 from realrl.model.packing import Packing
 
 
@@ -24,14 +24,14 @@ def test_chunked_logprobs_and_gradients_equal_the_direct_computation(
     bias = torch.randn(vocab, requires_grad=True) if with_bias else None
     parameters = (hidden, weight) if bias is None else (hidden, weight, bias)
     targets, factor = torch.randint(vocab, (20,)), torch.randn(20)
-    chosen, entropy = logprobs.token_logprobs(
+    chosen, entropy = logprobs.compute_token_logprobs(
         hidden,
         weight,
         targets,
         bias=bias,
         temperature=temperature,
         entropy=True,
-        group=alone(),
+        group=make_single_rank_group(),
         rows=len(weight),
     )
     grads = torch.autograd.grad((chosen * factor).sum(), parameters)
@@ -52,10 +52,10 @@ def test_each_token_gets_the_probability_its_predecessor_gives_it(twins: Callabl
     tokens, lengths = pack(rows)
     packing = Packing.of(lengths, "cpu")
     hidden = model(tokens, packing)
-    found, entropy = model.logprobs(hidden, tokens, packing, temperature=1.3, entropy=True)
+    found, entropy = model.compute_logprobs(hidden, tokens, packing, temperature=1.3, entropy=True)
     assert found.dtype == torch.float32 and entropy.shape == found.shape
     for row, piece, logp in zip(rows, hidden.split(lengths), found.split(lengths), strict=True):
-        whole = (model.logits(piece) / 1.3).log_softmax(-1)
+        whole = (model.compute_logits(piece) / 1.3).log_softmax(-1)
         assert logp[0] == 0
         torch.testing.assert_close(logp[1:], whole[:-1].gather(1, row[1:, None]).squeeze(1))
     assert entropy[0] == 0 and (entropy[1:4] > 0).all()
@@ -64,6 +64,6 @@ def test_each_token_gets_the_probability_its_predecessor_gives_it(twins: Callabl
 def test_a_batch_of_single_tokens_has_only_zeros(twins: Callable) -> None:
     model, _, _ = twins(SHAPES["plain"], "lm")
     tokens, packing = torch.tensor([3, 4]), Packing.of([1, 1], "cpu")
-    found, _ = model.logprobs(model(tokens, packing), tokens, packing, temperature=1.0)
+    found, _ = model.compute_logprobs(model(tokens, packing), tokens, packing, temperature=1.0)
     found.sum().backward()
     assert found.tolist() == [0, 0]

@@ -7,13 +7,13 @@ from torch import Tensor
 from realrl.model import ops
 
 
-def reference_rotate(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def reference_rotary_emb(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x = qkv.view(len(qkv), -1, cos.shape[-1])
     heads = cos.shape[1]
-    turned = x[:, :heads]
-    half = turned.shape[-1] // 2
-    swapped = torch.cat((turned[..., half:], turned[..., :half]), -1)
-    return torch.cat((turned * cos + swapped * sin, x[:, heads:]), 1).flatten(1)
+    rotated = x[:, :heads]
+    half = rotated.shape[-1] // 2
+    swapped_halves = torch.cat((rotated[..., half:], rotated[..., :half]), -1)
+    return torch.cat((rotated * cos + swapped_halves * sin, x[:, heads:]), 1).flatten(1)
 
 
 def reference_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -45,12 +45,12 @@ SIN = torch.cat((-ANGLES.sin(), ANGLES.sin()), -1)
         (ops.swiglu, reference_swiglu, (GATE_UP,)),
         # Rotation works in place, which a leaf that needs a gradient does not allow.
         (
-            lambda x: ops.rotate(x * 1, COS, SIN),
-            lambda x: reference_rotate(x, COS, SIN),
+            lambda x: ops.apply_rotary_emb(x * 1, COS, SIN),
+            lambda x: reference_rotary_emb(x, COS, SIN),
             (QKV,),
         ),
     ],
-    ids=["linear-narrow", "linear-wide", "rms_norm", "swiglu", "rotate"],
+    ids=["linear-narrow", "linear-wide", "rms_norm", "swiglu", "apply_rotary_emb"],
 )
 def test_operations_match_reference_values_and_gradients(
     function, reference, inputs: tuple[Tensor, ...]

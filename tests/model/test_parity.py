@@ -8,7 +8,7 @@ from small_models import pack, padded, random_rows
 
 from realrl.families.shape import ModelShape
 from realrl.layout.shard import Shard
-from realrl.model.group import alone
+from realrl.model.group import make_single_rank_group
 from realrl.model.packing import Packing
 from realrl.model.transformer import Transformer
 
@@ -23,7 +23,7 @@ def test_logits_of_a_packed_batch_equal_those_of_each_sequence_in_transformers(
     rows = random_rows(shape.vocab_size, LENGTHS)
     tokens, lengths = pack(rows)
     with torch.no_grad():
-        logits = ours.logits(ours(tokens, Packing.of(lengths, "cpu")))
+        logits = ours.compute_logits(ours(tokens, Packing.of(lengths, "cpu")))
         expected = torch.cat([theirs(row[None]).logits[0] for row in rows])
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
@@ -36,7 +36,7 @@ def test_logits_of_batches_of_equal_lengths_equal_those_of_transformers(
     rows = random_rows(shape.vocab_size, lengths)
     tokens, _ = pack(rows)
     with torch.no_grad():
-        logits = ours.logits(ours(tokens, Packing.of(lengths, "cpu")))
+        logits = ours.compute_logits(ours(tokens, Packing.of(lengths, "cpu")))
         expected = theirs(torch.stack(rows)).logits.flatten(0, 1)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
@@ -50,7 +50,7 @@ def test_scalar_head_at_the_last_token_is_the_score_of_the_sequence_classifier(
     ids, mask = padded(rows)
     with torch.no_grad():
         packing = Packing.of(lengths, "cpu")
-        values = ours.values(ours(tokens, packing), packing)
+        values = ours.compute_values(ours(tokens, packing), packing)
         expected = theirs(ids, attention_mask=mask).logits.squeeze(-1)
     last = torch.tensor(lengths).cumsum(0) - 1
     torch.testing.assert_close(values[last], expected, atol=1e-4, rtol=0)
@@ -61,7 +61,7 @@ def test_gradients_equal_those_of_transformers(shape: ModelShape, twins: Callabl
     rows = random_rows(shape.vocab_size, LENGTHS)
     tokens, lengths = pack(rows)
     packing = Packing.of(lengths, "cpu")
-    logprobs, _ = ours.logprobs(ours(tokens, packing), tokens, packing, temperature=1.0)
+    logprobs, _ = ours.compute_logprobs(ours(tokens, packing), tokens, packing, temperature=1.0)
     loss = -logprobs.sum() / len(tokens)
     loss.backward()
     expected = torch.zeros(())
@@ -94,12 +94,14 @@ def test_attention_kernel_of_the_gpu_agrees_with_the_cpu(shape: ModelShape, twin
     ours, buffer, _ = twins(shape, "lm")
     rows = random_rows(shape.vocab_size, LENGTHS)
     tokens, lengths = pack(rows)
-    expected = ours.logits(ours(tokens, Packing.of(lengths, "cpu"))).log_softmax(-1)
-    there = Transformer(Shard(shape, "lm"), lambda *names: buffer.fused(*names).bfloat16().cuda(), alone())
-    hidden = there(tokens.cuda(), Packing.of(lengths, "cuda"))
-    logprobs = there.logits(hidden).log_softmax(-1).cpu()
+    expected = ours.compute_logits(ours(tokens, Packing.of(lengths, "cpu"))).log_softmax(-1)
+    on_gpu = Transformer(
+        Shard(shape, "lm"), lambda *names: buffer.fused(*names).bfloat16().cuda(), make_single_rank_group()
+    )
+    hidden = on_gpu(tokens.cuda(), Packing.of(lengths, "cuda"))
+    logprobs = on_gpu.compute_logits(hidden).log_softmax(-1).cpu()
     assert (logprobs.exp() - expected.exp()).abs().mean() < 1e-2
     hidden.sum().backward()
     assert all(
-        parameter.grad.isfinite().all() for name, parameter in there.named_parameters() if name != "lm_head"
+        parameter.grad.isfinite().all() for name, parameter in on_gpu.named_parameters() if name != "lm_head"
     )

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from realrl.model.recompute import recomputed
+from realrl.model.recompute import checkpoint_activations
 
 
 def test_gradients_reach_the_input_and_the_parameters_that_are_used() -> None:
@@ -16,7 +16,7 @@ def test_gradients_reach_the_input_and_the_parameters_that_are_used() -> None:
         return (x * weight).square()
 
     found = []
-    for compute in (run, lambda x: recomputed(run, x)):
+    for compute in (run, lambda x: checkpoint_activations(run, x)):
         (compute(2 * source).sum() * 5).backward()
         found.append((source.grad, weight.grad))
         source.grad = weight.grad = None
@@ -29,5 +29,7 @@ def test_gradients_are_added_to_those_that_are_there() -> None:
     weight = torch.nn.Parameter(torch.tensor([3.0, -1.0]))
     flat = torch.ones(2)
     weight.grad = flat
-    recomputed(lambda x: x * weight, torch.tensor([5.0, 7.0], requires_grad=True)).sum().backward()
+    checkpoint_activations(
+        lambda x: x * weight, torch.tensor([5.0, 7.0], requires_grad=True)
+    ).sum().backward()
     assert weight.grad is flat and torch.equal(flat, torch.tensor([6.0, 8.0]))

@@ -8,7 +8,7 @@ from realrl.engine.flat import FlatBuffer
 from realrl.families.registry import model_tensors
 from realrl.families.tensors import TensorSpec
 from realrl.layout.shard import Shard
-from realrl.model.group import alone
+from realrl.model.group import make_single_rank_group
 from realrl.model.init import initialise
 from realrl.model.packing import Packing
 from realrl.model.transformer import Transformer
@@ -21,7 +21,7 @@ def built(dtype: torch.dtype, head: str = "lm") -> tuple[Transformer, FlatBuffer
     tensors = model_tensors(SHAPE, head)
     weights, grads = FlatBuffer(tensors, dtype, "cpu"), FlatBuffer(tensors, torch.float32, "cpu")
     initialise(weights, tensors, SHAPE.model_copy(update={"init_std": 0.3}), seed=1)
-    model = Transformer(Shard(SHAPE, head), weights.fused, alone())
+    model = Transformer(Shard(SHAPE, head), weights.fused, make_single_rank_group())
     for name, parameter in model.named_parameters():
         parameter.grad_dtype = torch.float32
         parameter.grad = grads.fused(*model.sources[name])
@@ -33,8 +33,8 @@ def loss(model: Transformer, rows: list[torch.Tensor]) -> torch.Tensor:
     packing = Packing.of(lengths, "cpu")
     hidden = model(tokens, packing)
     if model.shard.head == "scalar":
-        return model.values(hidden, packing).square().sum()
-    return -model.logprobs(hidden, tokens, packing, temperature=1.0)[0].sum()
+        return model.compute_values(hidden, packing).square().sum()
+    return -model.compute_logprobs(hidden, tokens, packing, temperature=1.0)[0].sum()
 
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])

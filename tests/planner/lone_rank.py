@@ -20,7 +20,7 @@ from realrl.engine.pipeline.messages import Pipeline
 from realrl.engine.training.trainer import Trainer
 from realrl.layout.layout import build_layout
 from realrl.model import group as collectives
-from realrl.model.group import Group, alone
+from realrl.model.group import Group, make_single_rank_group
 from realrl.model.init import initialise
 from realrl.plan.placement import Placement
 from realrl.program.memory import Stored
@@ -99,7 +99,7 @@ class LoneRank:
         self.model = Model(
             build_layout(model.shape, model.head, placement),
             rank,
-            Parallel(alone(), tensor, pipeline, pipeline, alone(), ends),
+            Parallel(make_single_rank_group(), tensor, pipeline, pipeline, make_single_rank_group(), ends),
             dtype=DTYPES[model.element_bytes],
             device=CPU,
             part=model.part,

@@ -150,7 +150,7 @@ def test_the_largest_micro_batch_determines_peak_memory(budget: int, kind: str) 
 
 @pytest.mark.parametrize("lengths", [SHORT, LONG, EVEN, (1,), (500, 130, 129, 128, 127, 3, 3)])
 def test_length_buckets_match_those_of_attention(lengths: tuple[int, ...]) -> None:
-    heads = Packing.of(lengths, "cpu").padded(1, 1)
+    heads = Packing.of(lengths, "cpu").pad_heads(1, 1)
     said = padding.Padding.of(lengths, dense=True)
     dense = [b for b, mask in zip(heads.buckets, heads.masks, strict=True) if mask is not None]
     assert said.rows * sum(lengths) == pytest.approx(sum(heads.output_rows))

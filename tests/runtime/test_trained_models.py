@@ -41,7 +41,7 @@ def test_saved_language_models_have_the_same_logits_in_transformers(
     with torch.no_grad():
         packed = torch.tensor([token for row in rows for token in row])
         hidden = model.transformer(packed, Packing.of([len(row) for row in rows], "cpu"))
-        logits = model.transformer.logits(hidden).split([len(row) for row in rows])
+        logits = model.transformer.compute_logits(hidden).split([len(row) for row in rows])
         for row, ours in zip(rows, logits, strict=True):
             torch.testing.assert_close(ours, theirs(torch.tensor([row])).logits[0], rtol=0, atol=1e-4)
 

@@ -17,7 +17,7 @@ from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.sets import WHOLE, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
-from realrl.model.group import Group, alone
+from realrl.model.group import Group, make_single_rank_group
 from realrl.model.packing import Packing
 from realrl.model.transformer import Transformer
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -43,7 +43,7 @@ class Model:
         self.shape, self.head = layout.shape, layout.head
         self.dtype, self.device, self.temperature = dtype, device, temperature
         self.part = part
-        self.sequence = layout.placement.strategy.sequence_parallel
+        self.sequence_parallel = layout.placement.strategy.sequence_parallel
         self.shard = Shard.of(layout.shape, layout.head, layout.placement, rank)
         sets = build_parameter_sets(layout.shape, layout.head, part, trained=True)
         self.sets = {
@@ -76,26 +76,28 @@ class Model:
         With `recompute` the backward pass computes layers again, of which only the inputs are kept.
         """
         x = rows.values if received is None else received
-        return self.transformer(x, packing, sequence=self.sequence, recompute=recompute)
+        return self.transformer(x, packing, sequence_parallel=self.sequence_parallel, recompute=recompute)
 
     def output(self, hidden: Tensor, rows: Ragged, packing: Packing, *, entropy: bool = False) -> ModelOutput:
         """Compute the outputs of the last stage from the hidden states of the rows."""
         if self.head == "scalar":
-            values = self.transformer.values(hidden, packing, sequence=self.sequence)
+            values = self.transformer.compute_values(
+                hidden, packing, sequence_parallel=self.sequence_parallel
+            )
             return ModelOutput(rows.lengths, values=values)
-        logprobs, entropies = self.transformer.logprobs(
+        logprobs, entropies = self.transformer.compute_logprobs(
             hidden,
             rows.values,
             packing,
             temperature=self.temperature,
             entropy=entropy,
-            sequence=self.sequence,
+            sequence_parallel=self.sequence_parallel,
         )
         return ModelOutput(rows.lengths, logprobs=logprobs, entropy=entropies)
 
     def hidden_rows(self, tokens: int) -> int:
         """Count the rows of hidden states that stages exchange for a number of tokens."""
-        return -(-tokens // self.shard.tp) if self.sequence else tokens
+        return -(-tokens // self.shard.tp) if self.sequence_parallel else tokens
 
     def received(self, tokens: Sequence[int]) -> Iterator[Tensor | None]:
         """Receive hidden states of the stage before, per micro-batch; None on the first stage."""
@@ -172,7 +174,7 @@ def whole_model(
 ) -> Model:
     """Make a model that lies whole on one rank, outside any run."""
     placement = Placement(Mesh(0, 1), Strategy(1))
-    one = alone()
+    one = make_single_rank_group()
     parallel = Parallel(one, one, one, one, one, None)
     whole = build_layout(shape, head, placement)
     return Model(whole, 0, parallel, dtype=dtype, device=device, temperature=temperature)

@@ -12,7 +12,7 @@ from torch.nn.attention.varlen import varlen_attn
 from realrl.model.packing import Packing, PaddedHeads
 
 # torch 2.11 accepts grouped heads as they are; from 2.12 on they need a flag.
-GROUPED: dict[str, Any] = (
+GQA_OPTION: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
 
@@ -21,64 +21,79 @@ class _Pad(Function):
     """Packed heads to one query, key and value tensor per bucket. [T, C] -> 3 tensors [rows, D] per bucket"""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, plan: PaddedHeads) -> tuple[Tensor, ...]:
-        ctx.plan, ctx.width = plan, qkv.shape[1]
-        dim = qkv.shape[1] // (plan.heads + 2 * plan.kv_heads)
-        return qkv.view(-1, dim).index_select(0, plan.gather).split(plan.input_rows)
+    def forward(ctx: Any, qkv: Tensor, padded: PaddedHeads) -> tuple[Tensor, ...]:
+        ctx.padded = padded
+        ctx.width = qkv.shape[1]
+        dim = qkv.shape[1] // (padded.heads + 2 * padded.kv_heads)
+        return qkv.view(-1, dim).index_select(0, padded.pad_input_index).split(padded.input_rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return torch.cat(grads).index_select(0, ctx.plan.gathered).view(-1, ctx.width), None
+        return torch.cat(grads).index_select(0, ctx.padded.unpad_input_index).view(-1, ctx.width), None
 
 
 class _Unpad(Function):
     """Attention's output per bucket back to packed tokens. [rows, D] per bucket -> [T, heads * D]"""
 
     @staticmethod
-    def forward(ctx: Any, plan: PaddedHeads, *outputs: Tensor) -> Tensor:
-        ctx.plan, ctx.dim = plan, outputs[0].shape[1]
-        return torch.cat(outputs).index_select(0, plan.collect).view(-1, plan.heads * ctx.dim)
+    def forward(ctx: Any, padded: PaddedHeads, *outputs: Tensor) -> Tensor:
+        ctx.padded = padded
+        ctx.dim = outputs[0].shape[1]
+        return torch.cat(outputs).index_select(0, padded.unpad_output_index).view(-1, padded.heads * ctx.dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, *tuple[Tensor, ...]]:
-        plan = ctx.plan
-        rows = grad.reshape(-1, ctx.dim).index_select(0, plan.spread).index_fill_(0, plan.spread_padding, 0)
-        return None, *rows.split(plan.output_rows)
+        padded = ctx.padded
+        rows = grad.reshape(-1, ctx.dim).index_select(0, padded.pad_output_index)
+        rows.index_fill_(0, padded.output_padding, 0)
+        return None, *rows.split(padded.output_rows)
 
 
-def _padded_attention(qkv: Tensor, plan: PaddedHeads) -> Tensor:
-    parts = iter(_Pad.apply(qkv, plan))
+def _padded_attention(qkv: Tensor, padded: PaddedHeads) -> Tensor:
+    parts = iter(_Pad.apply(qkv, padded))
     outputs = []
-    for bucket, mask in zip(plan.buckets, plan.masks, strict=True):
-        batch, length = len(bucket.sequences), bucket.length
+    for bucket, mask in zip(padded.buckets, padded.masks, strict=True):
+        batch = len(bucket.sequences)
+        length = bucket.length
         q, k, v = next(parts), next(parts), next(parts)
         dim = q.shape[-1]
         if mask is not None and q.dtype == torch.float32:
-            k, v = k.view(-1, length, dim), v.view(-1, length, dim)
+            k = k.view(-1, length, dim)
+            v = v.view(-1, length, dim)
             q = q.view(k.shape[0], -1, dim)
             # Scores are not bound to a name, so they are freed once their softmax is computed.
             output = torch.bmm(torch.baddbmm(mask, q, k.transpose(1, 2), alpha=dim**-0.5).softmax(-1), v)
         else:
             q, k, v = (x.view(batch, -1, length, dim) for x in (q, k, v))
             output = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=plan.heads > plan.kv_heads
+                q, k, v, is_causal=True, enable_gqa=padded.heads > padded.kv_heads
             )
         outputs.append(output.reshape(-1, dim))
-    return _Unpad.apply(plan, *outputs)
+    return _Unpad.apply(padded, *outputs)
 
 
-def attention(qkv: Tensor, packing: Packing, heads: int, kv_heads: int) -> Tensor:
+def varlen_attention(qkv: Tensor, packing: Packing, heads: int, kv_heads: int) -> Tensor:
     """Compute causal attention: each token attends to itself and those before it in its sequence.
 
     qkv: [T, (heads + 2 kv_heads) * D], queries first, then keys, then values -> [T, heads * D]
     """
     if qkv.device.type == "cuda" and qkv.dtype in (torch.bfloat16, torch.float16):
         q, k, v = split_heads(qkv, heads, kv_heads)
-        starts, longest = packing.starts, packing.max_length
-        output = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **GROUPED)
+        cu_seqlens = packing.cu_seqlens
+        output = varlen_attn(
+            q,
+            k,
+            v,
+            cu_seq_q=cu_seqlens,
+            cu_seq_k=cu_seqlens,
+            max_q=packing.max_length,
+            max_k=packing.max_length,
+            window_size=(-1, 0),  # causal
+            **GQA_OPTION,
+        )
         assert isinstance(output, Tensor)
         return output.reshape(len(qkv), -1)
-    return _padded_attention(qkv, packing.padded(heads, kv_heads))
+    return _padded_attention(qkv, packing.pad_heads(heads, kv_heads))
 
 
 def split_heads(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,7 +103,7 @@ def split_heads(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor,
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Attend one query per row to its cached keys.
+    """AttentionFunction one query per row to its cached keys.
 
     q: [B, heads, D]; k, v: [B, kv_heads, L, D]; visible: [B, 1, 1, L] bool -> [B, heads * D]
     """

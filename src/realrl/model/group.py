@@ -50,29 +50,31 @@ class Group:
         return buffer.transpose(0, 1).reshape(len(part), -1)[:, :columns]
 
 
-def alone(rank: int = 0) -> Group:
-    """Make a group of one."""
+def make_single_rank_group(rank: int = 0) -> Group:
+    """Make a group of one rank."""
     return Group((rank,), 0)
 
 
-def reduce_scatter(output: Tensor, buffer: Tensor, group: Group, *, later: bool = False) -> dist.Work | None:
+def reduce_scatter(
+    output: Tensor, buffer: Tensor, group: Group, *, async_op: bool = False
+) -> dist.Work | None:
     """Reduce-scatter `buffer` [N] over the group into `output` [N / size].
 
-    With `later`, returns at once with what to wait for, if anything.
+    With `async_op`, returns at once with what to wait for, if anything.
     """
     if group.handle is None:
         output.copy_(buffer)
         return None
-    return _reduce_scatter(output, buffer, dist.ReduceOp.SUM, group=group.handle, async_op=later)
+    return _reduce_scatter(output, buffer, dist.ReduceOp.SUM, group=group.handle, async_op=async_op)
 
 
-def all_gather(buffer: Tensor, part: Tensor, group: Group, *, later: bool = False) -> dist.Work | None:
+def all_gather(buffer: Tensor, part: Tensor, group: Group, *, async_op: bool = False) -> dist.Work | None:
     """All-gather each rank's `part` [N / size] into `buffer` [N]; `part` may lie inside `buffer`.
 
-    With `later`, returns at once with what to wait for, if anything.
+    With `async_op`, returns at once with what to wait for, if anything.
     """
     if group.handle is not None:
-        return _all_gather(buffer, part.clone(), group=group.handle, async_op=later)
+        return _all_gather(buffer, part.clone(), group=group.handle, async_op=async_op)
     if buffer.data_ptr() != part.data_ptr():
         buffer.copy_(part)
     return None

@@ -44,7 +44,7 @@ def initialise(
         std = shape.init_std
         if tensor.init is Init.RESIDUAL:
             std /= math.sqrt(2 * shape.layers)
-        drawn = torch.empty(tensor.shape).normal_(0.0, std, generator=generator)
+        values = torch.empty(tensor.shape).normal_(0.0, std, generator=generator)
         if regions is not None:
-            drawn = drawn[regions[tensor.name].slices]
-        target[: len(drawn)].copy_(drawn)
+            values = values[regions[tensor.name].slices]
+        target[: len(values)].copy_(values)

@@ -10,11 +10,14 @@ from torch.autograd import Function
 
 ONEDNN = torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
 """Whether float32 products on a CPU go to oneDNN. Torch would give them to MKL, which takes more
-than twice as long on an AMD processor with AVX-512 (bench/products.py)."""
+than twice as long on an AMD processor with AVX-512 (bench/matmul.py)."""
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply x @ weight.T without gradient. x: [N, K], weight: [M, K] with any strides -> [N, M]"""
+def matmul_nt(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute x @ weight.T without gradient; "nt" as in BLAS: only the second operand is transposed.
+
+    x: [N, K], weight: [M, K] with any strides -> [N, M]
+    """
     if not x.shape[-1]:  # a TP rank without a row of the vocabulary; oneDNN does not support K = 0
         return x.new_zeros(len(x), len(weight))
     if ONEDNN and x.device.type == "cpu" and x.dtype == torch.float32:
@@ -22,27 +25,27 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
-def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Compute grad.T @ x, the gradient of the weight of `product`. grad: [N, M], x: [N, K] -> [M, K]"""
-    # The first operand of `product` is copied when it is not contiguous, so it should be the narrower one.
+def compute_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Compute grad.T @ x, the gradient of the weight of `matmul_nt`. grad: [N, M], x: [N, K] -> [M, K]"""
+    # The first operand of `matmul_nt` is copied when it is not contiguous, so it should be the narrower one.
     if grad.shape[1] <= x.shape[1]:
-        return product(grad.T, x.T)
-    return product(x.T, grad.T).T
+        return matmul_nt(grad.T, x.T)
+    return matmul_nt(x.T, grad.T).T
 
 
 class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        out = product(x, weight)
+        out = matmul_nt(x, weight)
         return out if bias is None else out.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad
-        grad_x = product(grad, weight.T) if need_x else None
-        grad_weight = weight_gradient(grad, x) if need_weight else None
+        grad_x = matmul_nt(grad, weight.T) if need_x else None
+        grad_weight = compute_weight_gradient(grad, x) if need_weight else None
         return grad_x, grad_weight, grad.sum(0, dtype=torch.float32) if need_bias else None
 
 
@@ -72,7 +75,7 @@ class _RMSNorm(Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise x / sqrt(mean(x²) + eps) * weight over the last dim (Zhang and Sennrich 2019).
+    """NormFunction x / sqrt(mean(x²) + eps) * weight over the last dim (Zhang and Sennrich 2019).
 
     x: [..., H], weight: [H] -> [..., H]; computed in float32
     """
@@ -106,31 +109,33 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return _SwiGLU.apply(gate_up)
 
 
-class _Rotate(Function):
+class _ApplyRotaryEmb(Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.mark_dirty(qkv)
-        turned = qkv.view(len(qkv), -1, cos.shape[-1])[:, : cos.shape[1]]
-        swapped = turned.roll(cos.shape[-1] // 2, -1)
-        turned.mul_(cos).addcmul_(swapped, sin)
+        rotated = qkv.view(len(qkv), -1, cos.shape[-1])[:, : cos.shape[1]]
+        swapped_halves = rotated.roll(cos.shape[-1] // 2, -1)
+        rotated.mul_(cos).addcmul_(swapped_halves, sin)
         return qkv
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         heads = cos.shape[1]
-        given = grad.reshape(len(grad), -1, cos.shape[-1])
-        out = torch.empty_like(given)
-        out[:, heads:] = given[:, heads:]
-        turned, back = given[:, :heads], out[:, :heads]
-        torch.mul(turned, cos, out=back).addcmul_(turned.roll(cos.shape[-1] // 2, -1), sin, value=-1)
-        return out.view_as(grad), None, None
+        grad_heads = grad.reshape(len(grad), -1, cos.shape[-1])
+        grad_qkv = torch.empty_like(grad_heads)
+        grad_qkv[:, heads:] = grad_heads[:, heads:]
+        # The inverse rotation, by the negative angle.
+        grad_rotated = grad_heads[:, :heads]
+        swapped_halves = grad_rotated.roll(cos.shape[-1] // 2, -1)
+        torch.mul(grad_rotated, cos, out=grad_qkv[:, :heads]).addcmul_(swapped_halves, sin, value=-1)
+        return grad_qkv.view_as(grad), None, None
 
 
-def rotate(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary_emb(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary embeddings to the first heads, in place (Su et al. 2021; halves paired as in Llama).
 
-    qkv: [T, all heads * D]; cos, sin: [T, heads, D] from `rotary`.
+    qkv: [T, all heads * D]; cos, sin: [T, heads, D] from `build_rotary_tables`.
     """
-    return _Rotate.apply(qkv, cos, sin)
+    return _ApplyRotaryEmb.apply(qkv, cos, sin)

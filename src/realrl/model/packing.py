@@ -15,20 +15,21 @@ class PaddedHeads:
     """Index tensors between packed heads and heads laid out by sequence, for buckets of sequences.
 
     Rows are one head of one token. Padded rows are ordered (bucket, query | key | value, sequence, head,
-    position); `gather` finds each of them among the packed rows [T * (heads + 2 kv_heads)] (padding takes any
-    row: causality keeps it from being seen) and `gathered` finds each packed row among them. Attention's
-    output has padded rows (bucket, sequence, head, position); `spread` finds them among packed output rows
-    [T * heads], `spread_padding` lists those that are padding, and `collect` finds each packed output row.
+    position); `pad_input_index` finds each of them among the packed rows [T * (heads + 2 kv_heads)] (padding takes
+    any row: causality keeps it from being seen) and `unpad_input_index` finds each packed row among them.
+    Attention's output has padded rows (bucket, sequence, head, position); `pad_output_index` finds them among
+    packed output rows [T * heads], `output_padding` lists those that are padding, and `unpad_output_index` finds
+    each packed output row.
     """
 
     heads: int
     kv_heads: int
     buckets: tuple[Bucket, ...]
-    gather: Tensor
-    gathered: Tensor
-    spread: Tensor
-    spread_padding: Tensor
-    collect: Tensor
+    pad_input_index: Tensor
+    unpad_input_index: Tensor
+    pad_output_index: Tensor
+    output_padding: Tensor
+    unpad_output_index: Tensor
     masks: tuple[Tensor | None, ...]
     """Masks of the buckets whose scores may be computed whole: 0 where a query sees a key and -inf where not.
     
@@ -51,14 +52,14 @@ class PaddedHeads:
 class Packing:
     """B sequences stored back to back, T tokens in all.
 
-    positions: [T] within the sequence. starts: [B + 1] int32, where each sequence begins and the last ends.
-    predicted: [T - B] indices of the tokens that have one before them in their sequence.
+    positions: [T] within the sequence. cu_seqlens: [B + 1] int32, where each sequence begins and the last
+    ends. target_indices: [T - B] indices of the tokens that have one before them in their sequence.
     """
 
     lengths: tuple[int, ...]
     positions: Tensor
-    starts: Tensor
-    predicted: Tensor
+    cu_seqlens: Tensor
+    target_indices: Tensor
     _padded: dict[tuple[int, int], PaddedHeads] = field(default_factory=dict)
 
     @classmethod
@@ -66,11 +67,17 @@ class Packing:
         """Pack sequences with these lengths, each at least 1."""
         assert len(lengths) > 0 and min(lengths) > 0, "a packing has sequences, and each of them tokens"
         sizes = torch.tensor(lengths)
-        starts = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-        torch.cumsum(sizes, 0, out=starts[1:])
-        positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(sizes)
-        predicted = positions.nonzero().squeeze(-1)
-        return cls(tuple(lengths), positions.to(device), starts.int().to(device), predicted.to(device))
+        cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+        torch.cumsum(sizes, 0, out=cu_seqlens[1:])
+        positions = torch.arange(int(cu_seqlens[-1])) - cu_seqlens[:-1].repeat_interleave(sizes)
+        # Every token but the first of its sequence is the target of a prediction.
+        target_indices = positions.nonzero().squeeze(-1)
+        return cls(
+            lengths=tuple(lengths),
+            positions=positions.to(device),
+            cu_seqlens=cu_seqlens.int().to(device),
+            target_indices=target_indices.to(device),
+        )
 
     @property
     def max_length(self) -> int:
@@ -83,49 +90,53 @@ class Packing:
         sizes = torch.tensor(self.lengths)
         return torch.arange(len(sizes)).repeat_interleave(sizes).to(self.positions.device)
 
-    def padded(self, heads: int, kv_heads: int) -> PaddedHeads:
+    def pad_heads(self, heads: int, kv_heads: int) -> PaddedHeads:
         """Compute the padded layout for these numbers of heads, once."""
         key = (heads, kv_heads)
         if key not in self._padded:
-            self._padded[key] = _pad_heads(self, heads, kv_heads)
+            self._padded[key] = _compute_padded_heads(self, heads, kv_heads)
         return self._padded[key]
 
 
-def _pad_heads(packing: Packing, heads: int, kv_heads: int) -> PaddedHeads:
+def _compute_padded_heads(packing: Packing, heads: int, kv_heads: int) -> PaddedHeads:
     buckets = bucket_lengths(packing.lengths)
-    starts, lengths = packing.starts.cpu().long(), torch.tensor(packing.lengths)
+    starts = packing.cu_seqlens.cpu().long()
+    lengths = torch.tensor(packing.lengths)
     total = heads + 2 * kv_heads
-    gather, spread, real, real_output = [], [], [], []
+    input_rows: list[Tensor] = []
+    input_valid: list[Tensor] = []
+    output_rows: list[Tensor] = []
+    output_valid: list[Tensor] = []
     masks: list[Tensor | None] = []
     for bucket in buckets:
-        chosen = torch.tensor(bucket.sequences)
+        sequences = torch.tensor(bucket.sequences)
         steps = torch.arange(bucket.length)
-        inside = (steps < lengths[chosen, None])[:, None]
-        token = torch.where(inside, starts[chosen, None, None] + steps, 0)
+        inside = (steps < lengths[sequences, None])[:, None]
+        token = torch.where(inside, starts[sequences, None, None] + steps, 0)
         for first, count in ((0, heads), (heads, kv_heads), (heads + kv_heads, kv_heads)):
             head = torch.arange(first, first + count)[:, None]
-            gather.append((token * total + head).flatten())
-            real.append(inside.expand(-1, count, -1).flatten())
-        spread.append((token * heads + torch.arange(heads)[:, None]).flatten())
-        real_output.append(real[-3])
+            input_rows.append((token * total + head).flatten())
+            input_valid.append(inside.expand(-1, count, -1).flatten())
+        output_rows.append((token * heads + torch.arange(heads)[:, None]).flatten())
+        output_valid.append(input_valid[-3])  # as for the queries
         masks.append(None)
         if bucket.dense:
-            hidden = torch.full((bucket.length, bucket.length), float("-inf")).triu(1)
-            masks[-1] = hidden.repeat(heads // kv_heads, 1).to(packing.positions.device)
+            causal = torch.full((bucket.length, bucket.length), float("-inf")).triu(1)
+            masks[-1] = causal.repeat(heads // kv_heads, 1).to(packing.positions.device)
 
-    def inverse(index: Tensor, valid: Tensor, size: int) -> Tensor:
+    def invert(index: Tensor, valid: Tensor, size: int) -> Tensor:
         where = valid.nonzero().squeeze(-1)
         return torch.empty(size, dtype=torch.int64).index_copy_(0, index[where], where)
 
     tokens = len(packing.positions)
-    rows, valid = torch.cat(gather), torch.cat(real)
-    output_rows, output_valid = torch.cat(spread), torch.cat(real_output)
+    pad_input, is_input = torch.cat(input_rows), torch.cat(input_valid)
+    pad_output, is_output = torch.cat(output_rows), torch.cat(output_valid)
     index = {
-        "gather": rows,
-        "gathered": inverse(rows, valid, tokens * total),
-        "spread": output_rows,
-        "spread_padding": (~output_valid).nonzero().squeeze(-1),
-        "collect": inverse(output_rows, output_valid, tokens * heads),
+        "pad_input_index": pad_input,
+        "unpad_input_index": invert(pad_input, is_input, tokens * total),
+        "pad_output_index": pad_output,
+        "output_padding": (~is_output).nonzero().squeeze(-1),
+        "unpad_output_index": invert(pad_output, is_output, tokens * heads),
     }
     device = packing.positions.device
     on_device = {name: value.to(device) for name, value in index.items()}

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 
-class _Recomputed(Function):
+class _Checkpoint(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.run = run
@@ -17,15 +17,15 @@ class _Recomputed(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        (kept,) = ctx.saved_tensors
-        x = kept.detach().requires_grad_(True)
+        (saved,) = ctx.saved_tensors
+        x = saved.detach().requires_grad_(True)
         with torch.enable_grad():
             y = ctx.run(x)
         torch.autograd.backward(y, grad)
         return x.grad, None
 
 
-def recomputed(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def checkpoint_activations(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Compute run(x), keeping only `x` for the backward pass (Chen et al. 2016, arXiv 1604.06174).
 
     `run` must do the same both times, in particular communicate alike on every rank. Parameters that it uses
@@ -33,4 +33,4 @@ def recomputed(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """
     # torch.utils.checkpoint does this too, for anything: it imports torch's compiler at the first backward
     # pass, and wraps every tensor that an operation saves.
-    return _Recomputed.apply(x, run)
+    return _Checkpoint.apply(x, run)

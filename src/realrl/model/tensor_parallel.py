@@ -20,39 +20,51 @@ from realrl.model.group import Group, all_gather, reduce_scatter
 class TensorParallel:
     """TP ranks of a forward pass over `tokens` tokens in all.
 
-    Between layers each rank holds the hidden states of all tokens or, with `sequence`, of an equal part of
+    Between layers each rank holds the hidden states of all tokens or, with `sequence_parallel`, of an equal part of
     them: ceil(tokens / size) rows, the last ones padding.
     """
 
     group: Group
     tokens: int
-    sequence: bool = False
+    sequence_parallel: bool = False
 
-    def enter(self, x: Tensor) -> Tensor:
+    def copy_to_region(self, x: Tensor) -> Tensor:
         """Copy (with sequence parallelism: gather) hidden states into column-parallel matrices. -> [tokens, H]
+
+        Megatron's f (`copy_to_tensor_model_parallel_region`, `gather_from_sequence_parallel_region`).
 
         Each rank's gradient is a part of the sum that flows back.
         """
         if self.group.size == 1:
             return x
-        if self.sequence:
-            return _Gather.apply(x, self.group, self.tokens, True)
-        return _Copy.apply(x, self.group)
+        if self.sequence_parallel:
+            return _GatherFromRegion.apply(x, self.group, self.tokens, True)
+        return _CopyToRegion.apply(x, self.group)
 
-    def leave(self, partial: Tensor) -> Tensor:
-        """Reduce (or reduce-scatter) outputs of row-parallel matrices. [tokens, H] -> what a rank holds of it"""
+    def reduce_from_region(self, partial: Tensor) -> Tensor:
+        """Reduce (or reduce-scatter) outputs of row-parallel matrices. [tokens, H] -> what a rank holds of it
+
+        Megatron's g (`reduce_from_tensor_model_parallel_region`, `reduce_scatter_to_sequence_parallel_region`).
+        """
         if self.group.size == 1:
             return partial
-        return _Scatter.apply(partial, self.group) if self.sequence else _Reduce.apply(partial, self.group)
+        return (
+            _ReduceScatterToRegion.apply(partial, self.group)
+            if self.sequence_parallel
+            else _ReduceFromRegion.apply(partial, self.group)
+        )
 
-    def whole(self, x: Tensor) -> Tensor:
-        """Gather hidden states for layers that are replicated, gradient included. -> [tokens, H]"""
-        if self.group.size == 1 or not self.sequence:
+    def gather_from_region(self, x: Tensor) -> Tensor:
+        """Gather hidden states for layers that every rank computes alike, gradient included. -> [tokens, H]
+
+        Megatron's `gather_from_sequence_parallel_region` with `tensor_parallel_output_grad=False`.
+        """
+        if self.group.size == 1 or not self.sequence_parallel:
             return x
-        return _Gather.apply(x, self.group, self.tokens, False)
+        return _GatherFromRegion.apply(x, self.group, self.tokens, False)
 
 
-class _Copy(Function):
+class _CopyToRegion(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -63,7 +75,7 @@ class _Copy(Function):
         return ctx.group.sum(grad.contiguous()), None
 
 
-class _Reduce(Function):
+class _ReduceFromRegion(Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
         return group.sum(partial.clone(memory_format=torch.contiguous_format))
@@ -73,14 +85,14 @@ class _Reduce(Function):
         return grad, None
 
 
-def _gathered(part: Tensor, group: Group, tokens: int) -> Tensor:
+def _all_gather_rows(part: Tensor, group: Group, tokens: int) -> Tensor:
     """All-gather rows. [ceil(tokens / size), H] on each rank -> [tokens, H]"""
     buffer = part.new_empty(group.size * len(part), *part.shape[1:])
     all_gather(buffer, part.contiguous(), group)
     return buffer[:tokens]
 
 
-def _scattered(partial: Tensor, group: Group) -> Tensor:
+def _reduce_scatter_rows(partial: Tensor, group: Group) -> Tensor:
     """Reduce-scatter rows, padded at the end. [tokens, H] -> [ceil(tokens / size), H] on each rank"""
     rows = -(-len(partial) // group.size)
     padded = F.pad(partial, (0, 0, 0, rows * group.size - len(partial))).contiguous()
@@ -89,27 +101,30 @@ def _scattered(partial: Tensor, group: Group) -> Tensor:
     return part
 
 
-class _Gather(Function):
+class _GatherFromRegion(Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Group, tokens: int, partial_gradient: bool) -> Tensor:
-        ctx.group, ctx.rows, ctx.partial_gradient = group, len(part), partial_gradient
-        return _gathered(part, group, tokens)
+        ctx.group = group
+        ctx.rows = len(part)
+        ctx.partial_gradient = partial_gradient
+        return _all_gather_rows(part, group, tokens)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.partial_gradient:
-            return _scattered(grad, ctx.group), None, None, None
+            return _reduce_scatter_rows(grad, ctx.group), None, None, None
         start = ctx.group.index * ctx.rows
-        mine = grad[start : start + ctx.rows]
-        return F.pad(mine, (0, 0, 0, ctx.rows - len(mine))), None, None, None
+        local_grad = grad[start : start + ctx.rows]
+        return F.pad(local_grad, (0, 0, 0, ctx.rows - len(local_grad))), None, None, None
 
 
-class _Scatter(Function):
+class _ReduceScatterToRegion(Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.tokens = group, len(partial)
-        return _scattered(partial, group)
+        ctx.group = group
+        ctx.tokens = len(partial)
+        return _reduce_scatter_rows(partial, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grad, ctx.group, ctx.tokens), None
+        return _all_gather_rows(grad, ctx.group, ctx.tokens), None

@@ -13,23 +13,23 @@ from realrl.families.shape import ModelShape
 from realrl.families.tensors import Parameter
 from realrl.layout.ranges import padded_vocabulary
 from realrl.layout.shard import Shard
-from realrl.model.attention import attention, decode_attention, split_heads
+from realrl.model.attention import decode_attention, split_heads, varlen_attention
 from realrl.model.cache import KVCache
 from realrl.model.group import Group
-from realrl.model.logprobs import token_logprobs
-from realrl.model.ops import linear, product, rms_norm, rotate, swiglu
+from realrl.model.logprobs import compute_token_logprobs
+from realrl.model.ops import apply_rotary_emb, linear, matmul_nt, rms_norm, swiglu
 from realrl.model.packing import Packing
-from realrl.model.recompute import recomputed
-from realrl.model.rotary import frequencies, rotary
+from realrl.model.recompute import checkpoint_activations
+from realrl.model.rotary import build_rotary_tables, compute_inverse_frequencies
 from realrl.model.tensor_parallel import TensorParallel
 
-Attend = Callable[[int, Tensor], Tensor]
+AttentionFunction = Callable[[int, Tensor], Tensor]
 """Attention function: (layer of the stage, rotated qkv [T, C]) -> output [T, query heads * D]."""
-Normalise = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+NormFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Norm: (x [N, H], weight [H], bias [H] if any) -> [N, H]."""
 
 
-def make_norm(shape: ModelShape) -> Normalise:
+def make_norm(shape: ModelShape) -> NormFunction:
     """Make the norm of a model's layers."""
     match find_layer_options(shape).norm:
         case "rms":
@@ -45,26 +45,28 @@ class Layer(nn.Module):
         """`parameter` gives the layer's parameters; None for biases and norms of heads that the family has not."""
         super().__init__()
 
-        def required(name: Parameter) -> nn.Parameter:
-            found = parameter(name)
-            assert found is not None, f"every layer has {name}"
-            return found
+        def require(name: Parameter) -> nn.Parameter:
+            tensor = parameter(name)
+            assert tensor is not None, f"every layer has {name}"
+            return tensor
 
-        self._heads, self._kv_heads = len(shard.queries), len(shard.keys)
-        self._eps, self._norm = shard.shape.norm_eps, make_norm(shard.shape)
-        self.attention_norm = required("attention_norm")
+        self._heads = len(shard.queries)
+        self._kv_heads = len(shard.keys)
+        self._eps = shard.shape.norm_eps
+        self._norm = make_norm(shard.shape)
+        self.attention_norm = require("attention_norm")
         self.attention_norm_bias = parameter("attention_norm_bias")
-        self.qkv = required("qkv")
+        self.qkv = require("qkv")
         self.qkv_bias = parameter("qkv_bias")
         self.q_norm = parameter("q_norm")
         self.k_norm = parameter("k_norm")
-        self.out = required("out")
+        self.out = require("out")
         self.out_bias = parameter("out_bias")
-        self.mlp_norm = required("mlp_norm")
+        self.mlp_norm = require("mlp_norm")
         self.mlp_norm_bias = parameter("mlp_norm_bias")
-        self.gate_up = required("gate_up")
+        self.gate_up = require("gate_up")
         self.gate_up_bias = parameter("gate_up_bias")
-        self.down = required("down")
+        self.down = require("down")
         self.down_bias = parameter("down_bias")
 
     def forward(
@@ -74,30 +76,39 @@ class Layer(nn.Module):
 
         With sequence parallelism a rank holds a part of the rows of x.
         """
-        # What is computed on the way has no name, which would keep it in memory until the end.
-        x = self._add(
-            x, tp.leave(linear(attend(rotate(self._qkv(x, tp), cos, sin)), self.out)), self.out_bias
+        # Intermediate results are not bound to names, so that each is freed once the next is computed.
+        x = self._add_residual(
+            x,
+            tp.reduce_from_region(linear(attend(apply_rotary_emb(self._qkv(x, tp), cos, sin)), self.out)),
+            self.out_bias,
         )
-        return self._add(x, tp.leave(linear(swiglu(self._gate_up(x, tp)), self.down)), self.down_bias)
+        return self._add_residual(
+            x, tp.reduce_from_region(linear(swiglu(self._gate_up(x, tp)), self.down)), self.down_bias
+        )
 
     def _qkv(self, x: Tensor, tp: TensorParallel) -> Tensor:
         """Queries, keys and values, heads normalised where the family does so. [T, (heads + 2 kv_heads) * D]"""
         qkv = linear(
-            tp.enter(self._norm(x, self.attention_norm, self.attention_norm_bias)), self.qkv, self.qkv_bias
+            tp.copy_to_region(self._norm(x, self.attention_norm, self.attention_norm_bias)),
+            self.qkv,
+            self.qkv_bias,
         )
         if self.q_norm is None or self.k_norm is None:
             return qkv
         q, k, v = split_heads(qkv, self._heads, self._kv_heads)
-        normed = rms_norm(q, self.q_norm, self._eps), rms_norm(k, self.k_norm, self._eps)
-        return torch.cat((*normed, v), 1).view(len(qkv), -1)
+        q = rms_norm(q, self.q_norm, self._eps)
+        k = rms_norm(k, self.k_norm, self._eps)
+        return torch.cat((q, k, v), 1).view(len(qkv), -1)
 
     def _gate_up(self, x: Tensor, tp: TensorParallel) -> Tensor:
         return linear(
-            tp.enter(self._norm(x, self.mlp_norm, self.mlp_norm_bias)), self.gate_up, self.gate_up_bias
+            tp.copy_to_region(self._norm(x, self.mlp_norm, self.mlp_norm_bias)),
+            self.gate_up,
+            self.gate_up_bias,
         )
 
     @staticmethod
-    def _add(x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
+    def _add_residual(x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
         """The residual stream after a block, whose bias is added once, and not on every tensor-parallel rank."""
         return x + block if bias is None else x + block + bias
 
@@ -113,7 +124,9 @@ class Transformer(nn.Module):
     def __init__(self, shard: Shard, weights: Callable[..., Tensor], tensor_group: Group) -> None:
         super().__init__()
         shape = shard.shape
-        self.shard, self.shape, self.tensor_group = shard, shape, tensor_group
+        self.shard = shard
+        self.shape = shape
+        self.tensor_group = tensor_group
         self._norm = make_norm(shape)
         self.sources: dict[str, tuple[str, ...]] = {}
         tensors: defaultdict[tuple[int | None, Parameter], list[str]] = defaultdict(list)
@@ -137,49 +150,53 @@ class Transformer(nn.Module):
         self.lm_head_bias = parameter(None, "lm_head_bias")
         self.scalar_head = parameter(None, "scalar_head")
         device = next(self.parameters()).device
-        self.frequency = frequencies(shape).to(device)
-        self._reads = None
+        self.inv_freq = compute_inverse_frequencies(shape).to(device)
+        self._kv_head_index = None
         if shard.uneven_groups is not None:
-            count, reads = len(shard.queries), torch.tensor(shard.uneven_groups)
-            keys = count + reads
-            self._reads = torch.cat([torch.arange(count), keys, keys + len(shard.keys)]).to(device)
+            heads = len(shard.queries)
+            # Every query head is given the key head and the value head that it reads.
+            key_heads = heads + torch.tensor(shard.uneven_groups)
+            value_heads = key_heads + len(shard.keys)
+            self._kv_head_index = torch.cat([torch.arange(heads), key_heads, value_heads]).to(device)
 
     @property
-    def cache_heads(self) -> int:
+    def cache_kv_heads(self) -> int:
         """Key/value heads in a cache for this shard."""
-        return len(self.shard.queries if self._reads is not None else self.shard.keys)
+        return len(self.shard.queries if self._kv_head_index is not None else self.shard.keys)
 
     def forward(
-        self, x: Tensor, packing: Packing, *, sequence: bool = False, recompute: bool = False
+        self, x: Tensor, packing: Packing, *, sequence_parallel: bool = False, recompute: bool = False
     ) -> Tensor:
         """One stage over packed sequences. x: [T] tokens on the first stage, else what the stage before it
         returned. Returns [T, H], after the final norm on the last stage.
 
-        With `sequence` parallelism, [T, H] between stages and before the head is ceil(T / tp) rows a rank.
+        With `sequence_parallel`, [T, H] between stages and before the head is ceil(T / tp) rows a rank.
         With `recompute` only the inputs of layers are kept for the backward pass, which computes each layer
         once more, communication of TP ranks included.
         """
-        heads, keys = len(self.shard.queries), self.cache_heads
+        heads = len(self.shard.queries)
+        kv_heads = self.cache_kv_heads
 
         def attend(_: int, qkv: Tensor) -> Tensor:
-            return attention(self._grouped(qkv), packing, heads, keys)
+            return varlen_attention(self._repeat_kv_heads(qkv), packing, heads, kv_heads)
 
-        tp = TensorParallel(self.tensor_group, len(packing.positions), sequence)
-        return self._run(x, packing.positions, attend, tp, recompute=recompute)
+        tp = TensorParallel(self.tensor_group, len(packing.positions), sequence_parallel)
+        return self._run_layers(x, packing.positions, attend, tp, recompute=recompute)
 
     def prefill(self, x: Tensor, packing: Packing, cache: KVCache) -> Tensor:
         """Run `forward` and fill the empty cache, one row per sequence."""
-        heads, keys = len(self.shard.queries), self.cache_heads
+        heads = len(self.shard.queries)
+        kv_heads = self.cache_kv_heads
         cache.start(packing)
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
-            qkv = self._grouped(qkv)
-            _, k, v = split_heads(qkv, heads, keys)
+            qkv = self._repeat_kv_heads(qkv)
+            _, k, v = split_heads(qkv, heads, kv_heads)
             cache.store(layer, k, v, packing)
-            return attention(qkv, packing, heads, keys)
+            return varlen_attention(qkv, packing, heads, kv_heads)
 
         tp = TensorParallel(self.tensor_group, len(packing.positions))
-        return self._run(x, packing.positions, attend, tp)
+        return self._run_layers(x, packing.positions, attend, tp)
 
     def decode(self, x: Tensor, cache: KVCache) -> Tensor:
         """Decode the next token of every row of the cache.
@@ -190,31 +207,37 @@ class Transformer(nn.Module):
         visible = cache.grow()
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
-            q, k, v = split_heads(self._grouped(qkv), len(self.shard.queries), self.cache_heads)
+            q, k, v = split_heads(self._repeat_kv_heads(qkv), len(self.shard.queries), self.cache_kv_heads)
             return decode_attention(q, *cache.append(layer, k, v), visible)
 
-        return self._run(x, positions, attend, TensorParallel(self.tensor_group, len(x)))
+        return self._run_layers(x, positions, attend, TensorParallel(self.tensor_group, len(x)))
 
-    def _grouped(self, qkv: Tensor) -> Tensor:
+    def _repeat_kv_heads(self, qkv: Tensor) -> Tensor:
         """Repeat key/value heads to one per query head where groups are uneven."""
-        if self._reads is None:
+        if self._kv_head_index is None:
             return qkv
         heads = qkv.view(len(qkv), -1, self.shape.head_dim)
-        return heads.index_select(1, self._reads).view(len(qkv), -1)
+        return heads.index_select(1, self._kv_head_index).view(len(qkv), -1)
 
-    def _run(
-        self, x: Tensor, positions: Tensor, attend: Attend, tp: TensorParallel, *, recompute: bool = False
+    def _run_layers(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        attend: AttentionFunction,
+        tp: TensorParallel,
+        *,
+        recompute: bool = False,
     ) -> Tensor:
         if self.shard.first:
-            x = tp.leave(self._embed(x))
-        rotated = len(self.shard.queries) + len(self.shard.keys)
-        cos, sin = rotary(positions, self.frequency, rotated, x.dtype)
+            x = tp.reduce_from_region(self._embed(x))
+        rotary_heads = len(self.shard.queries) + len(self.shard.keys)
+        cos, sin = build_rotary_tables(positions, self.inv_freq, rotary_heads, x.dtype)
         for i, layer in enumerate(self.layers):
             if recompute and not x.requires_grad and layer.qkv.requires_grad:
-                # All before is frozen; what is recomputed has gradients only if its input requires one.
+                # Everything before is frozen; checkpointing computes gradients only if its input requires one.
                 x = x.detach().requires_grad_(True)
-            run = partial(layer, cos=cos, sin=sin, attend=partial(attend, i), tp=tp)
-            x = recomputed(run, x) if recompute else run(x)
+            run_layer = partial(layer, cos=cos, sin=sin, attend=partial(attend, i), tp=tp)
+            x = checkpoint_activations(run_layer, x) if recompute else run_layer(x)
         return x if self.norm is None else self._norm(x, self.norm, self.norm_bias)
 
     def _embed(self, tokens: Tensor) -> Tensor:
@@ -223,9 +246,9 @@ class Transformer(nn.Module):
         if self.shard.tp == 1:
             return F.embedding(tokens, self.embedding)
         rows = self.shard.vocabulary
-        elsewhere = (tokens < rows.start) | (tokens >= rows.stop)
-        local = F.embedding((tokens - rows.start).masked_fill(elsewhere, 0), self.embedding)
-        return local.masked_fill(elsewhere[:, None], 0.0)
+        on_other_rank = (tokens < rows.start) | (tokens >= rows.stop)
+        local = F.embedding((tokens - rows.start).masked_fill(on_other_rank, 0), self.embedding)
+        return local.masked_fill(on_other_rank[:, None], 0.0)
 
     @property
     def _vocabulary(self) -> Tensor:
@@ -242,16 +265,16 @@ class Transformer(nn.Module):
         """The biases of these rows, if the family has them. [rows]"""
         return None if self.lm_head_bias is None else self.lm_head_bias[: len(self.shard.vocabulary)]
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """Compute unscaled logits over the whole vocabulary, without gradient. hidden: [N, H] -> [N, V] float32"""
-        local = product(hidden, self._vocabulary).float()
+        local = matmul_nt(hidden, self._vocabulary).float()
         if self._vocabulary_bias is not None:
             local += self._vocabulary_bias
         if self.shard.tp == 1:
             return local
         return self.tensor_group.gather_columns(local, self.shape.vocab_size)
 
-    def logprobs(
+    def compute_logprobs(
         self,
         hidden: Tensor,
         tokens: Tensor,
@@ -259,7 +282,7 @@ class Transformer(nn.Module):
         *,
         temperature: float,
         entropy: bool = False,
-        sequence: bool = False,
+        sequence_parallel: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute log p(token t | tokens before it) and, with `entropy`, the entropy of that distribution in nats.
 
@@ -267,13 +290,14 @@ class Transformer(nn.Module):
         `forward` returned it, tokens: [T] -> [T] float32, and [T] float32 without gradient or None; the same on
         every TP rank.
         """
-        index = packing.predicted
-        tp = TensorParallel(self.tensor_group, len(tokens), sequence)
-        before = tp.enter(hidden).index_select(0, index - 1)
-        chosen, spread = token_logprobs(
-            before,
+        targets = packing.target_indices
+        tp = TensorParallel(self.tensor_group, len(tokens), sequence_parallel)
+        # Position t - 1 predicts token t.
+        predicting = tp.copy_to_region(hidden).index_select(0, targets - 1)
+        target_logprobs, entropies = compute_token_logprobs(
+            predicting,
             self._vocabulary,
-            tokens[index] - self.shard.vocabulary.start,
+            tokens[targets] - self.shard.vocabulary.start,
             bias=self._vocabulary_bias,
             temperature=temperature,
             entropy=entropy,
@@ -281,11 +305,11 @@ class Transformer(nn.Module):
             rows=padded_vocabulary(self.shape, self.shard.tp),
         )
         zeros = torch.zeros(len(tokens), dtype=torch.float32, device=hidden.device)
-        full = zeros.index_copy(0, index, chosen)
-        return full, None if spread is None else zeros.index_copy(0, index, spread)
+        full = zeros.index_copy(0, targets, target_logprobs)
+        return full, None if entropies is None else zeros.index_copy(0, targets, entropies)
 
-    def values(self, hidden: Tensor, packing: Packing, *, sequence: bool = False) -> Tensor:
+    def compute_values(self, hidden: Tensor, packing: Packing, *, sequence_parallel: bool = False) -> Tensor:
         """Compute the scalar head's output at every position, equal on every TP rank. [T, H] -> [T] float32"""
         assert self.scalar_head is not None, "only the last stage of a model with a scalar head has values"
-        tp = TensorParallel(self.tensor_group, len(packing.positions), sequence)
-        return (tp.whole(hidden).float() @ self.scalar_head.float().T).squeeze(-1)
+        tp = TensorParallel(self.tensor_group, len(packing.positions), sequence_parallel)
+        return (tp.gather_from_region(hidden).float() @ self.scalar_head.float().T).squeeze(-1)

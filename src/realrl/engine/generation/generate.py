@@ -131,7 +131,7 @@ class Continuation:
         slots = torch.arange(len(self.prompts), device=device)
         for position in range(self.sampling.max_new_tokens):
             if pipeline.last:
-                chosen = self._draw(model.transformer.logits(hidden), slots, position)
+                chosen = self._draw(model.transformer.compute_logits(hidden), slots, position)
                 pipeline.tell(chosen)
             else:
                 pipeline.send(hidden)
@@ -172,7 +172,7 @@ class Continuation:
         packing = Packing.of(prompts.lengths, model.device)
         cache = KVCache(
             layers=len(model.shard.layers),
-            kv_heads=model.transformer.cache_heads,
+            kv_heads=model.transformer.cache_kv_heads,
             head_dim=model.shape.head_dim,
             rows=len(prompts),
             max_tokens=max(prompts.lengths) + self.sampling.max_new_tokens,

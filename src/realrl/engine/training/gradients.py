@@ -52,7 +52,7 @@ def _is_partial(model: Model, spec: TensorSpec) -> bool:
         case Partial.NEVER:
             return False
         case Partial.SEQUENCE_PARALLEL:
-            return model.sequence
+            return model.sequence_parallel
         case Partial.TENSOR_PARALLEL:
             return True
 

@@ -138,7 +138,7 @@ class ShardedAdamW:
         """
         whole = self._gradients[bucket * self.bucket_size : (bucket + 1) * self.bucket_size]
         self._reducing[bucket] = reduce_scatter(
-            self._slot(self._gradient, bucket), whole, self._group, later=True
+            self._slot(self._gradient, bucket), whole, self._group, async_op=True
         )
 
     def _finish_reduce(self) -> None:
@@ -188,7 +188,7 @@ class ShardedAdamW:
         if self._master is not None:
             stored.copy_(self._slot(self._master, bucket))
         whole = self._parameters.data[bucket * self.bucket_size : (bucket + 1) * self.bucket_size]
-        return all_gather(whole, stored, self._group, later=True)
+        return all_gather(whole, stored, self._group, async_op=True)
 
     @torch.no_grad()
     def discard(self) -> None:

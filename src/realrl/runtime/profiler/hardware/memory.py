@@ -9,7 +9,7 @@ from realrl.engine.offload import Offloadable
 from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.families.tensors import TensorSpec
 from realrl.layout.limits import bucket_count
-from realrl.model.group import alone
+from realrl.model.group import make_single_rank_group
 from realrl.planner.profile.profile import CollectiveKind
 from realrl.recipe.model import OptimizerConfig
 from realrl.runtime.profiler.points.clock import Clock
@@ -48,7 +48,9 @@ class Update:
         self._clock = clock
         parameters = FlatBuffer(tensors, dtype, clock.device, multiple_of=count)
         self._gradients = FlatBuffer(tensors, torch.float32, clock.device, multiple_of=count)
-        self._optimizer = ShardedAdamW(parameters, self._gradients, OptimizerConfig(), alone())
+        self._optimizer = ShardedAdamW(
+            parameters, self._gradients, OptimizerConfig(), make_single_rank_group()
+        )
 
     def seconds(self) -> float:
         """Measure the seconds of an update whose gradients have been reduced, without clearing them."""

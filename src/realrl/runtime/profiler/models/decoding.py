@@ -115,7 +115,7 @@ class _Cached(Continuation):
         rows = len(self.prompts)
         cache = KVCache(
             layers=len(model.shard.layers),
-            kv_heads=model.transformer.cache_heads,
+            kv_heads=model.transformer.cache_kv_heads,
             head_dim=model.shape.head_dim,
             rows=rows,
             max_tokens=self._cached + self.sampling.max_new_tokens,

@@ -11,7 +11,7 @@ from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Init
 from realrl.layout.layout import build_layout
 from realrl.layout.shard import Shard
-from realrl.model.group import Group, alone
+from realrl.model.group import Group, make_single_rank_group
 from realrl.plan.placement import Mesh, Placement, Strategy
 
 
@@ -36,7 +36,7 @@ def make_tensor_rank(
     shape = shape.model_copy(update={"layers": layers})
     placement = Placement(Mesh(0, tp), Strategy(1, tp))
     rank = max(range(tp), key=lambda t: (len(Shard(shape, head, tp, t).queries), -t))
-    one = alone(rank)
+    one = make_single_rank_group(rank)
     tensor = _Silent(placement.ranks, rank) if tp > 1 else one
     parallel = Parallel(data=one, tensor=tensor, pipeline=one, backward=one, everyone=one, ends=None)
     whole = build_layout(shape, head, placement)

@@ -1,6 +1,6 @@
 """float32 matrix products on a CPU: torch's own choice of library beside oneDNN, in one run, taking turns.
 
-python bench/products.py
+python bench/matmul.py
 """
 
 import statistics
@@ -9,7 +9,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from realrl.model.ops import ONEDNN, product
+from realrl.model.ops import ONEDNN, matmul_nt
 
 SIZES = ((4096, 192, 576), (4096, 192, 1024), (4096, 512, 192), (2048, 192, 2048))
 """Rows, inputs, outputs: the products of the demo's model."""
@@ -24,7 +24,7 @@ def main() -> None:
             start = time.perf_counter()
             F.linear(x, weight)
             middle = time.perf_counter()
-            product(x, weight)
+            matmul_nt(x, weight)
             ratios.append((middle - start) / (time.perf_counter() - middle))
         print(f"[{rows}, {inputs}] x [{inputs}, {outputs}]: {statistics.median(ratios[5:]):.2f} x as fast")
 
