@@ -3,12 +3,14 @@ from pathlib import Path
 
 import pytest
 
+from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh
-from realrl.planner.cluster.devices import DEVICES
+from realrl.planner.cluster.devices import DEVICES, find_gpu_kind
 from realrl.planner.cluster.spec import ClusterSpec
 
+ROOT = Path(__file__).parents[2]
 MIXED = ClusterSpec.parse("h100:2x8+l40s:3x4")
 
 
@@ -123,3 +125,25 @@ def test_impossible_numbers_of_nodes_are_rejected(nodes: int) -> None:
 def test_a_misspelt_device_is_recognised() -> None:
     with pytest.raises(UserError, match=r"did you mean a100-80g\?"):
         ClusterSpec.parse("a100-80gb:2x8")
+
+
+def test_the_device_kind_of_the_contributing_guide_can_be_planned_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Add a device kind")[1]
+    file = tmp_path / "mi300x.yaml"
+    file.write_text(section.split("```yaml\n")[1].split("```")[0])
+    (group,) = ClusterSpec.parse(str(file)).groups
+    assert (group.device.name, group.device.memory_bytes) == ("mi300x", 191 << 30)
+    recipe = ROOT / "recipes" / "reference" / "ppo.yaml"
+    assert run_app(["plan", str(recipe), "--cluster", str(file), "--seconds", "0.3"]) == 0
+    assert "2 × 8 mi300x" in capsys.readouterr().out
+
+
+def test_a_kind_added_to_the_table_is_known_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = replace(DEVICES["h100"], name="mi300x", memory_bytes=191 << 30)
+    monkeypatch.setattr("realrl.planner.cluster.devices.DEVICES", {**DEVICES, kind.name: kind})
+    assert ClusterSpec.parse("mi300x:2x8").groups[0].device == kind
+    assert find_gpu_kind("AMD Instinct MI300X OAM") == kind
+    with pytest.raises(UserError, match=r"known are .*mi300x"):
+        ClusterSpec.parse("mi400:2x8")
