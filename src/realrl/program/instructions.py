@@ -64,10 +64,14 @@ class Load:
 
 @dataclass(frozen=True)
 class Run:
-    """Execute a call on the ranks of its placement."""
+    """Execute a call on the ranks of its placement.
+
+    A function, which has no role, is only started: its rank goes on, and waits where its outputs or metrics are
+    needed, at `ShareLengths`, `Send` or `Report`, and at the end of the step.
+    """
 
     call: str
-    role: str
+    role: str | None
     placement: Placement
 
 
@@ -112,10 +116,13 @@ class Receive:
 
 @dataclass(frozen=True)
 class Report:
-    """Bring the figures of a call from the rank that has them to another, which writes them down."""
+    """Bring the figures of a call from the ranks that have them to another, which adds them up and writes them down.
+
+    Of a model it is one rank, since its ranks have added them up; every rank of a function has those of its items.
+    """
 
     call: str
-    sender: int
+    senders: tuple[int, ...]
     receiver: int
 
 

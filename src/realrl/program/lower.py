@@ -21,7 +21,15 @@ from realrl.program.instructions import (
     ShareLengths,
     What,
 )
-from realrl.program.order import changes, keys_between, length_readers, producers, sharing, waves
+from realrl.program.order import (
+    changes,
+    collecting_wave,
+    keys_between,
+    length_readers,
+    producers,
+    sharing,
+    waves,
+)
 
 WRITER = 0
 """The rank that writes figures, samples and progress."""
@@ -67,14 +75,21 @@ def lower(
     """
     step = _Lowering(graph, plan, homes, kept or {})
     step.emit(tuple(range(plan.cluster.size)), Feed(graph.sources))
+    collected = {f: collecting_wave(graph, step.waves, f) for f in graph.functions}
     # What ranks do together comes before what each of them does alone for long: calls of a wave run side by side.
-    for wave in step.waves:
-        step.bring_parameters(wave)
+    for number, wave in enumerate(step.waves):
+        models = [call for call in wave if not call.is_function]
         for call in wave:
+            if call.is_function:  # first, so that they run while everything else goes on
+                step.run(call)
+        step.bring_parameters(models)
+        for call in models:
             step.run(call)
-        for call in wave:
+        for call in (*models, *(f for f in collected if collected[f] == number)):
             step.share_outputs(call)
-        step.put_parameters_back(wave)
+        step.put_parameters_back(models)
+    for function in (f for f in collected if collected[f] == len(step.waves)):
+        step.share_outputs(function)
     step.report()
     return step.programs()
 
@@ -136,16 +151,17 @@ class _Lowering:
         for placement in self.kept.get(role, ()):
             self._reallocate(role, placement)
 
-    def bring_parameters(self, wave: Sequence[Call]) -> None:
-        """Before the calls of a wave: their parameters, and in device memory nothing else."""
-        at_home = {call.role for call in wave if not self._is_copy(call)}
-        for call in wave:
-            if call.role in at_home:
-                self.load(call.role)
+    def bring_parameters(self, models: Sequence[Call]) -> None:
+        """Before the calls of models in a wave: their parameters, and in device memory nothing else."""
+        at_home = {call.model_role for call in models if not self._is_copy(call)}
+        for call in models:
+            role = call.model_role
+            if role in at_home:
+                self.load(role)
             if self._borrowed(call) and sharing(self.graph, self.plan, self.waves, call)[0] == call:
-                self.load(call.role)
-                self._reallocate(call.role, self.plan[call.name])
-        for role in {call.role: None for call in wave}:
+                self.load(role)
+                self._reallocate(role, self.plan[call.name])
+        for role in {call.model_role: None for call in models}:
             if role not in at_home:
                 self.unload(role)
 
@@ -157,12 +173,13 @@ class _Lowering:
             number = self.numbers[producer.name, call.name]
             receive = Receive(number, keys, producer.name, call.name, self.plan[producer.name].heads)
             self.emit(placement.ranks, receive)
-        state = call.kind is Kind.TRAIN and role in self.plan.offload_optimizer
-        if state:
+        run = Run(call.name, role, placement)
+        if role is not None and call.kind is Kind.TRAIN and role in self.plan.offload_optimizer:
             self.emit(placement.ranks, Load(role, placement, "optimizer"))
-        self.emit(placement.ranks, Run(call.name, role, placement))
-        if state:
+            self.emit(placement.ranks, run)
             self.emit(placement.ranks, Offload(role, placement, "optimizer"))
+        else:
+            self.emit(placement.ranks, run)
 
     def share_outputs(self, call: Call) -> None:
         """What follows a call: lengths, then the rows its consumers need."""
@@ -177,37 +194,42 @@ class _Lowering:
                 number, ranks = self.numbers[call.name, consumer.name], self.plan[consumer.name].ranks
                 self.emit(heads, Send(number, keys, call.name, consumer.name, ranks))
 
-    def put_parameters_back(self, wave: Sequence[Call]) -> None:
-        """After the calls of a wave: what has changed goes where it is kept, what is not needed goes away."""
-        for call in wave:
+    def put_parameters_back(self, models: Sequence[Call]) -> None:
+        """After the calls of models in a wave: what has changed goes where it is kept, what is not needed goes
+        away."""
+        for call in models:
             for average in self.graph.averages if changes(self.graph, call) else ():
                 if average.source == call.role:
                     self.load(average.role)
-                    source, into = self.homes[call.role], self.homes[average.role]
-                    mixing = Reallocate(call.role, source, into, average.role, average.factor)
+                    source, into = self.homes[average.source], self.homes[average.role]
+                    mixing = Reallocate(average.source, source, into, average.role, average.factor)
                     self.emit(_union(source.ranks, into.ranks), mixing)
             for role in changes(self.graph, call):
                 self.refresh(role)
                 self.unload(role)
             if self._borrowed(call) and sharing(self.graph, self.plan, self.waves, call)[-1] == call:
-                self.emit(self.plan[call.name].ranks, Release(call.role, self.plan[call.name]))
-        for call in wave:
-            self.unload(call.role)
+                release = Release(call.model_role, self.plan[call.name])
+                self.emit(release.placement.ranks, release)
+        for call in models:
+            self.unload(call.model_role)
 
     def report(self) -> None:
         """Bring the figures of all calls to the rank that writes, when it has nothing else to do."""
-        for call in (call for wave in self.waves for call in wave):
-            sender = self.plan[call.name].heads[0]
-            if call.kind is not Kind.GENERATE and sender != WRITER:
-                self.emit(_union((sender,), (WRITER,)), Report(call.name, sender, WRITER))
+        for call in (call for wave in self.waves for call in wave if call.kind is not Kind.GENERATE):
+            heads = self.plan[call.name].heads
+            # Ranks of a model add up their figures; those of a function know nothing of each other.
+            having = heads if call.is_function else heads[:1]
+            senders = tuple(rank for rank in having if rank != WRITER)
+            if senders:
+                self.emit(_union(senders, (WRITER,)), Report(call.name, senders, WRITER))
 
     def _is_copy(self, call: Call) -> bool:
-        return self.plan[call.name].layout != self.homes[call.role].layout
+        return self.plan[call.name].layout != self.homes[call.model_role].layout
 
     def _borrowed(self, call: Call) -> bool:
         """Whether the call uses a copy that is made for this step."""
         layout = self.plan[call.name].layout
-        return self._is_copy(call) and layout not in [p.layout for p in self.kept.get(call.role, ())]
+        return self._is_copy(call) and layout not in [p.layout for p in self.kept.get(call.model_role, ())]
 
     def _reallocate(self, role: str, target: Placement) -> None:
         home = self.homes[role]

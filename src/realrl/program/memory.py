@@ -1,4 +1,4 @@
-"""What programs hold in device memory: parameters, gradients and optimizer states.
+"""What programs hold in device memory: parameters, gradients and optimizer states. Functions hold nothing.
 
 What calls need besides while they run is said in `planner.memory`, the sum in `planner.footprints`.
 """

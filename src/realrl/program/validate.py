@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
+from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.placement import Placement
 from realrl.program.instructions import (
@@ -62,7 +63,7 @@ class _Rank:
 
 class _DryRun:
     """Executes programs symbolically. Instructions over several ranks start when all of them are there,
-    except sends and reports, whose senders go on at once."""
+    except sends and reports, whose senders go on at once, and functions, which every rank calls alone."""
 
     def __init__(
         self,
@@ -128,8 +129,8 @@ class _DryRun:
                 self._send(rank, instruction)
             case Receive():
                 return self._receive(rank, instruction)
-            case Report(call, sender, receiver):
-                return self._report(rank, call, sender, receiver)
+            case Report():
+                return self._report(rank, instruction)
             case Release(role, placement):
                 self._need(
                     rank, (role, placement.layout) in rank.parameters, "releases what it does not hold"
@@ -137,6 +138,8 @@ class _DryRun:
                 del rank.parameters[role, placement.layout]
             case Offload() | Load():
                 self._offload(rank, instruction)
+            case Run(role=None):
+                self._run_call(instruction, [rank])
             case Run() | Reallocate() | ShareLengths():
                 return rank.program.rank == _members(instruction)[0] and self._together(instruction)
         rank.position += 1
@@ -198,19 +201,22 @@ class _DryRun:
                 self._need(rank, key in known, f"has no {key} for {call.name}")
                 length = self.graph.length_key(key)
                 self._need(rank, length is None or length in rank.lengths, f"does not know how long {key} is")
-            self._need_parameters(rank, call.role, run.placement)
-            offloaded = (call.role, run.placement.layout, "optimizer") in rank.offloaded
+            self._need(rank, call.role == run.role, f"runs {call.name} with the model of {run.role}")
+            if run.role is not None:
+                self._need_parameters(rank, run.role, run.placement)
+            offloaded = (run.role, run.placement.layout, "optimizer") in rank.offloaded
             self._need(
                 rank,
-                call.kind != "train" or not offloaded,
-                f"has the optimizer of {call.role} in host memory",
+                call.kind is not Kind.TRAIN or not offloaded,
+                f"has the optimizer of {run.role} in host memory",
             )
-        if call.kind == "train":
-            self.versions[call.role] += 1
+        if call.kind is Kind.TRAIN and run.role is not None:
+            self.versions[run.role] += 1
             for rank in members:
-                rank.parameters[call.role, run.placement.layout] = self.versions[call.role]
-        for head in run.placement.heads:
-            self.ranks[head].produced |= set(call.outputs)
+                rank.parameters[run.role, run.placement.layout] = self.versions[run.role]
+        for rank in members:
+            if rank.program.rank in run.placement.heads:
+                rank.produced |= set(call.outputs)
         self.ran.add(call.name)
 
     def _send(self, rank: _Rank, send: Send) -> None:
@@ -226,12 +232,12 @@ class _DryRun:
         rank.inputs.setdefault(receive.consumer, set()).update(receive.keys)
         return True
 
-    def _report(self, rank: _Rank, call: str, sender: int, receiver: int) -> bool:
-        if rank.program.rank == sender:
-            self._post(("report", call), rank, (receiver,))
+    def _report(self, rank: _Rank, report: Report) -> bool:
+        if rank.program.rank in report.senders:
+            self._post(("report", report.call), rank, (report.receiver,))
             rank.position += 1
             return True
-        return self._take(("report", call), rank, (sender,))
+        return self._take(("report", report.call), rank, report.senders)
 
     def _post(self, message: Message, rank: _Rank, receivers: tuple[int, ...]) -> None:
         self.posted.setdefault(message, set()).add(rank.program.rank)

@@ -5,11 +5,13 @@ from realrl.plan.placement import Placement
 from realrl.planner.calibration.comparison import Comparison
 from realrl.planner.cost.model import CostModel
 from realrl.planner.profile.corrections import Correction
-from realrl.planner.profile.profile import Profile
+from realrl.planner.profile.profile import FunctionTime, Profile
+from realrl.planner.workload.batching import records_per_rank
 
 
 def calibrate(profile: Profile | None, run: Comparison) -> Profile:
-    """The profile with which each call of the run is predicted to take what it took, in the median of its steps.
+    """The profile with which each call of the run is predicted to take what it took, in the median of its steps; of
+    a function, what it took per item of the rank that had most.
 
     None for `profile` corrects the roofline, for the first kind of the run's devices. Ratios are taken to what the
     profile's own measurements predict, so that calibrating again changes nothing, and a newer run takes the
@@ -28,11 +30,19 @@ def calibrate(profile: Profile | None, run: Comparison) -> Profile:
         raise UserError(f"the profile is of {profile.device}, but the run was on {', '.join(kinds)}")
     cost = CostModel(run.spec, profile.model_copy(update={"corrections": ()}))
     found = {old.about: old for old in profile.corrections}
+    functions = {old.function: old for old in profile.functions}
     for of in run.calls:
-        model, placement = run.models[of.call.role], Placement.parse(of.placement)
-        if run.spec.group(placement.mesh).device.name == profile.device:
-            expected = cost.call(of.call, model, placement, run.workload).seconds
-            ratio, steps = of.seconds.median / expected, of.seconds.steps
-            new = Correction.of(of.call, model, placement.strategy, ratio, steps)
-            found[new.about] = new
-    return profile.model_copy(update={"corrections": tuple(found.values())})
+        placement, steps = Placement.parse(of.placement), of.seconds.steps
+        if run.spec.group(placement.mesh).device.name != profile.device:
+            continue
+        if of.call.function is not None:
+            records = records_per_rank(run.workload.work(of.call), placement.strategy)
+            seconds, name = of.seconds.median / records, of.call.function
+            functions[name] = FunctionTime(function=name, seconds=seconds, steps=steps)
+            continue
+        model = run.models[of.call.model_role]
+        expected = cost.call(of.call, model, placement, run.workload).seconds
+        new = Correction.of(of.call, model, placement.strategy, of.seconds.median / expected, steps)
+        found[new.about] = new
+    learnt = {"corrections": tuple(found.values()), "functions": tuple(functions.values())}
+    return profile.model_copy(update=learnt)

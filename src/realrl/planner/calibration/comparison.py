@@ -56,7 +56,10 @@ class CallCosts(Settings):
     placement: str
     """In its text form."""
     seconds: Seconds
-    """From when the last rank of the mesh has begun with it until the last one has ended it."""
+    """From when the last rank of the mesh has begun with it until the last one has ended it; of a function, what it
+    took on the rank where it took longest."""
+    waited: Seconds | None = None
+    """Of a function, how long its ranks at most did nothing but wait for it; None of a call that has a model."""
     predicted_seconds: PositiveFloat | None
     terms: dict[str, float]
     """What `predicted_seconds` are made of."""

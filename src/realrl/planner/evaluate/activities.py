@@ -14,20 +14,25 @@ from realrl.planner.moves.transfers import Floats, Ints
 class Phase(IntEnum):
     """What happens in a wave, in the order of programs (`program.lower`)."""
 
-    LOAD = 0
-    BRING = 1
-    UNLOAD = 2
-    RUN = 3
-    TELL = 4
-    LOAD_FOLLOWER = 5
-    FOLLOW = 6
-    PUT_CHANGED_BACK = 7
-    PUT_FOLLOWER_BACK = 8
-    RELEASE = 9
-    PUT_BACK = 10
+    START = 0
+    """Of a function."""
+    LOAD = 1
+    BRING = 2
+    UNLOAD = 3
+    RUN = 4
+    TELL = 5
+    COLLECT = 6
+    """The outputs of a function are waited for, in the wave before the first call that needs them."""
+    TELL_COLLECTED = 7
+    LOAD_FOLLOWER = 8
+    FOLLOW = 9
+    PUT_CHANGED_BACK = 10
+    PUT_FOLLOWER_BACK = 11
+    RELEASE = 12
+    PUT_BACK = 13
 
 
-_BLOCKS = {Phase.BRING: Phase.LOAD} | dict.fromkeys(
+_BLOCKS = {Phase.BRING: Phase.LOAD, Phase.TELL_COLLECTED: Phase.COLLECT} | dict.fromkeys(
     range(Phase.LOAD_FOLLOWER, Phase.PUT_BACK), Phase.LOAD_FOLLOWER
 )
 """Of phases that are gone through call by call, the first."""
@@ -41,7 +46,7 @@ class Kind:
 
     phase: Phase
     call: int
-    """To the wave of which it belongs."""
+    """To the wave of which it belongs; what is collected belongs to a later one."""
     following: Following | None = None
     number: int = 0
     """Of `following`."""
@@ -58,12 +63,21 @@ class Kind:
         """Whether ranks wait for each other."""
         return self.phase in _RENDEZVOUS
 
+    @property
+    def collects(self) -> bool:
+        """Whether it belongs to the wave in which outputs of a function are collected."""
+        return self.phase in (Phase.COLLECT, Phase.TELL_COLLECTED)
+
 
 def kinds(tables: Tables) -> list[Kind]:
     """What can take place; the calls themselves first, in their order."""
     calls = range(len(tables.calls))
-    found = [Kind(Phase.RUN, c) for c in calls]
+    found = [Kind(Phase.START if c in tables.functions else Phase.RUN, c) for c in calls]
     for c in calls:
+        if c in tables.functions:
+            found.append(Kind(Phase.COLLECT, c))
+            found += [Kind(Phase.TELL_COLLECTED, c)] * bool(tables.told[c])
+            continue
         home = tables.home[c]
         away, borrows = bool(tables.options(home).away.any()), home != c
         changes = tables.calls[c].kind is CallKind.TRAIN
@@ -89,7 +103,8 @@ def takes_time(tables: Tables, kind: Kind) -> bool:
 
 def stores(kind: Kind) -> bool:
     """Whether devices hold more or less from it on, or meanwhile."""
-    return kind.phase not in (Phase.TELL, Phase.FOLLOW)
+    still = (Phase.START, Phase.TELL, Phase.COLLECT, Phase.TELL_COLLECTED, Phase.FOLLOW)
+    return kind.phase not in still
 
 
 @dataclass(frozen=True)
@@ -103,6 +118,7 @@ class Activities:
     where: Bools
     """Points that take part."""
     seconds: Floats
+    """That points take part for; a function does not keep them."""
     grows: Bools
     """Points that hold more meanwhile."""
     bytes: Floats
@@ -131,11 +147,22 @@ class Facts:
         needs = [working[k.call] if k.phase is Phase.RUN else np.zeros(working.shape[1]) for k in found]
         return Activities(*map(np.array, (where, seconds, grows, change, needs)))
 
+    def waves_of(self, kinds: list[Kind]) -> Ints:
+        """The wave that each activity belongs to, [activities, plans] (`order.collecting_wave`)."""
+        collecting = {}
+        for f, needing in self.tables.dependents.items():
+            # After all waves where nothing needs what a function puts out.
+            first = self.wave[needing].min(axis=0) if needing else self.wave.max(axis=0) + 2
+            collecting[f] = np.maximum(self.wave[f], first - 1)
+        return np.array([collecting[k.call] if k.collects else self.wave[k.call] for k in kinds])
+
     def _waves(self) -> Ints:
-        columns = self.columns
+        columns, functions = self.columns, self.tables.functions
         wave = np.zeros_like(columns.first)
         for c in range(1, len(wave)):
             meets = (columns.first[:c] < columns.end[c]) & (columns.first[c] < columns.end[:c])
+            # Functions use no device.
+            meets[range(c) if c in functions else [f for f in functions if f < c]] = False
             after = meets | self.tables.ordered[c, :c, None]
             wave[c] = np.where(after, wave[:c] + 1, 0).max(axis=0)
         return wave
@@ -149,7 +176,9 @@ class Facts:
         match kind.phase:
             case Phase.RUN:
                 return self.inside[c], columns.seconds[c], self.inside[c], nothing
-            case Phase.TELL:
+            case Phase.START | Phase.COLLECT:
+                return self.inside[c], nothing, np.zeros_like(self.inside[c]), nothing
+            case Phase.TELL | Phase.TELL_COLLECTED:
                 told = np.logical_or.reduce([self.inside[r] for r in self.tables.told[c]])
                 return told, nothing, told, nothing
             case Phase.BRING:

@@ -42,10 +42,10 @@ class DoesNotFit(Exception):
 
 
 def call_shortage(problem: Problem, call: Call, number: int) -> Shortage:
-    """Of a call that fits no device; `number`: of the option that comes nearest."""
+    """Of a call that fits no device, which no function is; `number`: of the option that comes nearest."""
     option = problem.options[call.name][number]
-    is_home = problem.home(call.role) == call
-    resident = {call.role: option.resident_bytes} if is_home else {}
+    is_home = problem.is_home(call)
+    resident = {call.model_role: option.resident_bytes} if is_home else {}
     needed = option.bytes_alone(is_home=is_home)
     rank = option.placement.mesh.first
     return Shortage(rank, problem.limit(option.placement), needed, call.name, option, resident, None)
@@ -57,7 +57,8 @@ def plan_shortage(problem: Problem, choice: Choice, evaluation: Evaluation) -> S
     rank = evaluation.fullest_rank
     homes = {role: options[problem.home(role).name] for role in problem.graph.roles}
     resident = {role: o.resident_bytes for role, o in homes.items() if rank in o.placement.ranks}
-    here = {name: o for name, o in options.items() if rank in o.placement.ranks}
+    models = {call.name: options[call.name] for call in problem.graph.calls if not call.is_function}
+    here = {name: o for name, o in models.items() if rank in o.placement.ranks}
     biggest = max(here, key=lambda name: here[name].working_bytes + _copy(problem, options, name))
     limit, needed = problem.limit(options[biggest].placement), evaluation.peak_bytes
     return Shortage(rank, limit, needed, biggest, options[biggest], resident, choice)
@@ -65,6 +66,6 @@ def plan_shortage(problem: Problem, choice: Choice, evaluation: Evaluation) -> S
 
 def _copy(problem: Problem, options: dict[str, Option], name: str) -> float:
     """Bytes of the parameters that a call brings to its devices."""
-    home = options[problem.home(problem.graph.call(name).role).name]
+    home = options[problem.home(problem.graph.call(name).model_role).name]
     borrowed = options[name].layout != home.layout
     return options[name].weights_bytes if borrowed or home.offload else 0.0

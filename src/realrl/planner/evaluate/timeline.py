@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from realrl.dataflow.call import Kind
 from realrl.planner.evaluate.activities import Activities, Facts, Phase, kinds, stores, takes_time
+from realrl.planner.evaluate.hosts import Hosts
 from realrl.planner.evaluate.tables import Columns, Tables
 from realrl.planner.moves.transfers import Floats, Ints
 from realrl.planner.space.problem import Choice, Problem
@@ -63,7 +64,8 @@ class Timeline:
     those of one share no device and do not wait for each other. A device does what concerns it in the order of
     waves, and in a wave first loads and brings parameters, then runs calls, learns row lengths, and changes
     roles that follow others. A call starts when it has received its inputs, one producer's after the other's, for
-    which its devices must be free. Steps do not overlap.
+    which its devices must be free. Functions run beside that, on hosts, each rank by itself, until calls that need
+    what they put out are next. Steps do not overlap.
 
     A device always holds what the roles that live on it keep, and besides, at a time: the copies in use, what a
     running call needs, and what is loaded from host memory. What cannot be done is infinitely full: training of a
@@ -81,9 +83,10 @@ class Timeline:
         places = sorted(range(len(self._kinds)), key=lambda a: self._kinds[a].place)
         self._place = np.argsort(places)[:, None]
         # Row lengths are told when the call has ended.
-        telling = [kind.phase is Phase.TELL for kind in self._kinds]
+        telling = [kind.phase in (Phase.TELL, Phase.TELL_COLLECTED) for kind in self._kinds]
         same = self._owner == np.arange(len(tables.calls))[:, None]
         self._wait = np.where(same & telling, 0.0, _NEVER)
+        self._functions = {k.call: a for a, k in enumerate(self._kinds) if k.phase is Phase.COLLECT}
 
     def __call__(self, choice: Ints) -> tuple[Floats, Floats]:
         """Seconds of plans, and the largest part of a device's memory that they use: more than 1 does not fit.
@@ -120,7 +123,7 @@ class Timeline:
     def _schedule(self, columns: Columns) -> "_Steps":
         facts = Facts(self.tables, columns)
         activities = facts.activities(self._kinds)
-        key = facts.wave[self._owner] * len(self._kinds) + self._place
+        key = facts.waves_of(self._kinds) * len(self._kinds) + self._place
         end, clock = self._times(columns, activities, _ordered(key, self._timed))
         fill = self._most(facts, activities, _ordered(key, self._storing)) / columns.limit
         return _Steps(activities, end - columns.seconds, end, clock, fill)
@@ -135,14 +138,22 @@ class Timeline:
         delays, seconds = delay.take(places), activities.seconds.take(places)
         # Where a reallocation sends nothing, nobody waits.
         together = self._together[order] & ((order < n) | (seconds > 0))
+        hosts = Hosts(self._functions, columns.seconds)
         clock, end = np.zeros((n, plans)), np.zeros((len(self._kinds), plans))
         for k, place in enumerate(places):
             where = everywhere[k]
             come = (end[:n] + wait.take(place, axis=1)).max(axis=0)
             ready = np.maximum((clock * where).max(axis=0) + delays[k], come) + seconds[k]
-            alone = np.maximum(clock, come) + seconds[k]
+            alone = np.maximum(clock + delays[k], come) + seconds[k]
             clock = np.where(where, np.where(together[k], ready, alone), clock)
             end.put(place, ready)
+            if self._functions:
+                clock = hosts.advance(order[k], where, clock)
+                for call, among, last in hosts.handed_on(order[k], where, clock):
+                    # For those who wait for it, it ends when its outputs are handed on.
+                    end[call, among] = last[among]
+        for call in self._functions:
+            end[call] = hosts.end(call)
         return end[:n], clock
 
     def _most(self, facts: Facts, activities: Activities, order: Ints) -> Floats:

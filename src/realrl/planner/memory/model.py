@@ -94,8 +94,8 @@ class MemoryModel:
     def stages(
         self, call: Call, model: Stored, placement: Placement, workload: Workload
     ) -> tuple[MemoryNeed, ...]:
-        """Need of a device of each pipeline stage while it holds the call's role and runs the call; static
-        includes gradients and optimizer for a train call only.
+        """Need of a device of each pipeline stage while it holds the call's role and runs the call, which is no
+        function; static includes gradients and optimizer for a train call only.
 
         UserError where there are fewer records than data-parallel ranks.
         """
@@ -139,6 +139,7 @@ class MemoryModel:
             elif call.kind is Kind.INFERENCE:
                 yield activations.inferring(tokens, stage=stage, chunks=chunks.count)
             else:
+                assert call.kind is Kind.GENERATE, f"{call.name} is a function, which uses no device memory"
                 yield activations.generating(
                     tokens,
                     rows=chunks.fullest.sequences,

@@ -64,7 +64,7 @@ def _possible(scenario: Scenario, plans: Iterable[Plan]) -> Iterator[Plan]:
     for plan in plans:
         try:
             for call in scenario.graph.calls:
-                scenario.cost.call(call, scenario.models[call.role], plan[call.name], scenario.workload)
+                scenario.call_cost(call, plan[call.name])
         except UserError:
             continue
         yield plan
@@ -151,8 +151,7 @@ class _View:
 
     def _terms(self, evaluation: Evaluation, option: Option) -> dict[str, float]:
         """Seconds of the call and of bringing parameters to all calls."""
-        model, workload = self.scenario.models[self.call.role], self.scenario.workload
-        terms = dict(self.scenario.cost.call(self.call, model, option.placement, workload).terms)
+        terms = dict(self.scenario.call_cost(self.call, option.placement).terms)
         terms["offload"] = option.seconds - sum(terms.values())
         terms["reallocation"] = sum(evaluation.bring_seconds.values())
         return terms
@@ -197,10 +196,10 @@ def _respect(chosen: Option, other: Option) -> str | None:
 
 
 def shortage_text(scenario: Scenario, shortage: Shortage) -> str:
-    """What does not fit, for example `needs 93 GiB of 79 GiB in actor.train, most of it activations`."""
+    """What does not fit, which is never a function, for example `needs 93 GiB of 79 GiB in actor.train, most of it activations`."""
     graph = scenario.graph
     call, strategy = graph.call(shortage.call), shortage.option.placement
-    need = scenario.memory.call(call, scenario.models[call.role], strategy, scenario.workload)
+    need = scenario.memory.call(call, scenario.models[call.model_role], strategy, scenario.workload)
     parts = Counter(need.dynamic)
     parts[f"{call.role} parameters"] = need.static["parameters"]
     parts[f"{call.role} gradients and optimizer"] = need.static_bytes - need.static["parameters"]

@@ -12,7 +12,8 @@ Numbers = NDArray[np.int32]
 
 
 class Bound:
-    """Lower bounds of many nodes at once. A node is a group of options for each call.
+    """Lower bounds of many nodes at once. A node is a group of options for each call. Functions take time, but no
+    device's.
 
     Three relaxations, together in one pass through the calls in their order:
     - critical path: a call starts when it has received what those it depends on put out, and after earlier ones
@@ -29,6 +30,9 @@ class Bound:
         self.tables = tables
         self.groups = [groups(tables, c) for c in range(len(tables.calls))]
         self.devices = tables.problem.cluster.size
+        uses = np.array([not call.is_function for call in tables.calls])
+        self._compete = (uses[:, None] & uses)[:, :, None]
+        """[calls, calls, 1]: whether both use devices."""
         self.capacity = sum(tables.problem.memory_bytes) * tables.problem.cluster.devices_per_node
         # Of calls that may find a copy another one has made, reallocation may cost nothing.
         self.moving = [c for c, h in enumerate(tables.home) if h != c and not tables.sharers[c]]
@@ -89,7 +93,7 @@ class Bound:
         end = first + size
         apart = (first[:, None] >= end) | (first >= end[:, None])
         certain = known[:, None] & known & ~apart
-        return certain | (size[:, None] + size > self.devices)
+        return (certain | (size[:, None] + size > self.devices)) & self._compete
 
     def _bringing(self, c: int, nodes: Numbers, tail: Floats, meets: Bools) -> tuple[Floats, Floats]:
         """Earliest start and least seconds of bringing parameters to call `c`."""
@@ -123,7 +127,7 @@ class Bound:
         source, target = self.groups[self.tables.home[c]], self.groups[c]
         n, m = len(source.layouts.first), len(target.layouts.first)
         i, j = np.divmod(np.arange(n * m), m)
-        transfers, role = self.tables.problem.transfers, self.tables.calls[c].role
+        transfers, role = self.tables.problem.transfers, self.tables.calls[c].model_role
         kinds = transfers.at_least(role, source.layouts[i], target.layouts[j]).reshape(n, m)
         rows = np.concatenate([np.minimum.reduceat(kinds, s, axis=0) for s in source.kind_starts])
         return np.concatenate([np.minimum.reduceat(rows, s, axis=1) for s in target.kind_starts], axis=1)

@@ -29,7 +29,7 @@ class Groups:
     """Number of the option, of groups of one."""
     seconds: Floats
     area: Floats
-    """Device-seconds."""
+    """Device-seconds; none of a function."""
     size: Ints
     first: Ints
     """First rank of the mesh, of groups of one option."""
@@ -57,6 +57,7 @@ def groups(tables: Tables, call: int) -> Groups:
     size = columns.end - columns.first
     layouts = tables.layouts(call)[columns.layout]
     copies = layouts.tp * layouts.pp
+    busy = np.zeros_like(columns.seconds) if tables.calls[call].is_function else columns.seconds
     facts = (columns.seconds, columns.load, columns.weights, columns.resident, columns.working, columns.limit)
     table = np.stack([size, layouts.tp, layouts.pp, *facts, columns.away], axis=1)
     _, kind = np.unique(table, axis=0, return_inverse=True)
@@ -84,7 +85,7 @@ def groups(tables: Tables, call: int) -> Groups:
         kind=np.concatenate([np.full(counts[0] + counts[1], -1), np.arange(counts[KIND]), sorted_kind]),
         option=np.concatenate([np.full(offsets[ALONE], -1), order]),
         seconds=least(columns.seconds),
-        area=least(columns.seconds * size),
+        area=least(busy * size),
         size=least(size),
         first=np.concatenate([np.full(offsets[ALONE], -1), columns.first[order]]),
         rows=least(size // copies),

@@ -173,7 +173,7 @@ def _check_calls(scenario: Scenario, plan: Plan) -> None:
     for call in scenario.graph.calls:
         place = plan[call.name]
         scenario.spec.group(place.mesh)
-        scenario.cost.call(call, scenario.models[call.role], place, scenario.workload)
+        scenario.call_cost(call, place)
 
 
 def at_its_best(scenario: Scenario, plan: Plan) -> Plan:
@@ -225,6 +225,9 @@ def _with_kept_copies(problem: Problem, scenario: Scenario, plan: Plan) -> Probl
 
     options = {}
     for call in graph.calls:
+        if call.is_function:
+            options[call.name] = problem.options[call.name]
+            continue
         place = plan[call.name]
         more = max(unused(call, place, rank) for rank in place.ranks)
         given = problem.options[call.name]
@@ -233,7 +236,10 @@ def _with_kept_copies(problem: Problem, scenario: Scenario, plan: Plan) -> Probl
 
 
 def _variants(call: Call, place: Placement, workload: Workload) -> Iterator[Placement]:
-    """A placement with other micro-batches, and with and without recomputation."""
+    """A placement with other micro-batches, and with and without recomputation; that of a function as it is."""
+    if call.is_function:
+        yield place
+        return
     for tokens in micro_batches(call.kind, workload.work(call)):
         for recompute in (False, True) if call.kind is Kind.TRAIN else (False,):
             strategy = replace(place.strategy, micro_batch_tokens=tokens, recompute=recompute)

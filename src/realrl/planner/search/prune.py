@@ -23,14 +23,14 @@ def prune(problem: Problem) -> tuple[Problem, dict[str, Ints]]:
     kept: dict[str, Ints] = {}
     for call in problem.graph.calls:
         options = problem.options[call.name]
-        is_home = problem.home(call.role) == call
+        is_home = problem.is_home(call)
         needs = np.array([option.bytes_alone(is_home=is_home) for option in options])
         limits = np.array([problem.limit(option.placement) for option in options])
         fits = np.flatnonzero(needs <= limits)
         if not len(fits):
             raise DoesNotFit(call_shortage(problem, call, int((needs / limits).argmin())))
         follows = any(call.role in (a.role, a.source) for a in problem.graph.averages)
-        stays = len(problem.graph.role_calls(call.role)) == 1 and not follows
+        stays = call.role is None or (len(problem.graph.role_calls(call.role)) == 1 and not follows)
         kept[call.name] = fits[_undominated([options[i] for i in fits], by_mesh=stays)]
     options_kept = {name: tuple(problem.options[name][i] for i in kept[name]) for name in kept}
     return replace(problem, options=options_kept), kept

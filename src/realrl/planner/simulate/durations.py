@@ -36,8 +36,7 @@ class Durations:
 
     def terms(self, call: str) -> Mapping[str, float]:
         """Of a call, by what takes them."""
-        scenario, of = self._scenario, self._scenario.graph.call(call)
-        return scenario.cost.call(of, scenario.models[of.role], self._plan[call], scenario.workload).terms
+        return self._scenario.call_cost(self._scenario.graph.call(call), self._plan[call]).terms
 
     def _copy(self, instruction: Load | Offload) -> float:
         """Between device and host memory. What has not changed need not be copied back."""

@@ -26,7 +26,8 @@ class CallEstimate:
     """Arithmetic of the model in all, without what is computed again: 2 per parameter and token forward, 4
     backward, and attention."""
     peak_flops: float
-    """Of all devices of the cluster, per second, in the type that the call computes in."""
+    """Of all devices of the cluster, per second, in the type that the call computes in; 0 for a function, which
+    uses none."""
 
     @property
     def seconds(self) -> float:
@@ -58,8 +59,11 @@ class Slice:
     start: float
     seconds: float
     waiting: float
-    """Of `seconds`, what passes before all who take part are there."""
+    """Of `seconds`, what passes before all who take part are there, or before the function has ended whose outputs
+    are needed."""
     instruction: Instruction
+    host: bool = False
+    """Whether it is a function, which runs beside the rank's other instructions."""
 
 
 @dataclass(frozen=True)
@@ -137,9 +141,13 @@ class Estimate:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """By rank, the share of the step in which it computes a call or moves parameters."""
-        working = (Run, Reallocate)
         return tuple(
-            sum(s.seconds - s.waiting for s in rank if isinstance(s.instruction, working)) / self.step_seconds
+            sum(
+                s.seconds - s.waiting
+                for s in rank
+                if isinstance(s.instruction, Run | Reallocate) and not s.host
+            )
+            / self.step_seconds
             for rank in self.slices
         )
 
@@ -151,14 +159,15 @@ class Estimate:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation: the models' arithmetic in relation to what the cluster could do."""
-        return sum(c.flops / c.peak_flops for c in self.calls.values()) / self.repeated_seconds
+        models = (call for call in self.calls.values() if not call.call.is_function)
+        return sum(call.flops / call.peak_flops for call in models) / self.repeated_seconds
 
     @cached_property
     def terms(self) -> Mapping[str, float]:
-        """Where time goes: device-seconds by term, calls' own terms, `reallocation`, `offload`, `exchange` and
+        """Where time goes: device-seconds by term, own terms of calls of models, `reallocation`, `offload`, `exchange` and
         `idle`; they add up to `step_seconds` times the number of devices."""
         total: defaultdict[str, float] = defaultdict(float)
-        for call in self.calls.values():
+        for call in (call for call in self.calls.values() if not call.call.is_function):
             for name, seconds in call.terms.items():
                 total[name] += seconds * call.placement.mesh.size
         moving = {Reallocate: "reallocation", Load: "offload", Offload: "offload", Receive: "exchange"}

@@ -45,12 +45,15 @@ def _calls(
     for event in _once(simulation):
         if isinstance(event.instruction, Run):
             call = scenario.graph.call(event.instruction.call)
-            model, place = scenario.models[call.role], plan[call.name]
-            flops, width = call_flops(call, model, scenario.workload), model.width(place.strategy)
-            peak = sum(group.size * group.device.flops(width) for group in scenario.spec.groups)
+            model, place = scenario.model(call), plan[call.name]
+            flops, peak = call_flops(call, model, scenario.workload), 0.0
+            if model is not None:
+                width = model.width(place.strategy)
+                peak = sum(group.size * group.device.flops(width) for group in scenario.spec.groups)
             start, end = event.start + event.waiting, event.start + event.seconds
             found.append(CallEstimate(call, place, durations.terms(call.name), start, end, flops, peak))
     found.sort(key=lambda call: call.start)
+    # Of a function the last rank counts.
     return {of.call.name: of for of in found}
 
 
@@ -76,7 +79,8 @@ def _before(program: Program, move: Reallocate) -> str | None:
 
 
 def _once(simulation: Simulation) -> list[Slice]:
-    """Calls and reallocations of the first step, each as one of its ranks sees it."""
+    """Calls and reallocations of the first step, each as one of its ranks sees it; a function, which ranks call
+    at times of their own, as often as these differ."""
     found = {
         (event.instruction, event.start + event.seconds): event
         for events in simulation.events.values()

@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from realrl.planner.simulate.estimate import Slice
@@ -53,7 +53,7 @@ class Simulation:
         """The instructions of one step, by rank, with times after the start of the first."""
         chosen = {rank: [s for s in events if s.step == step] for rank, events in self.events.items()}
         return tuple(
-            tuple(Slice(rank, s.step, s.start, s.seconds, s.waiting, s.instruction) for s in chosen[group])
+            tuple(replace(s, rank=rank) for s in chosen[group])
             for rank, group in enumerate(self.groups)
         )
 
@@ -66,8 +66,9 @@ def simulate(
     `seconds`: what an instruction takes once everybody is there and everything has come. Blocks what blocks a
     worker: calls start together, and reallocations that send anything; sends and the sender's part of a report
     do not wait, but a rank begins its next step only when everything it has sent has been taken (gloo keeps
-    nothing for a receiver that is not there); no other thing keeps ranks in the same step. SimulationError for a
-    deadlock.
+    nothing for a receiver that is not there); no other thing keeps ranks in the same step. Functions run beside the
+    instructions that follow, each rank by itself and one after the other, until their outputs or metrics are sent
+    or their lengths told, or the step ends. SimulationError for a deadlock.
     """
     return _Simulator(programs, seconds, steps).run()
 
@@ -83,6 +84,13 @@ class _Group:
     step: int = 0
     position: int = 0
     events: list[Slice] = field(default_factory=list)
+    functions: dict[str, float] = field(default_factory=dict)
+    """Functions of this step -> when they end."""
+
+    @property
+    def host_free(self) -> float:
+        """When the last function of this step ends."""
+        return max(self.functions.values(), default=0.0)
 
     @cached_property
     def members(self) -> frozenset[int]:
@@ -145,13 +153,18 @@ class _Simulator:
             left = self._everything_left(group)
             if left is None:
                 return False
+            group.clock = max(group.clock, group.host_free)
             ends[group.step] = max(ends[group.step], group.clock)
             group.clock = max(group.clock, left)
-            group.step, group.position = group.step + 1, 0
+            group.step, group.position, group.functions = group.step + 1, 0, {}
             return True
         number = group.program[group.position]
-        self.came[group.step, number].setdefault(group.ranks[0], group.clock)
-        start = self._start(group, number)
+        if (function := self._function(number)) is not None:
+            self._call(group, number, function)
+            return True
+        ready = max(group.clock, self._collected(group, number))
+        self.came[group.step, number].setdefault(group.ranks[0], ready)
+        start = self._start(group, number, ready)
         if start is None:
             return False
         arrived, group.clock = group.clock, max(group.clock, start) + self.seconds[number]
@@ -169,22 +182,48 @@ class _Simulator:
         group.position += 1
         return True
 
-    def _start(self, group: _Group, number: int) -> float | None:
-        """When all that the instruction waits for is there; None if that is not known yet."""
+    def _function(self, number: int) -> str | None:
+        """The function that an instruction calls, if it does."""
+        match self.instructions[number]:
+            case Run(call, None, _):
+                return call
+        return None
+
+    def _call(self, group: _Group, number: int, function: str) -> None:
+        """Let the group's hosts call a function while the group goes on."""
+        start, seconds = max(group.clock, group.host_free), self.seconds[number]
+        group.functions[function] = start + seconds
+        instruction = self.instructions[number]
+        event = Slice(group.ranks[0], group.step, start, seconds, 0.0, instruction, host=True)
+        group.events.append(event)
+        group.position += 1
+
+    def _collected(self, group: _Group, number: int) -> float:
+        """When the function has ended whose outputs or metrics this instruction hands on, if it does."""
+        match self.instructions[number]:
+            case Send(producer=function) | ShareLengths(call=function):
+                return group.functions.get(function, 0.0)
+            case Report(function, senders, _) if not group.members.isdisjoint(senders):
+                return group.functions.get(function, 0.0)
+        return 0.0
+
+    def _start(self, group: _Group, number: int, ready: float) -> float | None:
+        """When all that the instruction waits for is there, for a group that is `ready`; None if that is not known
+        yet."""
         instruction = self.instructions[number]
         match instruction:
             case Reallocate() if self.seconds[number] == 0:
-                return group.clock  # nothing is sent, so nobody waits
+                return ready  # nothing is sent, so nobody waits
             case Run() | Reallocate():
                 return self._last(self.came, group.step, [number])
             case ShareLengths(_, _, heads, _):
                 return self._last(self.came, group.step, [number], heads)
             case Receive():
                 return self._last(self.done, group.step, self.sides[instruction.number, Send])
-            case Report(_, sender, receiver) if receiver in group.members:
-                return self._last(self.came, group.step, [number], (sender,))
+            case Report(_, senders, receiver) if receiver in group.members:
+                return self._last(self.came, group.step, [number], senders)
             case _:
-                return group.clock
+                return ready
 
     def _everything_left(self, group: _Group) -> float | None:
         """When what the group has sent in this step has been taken; None if that is not known yet."""
@@ -197,7 +236,7 @@ class _Simulator:
                     taken = self._last(self.done, group.step, takers)
                 case ShareLengths(_, _, heads, _) if heads[0] in group.members:
                     taken = self._last(self.came, group.step, [number])
-                case Report(_, sender, receiver) if sender in group.members:
+                case Report(_, senders, receiver) if not group.members.isdisjoint(senders):
                     taken = self._last(self.done, group.step, [number], (receiver,))
                 case _:
                     continue

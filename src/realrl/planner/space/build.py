@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Call, Kind
-from realrl.plan.placement import Mesh, Placement
+from realrl.plan.placement import Mesh, Placement, function_placement
 from realrl.plan.plan import Plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.candidates import meshes, micro_batches, strategies
@@ -61,6 +61,8 @@ class _Builder:
 
     def options(self, call: Call, plans: Iterable[Plan]) -> tuple[Option, ...]:
         """Candidates of a call, and what plans choose for it."""
+        if call.is_function:
+            return self._function_options(call, plans)
         work, given = self.scenario.workload.work(call), self.choices.micro_batch_tokens
         found = self._candidates(call, micro_batches(call.kind, work) if given is None else given)
         if given is None and not any(map(self._fits, found)):
@@ -70,6 +72,19 @@ class _Builder:
             if placement.strategy.dtype is None:  # layouts of a problem know nothing of types
                 found += self._variants(call, self._option(call, placement), 0.0)
         return tuple(dict.fromkeys(found))
+
+    def _function_options(self, call: Call, plans: Iterable[Plan]) -> tuple[Option, ...]:
+        """Every mesh with a record for each of its ranks, and what plans choose."""
+        placements = [function_placement(mesh) for mesh in meshes(self.scenario.spec)]
+        found = []
+        for placement in dict.fromkeys((*placements, *(plan[call.name] for plan in plans))):
+            try:
+                seconds = self.scenario.call_cost(call, placement).seconds
+            except UserError:  # fewer records than data-parallel ranks
+                continue
+            # A function is on the host, and holds no device memory.
+            found.append(Option(placement, seconds, weights_bytes=0.0, resident_bytes=0.0, working_bytes=0.0))
+        return tuple(found)
 
     def _candidates(self, call: Call, tokens: tuple[int, ...]) -> list[Option]:
         """What they cost depends on the size and the devices of a mesh, so it is asked for once per such kind."""
@@ -85,7 +100,7 @@ class _Builder:
         return found
 
     def _of_size(self, call: Call, mesh: Mesh, tokens: tuple[int, ...]) -> list[Option]:
-        spec, shape = self.scenario.spec, self.scenario.models[call.role].shape
+        spec, shape = self.scenario.spec, self.scenario.models[call.model_role].shape
         per_node = spec.groups[spec.group_index(mesh.first)].devices_per_node
         limit = self.scenario.memory.capacity(mesh.first)
         recompute = self.choices.recompute if call.kind is Kind.TRAIN else (False,)
@@ -108,7 +123,7 @@ class _Builder:
 
     def _option(self, call: Call, placement: Placement) -> Option:
         scenario = self.scenario
-        arguments = (call, scenario.models[call.role], placement, scenario.workload)
+        arguments = (call, scenario.models[call.model_role], placement, scenario.workload)
         needs = scenario.memory.stages(*arguments)
         resident = max(need.static_bytes for need in needs)
         return Option(
@@ -123,9 +138,9 @@ class _Builder:
     def _variants(self, call: Call, option: Option, limit: float) -> list[Option]:
         """The option, and what offloading makes of it."""
         graph, cost, memory = self.scenario.graph, self.scenario.cost, self.scenario.memory
-        model = self.scenario.models[call.role]
+        model = self.scenario.models[call.model_role]
         found = [option]
-        if graph.home(call.role) != call or not self.choices.offload:
+        if graph.home(call.model_role) != call or not self.choices.offload:
             return found
         rank = option.placement.mesh.first
         state = option.resident_bytes - option.weights_bytes

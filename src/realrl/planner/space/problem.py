@@ -77,9 +77,9 @@ class Problem:
             options = self.options.get(call.name, ())
             if not options:
                 raise UserError(f"call {call.name} has no option to run with on cluster {self.cluster}")
-            if self.home(call.role) != call and any(o.offload or o.offload_optimizer for o in options):
+            if not self.is_home(call) and any(o.offload or o.offload_optimizer for o in options):
                 raise ValueError(
-                    f"{call.name} is not the home of {call.role}, so it cannot decide what to offload"
+                    f"{call.name} is not the home of a role, so it cannot decide what to offload"
                 )
             for option in options:
                 if (
@@ -91,6 +91,10 @@ class Problem:
     def home(self, role: str) -> Call:
         """The call whose option says where a role lives."""
         return self.graph.home(role)
+
+    def is_home(self, call: Call) -> bool:
+        """Whether a role lives where the call runs; never where a function does."""
+        return call.role is not None and self.home(call.role) == call
 
     def limit(self, placement: Placement) -> float:
         """Bytes a plan may use of each device of a placement."""
@@ -107,7 +111,7 @@ class Problem:
             return None
         found = {}
         for call in self.graph.calls:
-            home = self.home(call.role) == call
+            home = self.is_home(call)
             flags = (home and call.role in plan.offload, home and call.role in plan.offload_optimizer)
             alike = (
                 number

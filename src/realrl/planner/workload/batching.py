@@ -48,7 +48,7 @@ def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
     enough. Of a pipeline all are equally full, and there are about `per_stage` for each stage, or equally many
     more for each.
     """
-    records = _per_rank(work, strategy)
+    records = records_per_rank(work, strategy)
     costs = sorted((work.per_item * (length + work.room) for length in work.lengths), reverse=True)
     mean, longest = sum(costs) / len(costs), costs[0]
     total, budget, alike = mean * records, strategy.micro_batch_tokens, longest == costs[-1]
@@ -75,7 +75,7 @@ def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
     return Chunks(count, part, part * work.mean, part * work.mean_square, fullest)
 
 
-def _per_rank(work: CallWork, strategy: Strategy) -> int:
+def records_per_rank(work: CallWork, strategy: Strategy) -> int:
     """Records of a mini-batch on the rank that gets most."""
     whole = work.items // work.minibatches
     if whole < strategy.dp:
