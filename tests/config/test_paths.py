@@ -4,10 +4,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from realrl.runtime.judge import Judge
 
 from realrl.cli.app import run_app
 from realrl.config.files import write_whole
-from realrl.runtime.judge import Judge
 from tests.conftest import World
 
 CLUSTER = "groups: [{device: cpu, nodes: 1, devices_per_node: 1}]\n"

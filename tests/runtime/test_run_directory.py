@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from realrl.runtime.judge import Judge
 from safetensors import SafetensorError
 
 from realrl.algorithms.graphs import build_eval_graph, build_graph
@@ -19,7 +20,6 @@ from realrl.program.lower import home_placements
 from realrl.program.text import parse_program
 from realrl.program.validate import validate
 from realrl.recipe.load import dump_experiment, load_experiment
-from realrl.runtime.judge import Judge
 from realrl.runtime.output.rundir import RunDirectory
 from tests.conftest import World, figures
 from tests.runtime.conftest import run

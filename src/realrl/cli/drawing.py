@@ -40,6 +40,9 @@ def format_plan(plan: Plan, graph: DataflowGraph) -> str:
     rows = [["call", "mesh", "dp", "tp", "pp", "micro-batch tokens"]]
     for call in graph.order:
         placement, s = plan[call.name], plan[call.name].strategy
+        if call.is_function:
+            rows.append([call.name, str(placement.mesh), str(s.dp), "-", "-", "-", "function on the host"])
+            continue
         row = [call.name, str(placement.mesh), *map(str, (s.dp, s.tp, s.pp, s.micro_batch_tokens))]
         flags = {s.dtype or "": s.dtype, "sequence parallel": s.sequence_parallel, "recompute": s.recompute}
         rows.append([*row, " ".join(name for name, given in flags.items() if given)])
@@ -53,7 +56,8 @@ _EXTRAS = ("offload", "offload_optimizer", "keep")
 
 
 def draw_phase(phase: Phase, compiled: Compiled) -> str:
-    """Devices by rows and time by columns: what a device does while others do what stands in the same column."""
+    """Devices by rows and time by columns: what a device does while others do what stands in the same column, and
+    the functions that its host begins with then."""
     columns = waves(phase.graph, phase.plan)
     rows: list[tuple[str, ...]] = []
     for rank in range(phase.plan.cluster.size):
@@ -62,7 +66,10 @@ def draw_phase(phase: Phase, compiled: Compiled) -> str:
         cells = []
         for calls in columns:
             here = [call for call in calls if rank in phase.plan[call.name].ranks]
-            cells.append(_cell(phase.plan, here[0].name) if here else idle)
+            device = [_cell(phase.plan, call.name) for call in here if not call.is_function] or [idle]
+            cells.append(
+                " + ".join([*device, *(f"{call.name} on the host" for call in here if call.is_function)])
+            )
         rows.append(tuple(cells))
     lines = []
     for first, last in _fold(rows):

@@ -6,11 +6,12 @@ class UserError(ValueError):
 
 
 class UserCodeError(UserError):
-    """A mistake in code of the user's that we call. `trace` is its traceback, which they see above the message."""
+    """A mistake in code of the user's that we call. `trace` is its traceback, which they see above the message;
+    `alone` whether other ranks may not know of it."""
 
-    def __init__(self, message: str, trace: str = "") -> None:
-        super().__init__(message, trace)
-        self.trace = trace
+    def __init__(self, message: str, trace: str = "", alone: bool = False) -> None:
+        super().__init__(message, trace, alone)
+        self.trace, self.alone = trace, alone
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -2,16 +2,17 @@
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
-from realrl.data.forms import Item, Reader, form_of, is_plain_text, plain_text_note
+from realrl.data.forms import Item, Reader, form_of, further_fields, is_plain_text, plain_text_note
+from realrl.data.further import FieldFilter, FurtherFields, keep_nothing
 from realrl.data.records import read_records
 from realrl.data.rejects import BadRecordError, Rejects
 from realrl.data.shuffle import permutation
@@ -35,9 +36,13 @@ class Dataset:
         skipped: int = 0,
         reasons: Sequence[str] = (),
         notes: Sequence[str] = (),
+        further: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
         """`fields`: integer rows per key, equally many for each. The rest: see attributes."""
         self._fields = fields
+        self.further = dict(further or {})
+        """Fields of the records that no key is made of, where they are kept: name -> a value per item, None where
+        its record has no such field."""
         self.skipped = skipped
         """How many records, or pairs made of a record, were left out."""
         self.reasons = tuple(reasons)
@@ -54,6 +59,10 @@ class Dataset:
         fields = {key: Ragged(chosen.values.long(), chosen.lengths) for key, chosen in rows.items()}
         return Batch(tuple(range(len(indices))), fields)
 
+    def further_fields(self, indices: Sequence[int]) -> dict[str, list[Any]]:
+        """What is kept of the records of the items at `indices`: name -> a value per item."""
+        return {name: [values[i] for i in indices] for name, values in self.further.items()}
+
     @classmethod
     def load(
         cls,
@@ -63,26 +72,29 @@ class Dataset:
         config: DataConfig,
         seed: int,
         ends: tuple[int, ...],
+        keep: FieldFilter = keep_nothing,
     ) -> "Dataset":
         """Read and tokenise `source` (see `read_records`) into the rows that `keys` name.
 
-        `ends` are the ids that end a sequence, at least one. UserError where the source cannot be used, nothing is
+        `ends` are the ids that end a sequence, at least one. `keep` says which fields of records are kept that no
+        key is made of. UserError where the source cannot be used, nothing is
         left, or, under `config.on_error=fail`, at the first record that is malformed or too long.
         """
         rejects, columns, notes = Rejects(config.on_error), _Columns(keys), _Notes(tokenizer, config)
         reader = Reader(
             tokenizer, config.apply_chat_template, config.train_on, config.max_pairs_per_prompt, seed
         )
-        items = _items(source, keys, reader, rejects)
+        items, further = _items(source, keys, reader, rejects, keep), FurtherFields()
         while chunk := list(islice(items, CHUNK)):
-            rows = iter(tokenize([text for _, _, _, item in chunk for text in item], tokenizer, ends))
-            for origin, record, plain, item in chunk:
+            rows = iter(tokenize([text for *_, item in chunk for text in item], tokenizer, ends))
+            for origin, record, plain, fields_kept, item in chunk:
                 item_rows = list(islice(rows, len(item)))
                 reason = complaint(item_rows, config)
                 if reason is not None:
                     rejects(origin, reason)
                     continue
                 columns.add(record, item_rows)
+                further.add(fields_kept)
                 notes.add(origin, plain, item_rows)
         if not columns.records:
             why = (
@@ -92,7 +104,13 @@ class Dataset:
             )
             raise UserError(f"no usable records in {source}: {why}")
         fields = columns.fields(config.pair_weight)
-        return cls(fields, skipped=rejects.count, reasons=rejects.reasons, notes=notes.result())
+        return cls(
+            fields,
+            skipped=rejects.count,
+            reasons=rejects.reasons,
+            notes=notes.result(),
+            further=further.columns,
+        )
 
 
 class _Columns:
@@ -154,9 +172,10 @@ class _Notes:
 
 
 def _items(
-    source: str, keys: tuple[str, ...], reader: Reader, rejects: Rejects
-) -> Iterator[tuple[str, int, bool, Item]]:
-    """Where it comes from, the number of its record, whether that is plain text, and the item."""
+    source: str, keys: tuple[str, ...], reader: Reader, rejects: Rejects, keep: FieldFilter
+) -> Iterator[tuple[str, int, bool, dict[str, Any], Item]]:
+    """Where it comes from, the number of its record, whether that is plain text, what is kept of the record, and the
+    item."""
     form = form_of(keys)
     for number, (origin, record) in enumerate(read_records(source, rejects)):
         try:
@@ -164,8 +183,9 @@ def _items(
         except BadRecordError as error:
             rejects(origin, str(error))
             continue
+        kept = {name: value for name, value in further_fields(form, record).items() if keep(name)}
         for item in items:
-            yield origin, number, is_plain_text(record), item
+            yield origin, number, is_plain_text(record), kept, item
 
 
 class Order:

@@ -10,7 +10,8 @@
 is a list is a conversation: it is written with the tokenizer's chat template, a text `prompt` in it is the user
 turn, and a text answer the assistant turn. Chosen and rejected messages are either the turns that follow
 `prompt` or, when they do not begin with an assistant turn, whole conversations. All other text is used as it
-stands, unless `data.apply_chat_template` makes every record a conversation. Other fields are ignored.
+stands, unless `data.apply_chat_template` makes every record a conversation. Other fields are for functions, for
+example a reward function; where no call of the graph sees them they are ignored.
 """
 
 import json
@@ -150,6 +151,21 @@ def form_of(keys: tuple[str, ...]) -> Form:
         if set(keys) <= made:
             return form
     raise ValueError(f"no form of record yields the keys {', '.join(keys)}")
+
+
+def further_fields(form: Form, record: Fields) -> Fields:
+    """Fields of a record that its form does not read."""
+    return {name: value for name, value in record.items() if name not in _read_by(form, record)}
+
+
+def _read_by(form: Form, record: Fields) -> set[str]:
+    if form is Reader.prompts:
+        return {"messages" if "messages" in record else "prompt"}
+    if form is Reader.answers:
+        return {"messages"} if "messages" in record else {"prompt", "answer"}
+    assert form is Reader.pairs, "there are three forms"
+    pooled = "pos_answers" in record or "neg_answers" in record
+    return {"prompt", *(("pos_answers", "neg_answers") if pooled else ("chosen", "rejected"))}
 
 
 def is_plain_text(record: Fields) -> bool:

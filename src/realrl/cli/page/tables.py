@@ -13,7 +13,7 @@ from realrl.cli.page.text import (
     shortage,
     strategy,
 )
-from realrl.cli.page.tips import role_class
+from realrl.cli.page.tips import call_class, role_class
 from realrl.config.units import format_bytes
 
 if TYPE_CHECKING:
@@ -96,12 +96,14 @@ def calls_table(report: "PlanReport") -> Table:
     rows = []
     for name, call in calls.items():
         placement = call.placement
-        words = (name, interval(placement.ranks), strategy(placement), extras(placement))
+        given = "on the host" if call.call.is_function else extras(placement)
+        words = (name, interval(placement.ranks), strategy(placement), given)
         numbers = [_short(call.terms.get(term, 0.0)) for term in terms]
-        micro_batch = f"{placement.strategy.micro_batch_tokens:,}"
-        rows.append((*words, micro_batch, f"{call.start:.2f}", _short(call.seconds), *numbers))
+        micro_batch = "" if call.call.is_function else f"{placement.strategy.micro_batch_tokens:,}"
+        seconds = _short(call.seconds) if call.terms else "not measured"
+        rows.append((*words, micro_batch, f"{call.start:.2f}", seconds, *numbers))
     head = ("call", "devices", "strategy", "with", "micro-batch", "start", "seconds", *terms)
-    looks = tuple(role_class(report, call.call.role) for call in calls.values())
+    looks = tuple(call_class(report, call.call) for call in calls.values())
     return Table(head, tuple(rows), 4, looks, tuple(calls))
 
 
@@ -164,8 +166,7 @@ def alternatives_table(report: "PlanReport") -> Table:
     found = sorted(report.alternatives, key=lambda a: (order.index(a.call), not a.fits, a.step_seconds))
     rows = tuple(_alternative(alternative) for alternative in found)
     looks = tuple(
-        f"{role_class(report, report.scenario.graph.call(a.call).role)}{'' if a.fits else ' unfit'}"
-        for a in found
+        f"{call_class(report, report.scenario.graph.call(a.call))}{'' if a.fits else ' unfit'}" for a in found
     )
     head = ("call", "devices", "strategy", "micro-batch", "with", "why not", "step")
     return Table(head, rows, 6, looks, tuple(a.call for a in found))
@@ -176,7 +177,7 @@ def _alternative(other: "Alternative") -> tuple[str, ...]:
     given = ", ".join(filter(None, [extras(other.placement), *offload]))
     devices, degrees = interval(other.placement.ranks), strategy(other.placement)
     step = format_seconds(other.step_seconds) if other.fits else "does not fit"
-    micro_batch = f"{other.placement.strategy.micro_batch_tokens:,}"
+    micro_batch = "" if other.function else f"{other.placement.strategy.micro_batch_tokens:,}"
     return other.call, devices, degrees, micro_batch, given, other.reason, step
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from realrl.cli.page.bands import Area, Band, find_areas, find_bands
 from realrl.cli.page.text import count_of, format_seconds, interval, strategy
-from realrl.cli.page.tips import block_tip, role_class
+from realrl.cli.page.tips import block_tip, call_tip, role_class
 from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.simulate.estimate import CallEstimate
 from realrl.program.instructions import Load, Offload, Reallocate, Run
 
 if TYPE_CHECKING:
@@ -125,8 +126,12 @@ def draw_timeline(report: "PlanReport") -> Timeline:
     for area in find_areas(bands, estimate.step_seconds):
         y, bottom = tops[area.bands.start], tops[area.bands.stop]
         boxes.append(_box(area, sum(len(bands[i].ranks) for i in area.bands), y, bottom - y, report))
+    functions = [call for call in estimate.calls.values() if call.call.is_function]
+    below = [tops[-1] + _BAND * i for i in range(len(functions))]
+    rows += tuple(Row(y, _BAND, f"host: {of.call.name}", "") for of, y in zip(functions, below, strict=True))
+    boxes += [_function_box(of, y, report) for of, y in zip(functions, below, strict=True)]
     return Timeline(
-        tops[-1],
+        tops[-1] + _BAND * len(functions),
         rows,
         tuple(_borders(bands, tops, heights, spec)),
         tuple(boxes),
@@ -163,7 +168,7 @@ def _box(area: Area, devices: int, y: float, height: float, report: "PlanReport"
     block, step = area.block, report.chosen.step_seconds
     look, call, labels = "wait", "", list[Label]()
     match block.instruction:
-        case Run(call, role, placement):
+        case Run(call, str(role), placement):
             look = f"{role_class(report, role)} {report.scenario.graph.call(call).kind}"
             seconds = format_seconds(block.end - block.start)
             labels += _labels(call, role, strategy(placement), seconds)
@@ -174,6 +179,21 @@ def _box(area: Area, devices: int, y: float, height: float, report: "PlanReport"
     x, width = 100 * block.start / step, 100 * (block.end - block.start) / step
     text = f"{block_tip(report.chosen, block)}\non\t{count_of(devices, 'device')}"
     return Box(x, width, y, height, look, call, tuple(labels), text)
+
+
+def _function_box(of: CallEstimate, y: float, report: "PlanReport") -> Box:
+    """A function, below the devices, from when the first rank begins with it until the last one has ended it."""
+    step, name = report.chosen.step_seconds, of.call.name
+    found = [
+        s
+        for rank in report.chosen.slices
+        for s in rank
+        if s.host and s.instruction == Run(name, None, of.placement)
+    ]
+    start = min((s.start for s in found), default=of.start)
+    labels = (Label((f"{name} · {format_seconds(of.seconds)}",)), Label((name,)))
+    width = 100 * (of.end - start) / step
+    return Box(100 * start / step, width, y, _BAND, "function", name, labels, call_tip(report.chosen, name))
 
 
 def _labels(call: str, role: str, degrees: str, seconds: str) -> Iterator[Label]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from realrl.cli.page.bands import Block
 from realrl.cli.page.text import extras, format_seconds, format_share, interval, strategy
 from realrl.config.units import format_bytes
+from realrl.dataflow.call import Call
 from realrl.planner.simulate.estimate import Estimate
 from realrl.program.instructions import Load, Offload, Reallocate, Run
 
@@ -20,6 +21,11 @@ def role_class(report: "PlanReport", role: str) -> str:
     return f"r{report.scenario.graph.roles.index(role) % _COLOURS}"
 
 
+def call_class(report: "PlanReport", call: Call) -> str:
+    """The CSS classes that give a call its colour: its role's, or that of functions."""
+    return "function" if call.role is None else role_class(report, call.role)
+
+
 def tip(title: str, rows: Iterable[tuple[str, str]]) -> str:
     """Lines of text: a title, then names and values, with a tab between; rows without a value are left out."""
     return "\n".join([title, *(f"{name}\t{value}" for name, value in rows if value)])
@@ -31,7 +37,7 @@ def block_tip(estimate: Estimate, block: Block) -> str:
     when = [("from", f"{block.start:.2f} s"), ("to", f"{block.end:.2f} s")]
     match block.instruction:
         case Run(call):
-            return _call_tip(estimate, call)
+            return call_tip(estimate, call)
         case Reallocate() as move:
             title, facts = _move_tip(estimate, move)
             return tip(title, [*facts, *when])
@@ -41,17 +47,20 @@ def block_tip(estimate: Estimate, block: Block) -> str:
     return tip(block.reason.capitalize(), [("takes", seconds), *when])
 
 
-def _call_tip(estimate: Estimate, name: str) -> str:
+def call_tip(estimate: Estimate, name: str) -> str:
     """A call with its placement and the terms of its time."""
     call = estimate.calls[name]
     placement, seconds = call.placement, call.seconds
     facts = [
-        ("takes", format_seconds(seconds)),
+        ("takes", format_seconds(seconds) if call.terms else "not measured, counted as 0 s"),
         ("mesh", f"devices {interval(placement.ranks)}"),
         ("strategy", strategy(placement)),
-        ("micro-batch", f"{placement.strategy.micro_batch_tokens:,} tokens"),
-        ("with", extras(placement)),
     ]
+    if call.call.function is not None:
+        facts += [("function", f"{call.call.function}, on the host")]
+    else:
+        micro_batch = f"{placement.strategy.micro_batch_tokens:,} tokens"
+        facts += [("micro-batch", micro_batch), ("with", extras(placement))]
     terms = sorted(call.terms.items(), key=lambda item: -item[1])
     shares = [(term, f"{format_seconds(s)} · {format_share(s / seconds)}") for term, s in terms if s > 0]
     return tip(name, [*facts, *shares])

@@ -114,7 +114,8 @@ def read_scenario(
     path = profile or experiment.profile
     measured = Profile.load(path) if path else None
     scenario = make_scenario(experiment, spec, profile=measured, prompts=known.prompts, answers=known.answers)
-    source = describe_times(measured, path or "", spec, scenario.models)
+    functions = [call.function for call in scenario.graph.functions if call.function is not None]
+    source = describe_times(measured, path or "", spec, scenario.models, functions)
     return scenario, "; ".join(filter(None, (*source, remark, _not_trainable(scenario))))
 
 

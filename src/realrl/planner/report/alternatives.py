@@ -135,6 +135,7 @@ class _View:
             other.fits,
             reason,
             tuple(name for name, (before, after) in away.items() if before and not after),
+            function=self.call.is_function,
         )
 
     def _where_slower(self, base: Evaluation, other: Evaluation, option: Option) -> str:

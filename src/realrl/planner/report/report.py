@@ -41,6 +41,8 @@ class Alternative:
     79 GiB in actor.train, most of it activations`."""
     on_device: tuple[str, ...] = ()
     """What it would keep on devices, that the chosen plan keeps in host memory; the same words."""
+    function: bool = False
+    """Whether the call is a function, which has neither degrees but dp, nor micro-batches."""
 
 
 @dataclass(frozen=True)

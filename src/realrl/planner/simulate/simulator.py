@@ -53,8 +53,7 @@ class Simulation:
         """The instructions of one step, by rank, with times after the start of the first."""
         chosen = {rank: [s for s in events if s.step == step] for rank, events in self.events.items()}
         return tuple(
-            tuple(replace(s, rank=rank) for s in chosen[group])
-            for rank, group in enumerate(self.groups)
+            tuple(replace(s, rank=rank) for s in chosen[group]) for rank, group in enumerate(self.groups)
         )
 
 

@@ -18,6 +18,7 @@ from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Program, Reallocate
 from realrl.program.text import format_instruction
 from realrl.recipe.experiment import Experiment
+from realrl.runtime.measure.meter import waiting_for
 from realrl.runtime.prepare.compile import Compiled, stored_models
 
 if TYPE_CHECKING:
@@ -74,10 +75,11 @@ def _call(call: Call, facts: Facts, expected: Estimate | None, ledger: "Ledger")
         call=call,
         placement=str(placement),
         seconds=Seconds.of(measured.counted),
+        waited=Seconds.of(ledger.spans[waiting_for(call.name)].counted) if call.is_function else None,
         predicted_seconds=sum(terms.values()) or None,
         terms=dict(terms),
         bytes=measured.bytes,
-        predicted_bytes=_peak(expected, call.name) if expected else None,
+        predicted_bytes=_peak(expected, call.name) if expected and not call.is_function else None,
     )
 
 

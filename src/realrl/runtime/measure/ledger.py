@@ -37,7 +37,7 @@ class Ledger:
         by then, until the last rank has ended it."""
         self.spans: defaultdict[str, Times] = defaultdict(Times)
         """The same by call, and by the text of a reallocation: from when the last rank that takes part has begun
-        until the last one has ended."""
+        until the last one has ended. Of functions, and of waiting for them, what the rank took that took longest."""
         self._ended = float("-inf")
 
     def add(self, ranks: Sequence[Sequence[StepTimes]], offsets: Sequence[float]) -> None:
@@ -59,8 +59,11 @@ class Ledger:
                 seen[span.name] += 1
         taken: defaultdict[str, float] = defaultdict(float)
         for (name, _), spans in found.items():
-            begun, ended = max(s.start - a for s, a in spans), max(s.end - a for s, a in spans)
-            taken[name] += max(0.0, ended - begun)
+            if all(span.alone for span, _ in spans):
+                taken[name] += max(span.end - span.start for span, _ in spans)
+            else:
+                begun, ended = max(s.start - a for s, a in spans), max(s.end - a for s, a in spans)
+                taken[name] += max(0.0, ended - begun)
             sizes = [span.bytes for span, _ in spans if span.bytes is not None]
             known = self.spans[name]
             known.bytes = max([*sizes, known.bytes or 0]) or None

@@ -19,14 +19,22 @@ _ROUNDS = 10
 
 @dataclass(frozen=True)
 class Span:
-    """One call or reallocation on one rank. Times are seconds of its monotonic clock."""
+    """One call or reallocation on one rank, or what it waited for a function. Times are seconds of its monotonic
+    clock."""
 
     name: str
-    """The call, or the reallocation in its text form."""
+    """The call, or the reallocation in its text form; of waiting, `waiting_for` the call."""
     start: float
     end: float
     bytes: int | None = None
     """Most that tensors took during the call and while parameters were moved before it."""
+    alone: bool = False
+    """Whether the rank did not wait for others to begin, as with a function."""
+
+
+def waiting_for(function: str) -> str:
+    """Name of the span in which a rank waits for a function."""
+    return f"waiting for {function}"
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,7 @@ class Meter:
         """A block that is one instruction of the step."""
         start = time.monotonic()
         if isinstance(instruction, Run):
+            assert instruction.role is not None, "functions measure themselves"
             counting = None if self._cuda or self._begun > 1 else allocations()
             with counting or nullcontext() as self._counting:
                 yield
@@ -111,6 +120,11 @@ class Meter:
             if isinstance(instruction, Load | Offload):
                 wait_for(self._device)
                 self._moving = max(self._moving, self._held())
+
+    def function(self, call: str, start: float, end: float, *, waited: tuple[float, float]) -> None:
+        """A function has run beside other instructions; then the rank has waited for it from and until."""
+        self._spans.append(Span(call, start, end, alone=True))
+        self._spans.append(Span(waiting_for(call), *waited, alone=True))
 
     def turn(self) -> None:
         """A token has been generated, or a micro-batch has gone through the model one way. Each makes some 140

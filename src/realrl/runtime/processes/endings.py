@@ -42,6 +42,8 @@ class Ending:
     distance: int = CAUSE
     trace: str = ""
     """A traceback for people to see, where the message cannot say enough: of a bug, or of the user's own code."""
+    alone: bool = False
+    """Whether a mistake that the user can correct shows on this rank, and others may not know of it."""
 
 
 def describe(error: Exception) -> Ending:
@@ -49,8 +51,8 @@ def describe(error: Exception) -> Ending:
     rank, name, text = _rank(), type(error).__name__, " ".join(str(error).split())
     if isinstance(error, UserError | RunError):
         status = USER_STATUS if isinstance(error, UserError) else RUN_STATUS
-        trace = error.trace if isinstance(error, UserCodeError) else ""
-        return Ending(text, status, rank, time.time(), trace=trace)
+        trace, alone = (error.trace, error.alone) if isinstance(error, UserCodeError) else ("", False)
+        return Ending(text, status, rank, time.time(), trace=trace, alone=alone)
     who = f"rank {rank}: " if _is_one_of_several() else ""
     refusal = as_os_error(error)
     if isinstance(error, MemoryError) or name == "OutOfMemoryError":
@@ -113,8 +115,10 @@ def _blames_a_peer(error: BaseException) -> bool:
 
 def _speaks(ending: Ending) -> bool:
     """Whether this process prints how it ended. All ranks of a node find the same mistakes in a user's input, so
-    that one of each node speaks, whose files may differ from those of the first node."""
-    return is_writer() or ending.status != USER_STATUS or int(os.environ.get("LOCAL_RANK", 0)) == 0
+    that one of each node speaks, whose files may differ from those of the first node; but for one that has come up
+    while its code ran on this rank."""
+    first = is_writer() or int(os.environ.get("LOCAL_RANK", 0)) == 0
+    return first or ending.alone or ending.status != USER_STATUS
 
 
 def _log(error: Exception) -> None:
