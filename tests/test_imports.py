@@ -28,6 +28,8 @@ ROOMS = (
     "config",
 )
 TORCH_FREE_ROOMS = {"cli", "planner", "program", "layout", "plan", "recipe", "dataflow", "families", "config"}
+DESCRIPTIONS = {"config", "graph", "spec"}
+"""Modules of an algorithm that say what it is, and import no torch."""
 LEAF = "realrl.data.batch"
 """Algorithms speak of batches; the module that defines them depends on nothing of ours."""
 HEAVY = ("torch", "transformers", "datasets", "tokenizers", "numpy", "matplotlib")
@@ -59,8 +61,8 @@ def room(module: str) -> str | None:
 
 
 def is_torch_free(module: str) -> bool:
-    a_graph = room(module) == "algorithms" and module.rsplit(".", 1)[-1] in ("graph", "graphs")
-    return room(module) in TORCH_FREE_ROOMS or a_graph
+    described = room(module) == "algorithms" and module.rsplit(".", 1)[-1] in DESCRIPTIONS
+    return room(module) in TORCH_FREE_ROOMS or described
 
 
 def test_every_folder_is_a_known_room() -> None:
@@ -114,6 +116,8 @@ def test_modules_that_promise_it_load_no_torch() -> None:
     assert loaded_by(promise) <= {"numpy"}
 
 
-@pytest.mark.parametrize("module", ["realrl.algorithms.graphs", "realrl.plan.presets", "realrl.cli.app"])
+@pytest.mark.parametrize(
+    "module", ["realrl.algorithms.ppo.spec", "realrl.recipe.load", "realrl.plan.presets", "realrl.cli.app"]
+)
 def test_an_entry_point_alone_loads_nothing_heavy(module: str) -> None:
     assert loaded_by([module]) == set()

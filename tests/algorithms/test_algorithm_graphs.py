@@ -2,12 +2,12 @@ import subprocess
 import sys
 
 import pytest
-from pydantic import TypeAdapter
 
-from realrl.algorithms.graphs import build_eval_graph, build_graph
-from realrl.algorithms.registry import build_algorithm
+from realrl.algorithms.build import build_algorithm
 from realrl.dataflow.call import Kind
-from realrl.recipe.experiment import EXPERIMENT, Experiment
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.graphs import build_eval_graph, build_graph
+from realrl.recipe.load import parse_experiment
 from tests.conftest import PPO_CALLS
 
 MODELS = {
@@ -18,10 +18,9 @@ MODELS = {
 
 
 def experiment(algorithm: str, *, evaluate: bool = True, **settings: object) -> Experiment:
-    adapter: TypeAdapter[Experiment] = EXPERIMENT
     data = {"train": "t.jsonl", "eval": "e.jsonl" if evaluate else None, "batch": 8}
     recipe = {"algorithm": algorithm, "run_dir": "r", "models": MODELS[algorithm], "data": data, **settings}
-    return adapter.validate_python(recipe)
+    return parse_experiment(recipe)
 
 
 @pytest.mark.parametrize(
@@ -98,5 +97,5 @@ def test_ppo_keys_per_token_have_the_lengths_of_sequences() -> None:
 
 
 def test_graphs_are_built_without_torch() -> None:
-    code = "import sys, realrl.algorithms.graphs; sys.exit('torch' in sys.modules)"
+    code = "import sys, realrl.algorithms.ppo.spec; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -271,6 +271,7 @@ def test_a_token_that_joins_prompt_and_answer_is_the_answers_and_is_said(write: 
     records = [{"messages": turns(system=False, contents=["hello", text])} for text in ("fine", "\nfine")]
     data = Dataset.load(
         write(records),
+        "answer",
         ("tokens", "loss_mask"),
         tokenizer,
         DataConfig(train="unused"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from realrl.algorithms.ppo.graph import train_graph as ppo_graph
+from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
 from realrl.algorithms.sft.graph import train_graph
 from realrl.config.errors import UserError
 from realrl.families.published import SHAPES
@@ -21,7 +22,6 @@ from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import Choices
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
-from realrl.recipe.model import HEADS
 from tests.planner.problems import GRAPH
 
 LEAN = Wanted(choices=Choices(offload=False))
@@ -35,7 +35,8 @@ def scenario(
     """PPO with one model for all roles."""
     spec = ClusterSpec.parse(cluster)
     models = {
-        role: Stored(SHAPES[model], HEADS[role], element_bytes, GRAPH.trained(role)) for role in GRAPH.roles
+        role: Stored(SHAPES[model], PPO_SPEC.heads[role], element_bytes, GRAPH.trained(role))
+        for role in GRAPH.roles
     }
     workload = Workload(64, (tokens,), (tokens,), tokens)
     return Scenario(GRAPH, models, spec, workload, CostModel(spec), MemoryModel(spec))

@@ -10,7 +10,6 @@ import pytest
 from realrl.runtime.judge import Judge
 from safetensors import SafetensorError
 
-from realrl.algorithms.graphs import build_eval_graph, build_graph
 from realrl.checkpoint import huggingface
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
@@ -19,6 +18,7 @@ from realrl.plan.plan import Plan
 from realrl.program.lower import home_placements
 from realrl.program.text import parse_program
 from realrl.program.validate import validate
+from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.load import dump_experiment, load_experiment
 from realrl.runtime.output.rundir import RunDirectory
 from tests.conftest import World, figures

@@ -151,8 +151,8 @@ class FunctionInput:
     batch: Batch
     """The call's input keys, a row per item."""
     fields: Mapping[str, Sequence[Any]]
-    """Fields of the items' records that no key is made of: name -> a value per item, None where a record has no such
-    field. Empty unless the call asks for them."""
+    """Fields of the items' records that no key is made of: name -> a value per item, None where a record has no
+    such field. Empty unless the call asks for them."""
     tokenizer: Any
     """The tokenizer of the run."""
 
@@ -184,8 +184,8 @@ class FunctionMethod(Protocol):
         """Whether it looks at a further field of records; those that no function wants are not kept."""
 
     def check_fields(self, source: str, fields: Collection[str]) -> None:
-        """UserError where it needs a field that no record of a source has; `fields` are those there are. Asked after
-        `load`."""
+        """UserError where it needs a field that no record of a source has; `fields` are those there are. Asked
+        after `load`."""
 
     def call(self, inputs: FunctionInput) -> tuple[dict[str, Ragged], Metrics]:
         """The call's output keys, a row per item, and figures of this rank's items. Called in another thread than

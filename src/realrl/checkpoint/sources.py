@@ -8,9 +8,9 @@ from realrl.recipe.experiment import Experiment
 
 def check_directories(experiment: Experiment) -> None:
     """UserError if a model, or a tokenizer, is to come from a directory that is not there."""
-    fields = type(experiment.models).model_fields
+    roles = experiment.spec.roles_of(experiment)
     # Roles that may have taken their path from another one come last, so that the one with the mistake is named.
-    for role in sorted(fields, key=lambda role: not fields[role].is_required()):
+    for role in sorted(roles, key=lambda role: roles[role].weights_from is not None):
         for field in ("path", "tokenizer"):
             path = getattr(getattr(experiment.models, role), field)
             if path is not None and is_local(path) and not local_path(path).is_dir():
@@ -20,7 +20,7 @@ def check_directories(experiment: Experiment) -> None:
 def check_trainable(experiment: Experiment) -> None:
     """UserError if a model is to start from the sizes of a family that can be planned for and not trained. Of one
     with weights, whoever loads them finds out."""
-    for role in type(experiment.models).model_fields:
+    for role in experiment.spec.roles_of(experiment):
         shape = getattr(experiment.models, role).shape
         if shape is not None and shape.family not in TRAINABLE:
             raise UserError(

@@ -34,9 +34,17 @@ class UserFunction:
             if parameter.default is parameter.empty and parameter.kind not in _COLLECTING
         )
 
+    @property
+    def positional(self) -> tuple[str, ...]:
+        """Arguments that cannot be given by name and must be given."""
+        parameters = (self._parameters or {}).items()
+        return tuple(n for n, p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty)
+
     def accepts(self, name: str) -> bool:
         """Whether it can be given an argument of that name."""
-        if self._parameters is None or name in self._parameters:
+        if self._parameters is None:
+            return True
+        if name in self._parameters and self._parameters[name].kind not in _COLLECTING:
             return True
         return any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
 

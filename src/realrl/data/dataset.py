@@ -11,7 +11,7 @@ import torch
 
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
-from realrl.data.forms import Item, Reader, form_of, further_fields, is_plain_text, plain_text_note
+from realrl.data.forms import READERS, Item, Reader, further_fields, is_plain_text, plain_text_note
 from realrl.data.further import FieldFilter, FurtherFields, keep_nothing
 from realrl.data.records import read_records
 from realrl.data.rejects import BadRecordError, Rejects
@@ -67,6 +67,7 @@ class Dataset:
     def load(
         cls,
         source: str,
+        form: str,
         keys: tuple[str, ...],
         tokenizer: "PreTrainedTokenizerFast",
         config: DataConfig,
@@ -74,7 +75,7 @@ class Dataset:
         ends: tuple[int, ...],
         keep: FieldFilter = keep_nothing,
     ) -> "Dataset":
-        """Read and tokenise `source` (see `read_records`) into the rows that `keys` name.
+        """Read and tokenise `source` (see `read_records`), records of `form`, into the rows that `keys` name.
 
         `ends` are the ids that end a sequence, at least one. `keep` says which fields of records are kept that no
         key is made of. UserError where the source cannot be used, nothing is
@@ -84,7 +85,7 @@ class Dataset:
         reader = Reader(
             tokenizer, config.apply_chat_template, config.train_on, config.max_pairs_per_prompt, seed
         )
-        items, further = _items(source, keys, reader, rejects, keep), FurtherFields()
+        items, further = _items(source, form, reader, rejects, keep), FurtherFields()
         while chunk := list(islice(items, CHUNK)):
             rows = iter(tokenize([text for *_, item in chunk for text in item], tokenizer, ends))
             for origin, record, plain, fields_kept, item in chunk:
@@ -172,14 +173,13 @@ class _Notes:
 
 
 def _items(
-    source: str, keys: tuple[str, ...], reader: Reader, rejects: Rejects, keep: FieldFilter
+    source: str, form: str, reader: Reader, rejects: Rejects, keep: FieldFilter
 ) -> Iterator[tuple[str, int, bool, dict[str, Any], Item]]:
-    """Where it comes from, the number of its record, whether that is plain text, what is kept of the record, and the
-    item."""
-    form = form_of(keys)
+    """Where it comes from, the number of its record, whether that is plain text, what is kept of the record, and
+    the item."""
     for number, (origin, record) in enumerate(read_records(source, rejects)):
         try:
-            items = form(reader, record)
+            items = READERS[form](reader, record)
         except BadRecordError as error:
             rejects(origin, str(error))
             continue

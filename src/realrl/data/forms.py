@@ -15,9 +15,10 @@ example a reward function; where no call of the graph sees them they are ignored
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 from zlib import crc32
 
@@ -141,29 +142,23 @@ class Reader:
 Form = Callable[[Reader, Fields], list[Item]]
 
 
-def form_of(keys: tuple[str, ...]) -> Form:
-    """The form of record from which a graph's source keys can be made; ValueError where there is none."""
-    for made, form in (
-        ({"tokens", "loss_mask"}, Reader.answers),
-        ({"chosen", "rejected", "pairs_of_prompt"}, Reader.pairs),
-        ({"prompts"}, Reader.prompts),
-    ):
-        if set(keys) <= made:
-            return form
-    raise ValueError(f"no form of record yields the keys {', '.join(keys)}")
+READERS: Mapping[str, Form] = MappingProxyType(
+    {"answer": Reader.answers, "pair": Reader.pairs, "prompt": Reader.prompts}
+)
+"""Form of record, as in `recipe.forms.FORMS`, -> what reads it."""
 
 
-def further_fields(form: Form, record: Fields) -> Fields:
-    """Fields of a record that its form does not read."""
+def further_fields(form: str, record: Fields) -> Fields:
+    """Fields of a record of a form, as in `recipe.forms.FORMS`, that no key is made of."""
     return {name: value for name, value in record.items() if name not in _read_by(form, record)}
 
 
-def _read_by(form: Form, record: Fields) -> set[str]:
-    if form is Reader.prompts:
+def _read_by(form: str, record: Fields) -> set[str]:
+    if form == "prompt":
         return {"messages" if "messages" in record else "prompt"}
-    if form is Reader.answers:
+    if form == "answer":
         return {"messages"} if "messages" in record else {"prompt", "answer"}
-    assert form is Reader.pairs, "there are three forms"
+    assert form == "pair", f"records of form {form} have no fields known here"
     pooled = "pos_answers" in record or "neg_answers" in record
     return {"prompt", *(("pos_answers", "neg_answers") if pooled else ("chosen", "rejected"))}
 

@@ -116,7 +116,7 @@ class Receive:
 
 @dataclass(frozen=True)
 class Report:
-    """Bring the figures of a call from the ranks that have them to another, which adds them up and writes them down.
+    """Bring the figures of a call from the ranks that have them to another, which adds them up and writes them.
 
     Of a model it is one rank, since its ranks have added them up; every rank of a function has those of its items.
     """

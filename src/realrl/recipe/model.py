@@ -8,7 +8,7 @@ from realrl.config.base import Settings
 from realrl.config.explain import brief
 from realrl.families.find import find_shape
 from realrl.families.published import SHAPES
-from realrl.families.shape import Head, ModelShape
+from realrl.families.shape import ModelShape
 
 Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
 """How much of a moving average stays per step."""
@@ -84,7 +84,3 @@ class TrainedModelConfig(ModelConfig):
     """A role whose parameters the run updates."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
-
-
-HEADS: dict[str, Head] = {"actor": "lm", "ref": "lm", "critic": "scalar", "reward": "scalar"}
-"""What each role's model computes."""

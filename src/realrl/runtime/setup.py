@@ -10,7 +10,8 @@ from realrl.config.errors import UserError
 from realrl.data.dataset import Dataset
 from realrl.data.tokenization import check_tokenizer
 from realrl.data.tokenizer import load_tokenizer
-from realrl.recipe.experiment import Experiment, PPOExperiment
+from realrl.dataflow.call import Kind
+from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.compile import Compiled, Phase, models
 from realrl.runtime.worker.roles import role_shape
 
@@ -22,10 +23,10 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
     """
     first: tuple[str, str, Any] | None = None
     loaded: dict[str, Any] = {}
-    fields = type(experiment.models).model_fields
+    roles = experiment.spec.roles
     # Roles that may have taken their model from another one come last, so that the one with the mistake is named.
     for role, config in sorted(
-        models(experiment).items(), key=lambda item: not fields[item[0]].is_required()
+        models(experiment).items(), key=lambda item: roles[item[0]].weights_from is not None
     ):
         source = config.tokenizer or config.path
         if source is None:
@@ -82,14 +83,14 @@ def load_data(
     ends: tuple[int, ...],
     functions: Mapping[str, FunctionMethod],
 ) -> tuple[Dataset, Dataset | None]:
-    """Training and evaluation records, tokenized; `ends` are the ids that end a sequence, `functions` those that this
-    rank calls.
+    """Training and evaluation records, tokenized; `ends` are the ids that end a sequence, `functions` those that
+    this rank calls.
 
     UserError names the record that is wrong, or the role whose model is declared for shorter sequences, or what a
     function needs of records that they do not have.
     """
     _check_positions(experiment)
-    _check_top_k(experiment)
+    _check_top_k(experiment, compiled)
     data, seed = experiment.data, experiment.seed
 
     def load(source: str, phase: Phase) -> Dataset:
@@ -99,7 +100,8 @@ def load_data(
         def wanted(field: str) -> bool:
             return any(function.wants(field) for function in seeing)
 
-        records = Dataset.load(source, phase.graph.sources, tokenizer, data, seed, ends, wanted)
+        form, keys = experiment.spec.form, phase.graph.sources
+        records = Dataset.load(source, form, keys, tokenizer, data, seed, ends, wanted)
         for function in seeing:
             function.check_fields(source, records.further.keys())
         return records
@@ -116,11 +118,13 @@ def load_data(
     return train, evaluation
 
 
-def _check_top_k(experiment: Experiment) -> None:
+def _check_top_k(experiment: Experiment, compiled: Compiled) -> None:
     """UserError if more tokens are to be chosen among than there are."""
-    if isinstance(experiment, PPOExperiment):
-        top_k, vocabulary = experiment.generation.top_k, role_shape(experiment.models.actor).vocab_size
-        check_top_k("generation.top_k", top_k, vocabulary)
+    generation, configs = experiment.spec.generation, models(experiment)
+    for call in compiled.train.graph.calls:
+        if generation is not None and call.kind is Kind.GENERATE:
+            vocabulary = role_shape(configs[call.model_role]).vocab_size
+            check_top_k("generation.top_k", generation(experiment).top_k, vocabulary)
 
 
 def check_top_k(option: str, top_k: int, vocabulary: int) -> None:
@@ -134,8 +138,9 @@ def check_top_k(option: str, top_k: int, vocabulary: int) -> None:
 def _check_positions(experiment: Experiment) -> None:
     """UserError if sequences may become longer than a role's model is declared for."""
     data, longest, what = experiment.data, experiment.data.max_tokens, "data.max_tokens"
-    if isinstance(experiment, PPOExperiment):
-        longest = data.max_prompt_tokens + experiment.generation.max_new_tokens
+    generation = experiment.spec.generation
+    if generation is not None:
+        longest = data.max_prompt_tokens + generation(experiment).max_new_tokens
         what = "data.max_prompt_tokens + generation.max_new_tokens"
     for role, config in models(experiment).items():
         check_length(

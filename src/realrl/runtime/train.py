@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from realrl.algorithms.registry import build_algorithm
+from realrl.algorithms.build import build_algorithm
 from realrl.checkpoint.notes import saving_notes
 from realrl.checkpoint.sources import check_trainable
 from realrl.config.errors import RunError, UserCodeError
@@ -22,7 +22,7 @@ from realrl.planner.profile.profile import Profile
 from realrl.program.lower import WRITER
 from realrl.program.trace import write_trace
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.model import HEADS, TrainedModelConfig
+from realrl.recipe.model import TrainedModelConfig
 from realrl.runtime.costs import Costs
 from realrl.runtime.evaluate import Evaluation, flatten
 from realrl.runtime.output.notes import StepNotes, data_notes, model_notes
@@ -135,6 +135,7 @@ class Run:
         self.algorithm = algorithm = build_algorithm(experiment)
         self.roles = Roles(
             models(experiment),
+            experiment.spec.heads,
             compiled.homes,
             process,
             groups,
@@ -229,7 +230,9 @@ class Run:
         start = time.monotonic()
         phase = self.compiled.train
         store = Store(phase.graph, phase.plan)
-        indices = self.order.indices(step)
+        samples = self.experiment.spec.samples_per_prompt(self.experiment)
+        # Samples of a prompt are consecutive items, so that item // samples is the prompt.
+        indices = [i for i in self.order.indices(step) for _ in range(samples)]
         rates = {
             role: learning_rate(config.optimizer, step, self.steps)
             for role, config in models(self.experiment).items()
@@ -315,7 +318,7 @@ class Run:
 
     def _saving_notes(self, role: str) -> Iterator[str]:
         origin, vocabulary = self.roles.origins[role], self.roles.shapes[role].vocab_size
-        return saving_notes(origin, HEADS[role], self.tokenizer, self.ends, vocabulary)
+        return saving_notes(origin, self.experiment.spec.heads[role], self.tokenizer, self.ends, vocabulary)
 
     def _finish(self, started: float) -> None:
         comparison = self._collect(last=True)
@@ -327,7 +330,7 @@ class Run:
             with self.directory.writing(trace):
                 write_trace(trace, events, "measured")
             seconds = time.monotonic() - started
-            summary: dict[str, Any] = {"algorithm": self.experiment.algorithm, "steps": self.steps}
+            summary: dict[str, Any] = {"algorithm": self.experiment.spec.name, "steps": self.steps}
             self.directory.finish(
                 summary | {"seconds": round(seconds, 2), "skipped_steps": self.notes.skipped}
             )

@@ -2,10 +2,22 @@
 
 from realrl.algorithms.method import Metrics, ModelOutput
 from realrl.algorithms.packed import Responses, last_of_rows
+from realrl.algorithms.ppo.config import PPOConfig
 from realrl.algorithms.ppo.experience import scored, to_reward_scale
 from realrl.algorithms.ppo.kl import token_kl
 from realrl.data.batch import Batch, Ragged
-from realrl.recipe.settings import PPOConfig
+
+
+def score_metrics(batch: Batch, config: PPOConfig) -> Metrics:
+    """Figures of evaluation about scored sequences, see `RewardInference.metrics`; none without `finished`."""
+    metrics, count = Metrics(), len(batch)
+    if "prompt_length" in batch.fields and "finished" in batch.fields:
+        responses = Responses.of(batch["sequences"], batch["prompt_length"])
+        trained_on = scored(batch["finished"].values, config)
+        metrics.mean("score", batch["score"].values.double()[trained_on].sum(), trained_on.sum())
+        metrics.mean("response_tokens", responses.counts.sum(), count)
+        metrics.mean("finished", batch["finished"].values.double().sum(), count)
+    return metrics
 
 
 class RewardInference:
@@ -28,14 +40,7 @@ class RewardInference:
         those whose score would be trained on.
 
         In training, where the call's inputs do not suffice, `actor.train` reports them."""
-        metrics, count = Metrics(), len(batch)
-        if "prompt_length" in batch.fields and "finished" in batch.fields:
-            responses = Responses.of(batch["sequences"], batch["prompt_length"])
-            trained_on = scored(batch["finished"].values, self._config)
-            metrics.mean("score", batch["score"].values.double()[trained_on].sum(), trained_on.sum())
-            metrics.mean("response_tokens", responses.counts.sum(), count)
-            metrics.mean("finished", batch["finished"].values.double().sum(), count)
-        return metrics
+        return score_metrics(batch, self._config)
 
 
 class RefInference:

@@ -92,7 +92,9 @@ def batch(scenario: "Scenario") -> str:
         sequences = count_of(workload.items, "sequence") if each == 1 else records
         return f"{sequences} of {_lengths(workload.prompts)} tokens"
     prompts, answers = _lengths(workload.prompts), _lengths(workload.answers)
-    return f"{count_of(workload.items, 'prompt')} of {prompts} tokens, answers of {answers}"
+    count = count_of(workload.items // workload.samples, "prompt")
+    samples = f"{workload.samples} answers each" if workload.samples > 1 else "answers"
+    return f"{count} of {prompts} tokens, {samples} of {answers}"
 
 
 def _lengths(lengths: Sequence[int]) -> str:

@@ -49,7 +49,7 @@ def read_lengths(path: str) -> Lengths:
 def _check_lengths(lengths: Lengths, experiment: "Experiment") -> None:
     """UserError for lengths that records of the recipe cannot have. Answers may be longer: generation cuts them
     off."""
-    generates = hasattr(experiment, "generation")
+    generates = experiment.spec.generation is not None
     name = "max_prompt_tokens" if generates else "max_tokens"
     most = getattr(experiment.data, name)
     for tokens in lengths.prompts or ():

@@ -15,7 +15,7 @@ _COLUMNS = ("predicted\nseconds", _MEASURED[0], "ratio", "predicted\nmemory", _M
 
 
 def costs_table(comparison: "Comparison") -> Table:
-    """A row for each call, one more for the waiting for a function, and rows for all reallocations and for the step;
+    """A row for each call, one more for waiting for a function, and rows for all reallocations and for the step;
     columns of predictions only where there are."""
     predicted = comparison.spec is not None
     table = Table(box=box.SIMPLE)

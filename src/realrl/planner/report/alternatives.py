@@ -197,7 +197,8 @@ def _respect(chosen: Option, other: Option) -> str | None:
 
 
 def shortage_text(scenario: Scenario, shortage: Shortage) -> str:
-    """What does not fit, which is never a function, for example `needs 93 GiB of 79 GiB in actor.train, most of it activations`."""
+    """What does not fit, for example `needs 93 GiB of 79 GiB in actor.train, most of it activations`; a function
+    always fits."""
     graph = scenario.graph
     call, strategy = graph.call(shortage.call), shortage.option.placement
     need = scenario.memory.call(call, scenario.models[call.model_role], strategy, scenario.workload)

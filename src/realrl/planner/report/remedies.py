@@ -176,14 +176,14 @@ def _shorter(scenario: Scenario, trials: _Trials) -> Remedy | None:
 
 def _fewer(scenario: Scenario, trials: _Trials) -> Remedy | None:
     """A smaller batch, which mini-batches still share out equally."""
-    items = scenario.workload.items
+    items, samples = scenario.workload.items, scenario.workload.samples
     minibatches = max(call.minibatches for call in scenario.graph.calls)
 
     def candidates() -> Iterator[tuple[str, Scenario]]:
         for part in (2, 4, 8):
-            if items % (part * minibatches) == 0:
+            if items % (part * minibatches * samples) == 0:
                 workload = replace(scenario.workload, items=items // part)
-                yield f"with data.batch={items // part}", replace(scenario, workload=workload)
+                yield f"with data.batch={items // part // samples}", replace(scenario, workload=workload)
 
     return trials.first(candidates())
 

@@ -164,8 +164,8 @@ class Estimate:
 
     @cached_property
     def terms(self) -> Mapping[str, float]:
-        """Where time goes: device-seconds by term, own terms of calls of models, `reallocation`, `offload`, `exchange` and
-        `idle`; they add up to `step_seconds` times the number of devices."""
+        """Where time goes: device-seconds by term, own terms of calls of models, `reallocation`, `offload`,
+        `exchange` and `idle`; they add up to `step_seconds` times the number of devices."""
         total: defaultdict[str, float] = defaultdict(float)
         for call in (call for call in self.calls.values() if not call.call.is_function):
             for name, seconds in call.terms.items():

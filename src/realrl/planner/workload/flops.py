@@ -7,11 +7,12 @@ from realrl.program.memory import Stored
 
 
 def call_flops(call: Call, model: Stored | None, workload: Workload) -> float:
-    """Operations of a call in a step, 0 of a function, which has no model: of its matrices 2 per parameter and token, and attention, which causality
-    halves: 2 * s² per layer and element of a token's queries; twice as much backward.
+    """Operations of a call in a step; 0 of a function, which has no model.
 
-    Embeddings are looked up and count nothing, nor what is computed again. As in PaLM (arXiv 2204.02311,
-    appendix B), which does not halve attention. While generating, the head computes only tokens to be drawn.
+    Of matrices 2 per parameter and token, and attention, which causality halves: 2 * s² per layer and element of a
+    token's queries; twice as much backward. Embeddings are looked up and count nothing, nor what is computed again.
+    As in PaLM (arXiv 2204.02311, appendix B), which does not halve attention. While generating, the head computes
+    only tokens to be drawn.
     """
     if model is None:
         return 0.0

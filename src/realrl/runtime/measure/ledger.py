@@ -37,7 +37,8 @@ class Ledger:
         by then, until the last rank has ended it."""
         self.spans: defaultdict[str, Times] = defaultdict(Times)
         """The same by call, and by the text of a reallocation: from when the last rank that takes part has begun
-        until the last one has ended. Of functions, and of waiting for them, what the rank took that took longest."""
+        until the last one has ended. Of functions, and of waiting for them, what it was on the rank where it was
+        longest."""
         self._ended = float("-inf")
 
     def add(self, ranks: Sequence[Sequence[StepTimes]], offsets: Sequence[float]) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from realrl.algorithms.graphs import build_eval_graph, build_graph
 from realrl.checkpoint.directory import known_shape, shape_of
 from realrl.config.errors import UserError
 from realrl.dataflow.graph import DataflowGraph
@@ -17,7 +16,8 @@ from realrl.program.lower import home_placements, kept_copies, lower, lower_star
 from realrl.program.memory import Memory, Stored
 from realrl.program.validate import validate, validate_start
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.model import HEADS, ModelConfig
+from realrl.recipe.graphs import build_eval_graph, build_graph
+from realrl.recipe.model import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,17 @@ class Compiled:
 
 
 def models(experiment: Experiment) -> dict[str, ModelConfig]:
-    """The model settings of every role."""
-    return {role: getattr(experiment.models, role) for role in type(experiment.models).model_fields}
+    """The model settings of every role that the recipe has."""
+    return {role: getattr(experiment.models, role) for role in experiment.spec.roles_of(experiment)}
 
 
 def stored_models(
     experiment: Experiment, graph: DataflowGraph, shapes: Mapping[str, ModelShape]
 ) -> dict[str, Stored]:
     """How roles are stored whose sizes are given."""
+    heads = experiment.spec.heads
     return {
-        role: Stored(shapes[role], HEADS[role], ELEMENT_BYTES[config.dtype], graph.trained(role))
+        role: Stored(shapes[role], heads[role], ELEMENT_BYTES[config.dtype], graph.trained(role))
         for role, config in models(experiment).items()
         if role in shapes
     }
@@ -131,11 +132,12 @@ def _phase(
 
 
 def _check_batch(experiment: Experiment, graph: DataflowGraph, plan: Plan) -> None:
-    batch = experiment.data.batch
+    batch, samples = experiment.data.batch, experiment.spec.samples_per_prompt(experiment)
     for call in graph.calls:
         dp = plan[call.name].strategy.dp
-        if batch // call.minibatches < dp:
+        if batch * samples // call.minibatches < dp:
+            each = f", each sampled {samples} times," if samples > 1 else ""
             raise UserError(
-                f"data.batch={batch} in {call.minibatches} mini-batches leaves some of the {dp} data-parallel"
-                f" ranks of {call.name} without an item; make it at least {dp * call.minibatches}"
+                f"data.batch={batch}{each} in {call.minibatches} mini-batches leaves some of the {dp} data-parallel"
+                f" ranks of {call.name} without an item; make it at least {-(-dp * call.minibatches // samples)}"
             )

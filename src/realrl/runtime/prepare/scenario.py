@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from realrl.algorithms.graphs import build_graph
 from realrl.checkpoint.directory import shape_of
 from realrl.config.errors import UserError
 from realrl.config.paths import local_path
@@ -24,6 +23,7 @@ from realrl.planner.space.build import Choices
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 from realrl.recipe.experiment import Experiment
+from realrl.recipe.graphs import build_graph
 from realrl.runtime.prepare.compile import Compiled, models, stored_models
 from realrl.runtime.prepare.gpu import NO_GPU, Gpu, Here
 from realrl.runtime.prepare.host import host_memory
@@ -172,7 +172,7 @@ def phase_scenarios(experiment: Experiment, compiled: Compiled, spec: ClusterSpe
             # As `Evaluation` has it: with fewer records a rank could be left without any.
             dp = max(place.strategy.dp for place in phase.plan.placements.values())
             items = experiment.data.eval_batch or experiment.data.batch
-            workload = replace(workload, items=max(items, 2 * dp))
+            workload = replace(workload, items=max(items, 2 * dp), samples=1)
         found[name] = Scenario(phase.graph, compiled.memory.stored, spec, workload, cost, memory)
     return found
 

@@ -15,7 +15,7 @@ from realrl.engine.model import Model
 from realrl.engine.offload import Offloadable
 from realrl.engine.parallel import parallel
 from realrl.engine.training.trainer import Trainer
-from realrl.families.shape import ModelShape
+from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import TensorSpec, model_tensors
 from realrl.layout.layout import Layout, layout
 from realrl.layout.routing.chunks import tensor_groups
@@ -25,7 +25,7 @@ from realrl.model.init import initialise
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.program.instructions import Load, Offload, Reallocate, Release
-from realrl.recipe.model import HEADS, ModelConfig, TrainedModelConfig
+from realrl.recipe.model import ModelConfig, TrainedModelConfig
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.reallocation import Reallocator, Staging
 
@@ -47,6 +47,7 @@ class Roles:
     def __init__(
         self,
         configs: Mapping[str, ModelConfig],
+        heads: Mapping[str, Head],
         homes: Mapping[str, Placement],
         process: Process,
         groups: Mapping[tuple[int, ...], Group],
@@ -63,7 +64,7 @@ class Roles:
         `max_skipped` is for trainers, `verify` for reallocations. UserError when a model whose home includes this
         rank cannot be loaded, or when a role that follows another has other tensors.
         """
-        self._configs, self._homes, self._groups = configs, homes, groups
+        self._configs, self._heads, self._homes, self._groups = configs, heads, homes, groups
         self._process, self._temperature, self._verify = process, temperature, verify
         self._plan, self._cluster, self._seed = plan, plan.cluster, seed
         self._max_skipped = max_skipped
@@ -136,14 +137,14 @@ class Roles:
         return model
 
     def _layout(self, role: str, placement: Placement) -> Layout:
-        return layout(self.shapes[role], HEADS[role], placement)
+        return layout(self.shapes[role], self._heads[role], placement)
 
     def _dtype(self, role: str, placement: Placement) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, placement.strategy.dtype or self._configs[role].dtype)
         return dtype
 
     def _specs(self, role: str) -> tuple[TensorSpec, ...]:
-        return model_tensors(self.shapes[role], HEADS[role])
+        return model_tensors(self.shapes[role], self._heads[role])
 
     def model(self, role: str, placement: Placement) -> Model:
         """The role's model in the layout of a placement that includes this rank."""

@@ -20,8 +20,8 @@ class Trace:
 
     @contextmanager
     def slice(self, name: str, *, host: bool = False, **details: object) -> Iterator[dict[str, object]]:
-        """Record what happens inside as one slice, to whose details may be added; `host`: beside what the rank does.
-        May be used by several threads."""
+        """Record what happens inside as one slice, to whose details may be added; `host`: beside what the rank
+        does. May be used by several threads."""
         start = time.time_ns()
         try:
             yield details
