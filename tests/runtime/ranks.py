@@ -84,7 +84,8 @@ def _run(rank: int, recipe: Path) -> None:
     from realrl.engine.generation.generate import generate
     from realrl.plan.cluster import Cluster
     from realrl.recipe.load import load_experiment
-    from realrl.runtime import train, worker
+    from realrl.runtime import train
+    from realrl.runtime.worker import worker
 
     tokens: Tokens = {}
 

@@ -199,7 +199,7 @@ def test_without_shuffling_the_seed_does_not_change_the_order(world: World, tmp_
 
 
 JUDGES: dict[str, tuple[str, str]] = {
-    "no function": ("x = 1", "has no function judge"),
+    "no function": ("x = 1", "has no judge"),
     "does not import": ("import nowhere_to_be_found", "cannot be imported: ModuleNotFoundError"),
     "is no Python": ("def judge(", "cannot be imported: SyntaxError"),
 }
