@@ -23,7 +23,11 @@ def build_algorithm(experiment: Experiment) -> Algorithm:
     return algorithm
 
 
-_NEEDED = {Kind.INFERENCE: ("sequences", "outputs", "metrics"), Kind.TRAIN: ("sequences", "weight", "loss")}
+_NEEDED = {
+    Kind.INFERENCE: ("sequences", "outputs", "metrics"),
+    Kind.TRAIN: ("sequences", "weight", "loss"),
+    Kind.FUNCTION: ("load", "wants", "check_fields", "call"),
+}
 """What the method of a call must be able to do, of which the other kinds cannot do some."""
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from realrl.config.errors import RunError, UserError
+from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.model.group import Group
 from realrl.plan.cluster import Cluster
 from realrl.runtime.prepare.gpu import NO_GPU, Gpu
@@ -82,10 +82,11 @@ class Process:
     def __enter__(self) -> "Process":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: object, *_: object) -> None:
         """Leave the other ranks. Those who end well, or by a UserError that all know of, wait for each other, since
         what one still sends is lost when it goes. After any other failure it just goes: others may be gone."""
-        if self.control is None or (kind and not issubclass(kind, UserError)):
+        alone = isinstance(error, UserCodeError) and error.alone
+        if self.control is None or alone or (kind and not issubclass(kind, UserError)):
             return
         if kind is None:
             dist.barrier(group=self.control)

@@ -164,7 +164,8 @@ class Worker:
         ids = store.items(call, store.plan[function].dp_index(self._process.rank))
         for key in call.outputs:
             store.put(key, ids, returned.outputs[key])
-        now.figures[function] = returned.metrics
+        # Those of other ranks may have come before.
+        now.figures.setdefault(function, Metrics()).update(returned.metrics)
         if now.meter is not None:
             now.meter.function(function, returned.start, returned.end, waited=(before, after))
         return after - before
