@@ -161,7 +161,9 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_what_a_reward_function_does_wrong_is_said(world: World, tmp_path: Path, file: Path, name: str) -> None:
+def test_what_a_reward_function_does_wrong_is_said(
+    world: World, tmp_path: Path, file: Path, name: str
+) -> None:
     written = recipe(world, tmp_path, f"{file}:{name}", data__eval=None)
     with pytest.raises(UserCodeError) as raised:
         train(load_experiment(str(written)), Silent())
@@ -171,7 +173,8 @@ def test_what_a_reward_function_does_wrong_is_said(world: World, tmp_path: Path,
 MISTAKES = {
     "nothing": "reward=FILE:nothing: FILE has no nothing",
     "math": "reward=FILE:math is no function",
-    "by_position": "reward=FILE:by_position takes completions by position only; it is called with keyword arguments",
+    "by_position": "reward=FILE:by_position takes completions by position only; it is called with keyword"
+    " arguments",
     "more": "reward=FILE:more needs 'solution', which no record of RECORDS has; there are prompts and completions",
 }
 

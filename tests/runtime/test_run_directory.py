@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from realrl.runtime.judge import Judge
 from safetensors import SafetensorError
 
 from realrl.checkpoint import huggingface
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
+from realrl.config.user_function import UserFunction
 from realrl.data.dataset import eval_batches
 from realrl.plan.plan import Plan
 from realrl.program.lower import home_placements
@@ -210,7 +210,7 @@ def test_a_judge_that_cannot_be_used_is_named(tmp_path: Path, case: str) -> None
     code, sentence = JUDGES[case]
     (tmp_path / "judge.py").write_text(code)
     with pytest.raises(UserError, match=sentence):
-        Judge(f"{tmp_path / 'judge.py'}:judge")
+        UserFunction("training.judge", f"{tmp_path / 'judge.py'}:judge")
 
 
 def test_a_judge_must_give_a_number_for_each_completion(

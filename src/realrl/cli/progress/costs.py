@@ -6,6 +6,7 @@ from rich import box
 from rich.table import Table
 
 from realrl.config.units import format_bytes
+from realrl.planner.calibration.comparison import waiting_for
 
 if TYPE_CHECKING:
     from realrl.planner.calibration.comparison import Comparison
@@ -26,7 +27,7 @@ def costs_table(comparison: "Comparison") -> Table:
     for of in comparison.calls:
         rows.append((of.call.name, of.predicted_seconds, of.seconds.median, of.predicted_bytes, of.bytes))
         if of.waited is not None:
-            rows.append((f"waiting for {of.call.name}", None, of.waited.median, None, None))
+            rows.append((waiting_for(of.call.name), None, of.waited.median, None, None))
     moves = comparison.reallocations
     if moves:
         expected = sum(move.predicted_seconds or 0.0 for move in moves)

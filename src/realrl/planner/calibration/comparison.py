@@ -49,6 +49,11 @@ class Seconds(Settings):
         return cls(median=median(times), least=min(times), most=max(times), steps=len(times))
 
 
+def waiting_for(function: str) -> str:
+    """Name under which it is measured how long ranks wait for a function."""
+    return f"waiting for {function}"
+
+
 class CallCosts(Settings):
     """One call of a run."""
 

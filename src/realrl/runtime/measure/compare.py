@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 
 from realrl.dataflow.call import Call
 from realrl.families.shape import ModelShape
-from realrl.planner.calibration.comparison import CallCosts, Comparison, MoveCosts, Seconds
+from realrl.planner.calibration.comparison import (
+    CallCosts,
+    Comparison,
+    MoveCosts,
+    Seconds,
+    waiting_for,
+)
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.cost.model import CostModel
 from realrl.planner.memory.model import MemoryModel
@@ -18,7 +24,6 @@ from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Program, Reallocate
 from realrl.program.text import format_instruction
 from realrl.recipe.experiment import Experiment
-from realrl.runtime.measure.meter import waiting_for
 from realrl.runtime.prepare.compile import Compiled, stored_models
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from realrl.planner.calibration.comparison import waiting_for
 from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Run
 from realrl.program.text import format_instruction
 from realrl.runtime.measure.allocations import Allocations, allocations
@@ -30,11 +31,6 @@ class Span:
     """Most that tensors took during the call and while parameters were moved before it."""
     alone: bool = False
     """Whether the rank did not wait for others to begin, as with a function."""
-
-
-def waiting_for(function: str) -> str:
-    """Name of the span in which a rank waits for a function."""
-    return f"waiting for {function}"
 
 
 @dataclass(frozen=True)
