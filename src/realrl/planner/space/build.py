@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from realrl.config.errors import UserError
@@ -74,17 +74,30 @@ class _Builder:
         return tuple(dict.fromkeys(found))
 
     def _function_options(self, call: Call, plans: Iterable[Plan]) -> tuple[Option, ...]:
-        """Every mesh with a record for each of its ranks, and what plans choose."""
-        placements = [function_placement(mesh) for mesh in meshes(self.scenario.spec)]
-        found = []
-        for placement in dict.fromkeys((*placements, *(plan[call.name] for plan in plans))):
+        """Every mesh with a record for each of its ranks, and what plans choose; of a function that no run has
+        measured, and which may be slow, only the meshes with most ranks."""
+        candidates = [function_placement(mesh) for mesh in meshes(self.scenario.spec)]
+        if self.choices.micro_batch_tokens == ():  # only what plans choose
+            candidates = []
+        found = [*self._on_hosts(call, candidates)]
+        widest = max((option.placement.mesh.size for option, _ in found), default=0)
+        if all(measured for _, measured in found):
+            found += self._on_hosts(call, [plan[call.name] for plan in plans])
+        else:
+            found = [pair for pair in found if pair[0].placement.mesh.size == widest]
+        return tuple(dict.fromkeys(option for option, _ in found))
+
+    def _on_hosts(self, call: Call, placements: Iterable[Placement]) -> Iterator[tuple[Option, bool]]:
+        """Options of a function, which holds no device memory, and whether a run has measured it."""
+        for placement in placements:
             try:
-                seconds = self.scenario.call_cost(call, placement).seconds
+                cost = self.scenario.call_cost(call, placement)
             except UserError:  # fewer records than data-parallel ranks
                 continue
-            # A function is on the host, and holds no device memory.
-            found.append(Option(placement, seconds, weights_bytes=0.0, resident_bytes=0.0, working_bytes=0.0))
-        return tuple(found)
+            option = Option(
+                placement, cost.seconds, weights_bytes=0.0, resident_bytes=0.0, working_bytes=0.0
+            )
+            yield option, bool(cost.terms)
 
     def _candidates(self, call: Call, tokens: tuple[int, ...]) -> list[Option]:
         """What they cost depends on the size and the devices of a mesh, so it is asked for once per such kind."""
