@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from realrl.engine.flat import FlatBuffer
 from realrl.families.shape import ModelShape
-from realrl.layout.layout import Layout, layout
+from realrl.layout.layout import Layout, build_layout
 from realrl.layout.routing.routes import Reallocation, reallocate
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -85,7 +85,7 @@ class Case:
     @property
     def reallocation(self) -> Reallocation:
         """Its schedule."""
-        ends = (layout(SIZES[self.size], "lm", placement) for placement in (self.source, self.target))
+        ends = (build_layout(SIZES[self.size], "lm", placement) for placement in (self.source, self.target))
         return reallocate(*ends, Cluster(1, self.processes))
 
 

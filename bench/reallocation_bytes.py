@@ -35,7 +35,7 @@ from pathlib import Path
 from realrl.families.published import SHAPES
 from realrl.families.shape import ModelShape
 from realrl.families.tensors import model_tensors
-from realrl.layout.layout import layout, local_tensor
+from realrl.layout.layout import build_layout, local_tensor
 from realrl.layout.ranges import stage_layers
 from realrl.layout.routing.links import Links
 from realrl.layout.routing.routes import reallocate
@@ -159,10 +159,10 @@ def measure(job: tuple[str, int, Placement]) -> list[Row]:
     """All reallocations from one training layout."""
     model, nodes, training = job
     shape, cluster = SHAPES[model], Cluster(nodes, PER_NODE)
-    source, rows = layout(shape, "lm", training), []
+    source, rows = build_layout(shape, "lm", training), []
     sizes = {tp: part_elements(shape, tp) for tp in (1, 2, 4, 8)}
     for generation in (p for p in placements(shape, nodes) if p.strategy.pp <= GENERATION_STAGES):
-        target = layout(shape, "lm", generation)
+        target = build_layout(shape, "lm", generation)
         ours = reallocate(source, target, cluster, LINKS)
         moved = ours.bytes_by_link(WIDTH)
         parts = sizes[max(training.strategy.tp, generation.strategy.tp)]

@@ -42,9 +42,9 @@ from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.cost.model import CallCost, CostModel
 from realrl.planner.evaluate.timeline import Evaluation, Timeline
 from realrl.planner.memory.model import MemoryModel
-from realrl.planner.search.search import SearchResult, search
+from realrl.planner.search.search import SearchResult, search_plans
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.space.build import Choices, build_problem
+from realrl.planner.space.build import SearchSpace, build_problem
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 from realrl.recipe.graphs import build_graph
@@ -145,16 +145,16 @@ def predict(setting: Setting, efficiency: Efficiency, *, searching: bool = False
     scenario = setting.scenario(efficiency)
     graph = scenario.graph
     plan = Plan(scenario.spec.cluster, {call.name: setting.heuristic(call) for call in graph.calls})
-    choices = Choices(micro_batch_tokens=(16384, 65536, setting.tokens), recompute=(True,))
-    problem = build_problem(scenario, choices=choices, include=[plan])
-    choice = problem.choice(plan)
-    assert choice is not None
+    search_space = SearchSpace(micro_batch_tokens=(16384, 65536, setting.tokens), recompute=(True,))
+    problem = build_problem(scenario, search_space=search_space, include=[plan])
+    assignment = problem.find_assignment(plan)
+    assert assignment is not None
     costs = {
         call.name: scenario.cost.call(call, scenario.models[call.role], plan[call.name], scenario.workload)
         for call in graph.order
     }
-    found = search(problem, seconds=10, starts=[choice]) if searching else None
-    return Prediction(Timeline(problem).evaluate(choice), costs, found)
+    found = search_plans(problem, seconds=10, starts=[assignment]) if searching else None
+    return Prediction(Timeline(problem).evaluate(assignment), costs, found)
 
 
 def disorder(first: list[float], second: list[float]) -> int:

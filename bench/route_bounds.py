@@ -40,7 +40,7 @@ from scipy.sparse import coo_array
 
 from realrl.families.published import SHAPES
 from realrl.families.shape import Head, ModelShape
-from realrl.layout.layout import Layout, layout
+from realrl.layout.layout import Layout, build_layout
 from realrl.layout.region import Region
 from realrl.layout.routing.links import Links
 from realrl.layout.routing.routes import reallocate
@@ -108,7 +108,7 @@ def random_pair(rng: random.Random) -> Pair:
     """A model, a cluster and two placements."""
     cluster, shape = Cluster(rng.randint(1, 16), PER_NODE), random_shape(rng)
     head: Head = rng.choice(["lm", "lm", "scalar"])
-    source, target = (layout(shape, head, random_placement(rng, cluster, shape)) for _ in range(2))
+    source, target = (build_layout(shape, head, random_placement(rng, cluster, shape)) for _ in range(2))
     return Pair(cluster, source, target)
 
 
@@ -245,13 +245,13 @@ def measure(job: tuple[int, int]) -> tuple[float, float, int, str] | None:
     elapsed = time.perf_counter() - start
     found = classes(pair)
     if not found:
-        assert not ours.legs, f"nothing needs to move: {pair}"
+        assert not ours.hops, f"nothing needs to move: {pair}"
         return None
     busiest, bound = ours.busiest_seconds(LINKS, 1), in_port_bound(found)
     if busiest > bound * 1.0001:
         bound = lower_bound(found)
     assert busiest > bound * 0.9999, f"below the lower bound: {pair}"
-    return busiest / bound, elapsed, len(ours.legs), str(pair)
+    return busiest / bound, elapsed, len(ours.hops), str(pair)
 
 
 def main() -> None:

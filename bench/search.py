@@ -27,7 +27,7 @@ from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.cost.model import CostModel
 from realrl.planner.evaluate.timeline import Timeline
 from realrl.planner.memory.model import MemoryModel
-from realrl.planner.search.search import search
+from realrl.planner.search.search import search_plans
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import build_problem
 from realrl.planner.space.problem import Problem
@@ -119,8 +119,8 @@ def heuristic(problem: Problem) -> float:
     """Seconds of the preset of that name."""
     if problem.cluster.nodes > 80:  # it would have more stages than the models have layers
         return float("inf")
-    choice = problem.choice(make_plan("heuristic", GRAPH, problem.cluster, 8192))
-    found = Timeline(problem).evaluate(choice) if choice else None
+    assignment = problem.find_assignment(make_plan("heuristic", GRAPH, problem.cluster, 8192))
+    found = Timeline(problem).evaluate(assignment) if assignment else None
     return found.seconds if found and found.fits else float("inf")
 
 
@@ -129,10 +129,10 @@ def measure(setting: Setting, seed: int) -> Row:
     start = time.perf_counter()
     problem = build(setting)
     built = time.perf_counter() - start
-    result = search(problem, seconds=setting.seconds - built - 0.3, seed=seed)
+    result = search_plans(problem, seconds=setting.seconds - built - 0.3, seed=seed)
     return Row(
         setting,
-        sum(map(len, problem.options.values())) // len(problem.options),
+        sum(map(len, problem.candidates.values())) // len(problem.candidates),
         round(built, 2),
         round(result.search_seconds, 2),
         round(result.evaluation.seconds, 3),

@@ -5,11 +5,11 @@ Usage: python docs/plan_picture.py
 
 from pathlib import Path
 
-from realrl.cli.planning.page import timeline_svg
+from realrl.cli.planning.page import draw_timeline_svg
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.report.make import make_report
 from realrl.recipe.load import load_experiment
-from realrl.runtime.prepare.scenario import make_scenario
+from realrl.runtime.prepare.scenarios import make_scenario
 
 HERE = Path(__file__).parent
 RECIPE = HERE.parent / "recipes" / "reference" / "ppo-70b.yaml"
@@ -21,7 +21,7 @@ def main() -> None:
     report = make_report(scenario)
     seconds = report.chosen.step_seconds
     title = f"PPO, Llama 3 70B actor and 8B critic, 16 × 8 H100: {seconds:.1f} s a step"
-    (HERE / "images" / "plan.svg").write_text(timeline_svg(report, title), encoding="utf-8")
+    (HERE / "images" / "plan.svg").write_text(draw_timeline_svg(report, title), encoding="utf-8")
     print(f"{seconds:.1f} s a step, at most {report.gap:.1%} from the best")
 
 

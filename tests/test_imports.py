@@ -4,7 +4,8 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,54 @@ def test_imports_go_downwards_only(module: str) -> None:
         assert ROOMS.index(there) >= here, f"{module} imports {imported}, which is in a higher room"
 
 
+def folder(module: str) -> str:
+    """The folder that a module lies in; the package's own two modules count as one each."""
+    if module in ("realrl", "realrl.__main__"):
+        return module
+    return module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+
+
+def folder_imports() -> dict[str, dict[str, str]]:
+    """Per folder, the others that it imports from, each with an import that does."""
+    found: dict[str, dict[str, str]] = {}
+    for module, path in MODULES.items():
+        here = found.setdefault(folder(module), {})
+        for imported in imports(path):
+            there = folder(imported)
+            if there != folder(module):
+                here.setdefault(there, f"{module} imports {imported}")
+    return found
+
+
+def find_circle(edges: Mapping[str, Iterable[str]]) -> list[str]:
+    """Nodes of a circle in order, the first one again at the end; empty where there is none."""
+    done: set[str] = set()
+
+    def visit(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return []
+        for following in edges.get(node, ()):
+            if circle := visit(following, [*path, node]):
+                return circle
+        done.add(node)
+        return []
+
+    return next((circle for node in edges if (circle := visit(node, []))), [])
+
+
+def test_folders_at_every_depth_import_in_no_circle() -> None:
+    edges = folder_imports()
+    circle = find_circle(edges)
+    assert not circle, "; ".join(edges[here][there] for here, there in pairwise(circle))
+
+
+def test_a_circle_is_found_wherever_it_begins() -> None:
+    assert find_circle({"a": ["b"], "b": ["c", "d"], "c": [], "d": ["b"]}) == ["b", "d", "b"]
+    assert find_circle({"a": ["b", "c"], "b": ["c"], "c": []}) == []
+
+
 def test_the_leaf_that_algorithms_may_import_is_one() -> None:
     assert not [imported for imported in imports(MODULES[LEAF]) if room(imported)]
 
@@ -114,6 +163,41 @@ def test_modules_that_promise_it_load_no_torch() -> None:
     ]
     assert "realrl.runtime.prepare.compile" in promise and "realrl.checkpoint.sources" in promise
     assert loaded_by(promise) <= {"numpy"}
+
+
+ASKS = {"realrl.recipe.algorithm"}
+"""May ask of what class a recipe is: whether it is one at all."""
+STANDS_IN = "realrl.runtime.profiler.models.passes"
+"""Measures any model with the methods of PPO."""
+
+
+def asks_which_algorithm(node: ast.AST) -> bool:
+    """Whether code looks at the class of a recipe, or compares the name of its algorithm."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return node.func.id in ("isinstance", "issubclass") and "Experiment" in ast.unparse(node.args[-1])
+    if isinstance(node, ast.MatchClass):
+        return ast.unparse(node.cls).endswith("Experiment")
+    if isinstance(node, ast.Compare | ast.Subscript):
+        return any(isinstance(inner, ast.Attribute) and inner.attr == "algorithm" for inner in ast.walk(node))
+    return False
+
+
+def test_nothing_asks_which_algorithm_a_recipe_is_of() -> None:
+    asking = {
+        name
+        for name, path in MODULES.items()
+        if any(asks_which_algorithm(node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    }
+    assert asking <= ASKS
+
+
+def test_only_an_algorithm_imports_its_own_modules() -> None:
+    for name, path in MODULES.items():
+        own = ".".join(name.split(".")[:3])
+        for imported in imports(path):
+            parts = imported.split(".")
+            of_one = room(imported) == "algorithms" and len(parts) > 3
+            assert not of_one or own == ".".join(parts[:3]) or name == STANDS_IN, f"{name}: {imported}"
 
 
 @pytest.mark.parametrize(

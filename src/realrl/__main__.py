@@ -4,7 +4,7 @@ import os
 import sys
 
 from realrl.runtime.processes.environment import SCRATCH_VARIABLE, leave, under_launcher
-from realrl.runtime.processes.signals import forget_signals, interruption, raise_signals
+from realrl.runtime.processes.signals import find_interruption, forget_signals, raise_signals
 
 
 def main() -> None:
@@ -14,7 +14,7 @@ def main() -> None:
         # Nothing is left to do that an interrupt could spoil.
         forget_signals()
     except BaseException:
-        interrupted = interruption()
+        interrupted = find_interruption()
         if interrupted is None:
             raise
         status = interrupted.status

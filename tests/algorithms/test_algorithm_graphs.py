@@ -1,13 +1,22 @@
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from realrl.algorithms.base import PlainTrain, StatelessAlgorithm
 from realrl.algorithms.build import build_algorithm
+from realrl.algorithms.method import GenerateMethod
+from realrl.algorithms.ppo.actor import ActorTrain
+from realrl.algorithms.ppo.config import PPOConfig
+from realrl.algorithms.ppo.spec import ALGORITHM as PPO
+from realrl.config.errors import UserError
 from realrl.dataflow.call import Kind
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.load import parse_experiment
+from realrl.recipe.settings import GenerationConfig
 from tests.conftest import PPO_CALLS
 
 MODELS = {
@@ -72,6 +81,32 @@ def test_every_call_has_a_method(algorithm: str) -> None:
     assert built.eval_graph is not None
     for call in (*built.graph.calls, *built.eval_graph.calls):
         assert hasattr(built.method(call.name), "sampling" if call.kind is Kind.GENERATE else "sequences")
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        ({}, "actor.generate has none"),
+        ({"actor.generate": PlainTrain()}, "actor.generate needs a GenerateMethod"),
+        (
+            {"actor.generate": GenerateMethod(GenerationConfig(greedy=True), GenerationConfig())},
+            "actor.generate samples otherwise than generation and eval_generation of the description say",
+        ),
+        ({"reward.inference": PlainTrain()}, "reward.inference needs a method with sequences"),
+        ({"actor.train": ActorTrain(PPOConfig(epochs=2))}, "actor.train passes 2 times over its items"),
+    ],
+)
+def test_methods_that_contradict_the_description_are_named(methods: dict[str, Any], message: str) -> None:
+    def build(recipe: Any, graph: Any, eval_graph: Any) -> StatelessAlgorithm:
+        ours = PPO.methods(recipe, graph, eval_graph)
+        calls = {call.name: ours.method(call.name) for call in graph.calls} if methods else {}
+        return StatelessAlgorithm(graph=graph, eval_graph=eval_graph, methods={**calls, **methods})
+
+    recipe = experiment("ppo").model_copy()
+    recipe._spec = replace(PPO, methods=build)
+    with pytest.raises(UserError) as caught:
+        build_algorithm(recipe)
+    assert str(caught.value).startswith(f"algorithm ppo: methods: {message}")
 
 
 def test_ppo_settings_reach_the_graph_and_the_methods() -> None:

@@ -71,7 +71,7 @@ def edit_config(path: Path, **changes: object) -> None:
 @pytest.mark.parametrize("shard", [5e9, 2000.0], ids=["one-file", "sharded"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("head", ["lm", "scalar"])
-def test_what_we_save_comes_back_bit_for_bit(head: Head, tied: bool, shard: float, tmp_path: Path) -> None:
+def test_saved_models_load_bit_for_bit(head: Head, tied: bool, shard: float, tmp_path: Path) -> None:
     path = saved(tmp_path / "m", head, tied=tied, shard=shard)
     buffer, missing = loaded(path, head)
     assert missing == [] and torch.equal(buffer.data, random_buffer(shape_of(tied), head).data)
@@ -256,7 +256,7 @@ def test_headers_alone_show_what_does_not_fit(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_one_sentence_that_names_the_file(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_named_in_one_error_message(damage: str, tmp_path: Path) -> None:
     path = saved(tmp_path / "m")
     act, message = DAMAGES[damage]
     act(path)
@@ -275,12 +275,12 @@ def test_a_lost_shard_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["./nowhere/model", "/nowhere/model", "../m", "a/b/c"])
-def test_a_directory_that_is_not_there_is_named(name: str) -> None:
+def test_a_missing_model_directory_is_named(name: str) -> None:
     with pytest.raises(UserError, match="no such model directory"):
         huggingface.read_shape(name)
 
 
-def test_a_path_may_start_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_path_may_start_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     saved(tmp_path / "m")
     assert huggingface.read_shape("~/m") == known_shape(ModelConfig(path="~/m")) == shape_of()
@@ -313,7 +313,7 @@ def test_a_hub_model_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("generation", [None, {"eos_token_id": [3, 5]}])
-def test_for_the_settings_of_a_hub_model_no_weights_are_downloaded(
+def test_settings_of_a_hub_model_are_read_without_its_weights(
     generation: dict[str, list[int]] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = saved(tmp_path / "m")
@@ -338,7 +338,7 @@ def test_for_the_settings_of_a_hub_model_no_weights_are_downloaded(
     assert origin.generation == generation
 
 
-def test_of_a_hub_model_the_config_alone_says_its_size(
+def test_the_size_of_a_hub_model_is_read_from_its_config_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = saved(tmp_path / "m")

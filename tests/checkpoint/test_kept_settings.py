@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from realrl.checkpoint.notes import saving_notes
+from realrl.checkpoint.notes import list_saving_notes
 from realrl.checkpoint.origin import Origin, read_origin
 from realrl.checkpoint.special_tokens import end_ids
 from realrl.checkpoint.tokenizer_files import write_tokenizer
@@ -148,7 +148,7 @@ def test_files_that_need_another_models_config_are_not_copied(source: Path, tmp_
     assert "tokenizer_class" in json.loads((tmp_path / "m" / "tokenizer_config.json").read_text())
 
 
-def test_what_a_tokenizer_notes_of_its_place_is_not_saved(source: Path, tmp_path: Path) -> None:
+def test_the_origin_that_transformers_notes_in_a_tokenizer_is_not_saved(source: Path, tmp_path: Path) -> None:
     save_tokenizer(AutoTokenizer.from_pretrained(source), tmp_path)
     assert "local" not in (tmp_path / "tokenizer_config.json").read_text()
 
@@ -171,7 +171,7 @@ TOKENIZER: Any = SimpleNamespace(eos_token_id=1, name_or_path="t")
         (origin([2, 3], {"temperature": 0.5}), (1, 2, 3)),
     ],
 )
-def test_ends_are_the_tokenizers_and_then_those_of_the_models_settings(
+def test_end_tokens_are_the_tokenizers_then_those_of_the_models_settings(
     opened: Origin | None, ends: tuple[int, ...]
 ) -> None:
     assert end_ids(TOKENIZER, opened, 8) == ends
@@ -185,13 +185,13 @@ def test_an_end_outside_the_vocabulary_is_refused(named: Any) -> None:
         end_ids(TOKENIZER, None, 1)
 
 
-def test_ignored_dropout_and_an_end_that_settings_lack_are_said(source: Path) -> None:
+def test_ignored_dropout_and_added_end_tokens_are_noted(source: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source)
-    (dropout,) = saving_notes(read_origin(source), "lm", tokenizer, (1, 5, 3), 32)
+    (dropout,) = list_saving_notes(read_origin(source), "lm", tokenizer, (1, 5, 3), 32)
     assert "attention_dropout=0.1; training here is without dropout" in dropout
-    (lacking,) = saving_notes(origin([3, 5]), "lm", tokenizer, (1, 3, 5), 32)
+    (lacking,) = list_saving_notes(origin([3, 5]), "lm", tokenizer, (1, 3, 5), 32)
     assert "eos_token_id=[3, 5] in m/config.json lacks the tokenizer's end of sequence, 1" in lacking
-    assert list(saving_notes(None, "lm", tokenizer, (1,), 32)) == []
+    assert list(list_saving_notes(None, "lm", tokenizer, (1,), 32)) == []
 
 
 def test_a_saved_model_stops_where_the_opened_one_did(source: Path, again: Path) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from realrl.checkpoint import huggingface
-from realrl.checkpoint.notes import saving_notes
+from realrl.checkpoint.notes import list_saving_notes
 from realrl.checkpoint.origin import read_origin
 from realrl.data.batch import Ragged
 from realrl.engine.model import whole_model
@@ -61,7 +61,9 @@ def our_scores(path: Path, rows: list[list[int]]) -> Tensor:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_batches_are_scored_as_here(case: tuple[Path, tuple[int, ...], str | None], side: str) -> None:
+def test_transformers_scores_padded_batches_as_we_do(
+    case: tuple[Path, tuple[int, ...], str | None], side: str
+) -> None:
     path, ends, pad = case
     model, tokenizer = (
         AutoModelForSequenceClassification.from_pretrained(path),
@@ -93,10 +95,12 @@ def test_a_padding_token_that_ends_only_the_runs_sequences_is_replaced(tmp_path:
     assert AutoTokenizer.from_pretrained(in_a_run).pad_token == "<unk>"
 
 
-def test_another_padding_token_is_said(tmp_path: Path) -> None:
+def test_a_changed_padding_token_is_noted(tmp_path: Path) -> None:
     def said(name: str, special: dict[str, str]) -> list[str]:
         path = make_model(make_tokenizer(tmp_path / name, special), eos_token_id=1)
-        return list(saving_notes(read_origin(path), "scalar", AutoTokenizer.from_pretrained(path), (1,), 32))
+        return list(
+            list_saving_notes(read_origin(path), "scalar", AutoTokenizer.from_pretrained(path), (1,), 32)
+        )
 
     assert said("proper", {"pad_token": "<pad>"}) == []
     (sentence,) = said("end", {"pad_token": "</s>"})

@@ -23,7 +23,14 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in out for name in ("train", "show", "generate", "tokenizer", "report", "config"))
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_alone_lists_algorithms(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["config"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["ppo", "reward", "sft"]
+    assert lines[1] == "reward: Reward modelling on preference pairs (Bradley-Terry)"
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     from realrl import __version__
 
     assert run_app(["--version"]) == 0
@@ -62,11 +69,11 @@ def test_a_users_mistake_is_one_line_and_exit_status_2(
 @pytest.mark.parametrize(
     "arguments", [["train"], ["frobnicate"], ["show", DEMO, "--nonsense"], ["report", "a"]]
 )
-def test_a_command_line_that_makes_no_sense_is_exit_status_2(arguments: list[str]) -> None:
+def test_an_invalid_command_line_is_exit_status_2(arguments: list[str]) -> None:
     assert run_app(arguments) == 2
 
 
-def test_the_process_ends_with_that_status_and_no_traceback() -> None:
+def test_a_users_mistake_ends_the_process_with_status_2_and_no_traceback() -> None:
     done = realrl("train", "nowhere.yaml")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "realrl: nowhere.yaml does not exist\n"

@@ -65,7 +65,7 @@ CASES: dict[str, tuple[Changes, str, str]] = {
 
 @pytest.mark.parametrize("command", ["train", "show"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_bad_plan_is_one_sentence_before_any_process_starts(
+def test_a_bad_plan_is_one_error_message_before_any_process_starts(
     world: World,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -92,7 +92,7 @@ def test_a_bad_plan_is_one_sentence_before_any_process_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_more_tensor_ranks_than_heads_is_one_sentence(
+def test_more_tp_ranks_than_heads_is_one_error_message(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = world.recipe("sft", tmp_path, cluster="1x5", plan="heuristic")

@@ -28,7 +28,7 @@ def predicted() -> Comparison:
     return costs.model_copy(update=changes)
 
 
-def test_every_call_has_what_was_predicted_what_was_measured_and_their_ratio() -> None:
+def test_the_costs_table_has_predicted_and_measured_seconds_and_their_ratio() -> None:
     rows = {line.split()[0]: line.split()[1:] for line in text(predicted()).splitlines() if line.split()}
     assert rows["actor.generate"] == ["20.0", "40.0", "2.00", "2.00", "GiB", "3.00", "GiB"]
     assert rows["actor.train"] == ["20.0", "2.500", "0.12", "2.00", "GiB", "3.00", "GiB"]
@@ -36,7 +36,7 @@ def test_every_call_has_what_was_predicted_what_was_measured_and_their_ratio() -
     assert rows["whole"] == ["step", "50.0", "42.5", "0.85"]
 
 
-def test_without_a_prediction_only_what_was_measured_is_shown() -> None:
+def test_the_costs_table_without_a_prediction_shows_measured_seconds_only() -> None:
     unknown = run({"actor.generate": 40.0}, None)
     found = text(unknown)
     assert "predicted" not in found and "ratio" not in found and "40.0" in found
@@ -44,5 +44,5 @@ def test_without_a_prediction_only_what_was_measured_is_shown() -> None:
 
 
 @pytest.mark.parametrize("width", [72, 80, 200])
-def test_names_of_calls_are_never_cut(width: int) -> None:
+def test_the_costs_table_never_cuts_names_of_calls(width: int) -> None:
     assert "actor.generate" in text(predicted(), width)

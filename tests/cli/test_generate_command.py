@@ -57,7 +57,7 @@ def test_prompts_of_a_file_are_continued_like_those_given_one_by_one(world: Worl
     assert [json.loads(line) for line in out.read_text().splitlines()] == one_by_one
 
 
-def test_without_a_file_the_text_is_printed(
+def test_generated_text_is_printed_without_an_output_file(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = completions(world, tmp_path / "out.jsonl", "--seed", "3")
@@ -152,7 +152,7 @@ def test_a_chat_needs_a_template(world: World, capsys: pytest.CaptureFixture[str
         (None, "out.jsonl/inside", "out.jsonl/inside cannot be written"),
     ],
 )
-def test_a_mistake_is_a_sentence_and_leaves_an_earlier_file_alone(
+def test_a_mistake_in_generate_is_one_error_message_and_keeps_an_earlier_file(
     world: World,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

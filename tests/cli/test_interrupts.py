@@ -56,9 +56,7 @@ main()
 
 @pytest.mark.parametrize("module", ["realrl.cli.app", "typer", "realrl.recipe.load"])
 @pytest.mark.parametrize("what", ["raised", "wrapped", "swallowed"])
-def test_an_interrupt_while_modules_are_loaded_is_quiet_whatever_becomes_of_it(
-    module: str, what: str
-) -> None:
+def test_an_interrupt_while_modules_are_imported_is_quiet(module: str, what: str) -> None:
     code = INTERRUPTED.replace("MODULE", repr(module)).replace("WHAT", repr(what)).replace("DEMO", repr(DEMO))
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=heed_interrupts
@@ -144,7 +142,7 @@ def test_a_signal_to_a_forked_child_is_not_the_parents() -> None:
     assert process.returncode == 1  # by Interrupted, which nobody caught
 
 
-def test_a_reader_that_has_had_enough_is_no_failure_to_talk_about() -> None:
+def test_a_closed_output_pipe_ends_the_command_quietly() -> None:
     process = start("show", DEMO, "--programs")
     assert process.stdout is not None
     process.stdout.close()
@@ -169,7 +167,7 @@ main()
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="writes to /dev/full")
 @pytest.mark.parametrize("command", [["-m", "realrl", "show", DEMO], ["-c", FLUSHED]])
-def test_output_without_room_is_one_message(command: list[str]) -> None:
+def test_output_on_a_full_disk_is_one_error_message(command: list[str]) -> None:
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -180,7 +178,7 @@ def test_output_without_room_is_one_message(command: list[str]) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_the_launcher_gives_its_processes_up_before_it_has_to_end() -> None:
+def test_the_launchers_grace_period_ends_before_its_own_patience() -> None:
     assert 2 * GRACE < PATIENCE
 
 
@@ -191,7 +189,7 @@ def test_the_launcher_gives_its_processes_up_before_it_has_to_end() -> None:
         ("profile", "--shape", "llama-2-7b", "--out", "/proc/x.json"),
     ],
 )
-def test_an_output_that_cannot_be_written_is_known_before_the_work(
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     from realrl.cli.app import run_app

@@ -258,7 +258,6 @@ BOXES = [
     "frobnicate",
     "train",
     "show",
-    "config",
     "generate",
     "tokenizer",
     "tokenizer a.jsonl",

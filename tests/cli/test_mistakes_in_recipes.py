@@ -111,7 +111,7 @@ OVERRIDES: list[tuple[str, str]] = [
     ("algorithm=grpo", "algorithm: 'grpo' is not one of ppo, reward, sft"),
     ("algorithm=PPO", "algorithm: 'PPO' is not one of"),
     ("algorithm=pppo", "did you mean ppo?"),
-    ("algorithm=null", "algorithm: missing; give one of sft, reward, ppo"),
+    ("algorithm=null", "algorithm: missing; give one of ppo, reward, sft"),
     ("algorithm=[ppo]", "algorithm: ['ppo'] is not one of"),
     ("algorithm=sft", "models.critic: unknown key"),
     # Bounds.
@@ -304,7 +304,7 @@ TRAIN: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize(("algorithm", "overrides", "words"), TRAIN)
-def test_what_cannot_be_trained_is_one_error_message(
+def test_a_model_that_cannot_be_trained_is_one_error_message(
     place: Path, capsys: pytest.CaptureFixture[str], algorithm: str, overrides: str, words: str
 ) -> None:
     arguments = overrides.replace("DIR", str(place)).split(" ")
@@ -318,7 +318,7 @@ RECIPES: list[tuple[str | bytes, str]] = [
     ("text", "holds no recipe"),
     ("3", "holds no recipe"),
     ("null", "holds no recipe"),
-    ("{}", "algorithm: missing; give one of sft, reward, ppo"),
+    ("{}", "algorithm: missing; give one of ppo, reward, sft"),
     ("algorithm: sft", "missing"),
     ("algorithm: sft\nalgorithm: ppo", "line 2: not valid YAML (key 'algorithm' twice)"),
     ("algorithm: sft\n  data: 3", "line 2: not valid YAML"),

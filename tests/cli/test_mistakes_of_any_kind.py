@@ -17,7 +17,7 @@ from realrl.recipe.load import (
     dump_experiment,
     parse_experiment,
 )
-from realrl.recipe.registry import algorithm_names, find_algorithm
+from realrl.recipe.registry import find_algorithm, list_algorithms
 from tests.cli.mistakes import SENTENCE, recipe_of
 
 
@@ -30,7 +30,7 @@ def fields(cls: type[Settings], prefix: str = "") -> Iterator[str]:
             yield from fields(inner, f"{prefix}{name}.")
 
 
-FIELDS = [(name, path) for name in algorithm_names() for path in fields(find_algorithm(name)[0].recipe)]
+FIELDS = [(name, path) for name in list_algorithms() for path in fields(find_algorithm(name)[0].recipe)]
 WRONG = (
     *("null", "true", "-1", "0", "1", "-0.5", "1.5", "1e30", "1e300", "1e-300", ".nan", ".inf", "-.inf"),
     *("1000000000000000000", "9" * 400, "text", "''", "'3'", "[]", "[1]", "[a, b]", "{}", "{a: 1}", "{1: 2}"),

@@ -69,7 +69,7 @@ def priced(folder: Path, *prices: float) -> str:
     return str(folder / "cluster.yaml")
 
 
-def test_json_is_one_object_with_all_there_is_to_know(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_is_one_object_with_the_whole_report(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, "--cluster", "a100-40g:1x4")
     assert found.keys() >= KEYS | SEARCHED
     assert found["lower_bound_seconds"] <= found["step_seconds"] and found["fits"]
@@ -107,13 +107,13 @@ def test_tables_fit_a_hundred_columns_and_need_no_colour(capsys: pytest.CaptureF
         assert words in out
 
 
-def test_without_a_cluster_it_plans_for_this_machine_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_planning_without_a_cluster_is_for_this_machine_and_noted(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, "cluster=1x2", "device_memory=40GiB")
     assert found["cluster"]["groups"][0]["device"] == "cpu" and found["cluster"]["devices"] == 2
     assert "no --cluster was named" in found["source"] and "cpu:1x2" in found["source"]
 
 
-def test_numbers_of_nodes_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_for_several_numbers_of_nodes_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, "--cluster", "a100-40g:1x2", "--nodes", "1, 2,4")
     assert [size["nodes"] for size in found["nodes"]] == [1, 2, 4]
     steps = [size["step_seconds"] for size in found["nodes"]]
@@ -121,7 +121,7 @@ def test_numbers_of_nodes_are_compared(capsys: pytest.CaptureFixture[str]) -> No
     assert found["plan"]["cluster"] == "4x2" and found["step_seconds"] == steps[-1]
 
 
-def test_a_number_of_nodes_that_is_too_small_says_by_how_much(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_too_small_number_of_nodes_shows_its_shortfall(capsys: pytest.CaptureFixture[str]) -> None:
     large = ("models.actor.shape=llama-2-13b", "--cluster", "a100-40g:1x4", "--nodes", "1,4")
     found = planned(capsys, *large)
     assert [size["fits"] for size in found["nodes"]] == [False, True]
@@ -137,7 +137,7 @@ def test_the_objective_cost_takes_as_many_nodes_as_are_cheapest(
     assert int(found["plan"]["cluster"][0]) == min(prices, key=lambda nodes: prices[nodes]) <= 2
 
 
-def test_models_that_cannot_be_trained_yet_are_planned_and_said_to_be_so(
+def test_models_that_cannot_be_trained_yet_are_planned_with_a_note(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     source = planned(capsys, "--cluster", "a100-40g:1x2")["source"]
@@ -198,7 +198,7 @@ def test_measured_lengths_replace_the_longest(
     assert found["workload"]["answers"]["most"] == 100
 
 
-def test_a_profile_of_another_device_is_said_to_be_of_no_use(
+def test_a_profile_of_another_device_is_noted_as_unused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "profile.json"
@@ -247,7 +247,7 @@ def test_a_users_mistake_is_one_line_and_exit_status_2(
     assert sentence in captured.err
 
 
-def test_what_does_not_fit_is_said_of_the_nodes_that_were_asked_for(
+def test_a_plan_that_does_not_fit_is_reported_for_the_given_nodes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     large = ("models.actor.shape=llama-2-13b", "--cluster", "a100-40g:4x4", "--nodes", "1")

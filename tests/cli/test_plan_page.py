@@ -14,11 +14,11 @@ import pytest
 
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.cli.page.bands import find_areas, find_bands
-from realrl.cli.page.memory import memory_cards
-from realrl.cli.page.sections import TERMS, time_bars, verdict
+from realrl.cli.page.memory import make_memory_cards
+from realrl.cli.page.sections import TERMS, make_time_bars, write_verdict
 from realrl.cli.page.text import format_count, format_seconds, format_share
 from realrl.cli.page.timeline import WIDTH, draw_timeline
-from realrl.cli.planning.page import timeline_svg, write_page
+from realrl.cli.planning.page import draw_timeline_svg, write_page
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.published import SHAPES
@@ -31,7 +31,7 @@ from realrl.planner.report.alternatives import Alternative
 from realrl.planner.report.report import PlanReport, Preset
 from realrl.planner.report.sizes import SizeReport
 from realrl.planner.simulate.estimate import Estimate
-from realrl.planner.simulate.predict import estimate
+from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Run
@@ -82,10 +82,10 @@ def ppo_report() -> PlanReport:
         "actor.train": place(0, 2, 4),
         "critic.train": place(8, 8),
     }
-    chosen = estimate(scenario, Plan(scenario.spec.cluster, placements, offload=("reward",)))
+    chosen = estimate_plan(scenario, Plan(scenario.spec.cluster, placements, offload=("reward",)))
     whole = Plan(scenario.spec.cluster, {call.name: place(0, 1, 8, 2) for call in PPO.calls})
-    heuristic = replace(estimate(scenario, whole), step_seconds=2.5 * chosen.step_seconds)
-    single = estimate(
+    heuristic = replace(estimate_plan(scenario, whole), step_seconds=2.5 * chosen.step_seconds)
+    single = estimate_plan(
         make_scenario("l40s:2x8"), Plan(whole.cluster, {c.name: place(0, 16) for c in PPO.calls})
     )
     assert chosen.fits and heuristic.fits and not single.fits
@@ -102,7 +102,9 @@ def single_report(role: str = "model", shape: str = "qwen2.5-0.5b") -> PlanRepor
     """One call on one device, and no presets."""
     call = Call(f"{role}.train", role, Kind.TRAIN, ("text",), work=("text",))
     scenario = make_scenario("h100:1x1", DataflowGraph([call], [Key("text", "int64")]), shape)
-    return make_report(scenario, estimate(scenario, Plan(scenario.spec.cluster, {call.name: place(0, 1)})))
+    return make_report(
+        scenario, estimate_plan(scenario, Plan(scenario.spec.cluster, {call.name: place(0, 1)}))
+    )
 
 
 @cache
@@ -111,7 +113,7 @@ def large_report() -> PlanReport:
     scenario = make_scenario("h100:128x8")
     placements = {call.name: place(0, 64, 8, 2) for call in PPO.calls}
     placements |= {"critic.inference": place(8, 1), "reward.inference": place(1016, 8)}
-    return make_report(scenario, estimate(scenario, Plan(scenario.spec.cluster, placements)))
+    return make_report(scenario, estimate_plan(scenario, Plan(scenario.spec.cluster, placements)))
 
 
 REPORTS = {
@@ -180,7 +182,7 @@ def test_pages_are_well_formed_and_load_nothing(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_pictures_are_well_formed_and_load_nothing(name: str) -> None:
-    text = timeline_svg(REPORTS[name](), "A <plan>")
+    text = draw_timeline_svg(REPORTS[name](), "A <plan>")
     root = ET.fromstring(text)
     assert root.findtext("{*}title") == "A <plan>"
     assert re.findall(r"http[^\"]*", text) == ["http://www.w3.org/2000/svg"]
@@ -191,7 +193,7 @@ def test_pictures_are_well_formed_and_load_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", REPORTS)
 def test_pages_have_bounded_sizes(name: str, tmp_path: Path) -> None:
     assert len(page(REPORTS[name](), tmp_path)) < 150_000
-    assert len(timeline_svg(REPORTS[name](), "A plan")) < 30_000
+    assert len(draw_timeline_svg(REPORTS[name](), "A plan")) < 30_000
 
 
 def test_every_call_is_in_the_picture_the_bars_and_the_tables(tmp_path: Path) -> None:
@@ -209,7 +211,7 @@ def test_every_device_is_in_one_band_and_one_card(name: str) -> None:
     size = report.scenario.spec.size
     bands = find_bands(report.chosen, report.scenario.spec)
     assert [rank for band in bands for rank in band.ranks] == list(range(size))
-    titles = [card.title.partition(" ")[2] for card in memory_cards(report)]
+    titles = [card.title.partition(" ")[2] for card in make_memory_cards(report)]
     runs = [[int(n) for n in run.split("–")] for title in titles for run in title.split(", ")]
     assert sorted(rank for run in runs for rank in range(run[0], run[-1] + 1)) == list(range(size))
 
@@ -259,7 +261,7 @@ def test_heights_are_proportional_to_numbers_of_devices() -> None:
 
 
 def test_bars_of_device_time_add_up() -> None:
-    whole, *parts = time_bars(ppo_report())
+    whole, *parts = make_time_bars(ppo_report())
     assert sum(segment.percent for segment in whole.segments) == pytest.approx(100)
     lengths = [sum(segment.percent for segment in bar.segments) for bar in parts]
     assert max(lengths) == pytest.approx(100)
@@ -273,7 +275,7 @@ def test_bars_of_device_time_add_up() -> None:
 
 
 def test_only_the_bar_of_the_whole_step_has_labels() -> None:
-    whole, *parts = time_bars(single_report())
+    whole, *parts = make_time_bars(single_report())
     assert any(segment.label for segment in whole.segments)
     assert not any(segment.label for bar in parts for segment in bar.segments)
 
@@ -284,13 +286,13 @@ def test_texts_of_users_are_escaped(tmp_path: Path) -> None:
     assert "<blink>" not in text
     elements = Elements(text)
     assert {"<blink>&\"'.train"} == set(elements.values("data-call"))
-    assert "<blink>" not in timeline_svg(report, "<blink>")
+    assert "<blink>" not in draw_timeline_svg(report, "<blink>")
 
 
-def test_what_does_not_fit_is_blamed(tmp_path: Path) -> None:
+def test_a_page_names_what_does_not_fit(tmp_path: Path) -> None:
     report = single_report(shape="llama-2-70b")
-    assert verdict(report).startswith("This plan does not fit: device 0 needs ")
-    assert not memory_cards(report)[0].fits
+    assert write_verdict(report).startswith("This plan does not fit: device 0 needs ")
+    assert not make_memory_cards(report)[0].fits
     assert "unfit-plan" in page(report, tmp_path)
 
 
@@ -319,7 +321,7 @@ def test_the_verdict_compares_with_the_best_preset_that_fits(factor: float, expe
     seconds = factor * report.chosen.step_seconds
     best = Preset(replace(report.chosen, step_seconds=seconds), None)
     presets = {**report.presets, "heuristic": best}
-    assert verdict(replace(report, presets=presets)).startswith(expected)
+    assert write_verdict(replace(report, presets=presets)).startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -337,11 +339,11 @@ def test_the_verdict_compares_with_the_best_preset_that_fits(factor: float, expe
         (format_count(70.55e9), "70.5 G"),
     ],
 )
-def test_figures_have_as_many_digits_as_people_read(text: str, expected: str) -> None:
+def test_numbers_are_formatted_with_three_digits(text: str, expected: str) -> None:
     assert text == expected
 
 
-def test_whatever_is_not_python_is_shipped() -> None:
+def test_the_wheel_contains_all_files_that_are_not_python() -> None:
     globs = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     for path in (ROOT / "src" / "realrl").rglob("*.*"):
         if path.is_file() and path.suffix not in (".py", ".pyc"):

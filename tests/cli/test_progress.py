@@ -4,7 +4,7 @@ import pytest
 
 from realrl.cli.progress.training import Progress
 from realrl.recipe.load import parse_experiment
-from realrl.runtime.train import Record
+from realrl.runtime.train import MetricsRecord
 
 EXPERIMENT = parse_experiment(
     {
@@ -30,9 +30,9 @@ def whole_run(progress: Progress) -> None:
     with progress:
         progress.note("data.train: skipped 2 records, first [x]:4 :smile: [bold]kept[/bold]")
         progress.begin(EXPERIMENT, 3)
-        progress.record(Record(0, "eval", 1.0, FIGURES))
+        progress.record(MetricsRecord(0, "eval", 1.0, FIGURES))
         for step in (1, 2, 3):
-            progress.record(Record(step, "train", 0.5, FIGURES))
+            progress.record(MetricsRecord(step, "train", 0.5, FIGURES))
         progress.end(RUN_DIR, 12.3)
 
 
@@ -76,7 +76,7 @@ def test_a_terminal_gets_a_bar_and_its_cursor_back_whatever_happens(
     progress = Progress()
     with pytest.raises(KeyboardInterrupt), progress:
         progress.begin(EXPERIMENT, 3)
-        progress.record(Record(1, "train", 0.5, FIGURES))
+        progress.record(MetricsRecord(1, "train", 0.5, FIGURES))
         raise KeyboardInterrupt
     shown = capsys.readouterr().err
     assert "1/3" in shown and "score 1.235" in shown and shown.rindex(hide) < shown.rindex(show)

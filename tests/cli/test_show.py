@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from realrl.cli.app import run_app
-from realrl.cli.drawing import alike
+from realrl.cli.drawing import group_alike
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "recipes" / "demo" / "ppo.yaml")
@@ -93,7 +93,7 @@ def test_a_long_picture_is_folded(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, section(text, "devices  1"))) <= 110
 
 
-def test_models_that_are_elsewhere_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_that_are_not_on_this_machine_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "models.actor.path=nowhere/model", "models.reward.path=./nothing")
     assert "the model of actor, reward, ref, critic is not on this machine" in text
 
@@ -104,10 +104,10 @@ def test_programs_of_the_start_are_shown(capsys: pytest.CaptureFixture[str]) -> 
     assert "reallocate actor: d1 t1 p1 @0" in start and "run " not in start
 
 
-def test_alike_ranks_are_one_row() -> None:
-    assert list(alike(["a", "a", "b", "a"])) == [("0-1,3", "a"), ("2", "b")]
+def test_ranks_that_do_the_same_are_one_row() -> None:
+    assert list(group_alike(["a", "a", "b", "a"])) == [("0-1,3", "a"), ("2", "b")]
     rows = ["a" if rank % 2 else "b" for rank in range(16)]
-    assert [name for name, _ in alike(rows)] == ["0,2,4,… (8 devices)", "1,3,5,… (8 devices)"]
+    assert [name for name, _ in group_alike(rows)] == ["0,2,4,… (8 devices)", "1,3,5,… (8 devices)"]
 
 
 def test_a_large_cluster_needs_no_torch(tmp_path: Path) -> None:

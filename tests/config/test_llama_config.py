@@ -67,7 +67,7 @@ def test_rotary_settings_are_read_in_every_style(rope: dict) -> None:
         ({"rope_parameters": {"rope_type": "llama3"}}, "factor is missing from the llama3"),
     ],
 )
-def test_what_our_model_has_not_is_refused_in_one_sentence(change: dict, message: str) -> None:
+def test_unsupported_config_settings_are_refused_in_one_error_message(change: dict, message: str) -> None:
     config = shape_to_hf(SHAPES["plain"], "lm", "float32", {}) | change
     with pytest.raises(UserError, match=r"^dir/config\.json: ") as caught:
         shape_from_hf(config, where="dir/config.json")

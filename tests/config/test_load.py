@@ -14,7 +14,7 @@ from realrl.recipe.load import (
     load_experiment,
     parse_experiment,
 )
-from realrl.recipe.registry import algorithm_names, find_algorithm
+from realrl.recipe.registry import find_algorithm, list_algorithms
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -40,7 +40,7 @@ def test_every_shipped_recipe_is_valid_and_survives_a_round_trip(path: Path) -> 
 
 
 def test_there_are_shipped_recipes_for_every_algorithm() -> None:
-    assert {load_experiment(str(path)).algorithm for path in RECIPES} == set(algorithm_names())
+    assert {load_experiment(str(path)).algorithm for path in RECIPES} == set(list_algorithms())
 
 
 def test_overrides_set_fields_and_create_sections(recipe: str) -> None:
@@ -164,7 +164,7 @@ def test_evaluation_may_let_answers_end_earlier_than_training(recipe: str) -> No
         ("data.train=[a", "override data.train=[a: not valid YAML"),
     ],
 )
-def test_a_mistake_gets_one_sentence_with_the_path_of_the_field(
+def test_a_mistake_is_one_error_message_with_the_path_of_the_field(
     recipe: str, override: str, sentence: str
 ) -> None:
     with pytest.raises(UserError) as caught:
@@ -214,7 +214,7 @@ def test_bytes_that_are_not_text_are_an_error_about_the_file(tmp_path: Path) -> 
         load_experiment(str(tmp_path / "x.yaml"))
 
 
-@pytest.mark.parametrize("algorithm", algorithm_names())
+@pytest.mark.parametrize("algorithm", list_algorithms())
 def test_description_is_yaml_with_every_default_and_a_comment_for_every_field(algorithm: str) -> None:
     cls = find_algorithm(algorithm)[0].recipe
     text = describe(cls, algorithm=algorithm)

@@ -28,7 +28,7 @@ def test_a_shape_may_be_the_name_of_a_published_model(name: str) -> None:
     ("name", "words"),
     [("llama-2-7", "did you mean llama-2-7b?"), ("gpt", "known models are llama-2-7b, llama-2-13b")],
 )
-def test_an_unknown_model_is_a_sentence(name: str, words: str) -> None:
+def test_an_unknown_shape_name_is_one_error_message(name: str, words: str) -> None:
     with pytest.raises(
         UserError, match=r"models\.actor\.shape: .* is no model whose sizes are known"
     ) as caught:
@@ -90,7 +90,7 @@ def test_sizes_may_be_those_of_a_model_that_we_cannot_load(family: str, tmp_path
         (".", '{"model_type": "llama"}', "config.json: vocab_size is missing"),
     ],
 )
-def test_a_config_file_that_is_of_no_use_is_a_sentence(
+def test_an_unusable_config_file_is_one_error_message(
     name: str, content: str | None, words: str, tmp_path: Path
 ) -> None:
     if content is not None:

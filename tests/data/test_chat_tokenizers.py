@@ -223,7 +223,7 @@ anything = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | sent
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=15, deadline=None)
 @given(messages=conversations)
-def test_tokens_are_the_templates_and_the_answers_alone_are_learnt(
+def test_conversation_tokens_match_the_template_and_only_answers_are_learnt(
     kind: str, messages: list[Message]
 ) -> None:
     tokenizer = tokenizer_of(kind)
@@ -239,7 +239,7 @@ def test_tokens_are_the_templates_and_the_answers_alone_are_learnt(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=15, deadline=None)
 @given(messages=conversations)
-def test_a_prompt_has_the_tokens_before_its_answer(kind: str, messages: list[Message]) -> None:
+def test_generation_prompts_equal_the_tokens_before_the_answer(kind: str, messages: list[Message]) -> None:
     tokenizer = tokenizer_of(kind)
     prompt = row(tokenizer, write_prompt(tokenizer, messages[:-1]))
     assert prompt.ids == tokenizer.apply_chat_template(
@@ -253,7 +253,9 @@ def test_a_prompt_has_the_tokens_before_its_answer(kind: str, messages: list[Mes
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25, deadline=None)
 @given(contents=st.lists(anything, min_size=2, max_size=5), system=st.booleans())
-def test_whatever_is_said_tokens_are_the_templates(kind: str, contents: list[str], system: bool) -> None:
+def test_any_conversation_has_the_tokens_of_the_template(
+    kind: str, contents: list[str], system: bool
+) -> None:
     tokenizer, messages = tokenizer_of(kind), turns(system=system, contents=contents)
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
@@ -266,7 +268,7 @@ def test_whatever_is_said_tokens_are_the_templates(kind: str, contents: list[str
     assert all(made.ids[stop - 1] == tokenizer.eos_token_id for _, stop in made.answers)
 
 
-def test_a_token_that_joins_prompt_and_answer_is_the_answers_and_is_said(write: Any) -> None:
+def test_a_token_that_joins_prompt_and_answer_is_learnt_and_noted(write: Any) -> None:
     tokenizer = tokenizer_of("bytes without BOS")
     records = [{"messages": turns(system=False, contents=["hello", text])} for text in ("fine", "\nfine")]
     data = Dataset.load(
@@ -284,7 +286,7 @@ def test_a_token_that_joins_prompt_and_answer_is_the_answers_and_is_said(write: 
     assert "in 1 conversations, first " in note and "data.jsonl:2" in note
 
 
-def test_a_prompt_whose_white_space_is_cut_differently_before_an_answer_is_noticed() -> None:
+def test_a_prompt_tokenised_differently_before_an_answer_is_noted() -> None:
     """GPT-2's rule leaves the last white space before a word to the word."""
     cut = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = byte_level(["<unk>", "<s>", "<|end|>", "<|head|>", "<|neck|>"], HEADERS, pre_tokenizer=cut)

@@ -93,7 +93,7 @@ def test_only_the_first_reasons_are_kept(tokenizer, write, settings):
     ("records", "why"),
     [([], "it is empty"), ([{"prompt": 1}] * 2, r"all 2 were skipped, first .*data\.jsonl:1")],
 )
-def test_a_source_without_usable_records_is_the_users_mistake(tokenizer, write, settings, records, why):
+def test_a_source_without_usable_records_is_a_user_error(tokenizer, write, settings, records, why):
     with pytest.raises(UserError, match=rf"no usable records in .*: {why}"):
         Dataset.load(write(records), "prompt", PROMPTS, tokenizer, settings(on_error="skip"), 1, ENDS)
 
@@ -121,7 +121,7 @@ def test_without_beginning_of_sequence_the_first_token_of_an_answer_alone_is_not
     assert batch["loss_mask"].values.tolist() == [0, 1, 1]
 
 
-def test_nothing_to_learn_is_named(bare, write, settings):
+def test_a_record_with_nothing_to_learn_is_named(bare, write, settings):
     source = write([{"prompt": "", "answer": ""}])
     with pytest.raises(UserError, match=r"data\.jsonl:1: prompt and answer are empty"):
         Dataset.load(source, "answer", ("tokens", "loss_mask"), bare, settings(), 1, ENDS)
@@ -135,7 +135,7 @@ def test_nothing_to_learn_is_named(bare, write, settings):
         ("prompt", "y", [4, 4, 4, 4, 1]),
     ],
 )
-def test_pairs_of_a_record_know_how_many_are_left(tokenizer, write, settings, weight, skip, pairs):
+def test_pairs_count_the_remaining_pairs_of_their_prompt(tokenizer, write, settings, weight, skip, pairs):
     """Pairs over a limit are skipped one by one, and do not count."""
     bad = ["x", "yyyyyyyyyy" if skip else "y", "z"]
     records = [
@@ -160,7 +160,7 @@ def test_pairs_of_a_record_know_how_many_are_left(tokenizer, write, settings, we
         ),
     ],
 )
-def test_pairs_that_say_nothing_are_named_or_skipped(tokenizer, write, settings, record, reason):
+def test_pairs_of_equal_answers_are_named_or_skipped(tokenizer, write, settings, record, reason):
     source = write([{"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", **record}])
     with pytest.raises(UserError, match=rf"data\.jsonl:2: {reason}"):
         Dataset.load(source, "pair", PAIRS, tokenizer, settings(), 1, ENDS)
@@ -168,7 +168,7 @@ def test_pairs_that_say_nothing_are_named_or_skipped(tokenizer, write, settings,
     assert data.skipped == 1
 
 
-def test_a_note_says_what_becomes_of_plain_prompts_where_there_is_a_choice(chat_tokenizer, write, settings):
+def test_a_note_explains_plain_prompts_where_a_chat_template_exists(chat_tokenizer, write, settings):
     source = write([{"prompt": "a"}])
 
     def notes(**fields):

@@ -65,13 +65,13 @@ def test_the_preferred_sentence_is_rated_clearly_higher(records, file, each):
     assert 0.9 * each * sentences / 2 < len(pairs) <= each * sentences / 2
 
 
-def test_records_are_the_same_every_time(prepare):
+def test_demo_records_are_reproducible(prepare):
     sentences = [prepare.Sentence(i % 7 - 3.0, f"Number {i} has several more words") for i in range(50)]
     made = [prepare.make_records(order, held_out=10) for order in (sentences, sentences[::-1])]
     assert made[0] == made[1]
 
 
-def test_text_is_cleaned(prepare):
+def test_demo_text_is_cleaned(prepare):
     (sentence,) = prepare.parse("1\t0.5\t ''Salt''  &amp;   pepper \r\n")
     assert sentence == (0.5, '"Salt" & pepper')
 
@@ -110,7 +110,7 @@ def test_a_file_with_another_checksum_is_deleted(prepare, tmp_path, monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failed_download_is_said_in_one_sentence(prepare, tmp_path, monkeypatch):
+def test_a_failed_download_is_one_error_message(prepare, tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda command: subprocess.CompletedProcess(command, 1))
     with pytest.raises(SystemExit, match="pip could not download vaderSentiment"):
         prepare.fetch(tmp_path)

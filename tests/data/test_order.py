@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realrl.config.errors import UserError
-from realrl.data.dataset import Order, eval_batches
+from realrl.data.dataset import Order, split_eval_batches
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 5), st.booleans())
@@ -18,7 +18,7 @@ def test_every_epoch_takes_every_item_once(size, batch, seed, shuffle):
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 99))
-def test_a_step_needs_no_history(size, batch, step):
+def test_the_order_of_a_step_does_not_depend_on_earlier_steps(size, batch, step):
     batch = min(batch, size)
     used = Order(size, batch, 7)
     for earlier in (0, step + 3, step // 2):
@@ -47,14 +47,14 @@ def test_steps_suffice_for_the_epochs(epochs, steps):
     assert Order(10, 4, 1).steps(epochs) == steps
 
 
-def test_a_batch_larger_than_the_data_is_the_users_mistake():
+def test_a_batch_larger_than_the_data_is_a_user_error():
     with pytest.raises(UserError, match=r"data\.batch=8 is more than the 5 records"):
         Order(5, 8, 1)
 
 
 @given(st.integers(1, 100), st.integers(1, 30))
 def test_evaluation_takes_all_items_in_order_in_batches_of_nearly_equal_size(size, batch):
-    batches = eval_batches(size, batch)
+    batches = split_eval_batches(size, batch)
     assert [i for indices in batches for i in indices] == list(range(size))
     sizes = list(map(len, batches))
     assert max(sizes) <= batch

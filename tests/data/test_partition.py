@@ -46,7 +46,7 @@ def test_mini_batches_are_contiguous_and_of_nearly_equal_size(n, minibatches):
 
 
 @given(st.lists(st.integers(1, 500), min_size=24, max_size=48), st.integers(1, 3), st.integers(1, 8))
-def test_what_a_mini_batch_is_made_of_does_not_depend_on_dp(costs, minibatches, dp):
+def test_mini_batches_hold_the_same_items_for_every_dp(costs, minibatches, dp):
     by_rank = assign(costs, minibatches=minibatches, dp=dp)
     union = [sorted(i for rank in by_rank for i in rank[m]) for m in range(minibatches)]
     assert union == [list(positions) for positions in minibatch_slices(len(costs), minibatches)]
@@ -87,14 +87,14 @@ def test_even_micro_batches_hold_every_item_once_within_the_budget(costs, budget
 
 
 @pytest.mark.parametrize(("items", "groups"), [(64, 4), (66, 4), (3, 3)])
-def test_even_micro_batches_leave_no_last_one_for_what_did_not_fit(items, groups):
+def test_even_micro_batches_have_no_small_last_one(items, groups):
     found = even_micro_batches([60] * items, 10_000, stages=2, per_stage=2)
     assert len(found) == groups
     assert max(map(len, found)) == -(-items // groups)
 
 
 @given(st.lists(st.integers(50, 64), min_size=40, max_size=80))
-def test_even_micro_batches_of_unlike_items_are_nearly_equal(costs):
+def test_even_micro_batches_of_unequal_items_are_nearly_equal(costs):
     found = even_micro_batches(costs, 10_000, stages=2, per_stage=1)
     assert len(found) == 2
     assert max(total(costs, group) for group in found) < 1.05 * sum(costs) / 2 + 64

@@ -81,7 +81,7 @@ def test_the_hub_is_asked_for_name_configuration_and_split(monkeypatch, name, ca
     assert asked == [(*call, "train")]
 
 
-def test_a_data_set_the_hub_does_not_have_is_the_users_mistake(monkeypatch):
+def test_a_data_set_missing_on_the_hub_is_a_user_error(monkeypatch):
     def load_dataset(*args, **kwargs):
         raise datasets.exceptions.DatasetNotFoundError("does not exist on the Hub\nand more")
 
@@ -95,7 +95,7 @@ def test_a_data_set_the_hub_does_not_have_is_the_users_mistake(monkeypatch):
 @pytest.mark.parametrize(
     "source", ["missing.jsonl", "missing-*.parquet", "missing", "README.txt", "x.jsonl:train"]
 )
-def test_a_source_that_is_not_there_is_the_users_mistake(tmp_path, monkeypatch, source):
+def test_a_missing_source_is_a_user_error(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.jsonl").touch()
     with pytest.raises(UserError, match="does not exist"):
@@ -134,6 +134,6 @@ def test_records_with_a_key_twice_can_be_skipped(tmp_path, name):
     assert rejects.reasons == [f"{tmp_path / name}:2: key 'a' twice"]
 
 
-def test_a_folder_that_is_no_data_set_is_the_users_mistake(tmp_path):
+def test_a_folder_that_is_no_data_set_is_a_user_error(tmp_path):
     with pytest.raises(UserError, match=r"is a directory that .* has not written"):
         read(tmp_path)

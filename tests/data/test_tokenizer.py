@@ -65,19 +65,19 @@ def test_a_tokenizer_is_trained_on_all_text_of_the_records(write, tmp_path):
     assert all(len(opened.tokenize(word)) == 1 for word in ("zebra", "quokka"))
 
 
-def test_a_vocabulary_too_small_for_bytes_is_the_users_mistake(write, tmp_path):
+def test_a_vocabulary_too_small_for_bytes_is_a_user_error(write, tmp_path):
     with pytest.raises(UserError, match="vocab_size=200 is too small; give at least 259"):
         train_tokenizer(write([{"prompt": "a"}]), str(tmp_path / "out"), 200)
 
 
-def test_a_path_may_start_at_home(write, tmp_path, monkeypatch):
+def test_a_tokenizer_path_may_start_at_home(write, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     train_tokenizer(write([{"prompt": "a"}]), str(tmp_path / "out"), 300)
     assert load_tokenizer("~/out").eos_token == "</s>"
 
 
 @pytest.mark.parametrize("path", ["./missing", "/missing", "runs/missing", "runs/sft/final"])
-def test_a_missing_directory_is_the_users_mistake(tmp_path, monkeypatch, path):
+def test_a_missing_tokenizer_directory_is_a_user_error(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     with pytest.raises(UserError, match=f"tokenizer directory {path} does not exist"):
@@ -87,14 +87,14 @@ def test_a_missing_directory_is_the_users_mistake(tmp_path, monkeypatch, path):
 @pytest.mark.parametrize(
     ("files", "complaint"), [({}, "has no tokenizer"), ({"tokenizer.json": '{"a":'}, "cannot load tokenizer")]
 )
-def test_a_directory_without_a_usable_tokenizer_is_the_users_mistake(tmp_path, files, complaint):
+def test_a_directory_without_a_usable_tokenizer_is_a_user_error(tmp_path, files, complaint):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=complaint):
         load_tokenizer(str(tmp_path))
 
 
-def test_a_tokenizer_is_only_replaced_on_demand_and_that_of_a_model_never(
+def test_a_tokenizer_is_replaced_only_on_demand_and_never_inside_a_model(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, out = str(world.root / "sft.jsonl"), tmp_path / "tokenizer"

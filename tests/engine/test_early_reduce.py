@@ -7,8 +7,8 @@ from realrl.algorithms.sft.method import SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import whole_model
 from realrl.engine.training.trainer import Trainer
-from realrl.families import tensors as layout_tensors
 from realrl.families.shape import ModelShape
+from realrl.layout import limits
 from realrl.model.init import initialise
 from realrl.recipe.model import OptimizerConfig
 
@@ -43,8 +43,8 @@ def learn(started: list[int]) -> torch.Tensor:
     return model.parameters.data[: sum(t.numel for t in model.parameters.tensors)].clone()
 
 
-def test_every_bucket_starts_before_the_update_and_last_ones_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout_tensors, "BUCKET_ELEMENTS", 1500)
+def test_overlapped_reduction_starts_the_last_buckets_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BUCKET_ELEMENTS", 1500)
     started: list[int] = []
     learn(started)
     count = started.index(-1)
@@ -52,7 +52,7 @@ def test_every_bucket_starts_before_the_update_and_last_ones_first(monkeypatch: 
     assert started == [*reversed(range(count)), -1] * 2
 
 
-def test_buckets_change_no_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bucket_size_does_not_change_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = learn([])
-    monkeypatch.setattr(layout_tensors, "BUCKET_ELEMENTS", 1500)
+    monkeypatch.setattr(limits, "BUCKET_ELEMENTS", 1500)
     torch.testing.assert_close(learn([]), whole, rtol=1e-6, atol=1e-7)

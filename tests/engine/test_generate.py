@@ -83,18 +83,20 @@ def assert_rows(got: Batch, expected: Batch, positions: list[int]) -> None:
 
 
 @pytest.mark.parametrize("budget", [1, 40, 100])
-def test_the_split_into_batches_changes_nothing(model: Model, common: int, whole: Batch, budget: int) -> None:
+def test_batch_split_does_not_change_generated_tokens(
+    model: Model, common: int, whole: Batch, budget: int
+) -> None:
     assert_rows(generate(model, prompts(), eos=common, budget=budget), whole, list(range(32)))
 
 
 @pytest.mark.parametrize("positions", [list(range(31, -1, -1)), [4], [17, 3, 29]])
-def test_order_and_company_change_nothing(
+def test_order_and_neighbours_do_not_change_generated_tokens(
     model: Model, common: int, whole: Batch, positions: list[int]
 ) -> None:
     assert_rows(generate(model, prompts().select(positions), eos=common), whole, positions)
 
 
-def test_numbering_can_start_anywhere(model: Model, common: int, whole: Batch) -> None:
+def test_the_numbering_of_noise_can_start_anywhere(model: Model, common: int, whole: Batch) -> None:
     positions = list(range(20, 32))
     part = dataclasses.replace(prompts().select(positions), ids=tuple(range(12)))
     assert_rows(generate(model, part, eos=common, noise=Noise(1, 2, first=20)), whole, positions)
@@ -167,7 +169,7 @@ def test_greedy_gives_the_tokens_that_transformers_gives(
     assert set(ends) & set(last)
 
 
-def test_no_end_of_several_comes_before_the_minimum(model: Model) -> None:
+def test_none_of_several_end_tokens_comes_before_the_minimum(model: Model) -> None:
     drawn = [token for row in continuations(generate(model, prompts())) for token in row]
     ends = tuple(sorted(set(drawn), key=drawn.count)[-3:])
     rows = continuations(generate(model, prompts(), eos=ends, min_new_tokens=6))

@@ -9,7 +9,7 @@ from realrl.engine.model import Model
 from realrl.engine.parallel import Parallel
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import Head, ModelShape
-from realrl.layout.layout import layout
+from realrl.layout.layout import build_layout
 from realrl.model.group import Group, alone
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.program.memory import Item, Memory, Stored
@@ -23,7 +23,7 @@ SHAPE = ModelShape(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 @pytest.mark.parametrize("strategy", [(1, 1, 1), (5, 1, 1), (2, 2, 1), (1, 1, 2), (4, 3, 2)])
-def test_a_rank_allocates_what_was_estimated(
+def test_a_rank_allocates_the_estimated_bytes(
     dtype: torch.dtype, head: Head, strategy: tuple[int, int, int]
 ) -> None:
     dp, tp, pp = strategy
@@ -33,7 +33,9 @@ def test_a_rank_allocates_what_was_estimated(
         # Groups that are never used for communication, so that one process can stand for any rank.
         group = replace(alone(), ranks=tuple(range(dp)), index=placement.dp_index(rank))
         parallel = Parallel(group, alone(), alone(), alone(), Group((rank,), 0), None)
-        model = Model(layout(SHAPE, head, placement), rank, parallel, dtype=dtype, device=torch.device("cpu"))
+        model = Model(
+            build_layout(SHAPE, head, placement), rank, parallel, dtype=dtype, device=torch.device("cpu")
+        )
         trainer = Trainer(model, OptimizerConfig())
         state = [*trainer.optimizer.kept, *trainer.optimizer.scratch, trainer.gradients.data]
         held = memory.at_rest(rank)

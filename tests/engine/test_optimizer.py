@@ -117,7 +117,7 @@ CLOSE = {torch.float32: {}, torch.bfloat16: {"rtol": 2**-7, "atol": 2**-9}}
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("case", CASES)
-def test_one_rank_updates_like_torch(case: str, dtype: torch.dtype) -> None:
+def test_one_rank_updates_like_torch_adamw(case: str, dtype: torch.dtype) -> None:
     parameters, norms = sharded(case, dtype, alone(), range(RANKS))
     weights, reference_norms = expected(case, dtype)
     torch.testing.assert_close(norms, reference_norms)
@@ -127,7 +127,7 @@ def test_one_rank_updates_like_torch(case: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("case", CASES)
-def test_shards_together_update_like_torch(case: str, dtype: torch.dtype, results: Path) -> None:
+def test_sharded_updates_equal_torch_adamw(case: str, dtype: torch.dtype, results: Path) -> None:
     weights, reference_norms = expected(case, dtype)
     parameters = FlatBuffer(TENSORS, dtype, "cpu", multiple_of=RANKS)
     for rank in range(RANKS):
@@ -139,7 +139,7 @@ def test_shards_together_update_like_torch(case: str, dtype: torch.dtype, result
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_a_gradient_that_is_not_finite_leaves_everything_alone(value: float) -> None:
+def test_a_gradient_that_is_not_finite_changes_no_state(value: float) -> None:
     parameters, gradients = (FlatBuffer(TENSORS, torch.float32, "cpu") for _ in range(2))
     parameters.data.normal_(generator=torch.Generator().manual_seed(1))
     before = parameters.data.clone()
@@ -166,7 +166,7 @@ def test_bfloat16_parameters_keep_updates_too_small_for_them() -> None:
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
-def test_a_scaled_head_moves_as_its_multiple_would(dtype: torch.dtype) -> None:
+def test_a_scaled_head_is_updated_as_its_multiple(dtype: torch.dtype) -> None:
     """Adam on `head / scale`, with the gradients that has, is Adam on the head at a rate times the scale, and the
     norm is that of those gradients."""
     scale, tensors = 3.0, (TensorSpec("norm", (7,)), TensorSpec(SCALAR_HEAD, (1, 6)))
@@ -189,7 +189,7 @@ def test_a_scaled_head_moves_as_its_multiple_would(dtype: torch.dtype) -> None:
     torch.testing.assert_close(parameters["norm"], other.detach().to(dtype), **CLOSE[dtype])
 
 
-def test_discarded_gradients_count_for_nothing() -> None:
+def test_discarded_gradients_do_not_affect_the_next_step() -> None:
     parameters, gradients = (FlatBuffer(TENSORS, torch.float32, "cpu") for _ in range(2))
     optimizer = ShardedAdamW(parameters, gradients, OptimizerConfig(), alone())
     gradients.data.fill_(3.0)

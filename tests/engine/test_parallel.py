@@ -18,9 +18,9 @@ from realrl.engine.generation.generate import Noise, generate
 from realrl.engine.model import Model, whole_model
 from realrl.engine.parallel import all_rank_sets, parallel
 from realrl.engine.training.trainer import Trainer
-from realrl.families import tensors as layout_tensors
 from realrl.families.shape import Head, ModelShape
-from realrl.layout.layout import layout
+from realrl.layout import limits
+from realrl.layout.layout import build_layout
 from realrl.model.init import initialise
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.recipe.model import OptimizerConfig
@@ -154,7 +154,7 @@ def gathered(model: Model, items: list[int], values: list[float]) -> torch.Tenso
 
 def build(shape: ModelShape, head: Head, process: Process, placement: Placement, groups: object) -> Model:
     model = Model(
-        layout(shape, head, placement), process.rank, parallel(placement, process.rank, groups),  # type: ignore[arg-type]
+        build_layout(shape, head, placement), process.rank, parallel(placement, process.rank, groups),  # type: ignore[arg-type]
         dtype=torch.float32, device=CPU,
     )  # fmt: skip
     regions = {local.region.tensor: local.region for local in model.layout.tensors(process.rank)}
@@ -167,7 +167,7 @@ def run_rank(rank: int, world: int, store: str, out: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     wait_to_be_scheduled()
-    layout_tensors.BUCKET_ELEMENTS = 3000  # several buckets even in models as small as these
+    limits.BUCKET_ELEMENTS = 3000  # several buckets even in models as small as these
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     process = Process(rank, world, CPU, dist.new_group(backend="gloo"))
     groups = process.groups(all_rank_sets(placements(world)))
@@ -194,7 +194,7 @@ def alone() -> dict[tuple[str, str], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, pytest.param(6, marks=SLOW), pytest.param(8, marks=SLOW)])
-def test_every_strategy_learns_and_samples_what_one_process_does(
+def test_every_strategy_learns_and_samples_as_one_process_does(
     world: int, alone: dict[tuple[str, str], dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     with tempfile.TemporaryDirectory() as scratch:

@@ -34,7 +34,7 @@ def test_activations_in_flight_are_bounded_by_the_distance_to_the_end(
         assert most == min(stages - stage, micro_batches)
 
 
-def test_text_round_trips() -> None:
+def test_pipeline_actions_round_trip_through_text() -> None:
     for action in one_forward_one_backward(3, 4)[1]:
         assert Action.parse(str(action)) == action
     with pytest.raises(ValueError, match="2X0"):

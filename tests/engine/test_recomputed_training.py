@@ -10,8 +10,8 @@ from realrl.algorithms.sft.method import SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model, whole_model
 from realrl.engine.training.trainer import Trainer
-from realrl.families import tensors as layout_tensors
 from realrl.families.shape import Head, ModelShape
+from realrl.layout import limits
 from realrl.model.init import initialise
 from realrl.model.packing import Packing
 from realrl.recipe.model import OptimizerConfig
@@ -54,10 +54,10 @@ def make(head: Head, dtype: torch.dtype) -> Model:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head", ["lm", "scalar"])
-def test_figures_and_updates_are_the_same_bit_for_bit(
+def test_recomputation_gives_the_same_metrics_and_updates_bit_for_bit(
     head: Head, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout_tensors, "BUCKET_ELEMENTS", 5000)  # gradients are added up in several buckets
+    monkeypatch.setattr(limits, "BUCKET_ELEMENTS", 5000)  # gradients are added up in several buckets
     batch, method = WORK[head]
     results = []
     for recompute in (False, True):
@@ -103,7 +103,7 @@ def saved_elements(model: Model, recompute: bool) -> int:
     return sum(found.values())
 
 
-def test_only_inputs_of_layers_are_kept() -> None:
+def test_recomputation_keeps_only_inputs_of_layers() -> None:
     model = make("lm", torch.float32)
     Trainer(model, OptimizerConfig())
     tokens = sum(LENGTHS)

@@ -48,14 +48,14 @@ def test_noise_is_uniform_and_uncorrelated_over_neighbours() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_frequencies_follow_the_distribution_at_the_temperature(temperature: float) -> None:
+def test_sampled_frequencies_follow_the_distribution_at_the_temperature(temperature: float) -> None:
     count = 40_000
     frequencies = torch.bincount(draw(count, temperature=temperature), minlength=5) / count
     expected = (LOGITS / temperature).softmax(-1)
     assert ((frequencies - expected).abs() < 4 * (expected / count).sqrt()).all()
 
 
-def test_greedy_takes_the_most_likely() -> None:
+def test_greedy_sampling_takes_the_most_likely_token() -> None:
     assert (draw(10, greedy=True) == 0).all()
 
 
@@ -75,7 +75,7 @@ def test_recorded_logprobs_are_over_the_whole_vocabulary_at_the_temperature() ->
     torch.testing.assert_close(logprobs, expected)
 
 
-def test_a_token_of_probability_zero_is_never_drawn() -> None:
+def test_a_token_of_probability_zero_is_never_sampled() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]])
     for noise in (0.0, 0.5, 1 - 2.0**-53):
         tokens, _ = sample(logits, GenerationConfig(), torch.tensor([noise], dtype=torch.float64))

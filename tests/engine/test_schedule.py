@@ -17,11 +17,11 @@ def test_warmup_rises_linearly_to_the_peak() -> None:
     assert rates(schedule="constant", warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
-def test_linear_falls_to_the_floor() -> None:
+def test_the_linear_schedule_falls_to_the_floor() -> None:
     assert rates(schedule="linear", min_lr_ratio=0.5) == pytest.approx([1 - 0.05 * i for i in range(10)])
 
 
-def test_cosine_is_halfway_in_the_middle_and_never_rises() -> None:
+def test_the_cosine_schedule_is_halfway_in_the_middle_and_never_rises() -> None:
     got = rates(schedule="cosine", steps=11, warmup_steps=1)
     assert got[6] == pytest.approx(0.5)
     assert all(a >= b for a, b in pairwise(got))

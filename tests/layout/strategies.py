@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from realrl.families.shape import Head, ModelShape
-from realrl.layout.layout import Layout, layout
+from realrl.layout.layout import Layout, build_layout
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 
@@ -53,5 +53,5 @@ def moves(draw: st.DrawFn) -> tuple[Layout, Layout, Cluster]:
     """Two layouts of a model on one cluster."""
     cluster, shape = draw(clusters()), draw(shapes())
     head: Head = draw(st.sampled_from(["lm", "scalar"]))
-    source, target = (layout(shape, head, draw(placements(cluster, shape))) for _ in range(2))
+    source, target = (build_layout(shape, head, draw(placements(cluster, shape))) for _ in range(2))
     return source, target, cluster

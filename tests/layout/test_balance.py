@@ -17,28 +17,28 @@ def loads(given: list[Task], floor: float = 0.0, capacity: Capacity | None = Non
 
 
 @given(tasks)
-def test_the_largest_load_is_what_some_set_of_options_cannot_avoid(given: list[Task]) -> None:
+def test_largest_load_equals_the_optimum_of_hall(given: list[Task]) -> None:
     """By Hall's theorem, the optimum is the largest mean load of tasks confined to a set of options."""
     sets = [{o for o in range(4) if mask >> o & 1} for mask in range(1, 16)]
     optimum = max(sum(t.work for t in given if set(t.options) <= s) / len(s) for s in sets)
     assert max(loads(given).values()) <= optimum * 1.001 + 1e-9
 
 
-def test_others_stay_idle_while_the_floor_leaves_room() -> None:
+def test_second_choices_stay_idle_below_the_floor() -> None:
     assert loads([Task(5.0, (0,), (1,))], floor=5.0) == {0: 5.0, 1: 0.0, 2: 0.0, 3: 0.0}
     assert loads([Task(6.0, (0,), (1,))], floor=4.0) == {0: 4.0, 1: 2.0, 2: 0.0, 3: 0.0}
 
 
-def test_slow_and_busy_options_get_less() -> None:
+def test_slow_and_busy_options_get_less_work() -> None:
     found = loads([Task(9.0, (0, 1, 2))], capacity=Capacity(busy={0: 3.0}, speed={1: 0.5}))
     assert [round(found[i], 6) for i in range(3)] == [1.8, 2.4, 4.8]
 
 
-def test_tasks_with_the_same_options_are_dealt_out_whole_where_possible() -> None:
+def test_tasks_with_the_same_options_stay_whole_where_possible() -> None:
     parts = balance([Task(1.0, (0, 1))] * 4, 0.0)
     assert [set(p) for p in parts] == [{0}, {0}, {1}, {1}]
 
 
-def test_a_task_too_small_to_count_is_still_given_to_somebody() -> None:
+def test_a_task_lost_in_rounding_is_still_assigned() -> None:
     parts = balance([Task(1e15, (0, 1)), Task(1.0, (0, 1))], 0.0)
     assert sum(parts[1].values()) == 1.0

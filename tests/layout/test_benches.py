@@ -17,6 +17,6 @@ def run(name: str, *arguments: str, out: Path) -> dict[str, Any]:
     return result
 
 
-def test_the_busiest_port_is_close_to_a_lower_bound(tmp_path: Path) -> None:
+def test_busiest_port_is_close_to_its_lower_bound(tmp_path: Path) -> None:
     result = run("route_bounds.py", "--pairs", "80", "--seed", "4", out=tmp_path / "bounds.json")
     assert result["worst_ratio"] <= 1.05

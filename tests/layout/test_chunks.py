@@ -5,9 +5,9 @@ from math import prod
 import pytest
 
 from realrl.families.shape import ModelShape
-from realrl.layout.layout import layout
+from realrl.layout.layout import build_layout
 from realrl.layout.routing import chunks
-from realrl.layout.routing.chunks import RankSchedule, rank_schedule, tensor_groups
+from realrl.layout.routing.chunks import RankSchedule, group_tensors, schedule_rank
 from realrl.layout.routing.routes import reallocate
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -23,16 +23,16 @@ def place(first: int, dp: int, tp: int, pp: int) -> Placement:
 
 
 def schedules(a: Placement, b: Placement) -> list[RankSchedule]:
-    moved = reallocate(layout(SHAPE, "lm", a), layout(SHAPE, "lm", b), Cluster(2, 4))
-    return [rank_schedule(moved, rank, WIDTH) for rank in range(8)]
+    moved = reallocate(build_layout(SHAPE, "lm", a), build_layout(SHAPE, "lm", b), Cluster(2, 4))
+    return [schedule_rank(moved, rank, WIDTH) for rank in range(8)]
 
 
-def test_what_stays_in_place_is_one_copy() -> None:
+def test_an_unchanged_shard_is_one_copy() -> None:
     schedule = schedules(place(0, 2, 1, 1), place(0, 2, 1, 1))[1]
     assert not schedule.messages and len(schedule.copies) == 1
 
 
-def test_whole_layers_are_one_stretch_of_one_message() -> None:
+def test_whole_layers_are_sent_as_contiguous_messages() -> None:
     for schedule in schedules(place(0, 1, 1, 2), place(4, 1, 1, 1)):
         assert all(len(message.spans) == 1 for message in schedule.messages)
     assert len(schedules(place(0, 1, 1, 2), place(4, 1, 1, 1))[4].messages) == 2
@@ -46,7 +46,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("a", "b"), PAIRS)
-def test_messages_are_bounded_and_both_ends_agree_on_them(
+def test_messages_are_bounded_and_equal_on_sender_and_receiver(
     a: Placement, b: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 500)
@@ -68,9 +68,9 @@ def test_messages_are_bounded_and_both_ends_agree_on_them(
 
 
 @pytest.mark.parametrize("tp", [1, 3])
-def test_groups_hold_every_tensor_once_and_no_more_than_allowed(tp: int) -> None:
-    held = layout(SHAPE, "lm", place(0, 1, tp, 1))
-    groups = tensor_groups(held, WIDTH, 12000)
+def test_tensor_groups_hold_every_tensor_once_within_the_limit(tp: int) -> None:
+    held = build_layout(SHAPE, "lm", place(0, 1, tp, 1))
+    groups = group_tensors(held, WIDTH, 12000)
     assert [name for group in groups for name in group] == [spec.name for spec in held.specs]
     for rank in range(tp):
         sizes = {tensor.region.tensor: tensor.stored.numel * WIDTH for tensor in held.tensors(rank)}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from realrl.config.errors import UserError
 from realrl.families.shape import ModelShape
 from realrl.families.tensors import model_tensors
-from realrl.layout.layout import Layout, layout
+from realrl.layout.layout import Layout, build_layout
 from realrl.layout.ranges import (
     feed_forward,
     kv_heads,
@@ -33,12 +33,12 @@ def place(dp: int, tp: int, pp: int, first: int = 0) -> Placement:
 @pytest.mark.parametrize(
     "layers, sizes", [(7, (1, 2, 2, 1, 1)), (5, (1, 2, 1, 1)), (8, (1, 2, 2, 2, 1)), (6, (2, 2, 2))]
 )
-def test_larger_stages_are_in_the_middle(layers: int, sizes: tuple[int, ...]) -> None:
+def test_larger_pipeline_stages_are_in_the_middle(layers: int, sizes: tuple[int, ...]) -> None:
     assert tuple(map(len, stage_layers(layers, len(sizes)))) == sizes
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
-def test_stages_cover_all_layers_in_order(layers: int, pp: int) -> None:
+def test_pipeline_stages_cover_all_layers_in_order(layers: int, pp: int) -> None:
     if pp > layers:
         with pytest.raises(UserError, match="pipeline stages"):
             stage_layers(layers, pp)
@@ -58,7 +58,7 @@ def test_stages_cover_all_layers_in_order(layers: int, pp: int) -> None:
         (6, [(i, i + 1) for i in range(6)], [(0, 1)] * 3 + [(1, 2)] * 3),
     ],
 )
-def test_a_tensor_rank_has_the_key_heads_that_its_query_heads_read(
+def test_tp_ranks_hold_the_key_heads_of_their_query_heads(
     tp: int, queries: list[tuple[int, int]], keys: list[tuple[int, int]]
 ) -> None:
     assert [query_heads(SHAPE, tp, t) for t in range(tp)] == [range(*r) for r in queries]
@@ -66,48 +66,51 @@ def test_a_tensor_rank_has_the_key_heads_that_its_query_heads_read(
 
 
 @pytest.mark.parametrize("tp", range(1, 7))
-def test_inner_units_and_token_ids_are_shared_out_without_gap_or_overlap(tp: int) -> None:
+def test_tp_ranks_partition_ffn_units_and_token_ids(tp: int) -> None:
     for share, total in ((feed_forward, 7), (vocabulary, 10)):
         assert [i for t in range(tp) for i in share(SHAPE, tp, t)] == list(range(total))
     assert tp * padded_vocabulary(SHAPE, tp) >= 10
 
 
-def test_the_last_ranks_of_a_padded_vocabulary_may_have_no_rows() -> None:
-    held = layout(SHAPE, "lm", place(1, 6, 1)).tensors(5)[0]
+def test_last_tp_ranks_of_a_padded_vocabulary_may_be_empty() -> None:
+    held = build_layout(SHAPE, "lm", place(1, 6, 1)).tensors(5)[0]
     assert held.region.size == (0, 8) and held.shape == (2, 8)
 
 
-def test_tensors_keep_the_order_of_storage() -> None:
+def test_local_tensors_keep_the_storage_order_of_the_model() -> None:
     order = {spec.name: i for i, spec in enumerate(model_tensors(SHAPE, "lm"))}
-    made = layout(SHAPE, "lm", place(1, 2, 3))
+    made = build_layout(SHAPE, "lm", place(1, 2, 3))
     for rank in range(6):
         held = [order[local.region.tensor] for local in made.tensors(rank)]
         assert held == sorted(held)
 
 
-def test_a_tied_table_lies_on_both_ends_of_the_pipeline() -> None:
+def test_a_tied_embedding_lies_on_first_and_last_stage() -> None:
     tied = SHAPE.model_copy(update={"tied_embeddings": True})
     for head, stages in (("lm", {0, 2}), ("scalar", {0})):
-        made = layout(tied, head, place(1, 1, 3))  # type: ignore[arg-type]
+        made = build_layout(tied, head, place(1, 1, 3))  # type: ignore[arg-type]
         names = [{local.region.tensor for local in made.tensors(rank)} for rank in range(3)]
         assert {i for i in range(3) if "model.embed_tokens.weight" in names[i]} == stages
-    assert len([t for t in layout(tied, "lm", place(1, 1, 1)).tensors(0) if "embed" in t.region.tensor]) == 1
+    assert (
+        len([t for t in build_layout(tied, "lm", place(1, 1, 1)).tensors(0) if "embed" in t.region.tensor])
+        == 1
+    )
 
 
-def test_a_rank_outside_the_mesh_holds_nothing() -> None:
-    made = layout(SHAPE, "lm", place(2, 1, 1, first=4))
+def test_a_rank_outside_the_mesh_holds_no_tensors() -> None:
+    made = build_layout(SHAPE, "lm", place(2, 1, 1, first=4))
     assert made.tensors(3) == made.tensors(6) == () and made.tensors(4) == made.tensors(5) != ()
 
 
 @pytest.mark.parametrize("degrees, text", [((1, 1, 6), "pp=6"), ((1, 7, 1), "tp=7")])
 def test_a_strategy_that_the_model_does_not_fit_is_refused(degrees: tuple[int, int, int], text: str) -> None:
     with pytest.raises(UserError, match=text):
-        layout(SHAPE, "lm", place(*degrees))
+        build_layout(SHAPE, "lm", place(*degrees))
 
 
 @settings(max_examples=150, deadline=None)
 @given(moves())
-def test_every_replica_holds_each_element_somewhere(move: tuple[Layout, Layout, Cluster]) -> None:
+def test_every_dp_replica_holds_each_element(move: tuple[Layout, Layout, Cluster]) -> None:
     made, placement = move[0], move[0].placement
     for dp in range(placement.strategy.dp):
         seen = {spec.name: np.zeros(spec.shape, dtype=int) for spec in made.specs}

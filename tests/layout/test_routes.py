@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from realrl.families.shape import ModelShape
-from realrl.layout.layout import Layout, layout
+from realrl.layout.layout import Layout, build_layout
 from realrl.layout.region import Region
 from realrl.layout.routing.links import Links
 from realrl.layout.routing.routes import Reallocation, reallocate
@@ -27,7 +27,7 @@ def box(region: Region) -> tuple[slice, ...]:
 
 
 def fill(made: Layout, cluster: Cluster) -> Memory:
-    """What every rank holds: each element of the model is a number of its own."""
+    """Fill what every rank holds; each element of the model has its own number."""
     first, whole = 0, {}
     for spec in made.specs:
         whole[spec.name] = np.arange(first, first + spec.numel, dtype=float).reshape(spec.shape)
@@ -64,7 +64,7 @@ def execute(plan: Reallocation) -> Memory:
 
 
 def check(plan: Reallocation) -> None:
-    """Every rank ends up with its part of the target, and nothing else."""
+    """Assert that every rank ends up with its part of the target, and nothing else."""
     result, wanted = execute(plan), fill(plan.target, plan.cluster)
     for rank in range(plan.cluster.size):
         for spec in plan.target.specs:
@@ -73,13 +73,13 @@ def check(plan: Reallocation) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(moves())
-def test_every_rank_ends_up_with_exactly_its_part(move: Move) -> None:
+def test_reallocation_gives_every_rank_exactly_its_part(move: Move) -> None:
     check(reallocate(*move))
 
 
 @settings(max_examples=150, deadline=None)
 @given(moves())
-def test_a_node_takes_in_each_element_at_most_once(move: Move) -> None:
+def test_each_element_enters_a_node_at_most_once(move: Move) -> None:
     source, target, cluster = move
     entered = {
         (node, spec.name): np.zeros(spec.shape, dtype=int)
@@ -95,7 +95,7 @@ def test_a_node_takes_in_each_element_at_most_once(move: Move) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(moves())
-def test_bytes_are_those_of_transfers_and_copies(move: Move) -> None:
+def test_counted_bytes_equal_those_of_transfers_and_copies(move: Move) -> None:
     plan = reallocate(*move)
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()
@@ -118,7 +118,7 @@ def test_bytes_are_those_of_transfers_and_copies(move: Move) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(moves())
-def test_nothing_moves_where_nothing_changes(move: Move) -> None:
+def test_reallocation_between_equal_layouts_sends_nothing(move: Move) -> None:
     source, _, cluster = move
     plan = reallocate(source, source, cluster)
     assert plan.transfers == () and plan.seconds(Links(), 2) == 0
@@ -134,54 +134,58 @@ def place(degrees: tuple[int, int, int], first: int = 0) -> Placement:
 def test_transfers_are_listed_by_stage_sender_receiver_and_storage_order() -> None:
     cluster = Cluster(3, 4)
     plan = reallocate(
-        layout(SHAPE, "lm", place((1, 4, 1))), layout(SHAPE, "lm", place((8, 1, 1), 4)), cluster
+        build_layout(SHAPE, "lm", place((1, 4, 1))), build_layout(SHAPE, "lm", place((8, 1, 1), 4)), cluster
     )
     order = {spec.name: i for i, spec in enumerate(plan.source.specs)}
     keys = [(t.stage, t.sender, t.receiver, order[t.region.tensor], t.region.offset) for t in plan.transfers]
     assert keys == sorted(keys) and {t.stage for t in plan.transfers} == {0, 1, 2}
 
 
-def test_a_node_that_feeds_many_others_is_helped_by_them() -> None:
+def test_nodes_without_a_copy_relay_to_each_other() -> None:
     cluster, links = Cluster(6, 2), Links()
     plan = reallocate(
-        layout(SHAPE, "lm", place((1, 2, 1))), layout(SHAPE, "lm", place((5, 2, 1), 2)), cluster
+        build_layout(SHAPE, "lm", place((1, 2, 1))), build_layout(SHAPE, "lm", place((5, 2, 1), 2)), cluster
     )
     elements = sum(spec.numel for spec in plan.source.specs)
     assert plan.busiest_seconds(links, 2) < 1.1 * 2 * elements / links.node_bytes_per_s
 
 
-def test_busy_holders_of_a_node_are_helped_by_idle_ones_of_other_nodes() -> None:
+def test_idle_holders_of_other_nodes_send_where_local_holders_are_busy() -> None:
     """Each node holds the whole model already, but in it only one device each part."""
     cluster = Cluster(4, 8)
     shape = ModelShape(
         vocab_size=608, hidden_size=22, intermediate_size=37, layers=4, heads=48, kv_heads=6, head_dim=8
     )
-    plan = reallocate(layout(shape, "lm", place((3, 8, 1))), layout(shape, "lm", place((1, 12, 2))), cluster)
+    plan = reallocate(
+        build_layout(shape, "lm", place((3, 8, 1))), build_layout(shape, "lm", place((1, 12, 2))), cluster
+    )
     assert plan.bytes_by_link(1).network > 0
     check(plan)
 
 
-def test_seconds_are_those_of_the_busiest_port_and_its_messages() -> None:
+def test_predicted_seconds_are_busiest_port_plus_message_latency() -> None:
     cluster = Cluster(2, 1)
     plan = reallocate(
-        layout(SHAPE, "lm", place((1, 1, 1))), layout(SHAPE, "lm", place((1, 1, 1), 1)), cluster
+        build_layout(SHAPE, "lm", place((1, 1, 1))), build_layout(SHAPE, "lm", place((1, 1, 1), 1)), cluster
     )
     elements = sum(spec.numel for spec in plan.source.specs)
     assert plan.seconds(Links(2e9, 1e9, 0.25), 4) == pytest.approx(4 * elements / 1e9 + 0.25)
     assert plan.seconds(Links(1e9, 2e9, 0.0), 4) == pytest.approx(4 * elements / 1e9)
 
 
-def test_the_digest_tells_schedules_apart_and_nothing_else() -> None:
+def test_schedule_digests_are_equal_only_for_equal_schedules() -> None:
     cluster = Cluster(2, 4)
     placements = [place((2, 2, 1)), place((2, 2, 1), 4), place((1, 2, 2)), place((2, 4, 1))]
-    layouts = [layout(SHAPE, "lm", p) for p in placements]
+    layouts = [build_layout(SHAPE, "lm", p) for p in placements]
     digests = [reallocate(a, b, cluster).digest() for a in layouts for b in layouts]
     assert len(set(digests)) == len(digests)
     assert digests == [reallocate(a, b, cluster).digest() for a in layouts for b in layouts]
 
 
-def test_layouts_of_different_models_are_refused() -> None:
+def test_reallocation_between_different_models_is_refused() -> None:
     with pytest.raises(ValueError, match="same tensors"):
         reallocate(
-            layout(SHAPE, "lm", place((1, 1, 1))), layout(SHAPE, "scalar", place((1, 1, 1))), Cluster(1, 1)
+            build_layout(SHAPE, "lm", place((1, 1, 1))),
+            build_layout(SHAPE, "scalar", place((1, 1, 1))),
+            Cluster(1, 1),
         )

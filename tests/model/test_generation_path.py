@@ -51,7 +51,7 @@ def test_prefill_and_decode_give_the_logits_of_one_forward_pass(shape: ModelShap
 
 @torch.no_grad()
 @pytest.mark.parametrize("kept", [[0, 2], [3, 1], [2], [1, 2, 3, 0]], ids=str)
-def test_rows_kept_in_the_cache_continue_as_before(
+def test_cached_rows_continue_unchanged_after_others_are_dropped(
     kept: list[int], shape: ModelShape, twins: Callable
 ) -> None:
     model, _, _ = twins(shape, "lm")
@@ -68,7 +68,7 @@ def test_rows_kept_in_the_cache_continue_as_before(
 
 
 @torch.no_grad()
-def test_prefill_is_forward(shape: ModelShape, twins: Callable) -> None:
+def test_prefill_equals_forward(shape: ModelShape, twins: Callable) -> None:
     model, _, _ = twins(shape, "lm")
     prompts = random_rows(shape.vocab_size, [3, 9, 5])
     _, hidden = prefilled(model, prompts, room=9)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from small_models import SHAPES, pack, random_rows
 
+from realrl.layout import limits
 from realrl.model import logprobs
 from realrl.model.group import alone
 from realrl.model.packing import Packing
@@ -13,11 +14,11 @@ from realrl.model.packing import Packing
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("rows_per_chunk", [1, 7, 100])
-def test_chunks_agree_with_the_direct_computation_and_its_gradients(
+def test_chunked_logprobs_and_gradients_equal_the_direct_computation(
     rows_per_chunk: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vocab = 31
-    monkeypatch.setattr(logprobs, "CPU_CHUNK", rows_per_chunk * vocab)
+    monkeypatch.setattr(limits, "CPU_LOGITS", rows_per_chunk * vocab)
     torch.manual_seed(0)
     hidden, weight = torch.randn(20, 8, requires_grad=True), torch.randn(vocab, 8, requires_grad=True)
     targets, factor = torch.randint(vocab, (20,)), torch.randn(20)

@@ -52,7 +52,9 @@ SIN = torch.cat((-ANGLES.sin(), ANGLES.sin()), -1)
     ],
     ids=["linear-narrow", "linear-wide", "rms_norm", "swiglu", "rotate"],
 )
-def test_values_and_gradients(function, reference, inputs: tuple[Tensor, ...]) -> None:
+def test_operations_match_reference_values_and_gradients(
+    function, reference, inputs: tuple[Tensor, ...]
+) -> None:
     ours = [x.clone().requires_grad_() for x in inputs]
     theirs = [x.clone().requires_grad_() for x in inputs]
     out, expected = function(*ours), reference(*theirs)

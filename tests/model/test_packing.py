@@ -1,6 +1,7 @@
 """Memory that attention's side-by-side layout takes."""
 
-from realrl.model.packing import DENSE_LENGTH, Packing
+from realrl.layout.padding import DENSE_LENGTH
+from realrl.model.packing import Packing
 
 
 def test_masks_are_made_only_where_scores_are_computed_whole() -> None:

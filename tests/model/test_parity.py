@@ -26,7 +26,9 @@ def test_logits_of_a_packed_batch_equal_those_of_each_sequence_in_transformers(
 
 
 @pytest.mark.parametrize("lengths", [[8, 8, 8], [16], [3, 3]], ids=str)
-def test_batches_of_equal_lengths_agree_too(lengths: list[int], shape: ModelShape, twins: Callable) -> None:
+def test_logits_of_batches_of_equal_lengths_equal_those_of_transformers(
+    lengths: list[int], shape: ModelShape, twins: Callable
+) -> None:
     ours, _, theirs = twins(shape, "lm")
     rows = random_rows(shape.vocab_size, lengths)
     tokens, _ = pack(rows)

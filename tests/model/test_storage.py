@@ -63,7 +63,7 @@ def test_bfloat16_weights_add_up_float32_gradients(head: str) -> None:
     assert torch.nn.functional.cosine_similarity(grads.data, exact_grads.data, dim=0) > 0.99
 
 
-def test_parameters_are_views_that_cover_the_buffer() -> None:
+def test_parameters_are_views_that_cover_the_flat_buffer() -> None:
     model, weights, _ = built(torch.float32)
     weights.data.zero_()
     assert all(parameter.abs().sum() == 0 for parameter in model.parameters())
@@ -71,7 +71,7 @@ def test_parameters_are_views_that_cover_the_buffer() -> None:
     assert {name for names in model.sources.values() for name in names} == {t.name for t in weights.tensors}
 
 
-def test_buffer_is_padded_with_zeros_to_a_multiple() -> None:
+def test_the_flat_buffer_is_padded_with_zeros_to_a_multiple() -> None:
     buffer = FlatBuffer(
         [TensorSpec("a", (3, 2)), TensorSpec("b", (1, 2))], torch.float32, "cpu", multiple_of=5
     )

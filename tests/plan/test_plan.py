@@ -137,7 +137,7 @@ def test_any_overlap_of_meshes_and_any_strategy_fits() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_make_plan_knows_every_preset_and_the_files_they_are_saved_to(tmp_path: Path, name: str) -> None:
+def test_make_plan_takes_every_preset_and_its_saved_file(tmp_path: Path, name: str) -> None:
     cluster = Cluster(1, 4)
     plan = make_plan(name, GRAPH, cluster, 50)
     plan.save(tmp_path / "p.yaml")
@@ -180,7 +180,7 @@ def test_evaluation_runs_where_the_same_call_or_else_the_same_role_runs() -> Non
     assert meshes == {"actor.generate": "0-1", "actor.inference": "2-3", "reward.score": "2-3"}
 
 
-def test_recomputation_is_for_calls_that_train_whatever_evaluates_in_their_place() -> None:
+def test_recomputation_is_for_train_calls_and_not_for_evaluation() -> None:
     plan = make_plan("symmetric", GRAPH, Cluster(1, 2), 10, recompute=True)
     assert {name for name, p in plan.placements.items() if p.strategy.recompute} == {"actor.train"}
     evaluation = plan.evaluation(EVALUATION, GRAPH)

@@ -21,12 +21,12 @@ def plan(offload: tuple[str, ...] = (), offload_optimizer: tuple[str, ...] = ())
 @pytest.mark.parametrize(
     "chosen", [plan(), plan(("ref", "reward")), plan((), ("actor",)), plan(("actor",), ("actor", "critic"))]
 )
-def test_plan_file_round_trip(tmp_path: Path, chosen: Plan) -> None:
+def test_offload_settings_round_trip_through_a_plan_file(tmp_path: Path, chosen: Plan) -> None:
     chosen.save(tmp_path / "plan.yaml")
     assert Plan.load(tmp_path / "plan.yaml") == chosen
 
 
-def test_evaluation_offloads_what_it_has() -> None:
+def test_evaluation_offloads_only_roles_it_has() -> None:
     evaluation = plan(("critic", "ref"), ("actor", "critic")).evaluation(eval_graph(), GRAPH)
     assert (evaluation.offload, evaluation.offload_optimizer) == (("ref",), ("actor",))
 
@@ -38,7 +38,7 @@ def test_evaluation_offloads_what_it_has() -> None:
         (plan((), ("ref",)), "plan: offload_optimizer: ref is none of actor, critic"),
     ],
 )
-def test_only_what_roles_have_is_offloaded(chosen: Plan, sentence: str) -> None:
+def test_offloading_state_that_a_role_lacks_is_refused(chosen: Plan, sentence: str) -> None:
     with pytest.raises(UserError) as caught:
         chosen.check(GRAPH)
     assert str(caught.value) == sentence

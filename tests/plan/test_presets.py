@@ -8,7 +8,7 @@ from realrl.config.errors import UserError
 from realrl.dataflow.call import Kind
 from realrl.families.published import SHAPES
 from realrl.plan.cluster import Cluster
-from realrl.plan.partition import equal_parts, mesh_sizes, parts
+from realrl.plan.partition import list_mesh_sizes, split_by_weight, split_evenly
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
@@ -31,7 +31,7 @@ def everything(cluster: str) -> Mesh:
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_fits_every_cluster_or_says_how_many_devices_it_needs(name: str, cluster: str) -> None:
+def test_every_preset_fits_a_cluster_or_names_the_devices_it_needs(name: str, cluster: str) -> None:
     size = Cluster.parse(cluster).size
     least = {"disjoint": 4, "separate": 2}.get(name, 1)
     if size < least:
@@ -67,7 +67,7 @@ def test_heuristic_cuts_tensors_inside_nodes_and_layers_between_them(cluster: st
     assert nodes == {0}
 
 
-def test_heuristic_for_a_model_that_is_too_small_is_a_sentence() -> None:
+def test_heuristic_for_a_model_with_too_few_layers_or_heads_is_one_error_message() -> None:
     shapes = dict.fromkeys(PPO.roles, SMALL)
     with pytest.raises(UserError, match=r"actor\.generate: pp=17 is more pipeline stages than the model has"):
         make_plan("heuristic", PPO, Cluster(17, 1), 99, shapes)
@@ -90,7 +90,7 @@ def test_disjoint_gives_each_role_an_equal_mesh_of_its_own(cluster: str, meshes:
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_interleave_trains_everywhere_and_infers_side_by_side(cluster: str) -> None:
+def test_interleave_trains_on_all_devices_and_infers_on_disjoint_meshes(cluster: str) -> None:
     plan = preset("interleave", cluster)
     for call in PPO.calls:
         if call.kind is not Kind.INFERENCE:
@@ -111,7 +111,7 @@ def test_interleave_gives_a_larger_model_the_larger_part() -> None:
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS[1:])
-def test_separate_has_two_sides_and_shadows_of_what_is_trained(cluster: str) -> None:
+def test_separate_has_two_sides_and_shadow_copies_of_trained_roles(cluster: str) -> None:
     plan = preset("separate", cluster)
     sides = {
         kind: {plan[c.name].mesh for c in PPO.calls if (c.kind is Kind.TRAIN) == kind} for kind in (0, 1)
@@ -123,15 +123,15 @@ def test_separate_has_two_sides_and_shadows_of_what_is_trained(cluster: str) -> 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("weights", [[1], [1, 1], [1, 2, 1], [3, 1, 1, 1], [1, 2, 3, 4, 5]])
-def test_parts_are_valid_meshes_that_share_nothing(cluster: str, weights: list[float]) -> None:
+def test_split_by_weight_gives_valid_disjoint_meshes(cluster: str, weights: list[float]) -> None:
     c = Cluster.parse(cluster)
     if len(weights) > c.size:
         return
-    meshes = parts(c, weights)
+    meshes = split_by_weight(c, weights)
     for mesh in meshes:
         mesh.check(c)
     assert len({rank for mesh in meshes for rank in mesh.ranks}) == sum(mesh.size for mesh in meshes)
-    smallest = equal_parts(c, len(weights))[0].size
+    smallest = split_evenly(c, len(weights))[0].size
     assert min(mesh.size for mesh in meshes) == smallest
     assert max(mesh.size for mesh in meshes) == meshes[weights.index(max(weights))].size
 
@@ -145,4 +145,4 @@ def test_mesh_sizes_are_those_of_valid_meshes() -> None:
         except UserError:
             continue
         valid.append(size)
-    assert list(mesh_sizes(c)) == valid
+    assert list(list_mesh_sizes(c)) == valid

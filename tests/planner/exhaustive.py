@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from realrl.dataflow.call import Call, Kind
 from realrl.planner.moves.transfers import Layouts
-from realrl.planner.space.problem import Option, Problem
+from realrl.planner.space.problem import Candidate, Problem
 from realrl.program.order import (
     Waves,
     changes,
@@ -23,24 +23,24 @@ def cheapest(problem: Problem) -> float:
     names = [call.name for call in problem.graph.calls]
     transfers: dict[tuple, float] = {}
     best = math.inf
-    for numbers in itertools.product(*(range(len(problem.options[name])) for name in names)):
+    for numbers in itertools.product(*(range(len(problem.candidates[name])) for name in names)):
         seconds, fill = cost(problem, dict(zip(names, numbers, strict=True)), transfers)
         if fill <= 1:
             best = min(best, seconds)
     return best
 
 
-def cost(problem: Problem, choice: dict[str, int], transfers: dict[tuple, float]) -> tuple[float, float]:
+def cost(problem: Problem, assignment: dict[str, int], transfers: dict[tuple, float]) -> tuple[float, float]:
     """Seconds and the largest part of a device's memory that is used. `transfers`: those known already."""
-    return _Step(problem, choice, transfers).run()
+    return _Step(problem, assignment, transfers).run()
 
 
 class _Step:
-    def __init__(self, problem: Problem, choice: dict[str, int], transfers: dict[tuple, float]) -> None:
+    def __init__(self, problem: Problem, assignment: dict[str, int], transfers: dict[tuple, float]) -> None:
         self.problem, self.graph, self.transfers = problem, problem.graph, transfers
-        self.options = problem.chosen(choice)
-        self.plan = problem.plan(choice)
-        self.homes = {role: self.options[problem.home(role).name] for role in self.graph.roles}
+        self.candidates = problem.chosen_candidates(assignment)
+        self.plan = problem.plan(assignment)
+        self.homes = {role: self.candidates[problem.home(role).name] for role in self.graph.roles}
         self.free = [0.0] * problem.cluster.size
         self.end: dict[Call, float] = {}
         self.kept = [
@@ -50,18 +50,18 @@ class _Step:
         self.hosts = [0.0] * problem.cluster.size
         self.called: dict[Call, dict[int, float]] = {}
         """Function -> rank -> when it has ended there."""
-        self.copies: dict[tuple, Option] = {}
+        self.copies: dict[tuple, Candidate] = {}
         self.loaded: set[str] = set()
         self.fill = 0.0
 
     def run(self) -> tuple[float, float]:
         order = waves(self.graph, self.plan)
         models = [call for call in self.graph.calls if not call.is_function]
-        divided = {(c.role, self.options[c.name].layout): set() for c in models}
+        sequence_parallel = {(c.role, self.candidates[c.name].layout): set() for c in models}
         for call in models:
-            option = self.options[call.name]
-            divided[call.role, option.layout].add(option.placement.strategy.sequence_parallel)
-        if any(len(ways) > 1 for ways in divided.values()):
+            candidate = self.candidates[call.name]
+            sequence_parallel[call.role, candidate.layout].add(candidate.placement.strategy.sequence_parallel)
+        if any(len(ways) > 1 for ways in sequence_parallel.values()):
             self.fill = math.inf
         late = {f: self.needed(f, order) for f in self.called_somewhere()}
         for number, everything in enumerate(order):
@@ -81,7 +81,7 @@ class _Step:
                 self.follow(call)
                 group = sharing(self.graph, self.plan, order, call)
                 if group[-1] == call:
-                    self.copies.pop((call.role, self.options[call.name].layout), None)
+                    self.copies.pop((call.role, self.candidates[call.name].layout), None)
             for role in {call.role: None for call in wave}:
                 self.unload(role)
         for function in late:
@@ -104,11 +104,11 @@ class _Step:
 
     def call(self, function: Call) -> None:
         """Every rank receives the inputs, then its host begins when it has ended what was before."""
-        option, ended = self.options[function.name], {}
+        option, ended = self.candidates[function.name], {}
         target = Layouts.of([option.placement])
         for rank in option.placement.ranks:
             for other in producers(self.graph, function):
-                source = Layouts.of([self.options[other.name].placement])
+                source = Layouts.of([self.candidates[other.name].placement])
                 seconds = float(self.problem.exchange.seconds(other.name, function.name, source, target)[0])
                 self.free[rank] = max(self.free[rank], self.end[other]) + seconds
             ended[rank] = max(self.free[rank], self.hosts[rank]) + option.seconds
@@ -123,21 +123,21 @@ class _Step:
         self.tell(function)
 
     def bring(self, wave: tuple[Call, ...], order: Waves) -> None:
-        at_home = {c.role for c in wave if self.options[c.name].layout == self.homes[c.role].layout}
+        at_home = {c.role for c in wave if self.candidates[c.name].layout == self.homes[c.role].layout}
         for call in wave:
-            option, home = self.options[call.name], self.homes[call.role]
+            candidate, home = self.candidates[call.name], self.homes[call.role]
             if call.role in at_home:
                 self.load(call.role)
-            if option.layout == home.layout:
+            if candidate.layout == home.layout:
                 continue
             if call.kind is Kind.TRAIN:
                 self.fill = math.inf
             if sharing(self.graph, self.plan, order, call)[0] == call:
                 self.load(call.role)
-                ranks = {*home.placement.ranks, *option.placement.ranks}
-                self.move(ranks, self.transfer(call.role, home, option))
-                self.copies[call.role, option.layout] = option
-                self.hold(option.placement.ranks)
+                ranks = {*home.placement.ranks, *candidate.placement.ranks}
+                self.move(ranks, self.transfer(call.role, home, candidate))
+                self.copies[call.role, candidate.layout] = candidate
+                self.hold(candidate.placement.ranks)
         for role in {call.role: None for call in wave if call.role not in at_home}:
             self.unload(role)
 
@@ -153,8 +153,8 @@ class _Step:
             self.loaded.remove(role)
             self.each(self.homes[role], self.homes[role].unload_seconds)
 
-    def each(self, option: Option, seconds: float) -> None:
-        for rank in option.placement.ranks:
+    def each(self, candidate: Candidate, seconds: float) -> None:
+        for rank in candidate.placement.ranks:
             self.free[rank] += seconds
 
     def hold(self, ranks: Iterable[int], working: float = 0.0) -> None:
@@ -167,15 +167,15 @@ class _Step:
             self.note(rank, self.kept[rank] + there + working)
 
     def work(self, call: Call) -> None:
-        option = self.options[call.name]
-        ready = max(self.free[rank] for rank in option.placement.ranks)
-        target = Layouts.of([option.placement])
+        candidate = self.candidates[call.name]
+        ready = max(self.free[rank] for rank in candidate.placement.ranks)
+        target = Layouts.of([candidate.placement])
         for other in producers(self.graph, call):
-            source = Layouts.of([self.options[other.name].placement])
+            source = Layouts.of([self.candidates[other.name].placement])
             seconds = float(self.problem.exchange.seconds(other.name, call.name, source, target)[0])
             ready = max(ready, self.end[other]) + seconds
-        self.end[call] = self.occupy(set(option.placement.ranks), option.seconds, ready)
-        self.hold(option.placement.ranks, option.working_bytes)
+        self.end[call] = self.occupy(set(candidate.placement.ranks), candidate.seconds, ready)
+        self.hold(candidate.placement.ranks, candidate.working_bytes)
 
     def tell(self, call: Call) -> None:
         for key in call.outputs:
@@ -195,7 +195,7 @@ class _Step:
         for role in changes(self.graph, call):
             self.unload(role)
 
-    def transfer(self, role: str, source: Option, target: Option) -> float:
+    def transfer(self, role: str, source: Candidate, target: Candidate) -> float:
         key = (role, source.layout, target.layout)
         if key not in self.transfers:
             layouts = Layouts.of([source.placement]), Layouts.of([target.placement])

@@ -18,7 +18,7 @@ from realrl.engine.model import Model
 from realrl.engine.parallel import Parallel
 from realrl.engine.pipeline.messages import Pipeline
 from realrl.engine.training.trainer import Trainer
-from realrl.layout.layout import layout
+from realrl.layout.layout import build_layout
 from realrl.model import group as collectives
 from realrl.model.group import Group, alone
 from realrl.model.init import initialise
@@ -26,7 +26,7 @@ from realrl.plan.placement import Placement
 from realrl.program.memory import Stored
 from realrl.recipe.model import OptimizerConfig
 from realrl.recipe.settings import GenerationConfig
-from realrl.runtime.measure.allocations import allocations
+from realrl.runtime.measure.allocations import count_allocations
 
 CPU = torch.device("cpu")
 DTYPES = {4: torch.float32, 2: torch.bfloat16}
@@ -97,7 +97,7 @@ class LoneRank:
         pipeline = _group(strategy.pp, placement.pp_index(rank))
         ends = pipeline if strategy.pp > 1 else None
         self.model = Model(
-            layout(model.shape, model.head, placement),
+            build_layout(model.shape, model.head, placement),
             rank,
             Parallel(alone(), tensor, pipeline, pipeline, alone(), ends),
             dtype=DTYPES[model.element_bytes],
@@ -110,7 +110,7 @@ class LoneRank:
 
     def peak(self, run: Callable[[], object]) -> int:
         """Most bytes that `run` allocates and has not given back."""
-        with nobody_else(), allocations() as found:
+        with nobody_else(), count_allocations() as found:
             run()
         assert found.peak is not None
         return found.peak

@@ -9,11 +9,11 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.routing.links import Links
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
-from realrl.planner.moves.exchange import Exchange
-from realrl.planner.moves.links import LinkTransfers, Weights
+from realrl.planner.moves.exchange import ExchangeModel
+from realrl.planner.moves.links import LinkTransfers, ParameterBytes
 from realrl.planner.moves.transfers import Layouts
 from realrl.planner.simulate.simulator import simulate
-from realrl.planner.space.problem import Choice, Option, Problem
+from realrl.planner.space.problem import Assignment, Candidate, Problem
 from realrl.program.instructions import (
     Instruction,
     Load,
@@ -31,12 +31,12 @@ from realrl.program.order import producers
 class Walk:
     """A plan's programs, simulated with what its options cost."""
 
-    def __init__(self, problem: Problem, choice: Choice) -> None:
+    def __init__(self, problem: Problem, assignment: Assignment) -> None:
         self.problem, self.graph = problem, problem.graph
-        self.options = problem.chosen(choice)
-        self.plan = problem.plan(choice)
+        self.candidates = problem.chosen_candidates(assignment)
+        self.plan = problem.plan(assignment)
         self.homes = home_placements(self.graph, self.plan)
-        self.home = {role: self.options[problem.home(role).name] for role in self.graph.roles}
+        self.home = {role: self.candidates[problem.home(role).name] for role in self.graph.roles}
         self.programs = lower(self.graph, self.plan, self.homes)
         self.seconds = simulate(self.programs, self.duration, steps=3).step_seconds
         self.fill = max(self.held(program) for program in self.programs)
@@ -44,7 +44,7 @@ class Walk:
     def duration(self, instruction: Instruction) -> float:
         match instruction:
             case Run(call):
-                return self.options[call].seconds
+                return self.candidates[call].seconds
             case Reallocate(role, source, target):
                 pair = Layouts.of([source]), Layouts.of([target])
                 return float(self.problem.transfers.seconds(role, *pair)[0])
@@ -69,7 +69,7 @@ class Walk:
                 case Load(role, placement, "parameters"):
                     held += self.weights(role, placement)
                 case Run(call):
-                    most = max(most, held + self.options[call].working_bytes)
+                    most = max(most, held + self.candidates[call].working_bytes)
             most = max(most, held)
             match instruction:
                 case Release(role, placement) | Offload(role, placement, "parameters"):
@@ -77,7 +77,7 @@ class Walk:
         return most / self.problem.memory_bytes[self.problem.cluster.node(program.rank)]
 
     def weights(self, role: str, placement: Placement) -> float:
-        calls = [self.options[c.name] for c in self.graph.role_calls(role)]
+        calls = [self.candidates[c.name] for c in self.graph.role_calls(role)]
         return next(o.weights_bytes for o in calls if o.placement.layout == placement.layout)
 
 
@@ -193,12 +193,12 @@ def _tools() -> DataflowGraph:
     return DataflowGraph(calls, keys, [Average("k", "a", 0.1)])
 
 
-def function_table(call: Call, cluster: Cluster, seconds: float) -> list[Option]:
+def function_table(call: Call, cluster: Cluster, seconds: float) -> list[Candidate]:
     """All meshes."""
     sizes = [s for s in range(1, cluster.devices_per_node) if cluster.devices_per_node % s == 0]
     sizes += [cluster.devices_per_node * n for n in range(1, cluster.nodes + 1)]
     return [
-        Option(function_placement(Mesh(first, size)), seconds / size, 0.0, 0.0, 0.0)
+        Candidate(function_placement(Mesh(first, size)), seconds / size, 0.0, 0.0, 0.0)
         for size in sizes
         for first in range(0, cluster.size - size + 1, min(size, cluster.devices_per_node))
     ]
@@ -206,10 +206,10 @@ def function_table(call: Call, cluster: Cluster, seconds: float) -> list[Option]
 
 def strategy_table(
     call: Call, parameters: float, cluster: Cluster, *, home: bool, trained: bool
-) -> list[Option]:
+) -> list[Candidate]:
     """All ways to run a call, by a crude model that has what a real one has: tensor ranks talk, pipelines have
     bubbles, decoding is bound by memory, small parts are inefficient, recomputation and offloading cost time."""
-    per, options = cluster.devices_per_node, []
+    per, candidates = cluster.devices_per_node, []
     sizes = [s for s in range(1, per) if per % s == 0] + [per * n for n in range(1, cluster.nodes + 1)]
     for size in sizes:
         step = min(size, per)
@@ -220,11 +220,13 @@ def strategy_table(
                         strategy = Strategy(size // tp // pp, tp, pp, recompute=recompute)
                         placement = Placement(Mesh(first, size), strategy)
                         for offload in (False, True) if home else (False,):
-                            options.append(_option(call, parameters, placement, offload, trained))
-    return options
+                            candidates.append(_cost_candidate(call, parameters, placement, offload, trained))
+    return candidates
 
 
-def _option(call: Call, parameters: float, placement: Placement, offload: bool, trained: bool) -> Option:
+def _cost_candidate(
+    call: Call, parameters: float, placement: Placement, offload: bool, trained: bool
+) -> Candidate:
     s = placement.strategy
     part = parameters / (s.tp * s.pp)
     effort = {Kind.GENERATE: 1.0, Kind.INFERENCE: 1.0, Kind.TRAIN: 4.0 if s.recompute else 3.0}[call.kind]
@@ -236,7 +238,7 @@ def _option(call: Call, parameters: float, placement: Placement, offload: bool, 
     weights = 2 * part
     states = 4 * part + 12 * part / s.dp if trained else 0.0
     working = (0.5 if s.recompute else 2.0) * parameters / (s.size * s.tp) + 0.3
-    return Option(
+    return Candidate(
         placement,
         seconds,
         weights,
@@ -257,7 +259,7 @@ def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bo
     parameters = {role: rng.choice([1.0, 2.0, 7.0, 13.0]) for role in graph.roles}
     most = max(2, int(combinations ** (1 / len(graph.calls))))
     homes = {max(graph.role_calls(r), key=lambda c: c.kind is Kind.TRAIN) for r in graph.roles}
-    options = {}
+    candidates = {}
     for call in graph.calls:
         if call.role is None:
             table = function_table(call, cluster, rng.choice([0.0, 2.0, 10.0, 50.0]))
@@ -265,17 +267,19 @@ def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bo
             table = strategy_table(
                 call, parameters[call.role], cluster, home=call in homes, trained=graph.trained(call.role)
             )
-        table = [option for option in table if offload or not option.offload]
+        table = [candidate for candidate in table if offload or not candidate.offload]
         chosen = rng.sample(table, min(most, len(table)))
-        options[call.name] = tuple(chosen)
+        candidates[call.name] = tuple(chosen)
     transfer_speed = rng.choice([2.0, 2.0, 20.0])
     links = Links(3 * transfer_speed, transfer_speed, 1e-3)
     weights = {
-        role: Weights(8, 0.25 * p, 0.3 * p, 0.1 * p, tied=rng.random() < 0.3)
+        role: ParameterBytes(
+            layers=8, layer=0.25 * p, embedding=0.3 * p, end=0.1 * p, tied=rng.random() < 0.3
+        )
         for role, p in parameters.items()
     }
     transfers = LinkTransfers(cluster, weights, (links,) * cluster.nodes)
     memory = rng.choice([30.0, 60.0, 1000.0]) * sum(parameters.values()) / cluster.size
     volumes = {(p.name, c.name): rng.choice([0.0, 0.3]) for c in graph.calls for p in producers(graph, c)}
-    exchange = Exchange(links, cluster.devices_per_node, volumes)
-    return Problem(graph, cluster, options, transfers, (memory,) * cluster.nodes, exchange)
+    exchange = ExchangeModel(links, cluster.devices_per_node, volumes)
+    return Problem(graph, cluster, candidates, transfers, (memory,) * cluster.nodes, exchange)

@@ -8,10 +8,9 @@ import pytest
 
 from realrl.dataflow.call import Call, Kind
 from realrl.families.shape import ModelShape
-from realrl.model import logprobs, packing
+from realrl.model.packing import Packing
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster.spec import ClusterSpec
-from realrl.planner.memory import logits
 from realrl.planner.memory.activations import Activations
 from realrl.planner.memory.model import MemoryModel
 from realrl.planner.workload import padding
@@ -129,14 +128,9 @@ def test_the_fullest_micro_batch_counts(budget: int, kind: str) -> None:
     check(name, Stored(GROUPED, "lm", 4, True), place(["1 1 1", *flags], budget), SHORT)
 
 
-def test_the_planner_knows_what_the_model_does_at_a_time() -> None:
-    assert (logits.CPU_CHUNK, logits.GPU_CHUNK) == (logprobs.CPU_CHUNK, logprobs.GPU_CHUNK)
-    assert padding.DENSE_LENGTH == packing.DENSE_LENGTH
-
-
 @pytest.mark.parametrize("lengths", [SHORT, LONG, EVEN, (1,), (500, 130, 129, 128, 127, 3, 3)])
 def test_sequences_are_padded_as_for_attention(lengths: tuple[int, ...]) -> None:
-    heads = packing.Packing.of(lengths, "cpu").padded(1, 1)
+    heads = Packing.of(lengths, "cpu").padded(1, 1)
     said = padding.Padding.of(lengths, dense=True)
     dense = [b for b, mask in zip(heads.buckets, heads.masks, strict=True) if mask is not None]
     assert said.rows * sum(lengths) == pytest.approx(sum(heads.output_rows))

@@ -19,7 +19,7 @@ from realrl.planner.cost.model import CostModel
 from realrl.planner.evaluate.timeline import Timeline
 from realrl.planner.memory.model import MemoryModel
 from realrl.planner.profile.profile import FunctionTime, Profile
-from realrl.planner.simulate.predict import estimate
+from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import build_problem
 from realrl.planner.space.problem import Problem
@@ -57,7 +57,7 @@ def sampled_scenario(rng: random.Random, graph: DataflowGraph) -> Scenario:
 
 def sampled_choices(rng: random.Random, problem: Problem, most: int) -> list[dict[str, int]]:
     names = [call.name for call in problem.graph.calls]
-    return [{name: rng.randrange(len(problem.options[name])) for name in names} for _ in range(most)]
+    return [{name: rng.randrange(len(problem.candidates[name])) for name in names} for _ in range(most)]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -71,15 +71,15 @@ def test_the_search_and_the_simulation_of_a_plan_agree(seed: int) -> None:
     )
     problem = build_problem(of, include=[careless])
     timeline, compared = Timeline(problem), 0
-    for choice in sampled_choices(rng, problem, 25):
-        plan, found = problem.plan(choice), timeline.evaluate(choice)
+    for assignment in sampled_choices(rng, problem, 25):
+        plan, found = problem.plan(assignment), timeline.evaluate(assignment)
         try:
             plan.check(of.graph)
         except UserError:  # calls that share parameters under strategies that cannot
             assert found.fill == math.inf
             continue
         compared += 1
-        expected = estimate(of, plan)
+        expected = estimate_plan(of, plan)
         fullest = max(device.peak.bytes / device.capacity for device in expected.memory)
         assert found.seconds == pytest.approx(expected.step_seconds, rel=1e-9)
         for name, call in expected.calls.items():
@@ -103,9 +103,9 @@ def test_they_agree_about_presets(name: str, averaging: float | None, reward: st
     shapes = {role: model.shape for role, model in of.models.items()}
     plan = make_plan(name, of.graph, of.spec.cluster, 4096, shapes)
     problem = build_problem(of, include=[plan])
-    choice = problem.choice(plan)
-    assert choice is not None
-    found, expected = Timeline(problem).evaluate(choice), estimate(of, plan)
+    assignment = problem.find_assignment(plan)
+    assert assignment is not None
+    found, expected = Timeline(problem).evaluate(assignment), estimate_plan(of, plan)
     assert found.seconds == pytest.approx(expected.step_seconds, rel=1e-9)
     fullest = max(device.peak.bytes / device.capacity for device in expected.memory)
     assert fullest * (1 - 1e-9) <= found.fill <= fullest * 1.2

@@ -8,11 +8,11 @@ import pytest
 
 from realrl.config.errors import UserError
 from realrl.plan.placement import Placement
-from realrl.planner.calibration.calibrate import calibrate
+from realrl.planner.calibration.calibrate import calibrate_profile
 from realrl.planner.calibration.comparison import CallCosts, Comparison, Seconds
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.cost.model import CostModel
-from realrl.planner.profile.corrections import correction
+from realrl.planner.profile.corrections import find_correction
 from realrl.planner.profile.profile import Profile
 from tests.planner.problems import GRAPH, GROUPED, SMALL, STEP, call, place, stored
 from tests.planner.test_profile_file import profile as measured_profile
@@ -66,16 +66,16 @@ def seconds(profile: Profile | None, name: str, placement: Placement | None = No
 @pytest.mark.parametrize("profile", [None, measured_profile()], ids=["roofline", "profile"])
 @pytest.mark.parametrize("name", TIMES)
 def test_after_calibration_the_prediction_is_the_measurement(profile: Profile | None, name: str) -> None:
-    assert seconds(calibrate(profile, run()), name) == pytest.approx(TIMES[name])
+    assert seconds(calibrate_profile(profile, run()), name) == pytest.approx(TIMES[name])
 
 
 def test_calibrating_again_changes_nothing() -> None:
-    once = calibrate(None, run())
-    assert calibrate(once, run()) == once
+    once = calibrate_profile(None, run())
+    assert calibrate_profile(once, run()) == once
 
 
 def test_a_newer_run_takes_the_place_of_an_older_one_of_the_same_calls_only() -> None:
-    twice = calibrate(calibrate(None, run()), run({"actor.train": 20.0}))
+    twice = calibrate_profile(calibrate_profile(None, run()), run({"actor.train": 20.0}))
     assert seconds(twice, "actor.train") == pytest.approx(20)
     assert seconds(twice, "actor.generate") == pytest.approx(TIMES["actor.generate"])
     assert len(twice.corrections) == len(TIMES)
@@ -84,30 +84,32 @@ def test_a_newer_run_takes_the_place_of_an_older_one_of_the_same_calls_only() ->
 def test_terms_keep_their_proportions() -> None:
     arguments = (call("actor.train"), MODELS["actor"], PLACES["actor.train"], STEP)
     before = CostModel(SPEC).call(*arguments)
-    after = CostModel(SPEC, calibrate(None, run())).call(*arguments)
+    after = CostModel(SPEC, calibrate_profile(None, run())).call(*arguments)
     factor = TIMES["actor.train"] / before.seconds
     assert after.terms == pytest.approx({name: factor * s for name, s in before.terms.items()})
 
 
 def test_calls_of_the_same_kind_and_model_are_corrected_by_the_nearest() -> None:
-    calibrated, train = calibrate(None, run()), call("critic.train")
+    calibrated, train = calibrate_profile(None, run()), call("critic.train")
 
     def ratio(placement: Placement) -> float:
         return seconds(calibrated, "critic.train", placement) / seconds(None, "critic.train", placement)
 
     exact = ratio(place(8))
     assert ratio(place(4)) == pytest.approx(exact) and ratio(place(1, 8)) == pytest.approx(exact)
-    two = calibrate(calibrated, run({"critic.train": 9.0}, places={"critic.train": place(1, 8)}))
-    nearest = correction(two.corrections, train, MODELS["critic"], place(1, 4).strategy)
+    two = calibrate_profile(calibrated, run({"critic.train": 9.0}, places={"critic.train": place(1, 8)}))
+    nearest = find_correction(two.corrections, train, MODELS["critic"], place(1, 4).strategy)
     assert nearest == pytest.approx(9.0 / seconds(None, "critic.train", place(1, 8)))
 
 
 def test_equally_near_corrections_are_averaged_by_their_steps() -> None:
     name, other = "reward.inference", "critic.inference"
-    calibrated = calibrate(None, run({name: seconds(None, name) * 2, other: seconds(None, other) * 2}))
-    longer = calibrate(calibrated, run({other: seconds(None, other) * 16}, steps=2 * STEPS))
+    calibrated = calibrate_profile(
+        None, run({name: seconds(None, name) * 2, other: seconds(None, other) * 2})
+    )
+    longer = calibrate_profile(calibrated, run({other: seconds(None, other) * 16}, steps=2 * STEPS))
     third = replace(call(other), name="other.inference")
-    found = correction(longer.corrections, third, MODELS["critic"], place(8).strategy)
+    found = find_correction(longer.corrections, third, MODELS["critic"], place(8).strategy)
     assert found == pytest.approx((2 * 16 * 16) ** (1 / 3))
 
 
@@ -121,33 +123,33 @@ def test_equally_near_corrections_are_averaged_by_their_steps() -> None:
     ids=["other sizes", "another type", "another kind"],
 )
 def test_other_calls_are_left_alone(name: str, model: object) -> None:
-    corrections = calibrate(None, run()).corrections
-    assert correction(corrections, call(name), model, place(8).strategy) == 1  # type: ignore[arg-type]
+    corrections = calibrate_profile(None, run()).corrections
+    assert find_correction(corrections, call(name), model, place(8).strategy) == 1  # type: ignore[arg-type]
 
 
 def test_what_does_not_change_the_time_does_not_matter() -> None:
     shape = SMALL.model_copy(update={"init_std": 0.5, "max_positions": 77})
-    corrections = calibrate(None, run()).corrections
-    assert correction(corrections, call("actor.train"), stored(shape), place(8).strategy) != 1
+    corrections = calibrate_profile(None, run()).corrections
+    assert find_correction(corrections, call("actor.train"), stored(shape), place(8).strategy) != 1
 
 
 def test_devices_of_another_kind_are_not_corrected() -> None:
-    calibrated, elsewhere = calibrate(None, run()), ClusterSpec.parse("h100:1x8")
+    calibrated, elsewhere = calibrate_profile(None, run()), ClusterSpec.parse("h100:1x8")
     arguments = (call("actor.train"), MODELS["actor"], place(8), STEP)
     assert CostModel(elsewhere, calibrated).call(*arguments) == CostModel(elsewhere).call(*arguments)
 
 
 def test_runs_that_say_nothing_of_a_profile_are_refused() -> None:
     with pytest.raises(UserError, match="profile is of a100-80g, but the run was on h100"):
-        calibrate(measured_profile(), run(spec=ClusterSpec.parse("h100:1x8")))
+        calibrate_profile(measured_profile(), run(spec=ClusterSpec.parse("h100:1x8")))
     with pytest.raises(UserError, match="kind of its devices"):
-        calibrate(None, run(spec=None))
+        calibrate_profile(None, run(spec=None))
 
 
 def test_files_give_back_what_was_written(tmp_path: Path) -> None:
     run().save(tmp_path)
     assert Comparison.load(tmp_path) == run()
-    calibrated = calibrate(measured_profile(), run())
+    calibrated = calibrate_profile(measured_profile(), run())
     calibrated.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == calibrated
 

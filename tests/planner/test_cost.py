@@ -25,7 +25,7 @@ from tests.planner.problems import (
 
 MODEL = CostModel(NODES)
 IDEAL = Efficiency(
-    product=1,
+    matmul=1,
     memory=1e9,
     attention=1e9,
     link=1e9,

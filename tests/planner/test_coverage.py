@@ -5,7 +5,7 @@ from realrl.planner.calibration.coverage import describe_times
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.profile.corrections import Correction
 from realrl.planner.profile.profile import LayerTimes, Measurement, Profile, ShapeKey
-from realrl.planner.profile.versions import versions
+from realrl.planner.profile.versions import read_versions
 from tests.planner.problems import SMALL, call, place, stored
 
 OTHER = SMALL.model_copy(update={"hidden_size": 2 * SMALL.hidden_size, "head_dim": 2 * SMALL.head_dim})
@@ -15,7 +15,7 @@ def measured(*degrees: int, device: str = "h100", processes: int = 1, torch: str
     """Layers of the small model in bfloat16, cut so many ways."""
     times = tuple(Measurement(kind="forward", tp=tp, tokens=8, context=8, seconds=1.0) for tp in degrees)
     layers = LayerTimes(shape=ShapeKey.of(SMALL), dtype="bfloat16", measurements=times)
-    software = versions() | ({"torch": torch} if torch else {})
+    software = read_versions() | ({"torch": torch} if torch else {})
     return Profile(device=device, processes=processes, software=software, layers=(layers,) if times else ())
 
 

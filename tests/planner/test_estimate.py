@@ -8,7 +8,7 @@ import pytest
 from realrl.algorithms.ppo.graph import eval_graph, train_graph
 from realrl.dataflow.call import Kind
 from realrl.families.published import SHAPES
-from realrl.layout.layout import layout
+from realrl.layout.layout import build_layout
 from realrl.layout.routing.routes import reallocate
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
@@ -17,11 +17,11 @@ from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.cost.model import CostModel
 from realrl.planner.memory.model import MemoryModel
 from realrl.planner.simulate.estimate import Estimate
-from realrl.planner.simulate.footprints import footprints
-from realrl.planner.simulate.predict import estimate
+from realrl.planner.simulate.estimator import estimate_plan
+from realrl.planner.simulate.footprints import compute_footprints
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.simulate.trace import predict_trace
-from realrl.planner.workload.flops import call_flops, layer_products
+from realrl.planner.workload.flops import count_flops, count_layer_weights
 from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Run
 from realrl.program.lower import home_placements, lower, offloaded
@@ -73,7 +73,7 @@ def sampled_plan(rng: random.Random, of: Scenario) -> Plan:
 @pytest.fixture(scope="module", params=["interleave", "separate", "heuristic"])
 def found(request: pytest.FixtureRequest) -> Estimate:
     of = scenario(ref_ema=0.1)
-    return estimate(of, preset(request.param, of))
+    return estimate_plan(of, preset(request.param, of))
 
 
 def test_a_call_takes_the_sum_of_its_terms(found: Estimate) -> None:
@@ -96,7 +96,7 @@ def test_the_arithmetic_of_each_call_counts_in_relation_to_the_peak_of_its_own_t
     of = scenario()
     wide = {role: replace(model, element_bytes=4 if role == slow else 2) for role, model in of.models.items()}
     of = replace(of, models=wide)
-    calls = estimate(of, preset("symmetric", of)).calls
+    calls = estimate_plan(of, preset("symmetric", of)).calls
     ratio = calls["critic.train"].peak_flops / calls["actor.train"].peak_flops
     assert ratio == pytest.approx(factor)
 
@@ -109,9 +109,11 @@ def test_a_step_ends_with_the_last_slice(found: Estimate) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_moves_send_the_bytes_of_their_routes(seed: int) -> None:
     of = scenario("a100-80g:2x4", ref_ema=0.1)
-    for move in estimate(of, sampled_plan(random.Random(seed), of)).moves:
+    for move in estimate_plan(of, sampled_plan(random.Random(seed), of)).moves:
         model, instruction = of.models[move.instruction.role], move.instruction
-        before, after = (layout(model.shape, model.head, p) for p in (instruction.source, instruction.target))
+        before, after = (
+            build_layout(model.shape, model.head, p) for p in (instruction.source, instruction.target)
+        )
         exact = reallocate(before, after, of.spec.cluster).bytes_by_link(2)
         assert move.sent_bytes == pytest.approx(exact.node + exact.network, rel=0.02, abs=2**20)
         assert move.network_bytes == pytest.approx(exact.network, rel=0.02, abs=2**20)
@@ -120,9 +122,9 @@ def test_moves_send_the_bytes_of_their_routes(seed: int) -> None:
 def test_moves_say_which_call_they_are_for() -> None:
     of = scenario(ref_ema=0.1)
     plan = preset("separate", of)
-    unkept = {(m.instruction.role, m.before) for m in estimate(of, replace(plan, keep=())).moves}
+    unkept = {(m.instruction.role, m.before) for m in estimate_plan(of, replace(plan, keep=())).moves}
     assert unkept == {("actor", "actor.generate"), ("critic", "critic.inference"), ("actor", None)}
-    assert {m.before for m in estimate(of, plan).moves} == {None}
+    assert {m.before for m in estimate_plan(of, plan).moves} == {None}
 
 
 @pytest.mark.parametrize("call", ["actor.train", "ref.inference", "critic.train"])
@@ -131,25 +133,25 @@ def test_arithmetic_is_twice_the_parameters_for_each_token_and_direction(call: s
     role = of.graph.call(call).role
     shape = of.models[role].shape
     short = replace(of.workload, prompts=(2,), answers=(1,))
-    matrices = shape.layers * layer_products(shape)
+    matrices = shape.layers * count_layer_weights(shape)
     matrices += shape.hidden_size * (shape.vocab_size if of.models[role].head == "lm" else 1)
     rounds = 3 if call.endswith("train") else 1
     due = rounds * 2 * matrices * 3 * 32
-    assert call_flops(of.graph.call(call), of.models[role], short) == pytest.approx(due, rel=1e-3)
+    assert count_flops(of.graph.call(call), of.models[role], short) == pytest.approx(due, rel=1e-3)
 
 
 def test_generating_computes_each_token_once() -> None:
     of = scenario()
     model, generate = of.models["actor"], of.graph.call("actor.generate")
-    scored = call_flops(of.graph.call("ref.inference"), model, of.workload)
-    assert 0.9 * scored < call_flops(generate, model, of.workload) < scored
+    scored = count_flops(of.graph.call("ref.inference"), model, of.workload)
+    assert 0.9 * scored < count_flops(generate, model, of.workload) < scored
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_devices_hold_what_programs_bring_and_calls_need(seed: int) -> None:
     of = scenario("a100-80g:2x4")
     plan = sampled_plan(random.Random(seed), of)
-    for device in estimate(of, plan).memory:
+    for device in estimate_plan(of, plan).memory:
         calls = [call.name for call in of.graph.calls if device.rank in plan[call.name].ranks]
         assert sorted(footprint.during for footprint in device.footprints) == sorted(calls)
         for footprint in device.footprints:
@@ -158,12 +160,12 @@ def test_devices_hold_what_programs_bring_and_calls_need(seed: int) -> None:
             assert all(size > 0 for size in footprint.parts.values())
             assert footprint.bytes <= device.peak.bytes
         for role in plan.offload:
-            assert f"{role} parameters" not in device.resting
+            assert f"{role} parameters" not in device.resident
 
 
 def test_parts_have_names_that_say_what_they_are() -> None:
     of = scenario()
-    found = estimate(of, replace(preset("separate", of), keep=()))
+    found = estimate_plan(of, replace(preset("separate", of), keep=()))
     generating = next(f for f in found.memory[-1].footprints if f.during == "actor.generate")
     assert set(generating.parts) - {"logits"} == {
         "actor parameters (copy d2 t1 p1 @2-3)",
@@ -181,7 +183,7 @@ def test_what_is_offloaded_is_held_only_while_it_is_used() -> None:
     of = scenario()
     plan = preset("symmetric", of)
     offloading = replace(plan, offload=("ref",), offload_optimizer=("actor",))
-    plain, lean = (estimate(of, p) for p in (plan, offloading))
+    plain, lean = (estimate_plan(of, p) for p in (plan, offloading))
     moved = {"ref parameters", "actor gradients and optimizer"}
     for during, used in (
         ("critic.train", set()),
@@ -202,7 +204,7 @@ def test_what_every_device_holds_in_an_evaluation_includes_roles_that_take_no_pa
     homes = home_placements(of.graph, plan)
     programs = lower(graph, plan.evaluation(graph, of.graph), {role: homes[role] for role in graph.roles})
     held = Memory(of.models, homes, offloaded(plan), {})
-    for device in footprints(replace(of, graph=graph), held, programs):
+    for device in compute_footprints(replace(of, graph=graph), held, programs):
         assert [f.during for f in device.footprints] == [call.name for call in graph.order]
         assert all("critic gradients and optimizer" in f.parts for f in device.footprints)
 
@@ -213,17 +215,17 @@ def test_a_model_of_unknown_size_counts_nothing() -> None:
     known = {role: model for role, model in of.models.items() if role != "ref"}
     held = Memory(known, home_placements(of.graph, plan), offloaded(plan), {})
     programs = lower(of.graph, plan, home_placements(of.graph, plan))
-    for device in footprints(replace(of, models=known), held, programs):
-        assert not any("ref" in part for part in device.resting)
+    for device in compute_footprints(replace(of, models=known), held, programs):
+        assert not any("ref" in part for part in device.resident)
         scoring = next(f for f in device.footprints if f.during == "ref.inference")
-        assert scoring.parts == device.resting
+        assert scoring.parts == device.resident
 
 
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_a_predicted_trace_has_the_instructions_of_each_rank_and_the_terms_of_calls(name: str) -> None:
     of = scenario()
     plan = preset(name, of)
-    slices = estimate(of, plan).slices
+    slices = estimate_plan(of, plan).slices
     for rank, events in enumerate(predict_trace(of, plan, steps=2)):
         later = [event for event in events if event["args"]["step"] == 1]
         assert [event["name"] for event in later] == [format_instruction(s.instruction) for s in slices[rank]]
@@ -233,6 +235,6 @@ def test_a_predicted_trace_has_the_instructions_of_each_rank_and_the_terms_of_ca
 
 def test_a_plan_that_runs_calls_side_by_side_is_faster_than_the_sum_of_its_calls() -> None:
     of = scenario("a100-80g:2x4")
-    found = estimate(of, preset("disjoint", of))
+    found = estimate_plan(of, preset("disjoint", of))
     assert found.step_seconds < sum(call.seconds for call in found.calls.values())
     assert Mesh(0, 2) == found.plan["actor.train"].mesh

@@ -5,7 +5,7 @@ import pytest
 from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
 from realrl.families.published import SHAPES
 from realrl.families.shape import Head, ModelShape
-from realrl.layout.layout import layout
+from realrl.layout.layout import build_layout
 from realrl.plan.placement import Placement
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.memory.model import MemoryModel, MemoryNeed
@@ -48,7 +48,7 @@ def test_named_shapes_have_the_published_number_of_parameters(name: str) -> None
 def test_parameters_are_those_that_a_layout_stores(
     shape: ModelShape, head: Head, placement: Placement
 ) -> None:
-    whole = layout(shape, head, placement)
+    whole = build_layout(shape, head, placement)
     elements = [
         max(
             sum(tensor.stored.numel for tensor in whole.tensors(placement.rank(dp=0, tp=t, pp=stage)))

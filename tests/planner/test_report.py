@@ -16,11 +16,11 @@ from realrl.planner.cost.model import CostModel
 from realrl.planner.memory.model import MemoryModel
 from realrl.planner.report.make import make_report
 from realrl.planner.report.report import PlanReport, SizeReport
-from realrl.planner.report.to_json import report_json
-from realrl.planner.search.plan_search import Wanted, at_its_best, preset_plans
-from realrl.planner.simulate.predict import estimate
+from realrl.planner.report.to_json import report_to_json
+from realrl.planner.search.plan_search import UserConstraints, make_preset_plans, tune_plan
+from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.space.build import Choices
+from realrl.planner.space.build import SearchSpace
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 
@@ -68,13 +68,13 @@ def test_presets_that_cannot_be_made_say_why() -> None:
 def test_presets_have_the_micro_batches_and_recomputation_that_suit_them() -> None:
     ample = scenario("a100-40g:1x2")
     plan = make_plan("symmetric", GRAPH, ample.spec.cluster, 8192)
-    plain, leaner = (estimate(ample, p) for p in (plan, plan.recomputing(GRAPH)))
-    taken = ample.spec.groups[0].device.memory_bytes - plain.fullest.capacity
+    plain, leaner = (estimate_plan(ample, p) for p in (plan, plan.recomputing(GRAPH)))
+    taken = ample.spec.groups[0].device.memory_bytes - plain.peak_device.capacity
     tight = scenario("a100-40g:1x2", taken + (plain.peak_bytes + leaner.peak_bytes) // 2)
-    assert not estimate(tight, plan).fits
+    assert not estimate_plan(tight, plan).fits
     preset = make_report(tight, seconds=0.3).presets["symmetric"]
     assert preset.estimate is not None and preset.estimate.fits
-    assert preset.estimate.step_seconds <= estimate(tight, plan.recomputing(GRAPH)).step_seconds
+    assert preset.estimate.step_seconds <= estimate_plan(tight, plan.recomputing(GRAPH)).step_seconds
     assert preset.recompute == any(p.strategy.recompute for p in preset.estimate.plan.placements.values())
 
 
@@ -83,14 +83,14 @@ def test_micro_batches_leave_room_for_copies_that_a_plan_keeps() -> None:
     plan = make_plan("symmetric", GRAPH, ample.spec.cluster, 8192)
     generate = replace(plan["actor.generate"], strategy=Strategy(1, 2, 1, micro_batch_tokens=8192))
     plan = replace(plan, placements={**plan.placements, "actor.generate": generate}, keep=("actor",))
-    best = estimate(ample, at_its_best(ample, plan))
-    fullest = best.fullest.peak
+    best = estimate_plan(ample, tune_plan(ample, plan))
+    fullest = best.peak_device.peak
     assert fullest.during.endswith(".train")
     (copy,) = (size for name, size in fullest.parts.items() if name.startswith("actor parameters (copy"))
-    taken = ample.spec.groups[0].device.memory_bytes - best.fullest.capacity
+    taken = ample.spec.groups[0].device.memory_bytes - best.peak_device.capacity
     tight = scenario("a100-40g:1x2", taken + best.peak_bytes - copy // 2)
-    assert not estimate(tight, best.plan).fits
-    smaller = estimate(tight, at_its_best(tight, plan))
+    assert not estimate_plan(tight, best.plan).fits
+    smaller = estimate_plan(tight, tune_plan(tight, plan))
     assert smaller.fits
     assert smaller.step_seconds >= best.step_seconds
 
@@ -103,8 +103,8 @@ def test_alternatives_run_one_call_otherwise_and_are_slower_or_do_not_fit(report
 
 
 def test_where_offloading_frees_nothing_no_alternative_offloads() -> None:
-    wanted = Wanted(choices=Choices(offload=False))
-    tight = make_report(scenario("a100-40g:1x2", 14 << 30), seconds=0.5, wanted=wanted)
+    constraints = UserConstraints(search_space=SearchSpace(offload=False))
+    tight = make_report(scenario("a100-40g:1x2", 14 << 30), seconds=0.5, constraints=constraints)
     assert tight.alternatives and not any(other.offload for other in tight.alternatives)
     free = make_report(scenario("a100-40g:1x2", 14 << 30), seconds=0.5)
     assert any(other.offload or other.on_device for other in free.alternatives)
@@ -114,7 +114,7 @@ def test_a_plan_of_ones_own_with_a_mesh_on_unlike_nodes_is_refused() -> None:
     mixed = scenario("h100:1x2+a100-40g:1x2")
     mesh = Placement(Mesh(0, 4), Strategy(4, micro_batch_tokens=4096))
     mine = Plan(mixed.spec.cluster, {call.name: mesh for call in GRAPH.calls})
-    found = preset_plans(mixed, Wanted(own={"mine.yaml": mine}))["mine.yaml"]
+    found = make_preset_plans(mixed, UserConstraints(own={"mine.yaml": mine}))["mine.yaml"]
     assert isinstance(found, UserError) and "does not lie inside one group" in str(found)
 
 
@@ -124,20 +124,20 @@ def test_an_alternative_takes_about_what_its_own_estimate_says(report: PlanRepor
     for other in report.alternatives:
         if other.fits and not other.offload:
             changed = replace(plan, placements={**plan.placements, other.call: other.placement})
-            seconds = estimate(report.scenario, changed).step_seconds
+            seconds = estimate_plan(report.scenario, changed).step_seconds
             assert other.step_seconds == pytest.approx(seconds, rel=0.03)
 
 
 def test_what_would_be_faster_but_does_not_fit_is_named_with_what_is_to_blame() -> None:
     ample = make_report(scenario("a100-40g:1x2"), seconds=0.3).chosen
-    taken = scenario("a100-40g:1x2").spec.groups[0].device.memory_bytes - ample.fullest.capacity
+    taken = scenario("a100-40g:1x2").spec.groups[0].device.memory_bytes - ample.peak_device.capacity
     tight = make_report(scenario("a100-40g:1x2", taken + int(0.8 * ample.peak_bytes)), seconds=0.3)
     reasons = [other.reason for other in tight.alternatives if not other.fits]
     assert reasons and all("GiB of" in reason and "most of it" in reason for reason in reasons)
 
 
 def test_machines_get_the_same_figures(report: PlanReport) -> None:
-    found = report_json(report)
+    found = report_to_json(report)
     assert found["step_seconds"] == report.chosen.step_seconds
     assert found["reallocations"] == [] or found["reallocations"][0]["seconds"] > 0
     assert sum(found["memory"]["parts"].values()) == found["peak_bytes"]

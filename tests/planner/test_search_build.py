@@ -7,16 +7,19 @@ import pytest
 
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
+from realrl.algorithms.sft.graph import train_graph as sft_graph
 from realrl.dataflow.call import Kind
 from realrl.families.published import SHAPES
+from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.presets import make_plan
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.cost.model import CostModel
 from realrl.planner.evaluate.timeline import Timeline
 from realrl.planner.memory.model import MemoryModel
+from realrl.planner.search.plan_search import UserConstraints, find_plan
 from realrl.planner.search.search import Effort, search
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.space.build import Choices, build_problem
+from realrl.planner.space.build import SearchSpace, build_problem
 from realrl.planner.space.candidates import meshes, micro_batches
 from realrl.planner.space.problem import Problem
 from realrl.planner.workload.workload import Workload
@@ -30,12 +33,12 @@ MODELS = dict.fromkeys(GRAPH.roles, SHAPE)
 PRESETS = ("heuristic", "symmetric")
 
 
-def problem(spec: ClusterSpec, **choices: object) -> Problem:
+def problem(spec: ClusterSpec, **search_space: object) -> Problem:
     plans = [make_plan(name, GRAPH, spec.cluster, 8192, MODELS) for name in PRESETS]
     models = {role: Stored(SHAPE, PPO_SPEC.heads[role], 2, GRAPH.trained(role)) for role in GRAPH.roles}
     workload = Workload(256, (512,), (512,), 512)
     scenario = Scenario(GRAPH, models, spec, workload, CostModel(spec), MemoryModel(spec))
-    return build_problem(scenario, choices=Choices(**choices), include=plans)
+    return build_problem(scenario, search_space=SearchSpace(**search_space), include=plans)
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +103,23 @@ def test_micro_batches_reach_from_a_sequence_to_all_there_is(name: str, items: i
     assert sizes[-1] <= whole and (
         sizes[-1] == whole or (call.kind is not Kind.GENERATE and sizes[-1] >= 8192)
     )
+
+
+def test_small_micro_batches_are_tried_where_nothing_else_fits() -> None:
+    given = ClusterSpec.parse("a100-80g:1x1")
+    graph = sft_graph()
+    call, model = graph.calls[0], Stored(SHAPES["llama-2-7b"], "lm", 2, True)
+    workload = Workload(64, (128,))
+    needs = {}
+    for tokens in (128, 4096):
+        strategy = Strategy(1, micro_batch_tokens=tokens, recompute=True)
+        place = Placement(Mesh(0, 1), strategy)
+        needs[tokens] = MemoryModel(given).call(call, model, place, workload).bytes
+    taken = given.device(0).memory_bytes - MemoryModel(given).capacity(0)
+    (group,) = given.groups
+    device = replace(group.device, memory_bytes=taken + (needs[128] + needs[4096]) // 2)
+    spec = replace(given, groups=(replace(group, device=device),))
+    of = Scenario(graph, {"actor": model}, spec, workload, CostModel(spec), MemoryModel(spec))
+    lean = UserConstraints(search_space=SearchSpace(offload=False))
+    found = find_plan(of, seconds=1.0, presets={}, constraints=lean)
+    assert found.plan["actor.train"].strategy.micro_batch_tokens == 128

@@ -16,21 +16,23 @@ from .reference import Walk, sampled_problem
 
 def sampled_choices(rng: random.Random, problem: Problem, most: int) -> list[dict[str, int]]:
     names = [call.name for call in problem.graph.order]
-    every = list(itertools.product(*(range(len(problem.options[name])) for name in names)))
-    return [dict(zip(names, choice, strict=True)) for choice in rng.sample(every, min(most, len(every)))]
+    every = list(itertools.product(*(range(len(problem.candidates[name])) for name in names)))
+    return [
+        dict(zip(names, assignment, strict=True)) for assignment in rng.sample(every, min(most, len(every)))
+    ]
 
 
-def columns(choices: list[dict[str, int]]) -> np.ndarray:
-    return np.array([list(choice.values()) for choice in choices]).T
+def columns(search_space: list[dict[str, int]]) -> np.ndarray:
+    return np.array([list(assignment.values()) for assignment in search_space]).T
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_plans_cost_what_their_programs_do(seed: int) -> None:
     rng = random.Random(seed)
     problem = sampled_problem(rng)
-    choices = sampled_choices(rng, problem, 40)
-    seconds, fill = Timeline(problem)(columns(choices))
-    walks = [Walk(problem, choice) for choice in choices]
+    search_space = sampled_choices(rng, problem, 40)
+    seconds, fill = Timeline(problem)(columns(search_space))
+    walks = [Walk(problem, assignment) for assignment in search_space]
     assert seconds == pytest.approx([walk.seconds for walk in walks], rel=1e-9)
     possible = np.flatnonzero(np.isfinite(fill))
     assert fill[possible] == pytest.approx([walks[i].fill for i in possible], rel=1e-9)
@@ -40,18 +42,18 @@ def test_plans_cost_what_their_programs_do(seed: int) -> None:
 def test_many_plans_at_once_cost_what_loops_over_devices_find(seed: int) -> None:
     rng = random.Random(100 + seed)
     problem = sampled_problem(rng)
-    choices = sampled_choices(rng, problem, 60)
-    found = np.array([cost(problem, choice, {}) for choice in choices]).T
-    assert np.array(Timeline(problem)(columns(choices))) == pytest.approx(found, rel=1e-9)
+    search_space = sampled_choices(rng, problem, 60)
+    found = np.array([cost(problem, assignment, {}) for assignment in search_space]).T
+    assert np.array(Timeline(problem)(columns(search_space))) == pytest.approx(found, rel=1e-9)
 
 
 def test_one_plan_in_detail_is_the_same_as_among_many() -> None:
     rng = random.Random(3)
     problem = sampled_problem(rng)
-    choices = sampled_choices(rng, problem, 20)
+    search_space = sampled_choices(rng, problem, 20)
     timeline = Timeline(problem)
-    seconds, fill = timeline(columns(choices))
-    details = [timeline.evaluate(choice) for choice in choices]
+    seconds, fill = timeline(columns(search_space))
+    details = [timeline.evaluate(assignment) for assignment in search_space]
     assert [d.seconds for d in details] == seconds.tolist()
     assert [d.fill for d in details] == fill.tolist()
 
@@ -59,8 +61,8 @@ def test_one_plan_in_detail_is_the_same_as_among_many() -> None:
 def test_calls_start_after_those_they_depend_on() -> None:
     rng = random.Random(4)
     problem = sampled_problem(rng)
-    for choice in sampled_choices(rng, problem, 20):
-        result = Timeline(problem).evaluate(choice)
+    for assignment in sampled_choices(rng, problem, 20):
+        result = Timeline(problem).evaluate(assignment)
         for call in problem.graph.calls:
             for other in problem.graph.dependencies(call):
                 if other in producers(problem.graph, call):

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 from realrl.families.shape import ModelShape
-from realrl.layout.layout import layout
+from realrl.layout.layout import build_layout
 from realrl.layout.routing.links import Links
 from realrl.layout.routing.routes import reallocate
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.planner.moves.links import LinkTransfers, Weights
+from realrl.planner.moves.links import LinkTransfers, ParameterBytes
 from realrl.planner.moves.transfers import Floats, Layouts, TransferTable
 from realrl.program.memory import Stored
 
 SHAPE = ModelShape(
     vocab_size=512, hidden_size=256, intermediate_size=704, layers=16, heads=8, kv_heads=8, head_dim=32
 )
-WEIGHTS = {"actor": Weights.of(Stored(SHAPE, "lm", 2, trained=True), 2)}
+WEIGHTS = {"actor": ParameterBytes.of(Stored(SHAPE, "lm", 2, trained=True), 2)}
 LINKS = Links(170e6, 20e6, 0.0)
 
 
@@ -59,7 +59,9 @@ def test_estimates_are_near_the_real_schedules(cluster: Cluster) -> None:
     columns = [Layouts.of(side) for side in zip(*pairs, strict=True)]
     estimates = transfers.seconds("actor", *columns)
     exact = [
-        reallocate(layout(SHAPE, "lm", a), layout(SHAPE, "lm", b), cluster, LINKS).seconds(LINKS, 2)
+        reallocate(build_layout(SHAPE, "lm", a), build_layout(SHAPE, "lm", b), cluster, LINKS).seconds(
+            LINKS, 2
+        )
         for a, b in pairs
     ]
     ratios = [e / x for e, x in zip(estimates, exact, strict=True) if x]

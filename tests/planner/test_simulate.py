@@ -108,8 +108,8 @@ def _runs(instruction: Instruction, call: str) -> bool:
 
 def test_readers_of_lengths_wait_for_heads() -> None:
     simulation = simulate(programs(*APART), seconds())
-    (told,) = [s for s in simulation.slices(0)[3] if isinstance(s.instruction, ShareLengths)]
-    assert told.start + told.seconds == 4.0
+    (length_receivers,) = [s for s in simulation.slices(0)[3] if isinstance(s.instruction, ShareLengths)]
+    assert length_receivers.start + length_receivers.seconds == 4.0
 
 
 def test_slices_are_the_program_of_the_rank_without_gaps() -> None:

@@ -43,7 +43,7 @@ def test_a_preference_pair_is_two_sequences() -> None:
 def test_ranks_share_out_pairs_and_not_their_sequences() -> None:
     work = Workload(10, (100,)).work(reward_graph().calls[0])
     chunks = split_work(work, Strategy(4, micro_batch_tokens=100), 2)
-    assert (chunks.count, chunks.sequences, chunks.fullest.sequences) == (3, 2, 2)
+    assert (chunks.count, chunks.sequences, chunks.peak.sequences) == (3, 2, 2)
     assert split_work(work, Strategy(4, micro_batch_tokens=500), 2).count == 2
     with pytest.raises(UserError, match="10 records cannot be split over dp=16"):
         split_work(work, Strategy(16), 2)

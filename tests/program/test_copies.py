@@ -73,7 +73,7 @@ def about(program: Program, role: str) -> list[str]:
     return found
 
 
-def test_a_copy_is_made_once_per_step_and_given_up_after_its_last_use() -> None:
+def test_copies_are_made_once_per_step_and_released_after_their_last_use() -> None:
     start, step = compiled(TWICE, twice(b=HOME, b_again=HOME))
     assert not any(program.instructions for program in start)
     move = f"{HOME.layout} -> {AWAY.layout}"
@@ -81,7 +81,7 @@ def test_a_copy_is_made_once_per_step_and_given_up_after_its_last_use() -> None:
     assert about(step[2], "a") == [move, "a.generate", "a.inference", "release"]
 
 
-def test_a_kept_copy_is_made_at_the_start_and_refreshed_once_after_each_update() -> None:
+def test_kept_copies_are_made_at_the_start_and_refreshed_once_per_update() -> None:
     start, step = compiled(TWICE, twice(b=HOME, b_again=HOME, keep=("a",)))
     move = f"{HOME.layout} -> {AWAY.layout}"
     assert [about(program, "a") for program in start] == [[move]] * 4
@@ -89,7 +89,7 @@ def test_a_kept_copy_is_made_at_the_start_and_refreshed_once_after_each_update()
     assert about(step[2], "a") == ["a.generate", "a.inference", move]
 
 
-def test_a_frozen_role_that_is_kept_is_never_sent_again() -> None:
+def test_kept_copies_of_a_frozen_role_are_never_refreshed() -> None:
     plan = twice(b=HOME, b_again=FURTHER)
     assert sum("->" in line for line in about(compiled(TWICE, plan)[1][2], "b")) == 1
     start, step = compiled(TWICE, replace(plan, keep=("b",)))
@@ -97,7 +97,7 @@ def test_a_frozen_role_that_is_kept_is_never_sent_again() -> None:
     assert about(step[2], "b") == ["b.again"]
 
 
-def test_a_kept_role_that_follows_another_is_refreshed_when_it_has_moved() -> None:
+def test_kept_copies_of_an_ema_role_are_refreshed_after_its_update() -> None:
     following = DataflowGraph(TWICE.calls, KEYS, [Average("b", "a", 0.5)])
     plan = make_plan("symmetric", following, Cluster(1, 4), 10)
     elsewhere = place(0, 1)
@@ -118,7 +118,7 @@ def test_an_offloaded_home_is_loaded_only_while_its_copy_is_made() -> None:
     assert kinds == ["Load", "Run", "Offload"] * 2
 
 
-def test_forgetting_to_refresh_a_kept_copy_is_found() -> None:
+def test_validation_finds_a_kept_copy_that_is_not_refreshed() -> None:
     plan = twice(b=HOME, b_again=HOME, keep=("a",))
     homes = home_placements(TWICE, plan)
     kept = kept_copies(TWICE, plan, homes)
@@ -142,7 +142,7 @@ def test_calls_that_share_no_device_and_no_data_are_one_wave() -> None:
     assert names == [["a.generate"], ["b.inference", "a.inference"], ["b.again"], ["a.train"]]
 
 
-def test_no_rank_works_alone_while_others_of_its_wave_wait_for_its_parameters() -> None:
+def test_reallocations_of_a_wave_precede_its_calls_on_every_rank() -> None:
     plan = make_plan("interleave", PPO, Cluster(1, 4), 10)
     for program in compiled(PPO, plan)[1]:
         names = [i.call if isinstance(i, Run) else type(i).__name__ for i in program.instructions]
@@ -154,7 +154,7 @@ def test_no_rank_works_alone_while_others_of_its_wave_wait_for_its_parameters() 
 
 @pytest.mark.parametrize("cluster", ["1x4", "2x4", "5x3"])
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_compile(name: str, cluster: str) -> None:
+def test_presets_compile_to_valid_programs(name: str, cluster: str) -> None:
     compiled(FOLLOWING, make_plan(name, FOLLOWING, Cluster.parse(cluster), 10))
 
 

@@ -3,10 +3,10 @@
 import pytest
 
 from realrl.algorithms.ppo.graph import train_graph
-from realrl.families import tensors
 from realrl.families.published import SHAPES
 from realrl.families.shape import Head
 from realrl.families.tensors import model_tensors
+from realrl.layout import limits
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
@@ -41,7 +41,7 @@ def most(plan: Plan, rank: int) -> tuple[str, Holdings]:
 @pytest.fixture(autouse=True)
 def _one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets pad buffers a little; without them, bytes can be counted by hand."""
-    monkeypatch.setattr(tensors, "BUCKET_ELEMENTS", 2**60)
+    monkeypatch.setattr(limits, "BUCKET_ELEMENTS", 2**60)
 
 
 def plan_of(default: Placement, **calls: Placement) -> dict[str, Placement]:
@@ -53,7 +53,7 @@ def place(first: int, dp: int, tp: int = 1, pp: int = 1) -> Placement:
     return Placement(Mesh(first, dp * tp * pp), Strategy(dp, tp, pp))
 
 
-def test_one_device_holds_everything_once() -> None:
+def test_a_single_device_holds_all_state_once() -> None:
     plan = make_plan("symmetric", PPO, Cluster(1, 1), 10)
     held = memory(plan).at_rest(0)
     # bfloat16 parameters; float32 gradients twice, two moments and master weights.
@@ -63,7 +63,7 @@ def test_one_device_holds_everything_once() -> None:
 
 
 @pytest.mark.parametrize(("element_bytes", "shard"), [(4, 12), (2, 16)])
-def test_data_parallel_ranks_share_the_optimizer(element_bytes: int, shard: int) -> None:
+def test_optimizer_state_is_sharded_over_data_parallel_ranks(element_bytes: int, shard: int) -> None:
     plan = make_plan("symmetric", PPO, Cluster(1, 8), 10)
     held = memory(plan, element_bytes).at_rest(3)
     n = number("actor")
@@ -72,7 +72,7 @@ def test_data_parallel_ranks_share_the_optimizer(element_bytes: int, shard: int)
 
 
 @pytest.mark.parametrize("strategy", [(1, 8, 1), (1, 1, 8), (1, 2, 4)])
-def test_tensor_and_pipeline_ranks_share_everything_but_norms(strategy: tuple[int, int, int]) -> None:
+def test_tp_and_pp_ranks_divide_all_state_but_norms(strategy: tuple[int, int, int]) -> None:
     placement = place(0, *strategy)
     plan = Plan(Cluster(1, 8), plan_of(placement))
     item = Item("ref", placement.layout, "parameters")
@@ -81,7 +81,7 @@ def test_tensor_and_pipeline_ranks_share_everything_but_norms(strategy: tuple[in
     assert 2 * number("ref") <= sum(held) <= 2 * number("ref") + 7 * norms
 
 
-def test_a_copy_counts_while_it_is_there() -> None:
+def test_a_copy_counts_from_its_reallocation_to_its_release() -> None:
     away = place(2, 1, 2)
     placements = plan_of(place(0, 2), actor__generate=away)
     for keep, at_rest in (((), False), (("actor",), True)):
@@ -92,7 +92,7 @@ def test_a_copy_counts_while_it_is_there() -> None:
         assert most(plan, 2)[1].keys() == {item}
 
 
-def test_what_is_offloaded_counts_only_while_it_is_in_use() -> None:
+def test_offloaded_state_counts_only_while_loaded() -> None:
     plan = Plan(
         Cluster(1, 1), plan_of(place(0, 1)), ("actor", "reward", "ref", "critic"), ("actor", "critic")
     )
@@ -102,7 +102,7 @@ def test_what_is_offloaded_counts_only_while_it_is_in_use() -> None:
     assert sum(held.values()) == 22 * number("actor")
 
 
-def test_where_devices_share_the_memory_of_the_host_copies_there_count_all_the_time() -> None:
+def test_host_copies_always_count_on_devices_that_share_host_memory() -> None:
     plan = Plan(Cluster(1, 1), plan_of(place(0, 1)), ("ref",), ("actor", "critic"))
     of, apart = memory(plan).in_host_memory(), memory(plan)
     copies = {item: size for item, size in of.at_rest(0).items() if item.host}

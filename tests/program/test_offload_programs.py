@@ -34,7 +34,7 @@ def check(programs: list[Program]) -> None:
     validate(programs, GRAPH, home_placements(GRAPH, PLAN), offloaded(PLAN))
 
 
-def test_what_is_offloaded_is_loaded_for_its_calls_only(programs: list[Program]) -> None:
+def test_offloaded_state_is_loaded_for_its_calls_only(programs: list[Program]) -> None:
     check(programs)
     kinds = (Load, Offload, Run, Reallocate, Release)
     of_actor = [i for i in programs[3].instructions if isinstance(i, kinds) and i.role == "actor"]
@@ -53,13 +53,13 @@ def test_what_is_offloaded_is_loaded_for_its_calls_only(programs: list[Program])
     ]
 
 
-def test_text_round_trips(programs: list[Program]) -> None:
+def test_offload_instructions_round_trip_through_text(programs: list[Program]) -> None:
     for program in programs:
         assert parse_program(format_program(program)) == program
 
 
 @pytest.mark.parametrize("kind", [Load, Offload, Reallocate, Release])
-def test_dropping_any_one_instruction_is_found(programs: list[Program], kind: type) -> None:
+def test_validation_finds_any_dropped_offload_instruction(programs: list[Program], kind: type) -> None:
     found = 0
     for rank, program in enumerate(programs):
         for i, instruction in enumerate(program.instructions):
@@ -79,7 +79,7 @@ def test_dropping_any_one_instruction_is_found(programs: list[Program], kind: ty
         (("actor", "ref", "reward"), ("actor",), "has the optimizer of critic in device memory already"),
     ],
 )
-def test_a_start_that_is_not_the_plans_is_found(
+def test_validation_finds_a_start_that_contradicts_the_plan(
     programs: list[Program], offload: tuple[str, ...], optimizer: tuple[str, ...], complaint: str
 ) -> None:
     start = offloaded(replace(PLAN, offload=offload, offload_optimizer=optimizer))
@@ -87,7 +87,7 @@ def test_a_start_that_is_not_the_plans_is_found(
         validate(programs, GRAPH, home_placements(GRAPH, PLAN), start)
 
 
-def test_a_call_whose_parameters_are_in_host_memory_is_found(programs: list[Program]) -> None:
+def test_validation_finds_a_call_on_offloaded_parameters(programs: list[Program]) -> None:
     bare = [
         replace(p, instructions=tuple(i for i in p.instructions if not isinstance(i, Load | Offload)))
         for p in programs
@@ -110,6 +110,6 @@ def test_a_call_whose_parameters_are_in_host_memory_is_found(programs: list[Prog
         ("ref", "reward", "is not trained"),
     ],
 )
-def test_only_a_frozen_role_follows_and_only_a_trained_one(role: str, source: str, complaint: str) -> None:
+def test_ema_is_of_a_trained_role_into_a_frozen_one(role: str, source: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         DataflowGraph(GRAPH.calls, GRAPH.keys.values(), [Average(role, source, 0.5)])

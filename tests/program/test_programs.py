@@ -79,7 +79,7 @@ def test_every_call_runs_on_exactly_its_ranks(compiled: tuple[Plan, list[Program
         assert running == list(chosen[call.name].ranks)
 
 
-def test_text_round_trips(compiled: tuple[Plan, list[Program]]) -> None:
+def test_programs_round_trip_through_text(compiled: tuple[Plan, list[Program]]) -> None:
     for program in compiled[1]:
         assert parse_program(format_program(program)) == program
 
@@ -94,7 +94,7 @@ def test_parameters_move_only_where_layouts_differ() -> None:
     assert moves("generation elsewhere") == {"actor"}
 
 
-def test_role_lives_where_it_is_trained() -> None:
+def test_a_role_lives_where_it_is_trained() -> None:
     homes = home_placements(PPO, PLANS["generation elsewhere"])
     assert homes["actor"] == place(0, 2)
 
@@ -107,7 +107,7 @@ def test_text_that_is_no_instruction_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", [Receive, Send, ShareLengths, Report, Run, Reallocate])
 @pytest.mark.parametrize("name", ["generation elsewhere", "roles apart"])
-def test_dropping_any_one_instruction_is_found(kind: type, name: str) -> None:
+def test_validation_finds_any_dropped_instruction(kind: type, name: str) -> None:
     chosen = PLANS[name]
     programs = lower(PPO, chosen, home_placements(PPO, chosen))
     for rank, program in enumerate(programs):
@@ -120,7 +120,7 @@ def test_dropping_any_one_instruction_is_found(kind: type, name: str) -> None:
                 check(chosen, broken)
 
 
-def test_crossed_waits_are_reported_as_deadlock_with_where_each_rank_stands() -> None:
+def test_crossed_waits_are_reported_as_deadlock_with_the_position_of_each_rank() -> None:
     keys = [Key("x", "int64"), Key("y", "float32", "one"), Key("z", "float32", "one")]
     graph = DataflowGraph(
         [
@@ -139,7 +139,7 @@ def test_crossed_waits_are_reported_as_deadlock_with_where_each_rank_stands() ->
         validate([first, replace(second, instructions=tuple(swapped))], graph, home_placements(graph, chosen))
 
 
-def test_running_before_parameters_arrive_is_found() -> None:
+def test_validation_finds_a_call_before_its_parameters_arrive() -> None:
     chosen = PLANS["generation elsewhere"]
     programs = lower(PPO, chosen, home_placements(PPO, chosen))
     late = []
@@ -151,7 +151,7 @@ def test_running_before_parameters_arrive_is_found() -> None:
         check(chosen, late)
 
 
-def test_running_on_outdated_parameters_is_found() -> None:
+def test_validation_finds_a_call_on_outdated_parameters() -> None:
     graph = DataflowGraph(
         [
             Call("a.inference", "a", Kind.INFERENCE, ("x",), ("y",), ("x",)),

@@ -126,7 +126,7 @@ def assert_nothing_lost(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input_is_one_sentence_and_leaves_an_earlier_run_alone(
+def test_bad_input_is_one_error_message_and_keeps_an_earlier_run(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
     file, words = recipe(world, tmp_path, case)
@@ -139,7 +139,7 @@ def test_bad_input_is_one_sentence_and_leaves_an_earlier_run_alone(
 
 
 @pytest.mark.parametrize("case", ["wrong type", "malformed line"])
-def test_several_processes_say_it_once(world: World, tmp_path: Path, case: str) -> None:
+def test_several_processes_print_a_mistake_once(world: World, tmp_path: Path, case: str) -> None:
     file, words = recipe(world, tmp_path, case, cluster="1x2")
     earlier_run(tmp_path)
     status, error = end(start("train", file))
@@ -147,7 +147,7 @@ def test_several_processes_say_it_once(world: World, tmp_path: Path, case: str) 
     assert_nothing_lost(tmp_path)
 
 
-def test_what_only_one_rank_finds_ends_all(world: World, tmp_path: Path) -> None:
+def test_a_mistake_found_by_one_rank_ends_all_ranks(world: World, tmp_path: Path) -> None:
     """Only rank 1 reads the reference, and only rank 0 opens the run's directory."""
     calls = {"actor.generate": 0, "reward.inference": 0, "ref.inference": 1, "critic.inference": 0}
     calls |= {"actor.train": 0, "critic.train": 0}
@@ -169,7 +169,7 @@ def test_what_only_one_rank_finds_ends_all(world: World, tmp_path: Path) -> None
         ("profile", "/nowhere/profile.json", "profile /nowhere/profile.json: no such file"),
     ],
 )
-def test_what_needs_no_data_is_checked_before_data_is_read(
+def test_settings_are_checked_before_data_is_read(
     world: World,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -188,7 +188,7 @@ def test_what_needs_no_data_is_checked_before_data_is_read(
     assert words in error and error.count("\n") == 1
 
 
-def test_a_directory_that_cannot_be_written_is_a_sentence(
+def test_a_run_directory_that_cannot_be_written_is_one_error_message(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")

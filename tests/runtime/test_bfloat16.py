@@ -20,7 +20,7 @@ def run(world: World, algorithm: str, directory: Path, dtype: str) -> list[dict[
 @pytest.mark.parametrize(
     ("algorithm", "loss"), [("sft", "actor.train/loss"), ("reward", "reward.train/loss")]
 )
-def test_losses_follow_float32(world: World, tmp_path: Path, algorithm: str, loss: str) -> None:
+def test_bfloat16_losses_follow_float32(world: World, tmp_path: Path, algorithm: str, loss: str) -> None:
     expected, got = (run(world, algorithm, tmp_path / dtype, dtype) for dtype in ("float32", "bfloat16"))
     assert [step[loss] for step in got] == pytest.approx(
         [step[loss] for step in expected], rel=0.05, abs=0.02

@@ -9,7 +9,7 @@ import torch
 
 from realrl.cli.app import run_app
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.planner.calibration.calibrate import calibrate
+from realrl.planner.calibration.calibrate import calibrate_profile
 from realrl.planner.calibration.comparison import Comparison
 from realrl.planner.cost.model import CostModel
 from realrl.planner.profile.profile import Profile
@@ -17,10 +17,10 @@ from realrl.program.instructions import Load, Run
 from realrl.program.memory import Memory
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
-from realrl.runtime.measure.allocations import Allocations, allocations
-from realrl.runtime.measure.ledger import KEPT_STEPS, Ledger
-from realrl.runtime.measure.meter import Meter, Span, StepTimes, offset
-from realrl.runtime.train import Record, train
+from realrl.runtime.measure.allocations import Allocations, count_allocations
+from realrl.runtime.measure.step_timer import StepTimer, StepTimes, TimedSpan, estimate_offset
+from realrl.runtime.measure.timing_log import KEPT_STEPS, TimingLog
+from realrl.runtime.train import MetricsRecord, train
 from tests.conftest import World
 from tests.runtime.conftest import changes, run
 from tests.runtime.ranks import Silent
@@ -36,7 +36,7 @@ def kib(number: int) -> torch.Tensor:
 
 def test_allocations_are_counted_exactly_at_their_peak() -> None:
     before = kib(500)
-    with allocations() as found:
+    with count_allocations() as found:
         a, b = kib(10), kib(20)
         del a, before
         c = kib(15)
@@ -47,8 +47,8 @@ def test_allocations_are_counted_exactly_at_their_peak() -> None:
     assert found.peak == 39 * KIB
 
 
-def test_folding_on_the_way_changes_no_peak() -> None:
-    with allocations() as found:
+def test_folding_allocations_does_not_change_the_peak() -> None:
+    with count_allocations() as found:
         a = kib(10)
         found.fold()
         b = kib(20)
@@ -59,7 +59,7 @@ def test_folding_on_the_way_changes_no_peak() -> None:
     assert found.peak == 31 * KIB and len(b) + len(c) == 31 * KIB
 
 
-def test_memory_that_is_given_out_again_has_come_back() -> None:
+def test_a_reused_address_counts_as_released() -> None:
     found = Allocations()
     for address, size in ((100, 50), (200, 30), (230, 20), (400, 7), (140, 80), (230, -20), (230, -20)):
         found.count(address, size)
@@ -71,9 +71,9 @@ def test_memory_that_is_given_out_again_has_come_back() -> None:
     assert found.peak == 108
 
 
-def test_what_the_backward_pass_allocates_counts() -> None:
+def test_allocations_of_the_backward_pass_count() -> None:
     weight = torch.ones(KIB, requires_grad=True)
-    with allocations() as found:
+    with count_allocations() as found:
         loss = (weight * weight).sum()
         forward = found
         loss.backward()
@@ -81,36 +81,36 @@ def test_what_the_backward_pass_allocates_counts() -> None:
     assert forward.peak >= 4 * KIB + 4 and weight.grad is not None
 
 
-def measured(*sizes: int) -> list[Span]:
+def measured(*sizes: int) -> list[TimedSpan]:
     """Spans of calls that hold so many KiB of parameters, and need the double of it on top."""
     held = 0
-    meter = Meter(CPU, held=lambda: held, staged=lambda: 7)
-    with meter.step():
+    timer = StepTimer(CPU, held=lambda: held, staged=lambda: 7)
+    with timer.step():
         for size in sizes:
             held = size * KIB
-            with meter.instruction(Run("actor.train", "actor", PLACE)):
+            with timer.instruction(Run("actor.train", "actor", PLACE)):
                 needed = kib(2 * size)
-                meter.turn()
+                timer.turn()
                 del needed
-    (step,) = meter.take()
+    (step,) = timer.take()
     return list(step.spans)
 
 
-def test_memory_of_a_call_is_what_is_held_and_what_it_allocates() -> None:
+def test_memory_of_a_call_is_buffers_held_plus_allocations() -> None:
     assert [span.bytes for span in measured(5, 3)] == [15 * KIB, 9 * KIB]
 
 
-def test_what_was_moved_before_a_call_counts_to_it() -> None:
+def test_memory_moved_before_a_call_counts_to_the_call() -> None:
     held = 100
-    meter = Meter(CPU, held=lambda: held, staged=lambda: 0)
-    with meter.step():
-        with meter.instruction(Load("actor", PLACE, "parameters")):
+    timer = StepTimer(CPU, held=lambda: held, staged=lambda: 0)
+    with timer.step():
+        with timer.instruction(Load("actor", PLACE, "parameters")):
             held = 900
         held = 200
         for _ in range(2):
-            with meter.instruction(Run("actor.train", "actor", PLACE)):
+            with timer.instruction(Run("actor.train", "actor", PLACE)):
                 pass
-    assert [span.bytes for span in meter.take()[0].spans] == [900, 200]
+    assert [span.bytes for span in timer.take()[0].spans] == [900, 200]
 
 
 def test_clocks_are_compared_by_when_messages_are_exchanged() -> None:
@@ -118,38 +118,42 @@ def test_clocks_are_compared_by_when_messages_are_exchanged() -> None:
     met = [max(pair) for pair in zip(came, their_came, strict=True)]
     went, their_went = [t + 0.01 for t in met], [t + 0.02 for t in met]
     shifted = ([t + ahead for t in their_came], [t + ahead for t in their_went])
-    assert offset(came, went, *shifted) == pytest.approx(ahead, abs=0.02)
+    assert estimate_offset(came, went, *shifted) == pytest.approx(ahead, abs=0.02)
 
 
 def test_waiting_for_others_is_no_part_of_a_call() -> None:
-    ledger = Ledger()
-    early = StepTimes(0.0, 9.0, (Span("actor.train", 1.0, 8.0, 50), Span("move", 8.0, 8.5)))
-    late = StepTimes(102.0, 110.0, (Span("move", 108.0, 109.5), Span("actor.train", 106.0, 108.5, 70)))
-    ledger.add([[early], [late]], [0.0, 100.0])
-    assert ledger.spans["actor.train"].seconds == [2.5] and ledger.spans["actor.train"].bytes == 70
-    assert ledger.spans["move"].seconds == [1.5] and ledger.step.seconds == [10.0]
+    log = TimingLog()
+    early = StepTimes(0.0, 9.0, (TimedSpan("actor.train", 1.0, 8.0, 50), TimedSpan("move", 8.0, 8.5)))
+    late = StepTimes(
+        102.0, 110.0, (TimedSpan("move", 108.0, 109.5), TimedSpan("actor.train", 106.0, 108.5, 70))
+    )
+    log.add([[early], [late]], [0.0, 100.0])
+    assert log.spans["actor.train"].seconds == [2.5] and log.spans["actor.train"].bytes == 70
+    assert log.spans["move"].seconds == [1.5] and log.step.seconds == [10.0]
 
 
 def test_a_reallocation_that_is_done_twice_counts_twice() -> None:
-    ledger = Ledger()
-    spans = (Span("move", 1.0, 2.0), Span("move", 5.0, 7.0))
-    ledger.add([[StepTimes(0.0, 9.0, spans)]], [0.0])
-    assert ledger.spans["move"].seconds == [3.0]
+    log = TimingLog()
+    spans = (TimedSpan("move", 1.0, 2.0), TimedSpan("move", 5.0, 7.0))
+    log.add([[StepTimes(0.0, 9.0, spans)]], [0.0])
+    assert log.spans["move"].seconds == [3.0]
 
 
-def test_steps_count_from_the_end_of_the_one_before_and_the_first_not_at_all() -> None:
-    ledger = Ledger()
+def test_step_times_start_at_the_end_of_the_step_before_and_skip_the_first() -> None:
+    log = TimingLog()
     times = [(0.0, 9.0), (8.0, 12.0), (12.0, 15.5), (20.0, 22.0)]
-    ledger.add([[StepTimes(start, end, ()) for start, end in times]], [0.0])
-    assert ledger.step.seconds == [9.0, 3.0, 3.5, 2.0]
-    assert ledger.step.counted == [3.0, 3.5, 2.0]
+    log.add([[StepTimes(start, end, ()) for start, end in times]], [0.0])
+    assert log.step.seconds == [9.0, 3.0, 3.5, 2.0]
+    assert log.step.counted == [3.0, 3.5, 2.0]
 
 
-def test_of_a_long_run_the_last_steps_are_kept() -> None:
-    ledger = Ledger()
+def test_long_runs_keep_their_last_step_times() -> None:
+    log = TimingLog()
     count = KEPT_STEPS + 5
-    ledger.add([[StepTimes(2.0 * n, 2.0 * n + 1, (Span("move", n, n + 0.5),)) for n in range(count)]], [0.0])
-    for times in (ledger.step, ledger.spans["move"]):
+    log.add(
+        [[StepTimes(2.0 * n, 2.0 * n + 1, (TimedSpan("move", n, n + 0.5),)) for n in range(count)]], [0.0]
+    )
+    for times in (log.step, log.spans["move"]):
         assert len(times.seconds) == KEPT_STEPS and len(times.counted) == KEPT_STEPS - 1
 
 
@@ -175,11 +179,11 @@ def test_a_run_leaves_the_costs_of_every_call(finished: Mapping[str, Path], algo
     check(Comparison.load(finished[algorithm]), finished[algorithm])
 
 
-def test_so_does_one_on_two_processes(finished_on_two: Path) -> None:
+def test_a_run_on_two_processes_leaves_the_costs_of_every_call(finished_on_two: Path) -> None:
     check(Comparison.load(finished_on_two), finished_on_two)
 
 
-def test_lengths_are_those_that_occurred(finished: Mapping[str, Path], finished_on_two: Path) -> None:
+def test_costs_hold_the_lengths_that_occurred(finished: Mapping[str, Path], finished_on_two: Path) -> None:
     found = {name: json.loads((path / "lengths.json").read_text()) for name, path in finished.items()}
     assert all(len(lengths["prompts"]) == 64 for lengths in found.values())
     assert max(found["ppo"]["answers"]) == 12 and min(found["ppo"]["answers"]) >= 1
@@ -187,7 +191,7 @@ def test_lengths_are_those_that_occurred(finished: Mapping[str, Path], finished_
     assert json.loads((finished_on_two / "lengths.json").read_text()) == found["ppo"]
 
 
-def test_reallocations_are_measured_too(world: World, tmp_path: Path) -> None:
+def test_costs_include_measured_reallocations(world: World, tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     others = ("reward.inference", "ref.inference", "critic.inference", "critic.train")
     calls = dict.fromkeys(others, "dp: 2") | {"actor.generate": "dp: 1, tp: 2", "actor.train": "dp: 1, pp: 2"}
@@ -203,7 +207,7 @@ def test_costs_are_there_before_the_run_ends(world: World, tmp_path: Path) -> No
     seen: list[tuple[int, bool]] = []
 
     class Looking(Silent):
-        def record(self, record: Record) -> None:  # type: ignore[override]
+        def record(self, record: MetricsRecord) -> None:  # type: ignore[override]
             if record.kind == "eval":
                 seen.append((record.step, (tmp_path / "run" / "costs.json").exists()))
 
@@ -211,14 +215,14 @@ def test_costs_are_there_before_the_run_ends(world: World, tmp_path: Path) -> No
     assert seen == [(0, False), (2, True), (4, True), (5, True)]
 
 
-def test_comparing_takes_little_of_the_time(
+def test_comparisons_are_rare_enough_to_cost_little(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("realrl.runtime.costs._REST", 1e9)
     seen: list[tuple[int, int]] = []
 
     class Looking(Silent):
-        def record(self, record: Record) -> None:  # type: ignore[override]
+        def record(self, record: MetricsRecord) -> None:  # type: ignore[override]
             if record.kind == "eval" and record.step > 0:
                 seen.append((record.step, Comparison.load(tmp_path / "run").step.steps))
 
@@ -243,23 +247,21 @@ def test_a_prediction_that_fails_costs_no_run(
 def test_a_run_calibrates_the_prediction_of_its_own_calls(finished: Mapping[str, Path]) -> None:
     costs = Comparison.load(finished["ppo"])
     assert costs.spec is not None
-    model = CostModel(costs.spec, calibrate(None, costs))
+    model = CostModel(costs.spec, calibrate_profile(None, costs))
     for of in costs.calls:
         place = Placement.parse(of.placement)
         found = model.call(of.call, costs.models[of.call.role], place, costs.workload)
         assert found.seconds == pytest.approx(of.seconds.median)
 
 
-def test_a_profile_that_is_not_there_is_said_so(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_profile_is_noted(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = world.recipe("sft", tmp_path, profile=str(tmp_path / "none.json"))
     assert run_app(["train", str(recipe)]) == 2
     assert "none.json: no such file" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
-def test_without_a_profile_it_is_said_once_that_times_are_from_data_sheets(
+def test_a_prediction_from_data_sheets_is_noted_once(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(world, "sft", tmp_path, training__steps=2)
@@ -270,7 +272,7 @@ def test_without_a_profile_it_is_said_once_that_times_are_from_data_sheets(
     assert said.count(first) == 1 and said.index(first) < said.index("step ")
 
 
-def test_a_profile_of_other_devices_is_said_not_to_be_used(
+def test_a_profile_of_other_devices_is_noted_as_unused(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Profile(device="h100", software={}).save(tmp_path / "p.json")
@@ -282,21 +284,21 @@ def test_a_calibrated_profile_predicts_the_run(
     world: World, tmp_path: Path, finished: Mapping[str, Path]
 ) -> None:
     before = Comparison.load(finished["sft"])
-    calibrate(None, before).save(tmp_path / "profile.json")
+    calibrate_profile(None, before).save(tmp_path / "profile.json")
     costs = Comparison.load(run(world, "sft", tmp_path, profile=str(tmp_path / "profile.json")))
     assert costs.calls[0].predicted_seconds == pytest.approx(before.calls[0].seconds.median)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_memory_is_what_its_allocator_says() -> None:
+def test_gpu_memory_is_read_from_the_allocator() -> None:
     device = torch.device("cuda", 0)
-    meter = Meter(device, held=lambda: 0, staged=lambda: KIB)
+    timer = StepTimer(device, held=lambda: 0, staged=lambda: KIB)
     before = torch.cuda.memory_allocated(device)
-    with meter.step():
+    with timer.step():
         for size in (8, 2):
-            with meter.instruction(Run("actor.train", "actor", PLACE)):
+            with timer.instruction(Run("actor.train", "actor", PLACE)):
                 torch.empty(size << 20, dtype=torch.uint8, device=device)
-    found = [span.bytes for span in meter.take()[0].spans]
+    found = [span.bytes for span in timer.take()[0].spans]
     assert found == [before + (size << 20) - KIB for size in (8, 2)]
-    assert meter.reserved >= before + (8 << 20)
+    assert timer.reserved >= before + (8 << 20)

@@ -9,8 +9,16 @@ import pytest
 from safetensors import SafetensorError
 
 from realrl.config.errors import RunError, UserCodeError, UserError
-from realrl.runtime.processes.endings import CAUSE, CONSEQUENCE, DEATH, Ending, describe, first_cause, report
 from realrl.runtime.processes.environment import SCRATCH_VARIABLE
+from realrl.runtime.processes.failures import (
+    CAUSE,
+    CONSEQUENCE,
+    DEATH,
+    Failure,
+    describe,
+    find_first_cause,
+    report,
+)
 from realrl.runtime.processes.logs import keep_logs
 
 GLOO = (
@@ -37,22 +45,24 @@ FULL = "Error while serializing: I/O error: No space left on device (os error 28
         (FileNotFoundError(2, "No such file", "a/b"), 1, "unexpected FileNotFoundError", "FileNotFoundError"),
     ],
 )
-def test_only_what_is_unexpected_has_a_traceback(
+def test_only_unexpected_errors_have_a_traceback(
     error: Exception, status: int, message: str, trace: str
 ) -> None:
-    ending = describe(error)
-    assert (ending.status, ending.distance) == (status, CAUSE)
-    assert ending.message.startswith(message) and "\n" not in ending.message
-    assert trace in ending.trace and bool(ending.trace) == bool(trace)
+    failure = describe(error)
+    assert (failure.status, failure.distance) == (status, CAUSE)
+    assert failure.message.startswith(message) and "\n" not in failure.message
+    assert trace in failure.trace and bool(failure.trace) == bool(trace)
 
 
 def test_a_rank_whose_peer_has_gone_is_a_consequence_and_brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert describe(RuntimeError(f"Gloo connectFullMesh failed with {GLOO}")).distance == CONSEQUENCE
-    ending = describe(RuntimeError(GLOO))
-    assert (ending.distance, ending.trace) == (CONSEQUENCE, "")
-    assert ending.message.startswith("rank 1: another rank has gone: ") and "typically" not in ending.message
+    failure = describe(RuntimeError(GLOO))
+    assert (failure.distance, failure.trace) == (CONSEQUENCE, "")
+    assert (
+        failure.message.startswith("rank 1: another rank has gone: ") and "typically" not in failure.message
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,26 +74,26 @@ def test_a_rank_whose_peer_has_gone_is_a_consequence_and_brief(monkeypatch: pyte
     ],
 )
 def test_a_path_that_looks_like_gloo_blames_no_other_rank(error: Exception) -> None:
-    ending = describe(error)
-    assert ending.distance == CAUSE and ending.trace
+    failure = describe(error)
+    assert failure.distance == CAUSE and failure.trace
 
 
 def test_the_first_cause_comes_before_deaths_and_consequences() -> None:
-    def ending(distance: int, time: float) -> Ending:
-        return Ending("", 1, 0, time, distance)
+    def failure(distance: int, time: float) -> Failure:
+        return Failure("", 1, 0, time, distance)
 
-    late, early = ending(CAUSE, 9.0), ending(CAUSE, 8.0)
-    death, consequence = ending(DEATH, 2.0), ending(CONSEQUENCE, 1.0)
-    assert first_cause([consequence, death, late, early]) is early
-    assert first_cause([consequence, death]) is death
-    assert first_cause([ending(CONSEQUENCE, 3.0), consequence]) is consequence
+    late, early = failure(CAUSE, 9.0), failure(CAUSE, 8.0)
+    death, consequence = failure(DEATH, 2.0), failure(CONSEQUENCE, 1.0)
+    assert find_first_cause([consequence, death, late, early]) is early
+    assert find_first_cause([consequence, death]) is death
+    assert find_first_cause([failure(CONSEQUENCE, 3.0), consequence]) is consequence
 
 
 @pytest.mark.parametrize(
     ("rank", "local_rank", "printed"),
     [("0", "0", "realrl: correct this\n"), ("1", "1", ""), ("8", "0", "realrl: rank 8: correct this\n")],
 )
-def test_under_torchrun_one_rank_of_each_node_tells_a_users_mistake(
+def test_one_rank_per_node_prints_a_users_mistake_under_torchrun(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     rank: str,
@@ -96,7 +106,7 @@ def test_under_torchrun_one_rank_of_each_node_tells_a_users_mistake(
     assert capsys.readouterr().err == printed
 
 
-def test_under_torchrun_any_rank_tells_what_went_wrong_there(
+def test_any_rank_prints_its_own_failure_under_torchrun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     variables = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"}
@@ -107,7 +117,7 @@ def test_under_torchrun_any_rank_tells_what_went_wrong_there(
     assert json.loads((tmp_path / "3" / "error.json").read_text())["message"] == "no space"
 
 
-def test_logs_are_kept_where_there_is_room_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_are_copied_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scratch, other = tmp_path / "scratch", tmp_path / "other"
     scratch.mkdir()
     other.mkdir()
@@ -121,7 +131,7 @@ def test_logs_are_kept_where_there_is_room_for_them(tmp_path: Path, monkeypatch:
     assert kept is not None and kept.parent == other and os.listdir(kept) == ["rank-1.log"]
 
 
-def test_an_ending_does_not_bring_back_the_directory_of_a_launcher_that_is_gone(
+def test_reporting_a_failure_does_not_recreate_the_directory_of_a_gone_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SCRATCH_VARIABLE, str(tmp_path / "gone"))

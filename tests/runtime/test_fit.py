@@ -11,17 +11,18 @@ from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.families.shape import ModelShape
 from realrl.plan.cluster import Cluster
-from realrl.planner.cluster.devices import DEVICES, kind_of_gpu
+from realrl.planner.cluster.devices import DEVICES, find_gpu_kind
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import load_experiment
 from realrl.recipe.model import ModelConfig
+from realrl.runtime.prepare.cluster import written_cluster
 from realrl.runtime.prepare.compile import Compiled, compile_recipe, with_sizes
-from realrl.runtime.prepare.fit import device_memory, fullest
-from realrl.runtime.prepare.fit_check import check_fit
+from realrl.runtime.prepare.devices import check_kind, memory_spec, spec_of
+from realrl.runtime.prepare.fit.check import check_fit
+from realrl.runtime.prepare.fit.footprint import device_memory, find_peak_device
 from realrl.runtime.prepare.gpu import Gpu
 from realrl.runtime.prepare.host import host_memory
-from realrl.runtime.prepare.scenario import check_kind, memory_spec, spec_of, written_cluster
 from tests.conftest import World
 
 PPO = str(Path(__file__).parents[2] / "recipes" / "reference" / "ppo.yaml")
@@ -88,7 +89,10 @@ def test_sizes_that_only_the_hub_knows_are_asked_for_before_anything_starts(
     assert not after.unknown and asked == {"some/model"}
     assert after.memory.stored["ref"].shape == shape
     assert with_sizes(experiment, after, None) is after
-    missing = [fullest(experiment, one, ClusterSpec.parse("a100-80g:1x8")).missing for one in (before, after)]
+    missing = [
+        find_peak_device(experiment, one, ClusterSpec.parse("a100-80g:1x8")).shortfall
+        for one in (before, after)
+    ]
     assert missing[0] < missing[1]
 
 
@@ -119,7 +123,7 @@ def test_the_sentence_names_device_call_and_what_is_largest() -> None:
     ],
 )
 def test_what_is_suggested_for_a_preset_makes_it_fit(overrides: tuple[str, ...], change: str) -> None:
-    found = re.search(rf"; with ({change}=\w+) it needs [\d.]+ GiB$", refusal(*overrides))
+    found = re.search(rf"; it fits with ({change}=\w+) \(needs [\d.]+ GiB\)$", refusal(*overrides))
     assert found is not None
     check_fit(*compiled(*overrides, found[1]))
 
@@ -168,16 +172,16 @@ def test_the_cheapest_change_of_a_plan_file_that_helps_is_named(
     tmp_path: Path, overrides: tuple[str, ...], extra: str, calls: dict[str, str], change: str
 ) -> None:
     sentence = refusal(plan_file(tmp_path, extra, **calls), *overrides)
-    assert re.search(rf"; with {change} it needs [\d.]+ GiB$", sentence), sentence
+    assert re.search(rf"; it fits with {change} \(needs [\d.]+ GiB\)$", sentence), sentence
 
 
 def test_one_change_is_not_always_enough(tmp_path: Path) -> None:
     """No search and no other preset helps where the kind of the device, and so its speed, is not known."""
     overrides = ("cluster=1x8", "data.batch=16", "ppo.minibatches=1", "device_memory=21GiB")
     sentence = refusal(plan_file(tmp_path, STATELESS), *overrides)
-    assert re.search(r"; with ref in offload and \w+ in offload( and .*)? it needs 1\d\.\d GiB$", sentence), (
-        sentence
-    )
+    assert re.search(
+        r"; it fits with ref in offload and \w+ in offload( and .*)? \(needs 1\d\.\d GiB\)$", sentence
+    ), sentence
 
 
 def test_offloading_is_no_help_where_host_and_device_share_their_memory(
@@ -185,15 +189,15 @@ def test_offloading_is_no_help_where_host_and_device_share_their_memory(
 ) -> None:
     plan = plan_file(tmp_path, **{"actor__generate": WIDE})
     more = ("cluster=1x8", "device=cpu", plan)
-    monkeypatch.setattr("realrl.runtime.prepare.fit_check._SECONDS", 1.0)
+    monkeypatch.setattr("realrl.runtime.prepare.fit.check._SECONDS", 1.0)
     assert "with actor in offload_optimizer" in refusal(*more, "device_memory=40GiB")
-    monkeypatch.setattr("realrl.runtime.prepare.scenario.host_memory", lambda: 8 * 40 << 30)
+    monkeypatch.setattr("realrl.runtime.prepare.devices.host_memory", lambda: 8 * 40 << 30)
     assert "offload" not in refusal(*more).rpartition(";")[2]
 
 
 def test_a_search_is_suggested_with_what_it_finds() -> None:
     sentence = refusal("plan=symmetric")
-    assert re.search(r"; plan=search finds one that needs [\d.]+ GiB \([\d.]+ s a step\)$", sentence)
+    assert re.search(r"; it fits with plan=search \(needs [\d.]+ GiB, step [\d.]+ s\)$", sentence)
 
 
 def test_what_fits_nowhere_is_said_by_the_search() -> None:
@@ -209,7 +213,7 @@ def test_evaluations_count(world: World, tmp_path: Path) -> None:
     experiment = load_experiment(str(world.recipe("ppo", tmp_path, **more, **tokens)))
     found = compile_recipe(experiment, Cluster(1, 1))
     spec = memory_spec(experiment, Cluster(1, 1))
-    assert fullest(experiment, found, spec).phase == "eval"
+    assert find_peak_device(experiment, found, spec).phase == "eval"
     peaks = {name: devices[0].peak for name, devices in device_memory(experiment, found, spec).items()}
     assert peaks["eval"].parts["cache"] > 2 * peaks["train"].parts.get("cache", 0)
 
@@ -220,7 +224,7 @@ def test_models_that_are_elsewhere_count_nothing(world: World, tmp_path: Path) -
     found = compile_recipe(experiment, Cluster(1, 1))
     assert found.unknown == ("ref",)
     (device,) = device_memory(experiment, found, memory_spec(experiment, Cluster(1, 1)))["train"]
-    assert "actor parameters" in device.resting and "ref parameters" not in device.resting
+    assert "actor parameters" in device.resident and "ref parameters" not in device.resident
     check_fit(experiment, found)
 
 
@@ -231,7 +235,7 @@ def test_a_plan_that_this_machine_cannot_hold_is_refused_before_any_process_star
         raise AssertionError("processes were started")
 
     monkeypatch.setattr("realrl.runtime.processes.launch.launch", refuse)
-    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 49_500}.__getitem__)
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 33_116}.__getitem__)
     assert run_app(["train", str(world.recipe("sft", tmp_path, cluster="1x2"))]) == 2
     error = capsys.readouterr().err
     assert "KiB (this machine's memory over 2 processes, as device_memory is not given) during" in error
@@ -325,7 +329,7 @@ def test_memory_is_that_of_the_recipe_else_of_the_machine(
     size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("realrl.runtime.prepare.scenario.host_memory", lambda: 7 << 30)
+    monkeypatch.setattr("realrl.runtime.prepare.devices.host_memory", lambda: 7 << 30)
     recipe = world.recipe("sft", tmp_path, device=device, device_memory=device_memory)
     spec = memory_spec(load_experiment(str(recipe)), Cluster(1, 1), here)
     assert (spec.device(0).name, spec.device(0).memory_bytes) == (kind, size)
@@ -351,7 +355,7 @@ def test_a_named_kind_has_the_memory_of_devices_here_only_if_they_may_be_of_it(
     here: Gpu | Literal["cpu"] | None,
     size: int,
 ) -> None:
-    monkeypatch.setattr("realrl.runtime.prepare.scenario.host_memory", lambda: 6 << 30)
+    monkeypatch.setattr("realrl.runtime.prepare.devices.host_memory", lambda: 6 << 30)
     experiment = load_experiment(str(world.recipe("sft", tmp_path, cluster=cluster, device="auto")))
     spec = spec_of(experiment, Cluster(1, 2), here)
     assert spec is not None and spec.device(1).memory_bytes == size
@@ -375,4 +379,4 @@ def test_a_named_kind_has_the_memory_of_devices_here_only_if_they_may_be_of_it(
     ],
 )
 def test_gpus_are_recognised_by_their_name(name: str, kind: str | None) -> None:
-    assert kind_of_gpu(name) == (DEVICES[kind] if kind else None)
+    assert find_gpu_kind(name) == (DEVICES[kind] if kind else None)

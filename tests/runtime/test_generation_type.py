@@ -30,7 +30,7 @@ def test_generation_in_bfloat16_agrees_with_float32_training_to_bfloat16_roundin
     assert all(1e-4 < mismatch < 0.2 for mismatch in mismatches)
 
 
-def test_a_train_call_takes_its_type_from_the_model(
+def test_a_train_call_takes_its_dtype_from_the_model(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = PLAN.replace("actor.train: {mesh: 0, dp: 1}", "actor.train: {mesh: 0, dp: 1, dtype: bfloat16}")

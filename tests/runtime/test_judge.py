@@ -82,7 +82,7 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_what_a_judge_does_wrong_is_said(file: Path, name: str) -> None:
+def test_errors_of_a_judge_are_described(file: Path, name: str) -> None:
     with pytest.raises(UserError) as raised:
         rate(f"{file}:{name}")
     assert str(raised.value) == f"training.judge={file}:{name} {FAILURES[name].replace('FILE', str(file))}"

@@ -82,7 +82,7 @@ def test_ranks_do_not_outlive_the_launcher(launch: Callable[[str], Launcher], te
     ("cluster", "number", "to_all"),
     [("1x2", signal.SIGINT, True), ("1x2", signal.SIGTERM, False), ("1x1", signal.SIGTERM, False)],
 )
-def test_a_signal_ends_all_and_what_was_saved_is_said(
+def test_a_signal_ends_all_ranks_and_reports_what_was_saved(
     launch: Callable[[str], Launcher],
     tmp_path: Path,
     temporary: Path,
@@ -105,7 +105,7 @@ def test_a_signal_ends_all_and_what_was_saved_is_said(
     assert not list((tmp_path / "run").rglob(".*")) and not (tmp_path / "run" / "summary.json").exists()
 
 
-def test_under_torchrun_the_rank_that_writes_says_what_was_saved(
+def test_the_writer_reports_what_was_saved_under_torchrun(
     launch: Callable[[str], Launcher], tmp_path: Path
 ) -> None:
     agent = launch("auto")
@@ -152,7 +152,7 @@ def judge(completions):
 
 
 @pytest.mark.parametrize("case", FAILURES)
-def test_the_first_cause_is_the_last_line_and_told_once(
+def test_the_first_cause_is_the_last_line_and_printed_once(
     world: World, tmp_path: Path, temporary: Path, case: str
 ) -> None:
     code, status, message, above = FAILURES[case]
@@ -183,7 +183,9 @@ def test_the_first_cause_is_the_last_line_and_told_once(
     assert not list(temporary.glob("realrl-*")) and not (tmp_path / "run" / "summary.json").exists()
 
 
-def test_torchrun_learns_what_our_launcher_does(world: World, tmp_path: Path, finished_on_two: Path) -> None:
+def test_torchrun_and_our_launcher_learn_the_same(
+    world: World, tmp_path: Path, finished_on_two: Path
+) -> None:
     fields = {**changes(world, "ppo", tmp_path), "cluster": "auto", "data__eval_batch": 27}
     recipe = world.recipe("ppo", tmp_path, **fields)
     arguments = ("--standalone", "--nproc-per-node", "2", "-m", "realrl", "train", str(recipe))

@@ -49,7 +49,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, change: Calla
     monkeypatch.setattr(owner, name, spoiled)
 
 
-def test_one_score_costs_its_mini_batch_and_nothing_more(
+def test_a_single_bad_score_skips_only_its_mini_batch(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def one_score(outputs: dict[str, Ragged], call: int) -> dict[str, Ragged]:
@@ -105,7 +105,7 @@ def test_a_run_that_no_longer_learns_stops_and_keeps_the_mini_batch(
     assert len(kept["ids"]) == 16 and kept["tokens.lengths"].sum() == len(kept["tokens"])
 
 
-def test_a_good_step_in_between_begins_the_count_anew(
+def test_a_finite_step_resets_the_count_of_skipped_steps(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def two_of_three(result: Any, call: int) -> Any:
@@ -122,7 +122,7 @@ def test_a_good_step_in_between_begins_the_count_anew(
     assert (tmp_path / "run" / "summary.json").exists()
 
 
-def test_a_run_that_loses_some_of_every_step_stops(
+def test_a_run_that_skips_part_of_every_step_stops(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows are never all skipped, since one mini-batch of each step can be learned from."""
@@ -171,7 +171,9 @@ def test_the_first_quantity_in_the_order_of_computation_is_named(
 
 
 @pytest.mark.parametrize("strategy", ["{mesh: 0-1, dp: 2}", "{mesh: 0-1, dp: 1, pp: 2}"])
-def test_several_processes_end_with_one_message(world: World, tmp_path: Path, strategy: str) -> None:
+def test_several_processes_that_stop_learning_print_one_message(
+    world: World, tmp_path: Path, strategy: str
+) -> None:
     """Rewards beyond the range of float32."""
     calls = [f"{role}.{kind}" for role in ("actor", "critic") for kind in ("train",)]
     calls += ["actor.generate", "reward.inference", "ref.inference", "critic.inference"]

@@ -15,7 +15,7 @@ from realrl.plan.cluster import Cluster
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
 from realrl.runtime.processes.process import Process
-from realrl.runtime.train import Run
+from realrl.runtime.train import TrainingRun
 from tests.conftest import World, figures
 
 ALONE = """
@@ -48,20 +48,20 @@ def recipe(world: World, directory: Path, plan: str | None, **changes: object) -
     return world.recipe("ppo", directory, **{**CHANGES, **changes})
 
 
-def prepared(file: Path) -> Run:
+def prepared(file: Path) -> TrainingRun:
     """A run in this process, before its first step."""
     experiment = load_experiment(str(file), [])
     compiled = compile_recipe(experiment, Cluster(1, 1))
-    run = Run(experiment, compiled, Process(0, 1, torch.device("cpu")), None)
+    run = TrainingRun(experiment, compiled, Process(0, 1, torch.device("cpu")), None)
     run.load()
     return run
 
 
-def home(run: Run, role: str) -> Model:
+def home(run: TrainingRun, role: str) -> Model:
     return run.roles._models[role, run.compiled.homes[role].layout]
 
 
-def copy_of(run: Run, role: str) -> torch.Tensor:
+def copy_of(run: TrainingRun, role: str) -> torch.Tensor:
     model = home(run, role)
     if model.memory.resident:
         return model.parameters.data.clone()
@@ -71,7 +71,7 @@ def copy_of(run: Run, role: str) -> torch.Tensor:
     return data
 
 
-def test_tensors_come_back_bit_for_bit_and_leave_no_memory_behind() -> None:
+def test_offloaded_tensors_return_bit_for_bit_and_free_their_memory() -> None:
     first, second, scratch = torch.randn(1000), torch.randn(10).bfloat16(), torch.zeros(50)
     expected, view = (first.clone(), second.clone()), first[10:20].view(2, 5)
     memory = Offloadable([first, second], [scratch])
@@ -99,7 +99,7 @@ def test_a_step_with_everything_offloaded_learns_the_same(world: World, tmp_path
         assert tensor.untyped_storage().nbytes() == 0
 
 
-def test_the_reference_follows_the_actor(world: World, tmp_path: Path) -> None:
+def test_the_reference_is_an_ema_of_the_actor(world: World, tmp_path: Path) -> None:
     run = prepared(recipe(world, tmp_path, None))
     before = copy_of(run, "ref")
     run._train_step(0)
@@ -107,7 +107,7 @@ def test_the_reference_follows_the_actor(world: World, tmp_path: Path) -> None:
     torch.testing.assert_close(copy_of(run, "ref"), 0.25 * copy_of(run, "actor") + 0.75 * before)
 
 
-def test_a_reference_of_another_size_cannot_follow(world: World, tmp_path: Path) -> None:
+def test_a_reference_of_another_size_cannot_be_an_ema(world: World, tmp_path: Path) -> None:
     shape = home(prepared(recipe(world, tmp_path / "same", None)), "actor").shape.model_dump()
     other = {"shape": {**shape, "layers": 1}, "tokenizer": world.tokenizer}
     with pytest.raises(UserError, match=r"models\.ref cannot follow models\.actor: their sizes differ"):

@@ -181,7 +181,7 @@ def test_every_end_of_the_actor_ends_answers_and_is_saved(world: World, tmp_path
         assert row["finished"] and row["tokens"][-1] in ends and not set(row["tokens"][:3]) & set(ends)
 
 
-def test_what_training_ignores_and_saves_otherwise_is_noted(
+def test_ignored_and_changed_settings_of_opened_models_are_noted(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = copied(world.actor, tmp_path)

@@ -2,20 +2,30 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import fields, make_dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from realrl.algorithms.sft.graph import train_graph as sft_graph
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
+from realrl.config.user_code import UserCode
 from realrl.plan.cluster import Cluster
 from realrl.plan.plan import Plan
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cost.model import CostModel
+from realrl.planner.memory.model import MemoryModel
+from realrl.planner.search.plan_search import UserConstraints
+from realrl.planner.simulate.scenario import Scenario
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import load_experiment
-from realrl.runtime.prepare import searched_plan
+from realrl.runtime.prepare.devices import search_spec
+from realrl.runtime.prepare.fit import search as fit_search
 from realrl.runtime.prepare.gpu import Gpu
-from realrl.runtime.prepare.scenario import search_spec
-from realrl.runtime.prepare.searched_plan import cached_plan, plans_directory
+from realrl.runtime.prepare.scenarios import make_scenario
+from realrl.runtime.prepare.search.cached_plan import cached_plan, plan_key, plans_directory
+from realrl.runtime.prepare.search.fingerprint import fingerprint
 from tests.conftest import World, figures
 from tests.runtime.processes import end, start
 
@@ -29,13 +39,13 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds allowed to each search so far, all of which are cut short."""
     found: list[float] = []
-    search = searched_plan.best_plan
+    search = fit_search.find_best_plan
 
     def counted(*args: object, seconds: float, **more: object) -> object:
         found.append(seconds)
         return search(*args, seconds=0.5, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(searched_plan, "best_plan", counted)
+    monkeypatch.setattr(fit_search, "find_best_plan", counted)
     return found
 
 
@@ -52,9 +62,7 @@ def planned(experiment: Experiment) -> tuple[Plan, str]:
     return cached_plan(experiment, spec, said.append), "\n".join(said)
 
 
-def test_two_processes_run_the_plan_that_is_found_and_find_it_the_second_time(
-    world: World, tmp_path: Path
-) -> None:
+def test_two_processes_run_the_searched_plan_and_reuse_it(world: World, tmp_path: Path) -> None:
     more = {"cluster": "1x2", "plan": "search", "overwrite": True, "training__steps": 2}
     file = str(world.recipe("sft", tmp_path, **more))
     status, first = end(start("train", file))
@@ -86,7 +94,7 @@ def test_under_torchrun_one_rank_searches_for_all(world: World, tmp_path: Path) 
     assert Plan.load(tmp_path / "run" / "plan.yaml") == Plan.load(kept)
 
 
-def test_one_process_searches_too(world: World, tmp_path: Path, searches: list[float]) -> None:
+def test_one_process_runs_a_searched_plan(world: World, tmp_path: Path, searches: list[float]) -> None:
     assert run_app(["train", str(world.recipe("sft", tmp_path, plan="search"))]) == 0
     assert len(searches) == 1
 
@@ -113,7 +121,7 @@ def test_show_draws_the_plan_that_is_found(
         {"micro_batch_tokens": 128},
     ],
 )
-def test_whatever_a_plan_depends_on_makes_another_search(
+def test_every_input_of_a_plan_changes_the_cache_key(
     world: World, tmp_path: Path, searches: list[float], change: dict[str, object]
 ) -> None:
     planned(recipe(world, tmp_path))
@@ -139,7 +147,7 @@ def damaged(text: str) -> bytes:
         lambda text: text.replace("actor.train", "actor.trian").encode(),
     ],
 )
-def test_a_kept_plan_that_cannot_be_used_is_searched_for_again(
+def test_an_unusable_cached_plan_is_searched_again(
     world: World, tmp_path: Path, searches: list[float], damage: Callable[[str], bytes]
 ) -> None:
     planned(recipe(world, tmp_path))
@@ -150,7 +158,7 @@ def test_a_kept_plan_that_cannot_be_used_is_searched_for_again(
     assert Plan.load(kept) == plan and [kept] == list(plans_directory().glob("*"))
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(
+def test_an_unwritable_plan_cache_is_no_error(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, searches: list[float]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -171,12 +179,70 @@ def test_a_gpu_that_is_not_known_needs_a_cluster_file(world: World, tmp_path: Pa
 
 
 @pytest.mark.parametrize("command", ["train", "show"])
-def test_a_model_that_fits_nowhere_is_one_sentence(
+def test_a_search_without_a_fitting_plan_is_one_error_message(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    file = str(world.recipe("ppo", tmp_path, cluster="1x2", plan="search", device_memory="98600KiB"))
+    file = str(world.recipe("ppo", tmp_path, cluster="1x2", plan="search", device_memory="65832KiB"))
     assert run_app([command, file]) == 2
     error = capsys.readouterr().err
     assert error.startswith("realrl: no plan fits models (actor, critic, ref, reward) on cpu:1x2, even with")
     assert "times what a device has; " in error and error.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def make_key(scenario: Scenario) -> str:
+    return plan_key(scenario, UserConstraints())
+
+
+def test_every_field_of_a_scenario_is_part_of_the_key(world: World, tmp_path: Path) -> None:
+    spec = search_spec(recipe(world, tmp_path), Cluster(1, 2), "cpu")
+    scenario = make_scenario(recipe(world, tmp_path), spec)
+    other = ClusterSpec.parse("h100:1x2")
+    changes: dict[str, object] = {
+        "graph": sft_graph(),
+        "models": dict.fromkeys(scenario.models, scenario.models["actor"]),
+        "spec": other,
+        "workload": replace(scenario.workload, epochs=7),
+        "cost": CostModel(spec, efficiency=replace(scenario.cost.efficiency, overlap=0.123)),
+        "memory": MemoryModel(other),
+    }
+    assert changes.keys() == {field.name for field in fields(Scenario)}
+    keys = {make_key(replace(scenario, **{name: value})) for name, value in changes.items()}  # type: ignore[arg-type]
+    assert len(keys | {make_key(scenario)}) == len(changes) + 1
+    again = make_scenario(recipe(world, tmp_path), search_spec(recipe(world, tmp_path), Cluster(1, 2), "cpu"))
+    assert make_key(again) == make_key(scenario)
+
+
+def test_a_field_that_is_added_to_a_scenario_is_part_of_the_key(world: World, tmp_path: Path) -> None:
+    spec = search_spec(recipe(world, tmp_path), Cluster(1, 2), "cpu")
+    scenario = make_scenario(recipe(world, tmp_path), spec)
+    extended = make_dataclass("Extended", [("humidity", float)], bases=(Scenario,), frozen=True)
+    given = {field.name: getattr(scenario, field.name) for field in fields(scenario)}
+    keys = {make_key(extended(**given, humidity=value)) for value in (0.5, 0.25)}
+    assert len(keys) == 2
+
+
+class Thermometer:
+    """Something that is made with what it does not keep under that name."""
+
+    def __init__(self, degrees: float) -> None:
+        self._kelvin = degrees + 273.15
+
+
+def test_a_value_of_which_not_all_is_known_has_no_fingerprint() -> None:
+    with pytest.raises(TypeError, match="Thermometer keeps no degrees"):
+        fingerprint({"inside": [Thermometer(20.0)]})
+
+
+def test_a_users_module_and_what_it_imports_are_part_of_the_key(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = search_spec(recipe(world, tmp_path), Cluster(1, 2), "cpu")
+    scenario = make_scenario(recipe(world, tmp_path), spec)
+    for name, text in (("users_algorithm", "import users_helper"), ("users_helper", "WIDTH = 3")):
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    UserCode("algorithm", str(tmp_path / "users_algorithm.py"))
+    before = make_key(scenario)
+    (tmp_path / "users_helper.py").write_text("WIDTH = 4")
+    assert make_key(scenario) != before

@@ -186,7 +186,7 @@ def alone(wide: World, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return outcomes(wide, tmp_path_factory, {"alone": Case("1x1", "symmetric")})["alone"]
 
 
-def test_one_process_samples_and_learns_something(alone: Outcome) -> None:
+def test_one_process_changes_samples_and_weights(alone: Outcome) -> None:
     found = [tokens for name, tokens in alone.tokens.items() if not name.endswith(" prompt")]
     sequences = [tuple(tokens) for of_item in found for tokens in of_item]
     assert len(sequences) == STEPS * 16 + 2 * 12
@@ -197,7 +197,7 @@ def test_one_process_samples_and_learns_something(alone: Outcome) -> None:
 @pytest.mark.parametrize(
     "size", [2, 4, pytest.param(6, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 )
-def test_every_plan_samples_and_learns_what_one_process_does(
+def test_every_plan_samples_and_learns_as_one_process_does(
     wide: World, alone: Outcome, tmp_path_factory: pytest.TempPathFactory, size: int
 ) -> None:
     cases = {name: case for name, case in CASES.items() if case.size == size}

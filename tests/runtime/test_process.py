@@ -19,13 +19,13 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_nodes")
 @pytest.mark.parametrize("text", ["auto", "2x4"])
-def test_the_cluster_is_what_was_started(text: str) -> None:
+def test_the_cluster_defaults_to_the_started_processes(text: str) -> None:
     assert resolve_cluster(text, "cpu") == Cluster(2, 4)
 
 
 @pytest.mark.usefixtures("two_nodes")
 @pytest.mark.parametrize("text", ["1x8", "4x2", "2x2"])
-def test_nodes_and_devices_must_both_be_those_that_were_started(text: str) -> None:
+def test_the_cluster_must_match_the_started_nodes_and_devices(text: str) -> None:
     with pytest.raises(UserError, match=f"cluster={text}, but 4 processes were started on each of 2 nodes"):
         resolve_cluster(text, "cpu")
 

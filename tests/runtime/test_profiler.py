@@ -26,10 +26,10 @@ from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.processes.process import Process
 from realrl.runtime.profiler.models.passes import Passes
 from realrl.runtime.profiler.models.shapes import ShapeMeasurements
-from realrl.runtime.profiler.models.shard import tensor_rank
+from realrl.runtime.profiler.models.shard import make_tensor_rank
 from realrl.runtime.profiler.points.bench import Bench
 from realrl.runtime.profiler.points.clock import Clock
-from realrl.runtime.profiler.points.point import Measurer, Pace, Point, medians
+from realrl.runtime.profiler.points.point import Measurer, Pace, Point, take_medians
 from realrl.runtime.profiler.points.sizes import Sizes
 from tests.conftest import SHAPE, World
 
@@ -72,7 +72,7 @@ def profiles(world: World, tmp_path_factory: pytest.TempPathFactory) -> Mapping[
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_everything_is_measured_for_every_degree(profiles: Mapping[int, Path], processes: int) -> None:
+def test_every_kind_is_measured_for_every_tp_degree(profiles: Mapping[int, Path], processes: int) -> None:
     found = Profile.load(profiles[processes])
     assert (
         found.device == "cpu"
@@ -104,7 +104,8 @@ def test_predictions_rest_on_nothing_but_measurements(profiles: Mapping[int, Pat
         "link_latency_s": 1e9,
     }
     useless = replace(DEVICES["cpu"], host_bytes_per_s=1e-9, kernel_s=1e9, **nothing)
-    spec = ClusterSpec("useless", (NodeGroup(1, processes, useless, 1e-9),))
+    group = NodeGroup(nodes=1, devices_per_node=processes, device=useless, node_bytes_per_s=1e-9)
+    spec = ClusterSpec("useless", (group,))
     cost = CostModel(spec, Profile.load(profiles[processes]))
     graph, workload = train_graph(minibatches=2), Workload(16, (4, 6), (6, 12), 12)
     for call in graph.calls:
@@ -115,7 +116,7 @@ def test_predictions_rest_on_nothing_but_measurements(profiles: Mapping[int, Pat
     assert cost.offload(1 << 20) < 1000
 
 
-def test_what_is_known_is_not_measured_again(
+def test_known_entries_are_not_measured_again(
     world: World, profiles: Mapping[int, Path], tmp_path: Path
 ) -> None:
     file = tmp_path / "profile.json"
@@ -131,7 +132,9 @@ def test_what_is_known_is_not_measured_again(
     assert {m.key for m in anew.layers[0].measurements} >= {m.key for m in before.layers[0].measurements}
 
 
-def test_other_software_is_measured_anew(world: World, profiles: Mapping[int, Path], tmp_path: Path) -> None:
+def test_entries_of_other_software_are_measured_again(
+    world: World, profiles: Mapping[int, Path], tmp_path: Path
+) -> None:
     old = Profile.load(profiles[1])
     old.model_copy(update={"software": {"torch": "1.0"}}).save(tmp_path / "profile.json")
     found = Profile.load(measured(world, tmp_path, cluster="1x1"))
@@ -150,7 +153,7 @@ def test_other_software_is_measured_anew(world: World, profiles: Mapping[int, Pa
         (["no-such-recipe.yaml"], "no-such-recipe.yaml"),
     ],
 )
-def test_mistakes_get_one_sentence(
+def test_mistakes_in_a_profile_request_are_one_error_message(
     arguments: list[str],
     words: str,
     tmp_path: Path,
@@ -194,8 +197,8 @@ def test_files_of_other_machines_are_left_alone(
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 @pytest.mark.parametrize("tp", [1, 2, 3])
-def test_a_tensor_rank_alone_computes_with_its_own_part(head: str, tp: int) -> None:
-    model = tensor_rank(TINY, head, tp, layers=2, dtype=torch.float32, device=CPU)
+def test_a_tp_rank_alone_computes_with_its_own_shard(head: str, tp: int) -> None:
+    model = make_tensor_rank(TINY, head, tp, layers=2, dtype=torch.float32, device=CPU)
     assert model.shard.tp == tp and len(model.shard.queries) == -(-TINY.heads // tp)
     times = Passes(model, Clock(CPU)).measure([8] * 4)
     assert len(times) == 6
@@ -227,7 +230,7 @@ def copied(work: Callable[[int], float], *sizes: int, ranks: int = 1) -> list[Po
         (replace(ONCE, total=-1.0), [(1, 10), (2, 20)], {1, 2}),
     ],
 )
-def test_what_would_take_too_long_is_left_out(
+def test_points_that_take_too_long_are_skipped(
     pace: Pace, rows: list[tuple[int, ...]], expected: set[int]
 ) -> None:
     told: list[None] = []
@@ -239,7 +242,7 @@ def test_what_would_take_too_long_is_left_out(
     assert len(told) == sum(map(len, rows))
 
 
-def test_what_one_degree_takes_says_nothing_about_another() -> None:
+def test_times_of_one_tp_degree_do_not_skip_points_of_another() -> None:
     entries: dict = {}
     measurer = Measurer(entries, bench(), ONCE, lambda: None)
     measurer.measure(copied(lambda size: 1.0 * size, 1, 100, ranks=1))
@@ -248,7 +251,7 @@ def test_what_one_degree_takes_says_nothing_about_another() -> None:
     assert sorted((c.ranks, c.bytes) for c in entries.values()) == [(1, 1), (2, 100)]
 
 
-def test_degrees_take_turns() -> None:
+def test_tp_degrees_are_measured_in_turn() -> None:
     shape = ShapeMeasurements(
         TINY, "float32", Sizes.usual(thin=True), GenerationConfig(), (1, 2, 4), Clock(CPU)
     )
@@ -258,7 +261,7 @@ def test_degrees_take_turns() -> None:
     assert degrees == [1, 2, 4] * (len(degrees) // 3)
 
 
-def test_what_does_not_fit_is_left_out_with_all_that_is_larger() -> None:
+def test_points_that_do_not_fit_are_skipped_with_all_larger_ones() -> None:
     def work(size: int) -> float:
         if size > 10:
             raise torch.OutOfMemoryError
@@ -270,14 +273,14 @@ def test_what_does_not_fit_is_left_out_with_all_that_is_larger() -> None:
     assert sorted(c.bytes for c in entries.values()) == [1, 10]
 
 
-def test_of_several_sweeps_the_time_in_the_middle_counts() -> None:
+def test_the_median_over_sweeps_is_kept() -> None:
     def sweep(**seconds: float) -> dict:
         return {
             kind: CollectiveTime(kind=kind, ranks=1, bytes=1, seconds=s)  # type: ignore[arg-type]
             for kind, s in seconds.items()
         }
 
-    found = medians([sweep(copy=1.0, clear=5.0), sweep(copy=9.0), sweep(copy=2.0)])
+    found = take_medians([sweep(copy=1.0, clear=5.0), sweep(copy=9.0), sweep(copy=2.0)])
     assert {kind: entry.seconds for kind, entry in found.items()} == {"copy": 2.0, "clear": 5.0}
 
 
@@ -302,7 +305,7 @@ def test_the_largest_micro_batch_holds_a_pair(world: World, tmp_path: Path) -> N
         st.booleans(),
     )
 )
-def test_sizes_end_at_the_largest(sizes: Sizes) -> None:
+def test_measured_sizes_end_at_the_largest(sizes: Sizes) -> None:
     sizes = replace(sizes, micro_batch=max(sizes.micro_batch, sizes.length))
     passes = list(sizes.passes(128))
     assert max(length for _, length in passes) == sizes.length

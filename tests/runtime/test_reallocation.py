@@ -14,16 +14,17 @@ from torch import Tensor
 
 from realrl.engine.flat import FlatBuffer
 from realrl.families.shape import ModelShape
-from realrl.layout.layout import Layout, layout
+from realrl.layout.layout import Layout, build_layout
+from realrl.layout.limits import STAGING_BUFFERS
 from realrl.layout.routing import chunks
-from realrl.layout.routing.chunks import tensor_groups
+from realrl.layout.routing.chunks import group_tensors
 from realrl.layout.routing.routes import reallocate
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import Process, wait_to_be_scheduled
 from realrl.runtime.worker.agreement import ReallocationError
-from realrl.runtime.worker.reallocation import Reallocator
+from realrl.runtime.worker.reallocation import CHUNK_BYTES, Reallocator, Staging
 
 RANKS = 8
 CPU = torch.device("cpu")
@@ -51,7 +52,7 @@ PLACEMENTS = EVERYWHERE + SOMEWHERE
 def whole(scale: float = 1.0) -> dict[str, Tensor]:
     """Global tensors whose elements are all different."""
     tensors, first = {}, 1
-    for spec in layout(SHAPE, "lm", place(0, 1, 1, 1)).specs:
+    for spec in build_layout(SHAPE, "lm", place(0, 1, 1, 1)).specs:
         values = torch.arange(first, first + spec.numel, dtype=torch.float32)
         tensors[spec.name] = (values * scale).view(spec.shape)
         first += spec.numel
@@ -91,16 +92,18 @@ class Bench:
 
     def __init__(self, process: Process) -> None:
         self.process, self.rank = process, process.rank
+        self.staging = Staging(CPU)
         self.failures: dict[str, list[str]] = {}
 
     def reallocator(
         self, a: Placement, b: Placement, *, cluster: Cluster = CLUSTERS[0], dtypes: Dtypes = SINGLE,
         groups: int | None = None, verify: bool = False,
     ) -> Reallocator:  # fmt: skip
-        source, target = layout(SHAPE, "lm", a), layout(SHAPE, "lm", b)
+        source, target = build_layout(SHAPE, "lm", a), build_layout(SHAPE, "lm", b)
         return Reallocator(
             reallocate(source, target, cluster), self.process, label="actor", dtypes=dtypes,
-            groups=None if groups is None else tensor_groups(target, 4, groups), verify=verify,
+            groups=None if groups is None else group_tensors(target, 4, groups), verify=verify,
+            staging=self.staging,
         )  # fmt: skip
 
 
@@ -115,9 +118,9 @@ def every_layout_reaches_every_other(bench: Bench) -> Iterator[str]:
             continue
         cluster = CLUSTERS[number % 3]
         reallocator = bench.reallocator(a, b, cluster=cluster, verify=number % 2 == 0)
-        target = empty(layout(SHAPE, "lm", b), bench.rank)
-        reallocator.run(filled(layout(SHAPE, "lm", a), bench.rank, tensors), target)
-        if not same(target, filled(layout(SHAPE, "lm", b), bench.rank, tensors)):
+        target = empty(build_layout(SHAPE, "lm", b), bench.rank)
+        reallocator.run(filled(build_layout(SHAPE, "lm", a), bench.rank, tensors), target)
+        if not same(target, filled(build_layout(SHAPE, "lm", b), bench.rank, tensors)):
             yield f"{a.layout} -> {b.layout} on {cluster}"
 
 
@@ -129,10 +132,10 @@ def the_narrower_type_is_sent(bench: Bench) -> Iterator[str]:
     for a, b in ((EVERYWHERE[2], EVERYWHERE[5]), (SOMEWHERE[5], SOMEWHERE[9])):
         for dtypes in (types, types[::-1]):
             if takes_part(bench.rank, a, b):
-                target = empty(layout(SHAPE, "lm", b), bench.rank, dtypes[1])
-                source = filled(layout(SHAPE, "lm", a), bench.rank, tensors, dtypes[0])
+                target = empty(build_layout(SHAPE, "lm", b), bench.rank, dtypes[1])
+                source = filled(build_layout(SHAPE, "lm", a), bench.rank, tensors, dtypes[0])
                 bench.reallocator(a, b, dtypes=dtypes, verify=True, cluster=CLUSTERS[1]).run(source, target)
-                if not same(target, filled(layout(SHAPE, "lm", b), bench.rank, narrow, dtypes[1])):  # type: ignore[arg-type]
+                if not same(target, filled(build_layout(SHAPE, "lm", b), bench.rank, narrow, dtypes[1])):  # type: ignore[arg-type]
                     yield f"{a.layout} -> {b.layout}, {dtypes}"
 
 
@@ -142,10 +145,12 @@ def groups_of_tensors_can_go_one_by_one(bench: Bench) -> Iterator[str]:
         if not takes_part(bench.rank, a, b):
             continue
         reallocator = bench.reallocator(a, b, groups=5000, cluster=CLUSTERS[1])
-        target = filled(layout(SHAPE, "lm", b), bench.rank, tensors)
-        source = filled(layout(SHAPE, "lm", a), bench.rank, tensors)
+        target = filled(build_layout(SHAPE, "lm", b), bench.rank, tensors)
+        source = filled(build_layout(SHAPE, "lm", a), bench.rank, tensors)
         for i, names in enumerate(reallocator.groups):
-            local = [t.stored for t in layout(SHAPE, "lm", b).tensors(bench.rank) if t.region.tensor in names]
+            local = [
+                t.stored for t in build_layout(SHAPE, "lm", b).tensors(bench.rank) if t.region.tensor in names
+            ]
             part = FlatBuffer(local, torch.float32, CPU) if target is not None else None
             reallocator.run(source, part, i)
             if target is not None and part is not None:
@@ -160,11 +165,11 @@ def averages_are_elementwise(bench: Bench) -> Iterator[str]:
     ):
         if not takes_part(bench.rank, a, b):
             continue
-        target = filled(layout(SHAPE, "lm", b), bench.rank, ours)
-        source = filled(layout(SHAPE, "lm", a), bench.rank, theirs)
+        target = filled(build_layout(SHAPE, "lm", b), bench.rank, ours)
+        source = filled(build_layout(SHAPE, "lm", a), bench.rank, theirs)
         bench.reallocator(a, b, groups=5000, cluster=CLUSTERS[2]).mix(source, target, factor)
         mixed = {name: (1 - factor) * ours[name] + factor * theirs[name] for name in ours}
-        expected = filled(layout(SHAPE, "lm", b), bench.rank, mixed)
+        expected = filled(build_layout(SHAPE, "lm", b), bench.rank, mixed)
         if target is not None and expected is not None and not torch.allclose(target.data, expected.data):
             yield f"{a.layout} -> {b.layout} by {factor}"
 
@@ -186,9 +191,9 @@ def a_corrupted_message_is_noticed(bench: Bench) -> Iterator[str]:
     reallocator = bench.reallocator(a, b, verify=True)
     if bench.rank == 1:
         dist.batch_isend_irecv = faulty
-    source, error = filled(layout(SHAPE, "lm", a), bench.rank, tensors), ""
+    source, error = filled(build_layout(SHAPE, "lm", a), bench.rank, tensors), ""
     try:
-        reallocator.run(source, empty(layout(SHAPE, "lm", b), bench.rank))
+        reallocator.run(source, empty(build_layout(SHAPE, "lm", b), bench.rank))
     except ReallocationError as problem:
         error = str(problem)
     finally:
@@ -225,7 +230,7 @@ def twenty_round_trips_leak_nothing(bench: Bench) -> Iterator[str]:
     """Twenty round trips with a buffer that would show."""
     shape = SHAPE.model_copy(update={"vocab_size": 60_000})
     chunks.CHUNK_BYTES = 1 << 20
-    a, b = (layout(shape, "lm", p) for p in (EVERYWHERE[-1], EVERYWHERE[3]))
+    a, b = (build_layout(shape, "lm", p) for p in (EVERYWHERE[-1], EVERYWHERE[3]))
     options = {"label": "actor", "dtypes": SINGLE, "verify": True}
     there = Reallocator(reallocate(a, b, CLUSTERS[1]), bench.process, **options)  # type: ignore[arg-type]
     back = Reallocator(reallocate(b, a, CLUSTERS[1]), bench.process, **options)  # type: ignore[arg-type]
@@ -246,6 +251,12 @@ def twenty_round_trips_leak_nothing(bench: Bench) -> Iterator[str]:
         yield f"resident bytes {sizes}"
 
 
+def no_more_buffers_are_kept_than_the_planner_counts(bench: Bench) -> Iterator[str]:
+    """After all that the scenarios before this one have sent."""
+    if not 0 < bench.staging.nbytes <= STAGING_BUFFERS * CHUNK_BYTES:
+        yield f"{bench.staging.nbytes} bytes"
+
+
 SCENARIOS: dict[str, Callable[[Bench], Iterator[str]]] = {
     f.__name__: f
     for f in (
@@ -253,6 +264,7 @@ SCENARIOS: dict[str, Callable[[Bench], Iterator[str]]] = {
         the_narrower_type_is_sent,
         groups_of_tensors_can_go_one_by_one,
         averages_are_elementwise,
+        no_more_buffers_are_kept_than_the_planner_counts,
         a_corrupted_message_is_noticed,
         ranks_that_disagree_are_named,
         twenty_round_trips_leak_nothing,
@@ -288,5 +300,7 @@ def failures() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_reallocation(failures: dict[str, list[str]], scenario: str) -> None:
+def test_reallocated_parameters_equal_the_target_shards(
+    failures: dict[str, list[str]], scenario: str
+) -> None:
     assert failures[scenario] == []

@@ -13,7 +13,7 @@ from realrl.checkpoint import huggingface
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.config.user_function import UserFunction
-from realrl.data.dataset import eval_batches
+from realrl.data.dataset import split_eval_batches
 from realrl.plan.plan import Plan
 from realrl.program.lower import home_placements
 from realrl.program.text import parse_program
@@ -45,7 +45,7 @@ def program_lines(run_dir: Path, kind: str, rank: int) -> list[str]:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_config_plan_and_programs_load_back(finished: Mapping[str, Path], algorithm: str) -> None:
+def test_saved_config_plan_and_programs_load_back(finished: Mapping[str, Path], algorithm: str) -> None:
     run_dir = finished[algorithm]
     experiment = load_experiment(str(run_dir / "config.yaml"))
     assert dump_experiment(experiment) == (run_dir / "config.yaml").read_text()
@@ -71,7 +71,7 @@ def test_metrics_are_strict_json_in_the_order_of_steps(finished: Mapping[str, Pa
         assert record["seconds"] > 0 and all(isinstance(v, float) for v in record["figures"].values())
 
 
-def test_figures_json_does_not_have_become_null(tmp_path: Path) -> None:
+def test_metrics_that_are_not_finite_become_null(tmp_path: Path) -> None:
     directory = RunDirectory(str(tmp_path))
     directory.log(1, "train", 0.5, {"a": float("nan"), "b": float("-inf"), "c": 1.5})
     directory.write_samples(1, [{"prompt": "NaN", "score": float("nan")}])
@@ -79,7 +79,7 @@ def test_figures_json_does_not_have_become_null(tmp_path: Path) -> None:
     assert lines(tmp_path / "samples" / "step-000001.jsonl") == [{"prompt": "NaN", "score": None}]
 
 
-def test_the_summary_says_what_ran(finished: Mapping[str, Path]) -> None:
+def test_the_summary_describes_the_run(finished: Mapping[str, Path]) -> None:
     summary = strict_json((finished["reward"] / "summary.json").read_text())
     assert summary["algorithm"] == "reward" and summary["steps"] == 5 and summary["seconds"] > 0
 
@@ -91,7 +91,7 @@ def test_every_trained_role_is_saved_on_the_way_and_at_the_end(finished: Mapping
     assert saved == [*on_the_way, "final", "final-critic"]
 
 
-def test_samples_have_scores_whose_means_are_the_figures(finished: Mapping[str, Path]) -> None:
+def test_sample_scores_average_to_the_metrics(finished: Mapping[str, Path]) -> None:
     run_dir = finished["ppo"]
     evaluations = figures(run_dir, "eval")
     for step, figure in zip((0, 2, 4, 5), evaluations, strict=True):
@@ -130,7 +130,7 @@ def test_the_trace_has_a_row_per_rank_with_its_instructions_in_order(
     for rank in range(ranks):
         slices = [e for e in events if e["ph"] == "X" and e["tid"] == rank]
         train, evaluation = (program_lines(run_dir, kind, rank) for kind in ("train", "eval"))
-        evaluation = evaluation * len(eval_batches(80, batch))
+        evaluation = evaluation * len(split_eval_batches(80, batch))
         due = [train + (evaluation if step in (2, 4, 5) else []) for step in range(1, 6)]
         assert [e["name"] for e in slices] == sum(due, evaluation)
         ends = [e["ts"] + e["dur"] for e in slices]
@@ -138,7 +138,7 @@ def test_the_trace_has_a_row_per_rank_with_its_instructions_in_order(
         assert all(b["ts"] >= end - 1 for end, b in zip(ends, slices[1:], strict=False))
 
 
-def test_tensorboard_has_the_figures(finished: Mapping[str, Path]) -> None:
+def test_tensorboard_has_the_metrics(finished: Mapping[str, Path]) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -164,7 +164,7 @@ def test_skipped_records_are_counted_and_the_first_is_named(
     assert f"data.train: skipped 2 records, first {data}:4: not valid JSON" in notes[0]
 
 
-def test_a_run_says_once_what_becomes_of_plain_prompts(
+def test_the_handling_of_plain_prompts_is_noted_once(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(world.tokenizer, tmp_path / "tokenizer")
@@ -305,7 +305,7 @@ def test_a_directory_in_use_is_left_alone(
     assert contents(tmp_path / "run") == before
 
 
-def test_a_judge_and_a_plan_of_the_directory_are_safe_too(world: World, tmp_path: Path) -> None:
+def test_a_judge_and_a_plan_inside_the_run_directory_are_not_deleted(world: World, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     earlier_run(run_dir)
     (run_dir / "judge.py").write_text("precious")
@@ -316,7 +316,7 @@ def test_a_judge_and_a_plan_of_the_directory_are_safe_too(world: World, tmp_path
             RunDirectory(str(run_dir)).check(experiment)
 
 
-def test_overwriting_replaces_everything(world: World, tmp_path: Path) -> None:
+def test_overwriting_replaces_the_whole_run_directory(world: World, tmp_path: Path) -> None:
     earlier_run(tmp_path / "run")
     run_dir = run(world, "sft", tmp_path, overwrite=True, training__steps=1)
     assert "precious" not in contents(run_dir).values()

@@ -59,14 +59,14 @@ def alone(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "reward", "ppo"])
-def test_two_processes_learn_what_one_does(
+def test_two_processes_learn_as_one_does(
     world: World, alone: dict[str, list[dict[str, float]]], tmp_path: Path, algorithm: str
 ) -> None:
     assert_same(run(world, algorithm, tmp_path, cluster="1x2"), alone[algorithm], 1e-4)
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "reward", "ppo"])
-def test_half_the_micro_batch_changes_nothing(
+def test_micro_batch_size_does_not_change_learning(
     world: World, alone: dict[str, list[dict[str, float]]], tmp_path: Path, algorithm: str
 ) -> None:
     assert_same(run(world, algorithm, tmp_path, micro_batch_tokens=128), alone[algorithm], 1e-5)
@@ -84,7 +84,7 @@ def test_ppo_learns_the_same_on_any_meshes(
     assert_same(run(world, "ppo", tmp_path, plan=plan, cluster=cluster), alone["ppo"], 1e-4)
 
 
-def test_losses_fall(alone: dict[str, list[dict[str, float]]]) -> None:
+def test_losses_fall_during_training(alone: dict[str, list[dict[str, float]]]) -> None:
     for algorithm, name in (("sft", "actor.train/loss"), ("reward", "reward.train/loss")):
         losses = [step[name] for step in alone[algorithm]]
         assert losses[-1] < losses[0]

@@ -53,19 +53,19 @@ def test_a_checkpoint_counts_if_all_trained_roles_are_in_it(
     assert saved.describe(None).endswith(f"metrics up to step 12 in {path / 'metrics.jsonl'}")
 
 
-def test_without_a_step_nothing_was_saved(tmp_path: Path) -> None:
+def test_a_run_without_a_step_has_saved_nothing(tmp_path: Path) -> None:
     path = unfinished(tmp_path / "run", 0, [])
     assert "nothing was saved" in find_saved(path, ["actor"]).describe(5)
 
 
-def test_what_is_half_written_is_removed(tmp_path: Path) -> None:
+def test_partial_files_are_removed(tmp_path: Path) -> None:
     path = unfinished(tmp_path / "run", 1, ["step-000002", ".step-000004.partial"])
     (path / ".summary.json.partial").touch()
     remove_partial(path)
     assert not list(path.rglob(".*")) and (path / "checkpoints" / "step-000002").is_dir()
 
 
-def test_a_line_of_metrics_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_lines_of_metrics_are_written_atomically(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     path = unfinished(tmp_path / "run", 2, ["step-000002"])
     before = (path / "metrics.jsonl").read_bytes()
@@ -82,7 +82,7 @@ def test_a_line_of_metrics_is_written_whole_or_not_at_all(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("write", ["write_samples", "write_state", "finish"])
-def test_what_cannot_be_written_is_named(tmp_path: Path, write: str) -> None:
+def test_files_that_cannot_be_written_are_named(tmp_path: Path, write: str) -> None:
     path = unfinished(tmp_path / "run", 1, [])
     for name in ("samples", "checkpoints", ".summary.json.partial"):
         (path / name).symlink_to("/dev/full")
@@ -93,7 +93,7 @@ def test_what_cannot_be_written_is_named(tmp_path: Path, write: str) -> None:
     assert not (path / "summary.json").exists()
 
 
-def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_files_are_written_atomically(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("old")
     with pytest.raises(RuntimeError), whole_file(file) as partial:
@@ -105,7 +105,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert file.read_text() == "new" and list(tmp_path.iterdir()) == [file]
 
 
-def test_a_mini_batch_is_kept_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_mini_batches_are_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def tear(tensors: dict[str, torch.Tensor], file: Path) -> None:
         file.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -117,7 +117,7 @@ def test_a_mini_batch_is_kept_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
     assert not list((tmp_path / "minibatches").iterdir())
 
 
-def test_what_is_known_before_the_first_step_is_written_whole(
+def test_files_before_the_first_step_are_written_atomically(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[str] = []
@@ -135,13 +135,13 @@ def test_what_is_known_before_the_first_step_is_written_whole(
     assert all(name.startswith(".") for name in written) and not list((tmp_path / "run").rglob(".*"))
 
 
-def test_a_device_is_written_to_and_not_replaced() -> None:
+def test_an_output_that_is_a_device_file_is_not_replaced() -> None:
     check_file("--out", Path("/dev/null"))
     with whole_file(Path("/dev/null")) as partial:
         assert partial == Path("/dev/null")
 
 
-def test_a_directory_that_cannot_be_written_is_known_before(tmp_path: Path) -> None:
+def test_an_unwritable_directory_is_refused_before_the_run(tmp_path: Path) -> None:
     check_directory("run_dir", tmp_path / "a" / "b")
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("")

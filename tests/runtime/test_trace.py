@@ -12,7 +12,7 @@ from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.simulate.trace import predict_trace
 from realrl.program.trace import write_trace
 from realrl.recipe.load import load_experiment
-from realrl.runtime.prepare.scenario import make_scenario
+from realrl.runtime.prepare.scenarios import make_scenario
 from tests.conftest import World
 from tests.runtime.ranks import run_on_ranks
 
@@ -39,7 +39,7 @@ def names(events: Sequence[dict[str, Any]], rank: int, step: int) -> list[str]:
     return [e["name"] for e in sorted(slices, key=lambda e: e["ts"])]
 
 
-def test_each_rank_does_in_each_step_what_was_predicted(world: World, tmp_path: Path) -> None:
+def test_measured_traces_have_the_predicted_instructions(world: World, tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(PLAN))
     plan_file = str(tmp_path / "plan.yaml")
     recipe = world.recipe(

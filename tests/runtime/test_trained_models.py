@@ -32,7 +32,7 @@ def tokens(path: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("algorithm", "name"), [("sft", "final"), ("ppo", "final")])
-def test_language_models_have_the_same_logits(
+def test_saved_language_models_have_the_same_logits_in_transformers(
     finished: Mapping[str, Path], algorithm: str, name: str
 ) -> None:
     path = finished[algorithm] / name
@@ -47,7 +47,7 @@ def test_language_models_have_the_same_logits(
 
 
 @pytest.mark.parametrize(("algorithm", "name"), [("reward", "final"), ("ppo", "final-critic")])
-def test_scalar_models_are_classifiers_with_the_same_scores(
+def test_saved_scalar_models_score_the_same_in_transformers(
     finished: Mapping[str, Path], algorithm: str, name: str
 ) -> None:
     path = finished[algorithm] / name
@@ -85,7 +85,7 @@ def test_the_last_evaluation_is_of_the_model_that_is_saved(
     assert reported == pytest.approx(total / count, rel=1e-4)
 
 
-def test_training_changed_what_is_saved(finished: Mapping[str, Path], world: World) -> None:
+def test_saved_weights_differ_from_the_initial_ones(finished: Mapping[str, Path], world: World) -> None:
     for name, source, head in (("final", world.actor, "lm"), ("final-critic", world.reward, "scalar")):
         before, after = load(Path(source), head), load(finished["ppo"] / name, head)
         assert not torch.equal(before.parameters.data, after.parameters.data)

@@ -1,4 +1,4 @@
-"""Model directories, and what can be known of a model without its weights. No torch."""
+"""Model directories, and the settings of a model that are known without its weights. No torch."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
 
 def local_directory(path: str | Path) -> Path:
-    """The directory itself, or the hub's model of that name, downloaded; UserError if there is neither."""
+    """Find the directory itself, or download the hub model of that name; UserError if there is neither."""
     directory = local_path(str(path))
     if directory.is_dir():
         return directory
@@ -28,7 +28,7 @@ def local_directory(path: str | Path) -> Path:
 
 
 def config_file(path: str | Path) -> Path:
-    """The `config.json` of a model in a directory, or of one on the hub, of which nothing else is downloaded.
+    """Find the `config.json` of a model in a directory or on the hub, downloading nothing else.
 
     UserError where there is no such model; a directory may lack the file.
     """
@@ -46,7 +46,7 @@ def config_file(path: str | Path) -> Path:
 
 
 def generation_config_file(path: str | Path) -> Path | None:
-    """Its `generation_config.json`, likewise; None where it has none."""
+    """Find the `generation_config.json` of a model, likewise; None where it has none."""
     directory = local_path(str(path))
     if is_local(str(path)) or directory.is_dir():
         file = directory / GENERATION_CONFIG
@@ -63,13 +63,16 @@ def generation_config_file(path: str | Path) -> Path | None:
 
 
 def read_shape(path: str | Path) -> ModelShape:
-    """The shape of the model in a directory or on the hub; UserError if it is absent or not supported."""
+    """Read the shape of a model in a directory or on the hub; UserError if absent or not supported."""
     return read_config(config_file(path))
 
 
 def known_shape(config: ModelConfig) -> ModelShape | None:
-    """The sizes of a role's model as far as this machine knows them, without asking the network: from the recipe,
-    the model's directory, or the cache of hub models. UserError where a directory's `config.json` is wrong."""
+    """Find the shape of a role's model without asking the network; None where it is not known.
+
+    Sources: the recipe, the model's directory, the cache of hub models. UserError where a directory's `config.json`
+    is wrong.
+    """
     if config.path is None or config.shape is not None:
         return config.shape
     if is_local(config.path):
@@ -82,8 +85,10 @@ def known_shape(config: ModelConfig) -> ModelShape | None:
 
 
 def shape_of(config: ModelConfig) -> ModelShape:
-    """Sizes of a role's model, for which the hub is asked if need be: of its files, for `config.json` alone.
-    UserError where nobody knows them."""
+    """Find the shape of a role's model, asking the hub if need be, for `config.json` alone.
+
+    UserError where it cannot be found.
+    """
     known = known_shape(config)
     if known is not None:
         return known

@@ -1,4 +1,4 @@
-"""The headers of a model's safetensors files, checked before weights are read."""
+"""Headers of a model's safetensors files, checked before weights are read."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file."""
 
     file: Path
@@ -28,18 +28,18 @@ class Stored:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a directory's files hold of a model."""
+    """Contents of a directory's files, tensor by tensor."""
 
-    tensors: Mapping[str, Stored]
-    """Where each tensor of the model is to be read from."""
+    tensors: Mapping[str, StoredTensor]
+    """Source of each tensor of the model."""
     absent: list[str]
-    """Tensors of the model that are nowhere."""
-    repeated_head: Stored | None
-    """An `lm_head.weight` though the model uses its embeddings for that; the two must be equal."""
+    """Tensors of the model that no file has."""
+    repeated_head: StoredTensor | None
+    """Place of an `lm_head.weight` in a model with tied embeddings; the two must be equal."""
 
 
 def open_file(file: Path) -> Any:
-    """A safetensors file to read from; UserError if it is not whole."""
+    """Open a safetensors file to read; UserError if it is not whole."""
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -47,7 +47,7 @@ def open_file(file: Path) -> Any:
 
 
 def find_tensors(directory: Path, wanted: Iterable[TensorSpec]) -> Contents:
-    """Where each tensor of a model is stored.
+    """Find the file of each tensor of a model.
 
     Only `score.weight` may be absent: a language model has none when a scalar head is put on it. An
     `lm_head.weight` that is not there is the embedding table if the model's `config.json` ties them. UserError,
@@ -76,7 +76,7 @@ def find_tensors(directory: Path, wanted: Iterable[TensorSpec]) -> Contents:
     return Contents(found, absent, repeated)
 
 
-def _check(tensor: Stored, spec: TensorSpec) -> None:
+def _check(tensor: StoredTensor, spec: TensorSpec) -> None:
     if tensor.dtype not in FLOATS:
         raise UserError(
             f"{tensor.file}: tensor {tensor.name} has type {tensor.dtype}; accepted are {', '.join(FLOATS)}"
@@ -88,7 +88,7 @@ def _check(tensor: Stored, spec: TensorSpec) -> None:
         )
 
 
-def _check_known(stored: Mapping[str, Stored], specs: Mapping[str, TensorSpec]) -> None:
+def _check_known(stored: Mapping[str, StoredTensor], specs: Mapping[str, TensorSpec]) -> None:
     known = {EMBEDDING, LM_HEAD, SCALAR_HEAD}
     for name, tensor in stored.items():
         if name not in specs and name not in known and not name.endswith("rotary_emb.inv_freq"):
@@ -97,8 +97,8 @@ def _check_known(stored: Mapping[str, Stored], specs: Mapping[str, TensorSpec]) 
             )
 
 
-def _read_headers(directory: Path) -> dict[str, Stored]:
-    """All tensors in a directory's files, by name."""
+def _read_headers(directory: Path) -> dict[str, StoredTensor]:
+    """List all tensors in a directory's files, by name."""
     index = directory / INDEX
     if index.is_file():
         names = read_json(index).get("weight_map")
@@ -118,8 +118,8 @@ def _read_headers(directory: Path) -> dict[str, Stored]:
     return {tensor.name: tensor for tensor in _read_header(single, None)}
 
 
-def _read_header(file: Path, expected: list[str] | None) -> list[Stored]:
-    """These tensors of a file that the index names, or all."""
+def _read_header(file: Path, expected: list[str] | None) -> list[StoredTensor]:
+    """List these tensors of a file, which the index names, or all."""
     if not file.is_file():
         raise UserError(f"{file} is missing, though {INDEX} names it")
     with open_file(file) as reader:
@@ -129,5 +129,5 @@ def _read_header(file: Path, expected: list[str] | None) -> list[Stored]:
             if name not in present:
                 raise UserError(f"{file}: tensor {name} is missing")
             piece = reader.get_slice(name)
-            tensors.append(Stored(file, name, piece.get_dtype(), tuple(piece.get_shape())))
+            tensors.append(StoredTensor(file, name, piece.get_dtype(), tuple(piece.get_shape())))
         return tensors

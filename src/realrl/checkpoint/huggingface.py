@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from realrl.checkpoint.directory import CONFIG, GENERATION_CONFIG, config_file, local_directory, read_shape
-from realrl.checkpoint.headers import INDEX, SINGLE, Contents, Stored, find_tensors, open_file
+from realrl.checkpoint.headers import INDEX, SINGLE, Contents, StoredTensor, find_tensors, open_file
 from realrl.checkpoint.origin import Origin
-from realrl.checkpoint.special_tokens import classifier_padding, end_ids, saved_ids
+from realrl.checkpoint.special_tokens import end_ids, find_classifier_padding, find_saved_ids
 from realrl.checkpoint.tokenizer_files import Tokenizer, set_padding, write_tokenizer
 from realrl.config.errors import UserError
 from realrl.config.files import partial_path
@@ -28,18 +28,18 @@ from realrl.layout.region import Region
 __all__ = ["Tokenizer", "check", "load", "read_dtype", "read_shape", "save", "shards"]
 
 SHARD_BYTES = 5e9
-"""Most bytes in one file of tensors."""
+"""Maximum bytes in one file of tensors."""
 
 
 def read_dtype(path: str | Path) -> torch.dtype:
-    """The type in which a model directory is meant to be used, as far as we compute in it: bfloat16 or float32."""
+    """Read the data type that a model directory is meant for, as far as supported: bfloat16 or float32."""
     config = read_json(config_file(path))
     name = config.get("dtype", config.get("torch_dtype"))
     return torch.bfloat16 if name in ("bfloat16", "float16") else torch.float32
 
 
 def check(path: str | Path, tensors: Sequence[TensorSpec]) -> list[str]:
-    """Check the headers of a model's files; the names of tensors that are absent."""
+    """Check the headers of a model's files; return the names of tensors that are absent."""
     return find_tensors(local_directory(path), tensors).absent
 
 
@@ -70,7 +70,7 @@ def load(
     return contents.absent
 
 
-def _read(stored: Stored, region: Region | None) -> Tensor:
+def _read(stored: StoredTensor, region: Region | None) -> Tensor:
     with open_file(stored.file) as reader:
         if region is None:
             return reader.get_tensor(stored.name)
@@ -78,7 +78,7 @@ def _read(stored: Stored, region: Region | None) -> Tensor:
         return piece[region.slices] if region.numel else torch.empty(region.size)
 
 
-def _not_finite(stored: Stored, values: Tensor, dtype: torch.dtype) -> UserError:
+def _not_finite(stored: StoredTensor, values: Tensor, dtype: torch.dtype) -> UserError:
     if all_finite(values):
         name = str(dtype).removeprefix("torch.")
         return UserError(f"{stored.file}: tensor {stored.name} has values that {name} cannot hold")
@@ -86,7 +86,7 @@ def _not_finite(stored: Stored, values: Tensor, dtype: torch.dtype) -> UserError
 
 
 def _check_repeated_head(contents: Contents, directory: Path) -> None:
-    """UserError if a stored head would be lost that is not what config.json says."""
+    """Check that a stored head which is not used equals the embeddings; else UserError."""
     repeated = contents.repeated_head
     if repeated is None:
         return
@@ -147,13 +147,13 @@ def _save_settings(
     origin: Origin | None,
     ends: Collection[int],
 ) -> None:
-    """Everything beside the tensors."""
-    special = saved_ids(tokenizer, origin)
+    """Write all files but the tensors."""
+    special = find_saved_ids(tokenizer, origin)
     if tokenizer is not None:
         write_tokenizer(tokenizer, directory)
         ends = dict.fromkeys([*end_ids(tokenizer, origin, shape.vocab_size), *ends])
         if head == "scalar":
-            pad = special["pad_token_id"] = classifier_padding(tokenizer, ends, shape.vocab_size)
+            pad = special["pad_token_id"] = find_classifier_padding(tokenizer, ends, shape.vocab_size)
             if pad != tokenizer.pad_token_id:
                 set_padding(directory, None if pad is None else tokenizer.convert_ids_to_tokens(pad))
     kept = {key: origin.config[key] for key in UNTOUCHED if key in origin.config} if origin else {}
@@ -171,7 +171,7 @@ def _save_settings(
 def shards(
     tensors: Sequence[TensorSpec], dtype: torch.dtype, limit: float = SHARD_BYTES
 ) -> list[list[TensorSpec]]:
-    """Tensors by the file that they are saved in; a file has at most `limit` bytes, or one tensor."""
+    """Group tensors by the file that they are saved in; a file has at most `limit` bytes, or one tensor."""
     files: list[list[TensorSpec]] = [[]]
     used = 0
     for tensor in tensors:

@@ -4,15 +4,15 @@ from collections.abc import Collection, Iterator
 
 from realrl.checkpoint.directory import CONFIG
 from realrl.checkpoint.origin import Origin
-from realrl.checkpoint.special_tokens import classifier_padding, end_ids
+from realrl.checkpoint.special_tokens import end_ids, find_classifier_padding
 from realrl.checkpoint.tokenizer_files import Tokenizer
 from realrl.families.shape import Head
 
 
-def saving_notes(
+def list_saving_notes(
     origin: Origin | None, head: Head, tokenizer: Tokenizer, ends: Collection[int], vocabulary: int
 ) -> Iterator[str]:
-    """A sentence each; see `huggingface.save` for `ends`."""
+    """List notes on saving, one message each; see `huggingface.save` for `ends`."""
     if origin is not None:
         dropout = origin.config.get("attention_dropout")
         if dropout:
@@ -26,7 +26,7 @@ def saving_notes(
             )
     if head == "scalar":
         ends = {*ends, *end_ids(tokenizer, origin, vocabulary)}
-        pad = classifier_padding(tokenizer, ends, vocabulary)
+        pad = find_classifier_padding(tokenizer, ends, vocabulary)
         if pad != tokenizer.pad_token_id:
             yield _padding(tokenizer, pad)
 

@@ -12,18 +12,23 @@ from realrl.config.json_file import read_json
 
 @dataclass(frozen=True)
 class Origin:
-    """The settings in the directory that a model was opened from, read when the run starts: the directory may be
-    gone when the model is saved."""
+    """Settings of the directory that a model was opened from, read at the start of a run.
+
+    The directory may be gone when the model is saved.
+    """
 
     directory: Path
     config: Mapping[str, Any]
-    """The contents of `config.json`."""
+    """Contents of `config.json`."""
     generation: Mapping[str, Any] | None
-    """The contents of `generation_config.json`; None where there is no such file."""
+    """Contents of `generation_config.json`; None where there is no such file."""
 
     def ends(self, vocabulary: int) -> tuple[Path, tuple[int, ...]]:
-        """The file that says which tokens end generation, and these; like transformers, `generation_config.json`
-        before `config.json`. UserError for what is no token of the model's vocabulary."""
+        """Find the tokens that end generation, and the file that says so; UserError for invalid tokens.
+
+        Like transformers, `generation_config.json` before `config.json`. Tokens must be of the model's
+        vocabulary.
+        """
         file, named = self.directory / CONFIG, self.config.get("eos_token_id")
         if self.generation is not None and self.generation.get("eos_token_id") is not None:
             file, named = self.directory / GENERATION_CONFIG, self.generation["eos_token_id"]
@@ -37,8 +42,10 @@ class Origin:
 
 
 def read_origin(path: str | Path) -> Origin:
-    """The settings of the model in a directory or on the hub, whose weights are not fetched; UserError where a file
-    of them is no JSON object."""
+    """Read the settings of a model in a directory or on the hub, without its weights.
+
+    UserError where one of the files is no JSON object.
+    """
     config, generation = config_file(path), generation_config_file(path)
     return Origin(
         directory=config.parent,

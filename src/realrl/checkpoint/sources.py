@@ -1,4 +1,4 @@
-"""Where a recipe's models are to come from, checked before anything is read. No torch."""
+"""Sources of a recipe's models, checked before anything is read. No torch."""
 
 from realrl.config.errors import UserError
 from realrl.config.paths import is_local, local_path
@@ -7,7 +7,7 @@ from realrl.recipe.experiment import Experiment
 
 
 def check_directories(experiment: Experiment) -> None:
-    """UserError if a model, or a tokenizer, is to come from a directory that is not there."""
+    """Check that the local directories of models and tokenizers exist; else UserError."""
     roles = experiment.spec.roles_of(experiment)
     # Roles that may have taken their path from another one come last, so that the one with the mistake is named.
     for role in sorted(roles, key=lambda role: roles[role].weights_from is not None):
@@ -18,8 +18,10 @@ def check_directories(experiment: Experiment) -> None:
 
 
 def check_trainable(experiment: Experiment) -> None:
-    """UserError if a model is to start from the sizes of a family that can be planned for and not trained. Of one
-    with weights, whoever loads them finds out."""
+    """Check that models started from scratch are of a family that can be trained; else UserError.
+
+    A model with weights is checked when it is loaded.
+    """
     for role in experiment.spec.roles_of(experiment):
         shape = getattr(experiment.models, role).shape
         if shape is not None and shape.family not in TRAINABLE:

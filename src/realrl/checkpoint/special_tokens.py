@@ -16,7 +16,7 @@ class AddedToken(Protocol):
 
 
 class SpecialTokens(Protocol):
-    """The part of a transformers tokenizer that says which tokens are special."""
+    """Special tokens of a transformers tokenizer, as far as they are used here."""
 
     name_or_path: str
     bos_token_id: int | None
@@ -26,12 +26,13 @@ class SpecialTokens(Protocol):
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
-        """Added tokens by their ids."""
+        """Added tokens by id."""
 
 
 def end_ids(tokenizer: SpecialTokens, origin: Origin | None, vocabulary: int) -> tuple[int, ...]:
-    """All tokens that end what a model writes: the tokenizer's end of sequence first, then those that the model's
-    own settings name (Llama 3 Instruct has three).
+    """List all tokens that end a sequence: the tokenizer's first, then those of the model's own settings.
+
+    Llama 3 Instruct has three.
 
     `vocabulary` is the model's. UserError for an id outside it.
     """
@@ -48,8 +49,8 @@ def end_ids(tokenizer: SpecialTokens, origin: Origin | None, vocabulary: int) ->
     return tuple(ends)
 
 
-def classifier_padding(tokenizer: SpecialTokens, ends: Collection[int], vocabulary: int) -> int | None:
-    """The token that a saved classifier is padded with; None where no token will do.
+def find_classifier_padding(tokenizer: SpecialTokens, ends: Collection[int], vocabulary: int) -> int | None:
+    """Find the token that a saved classifier is padded with; None where no token will do.
 
     transformers scores a sequence at its last token that is not padding, so padding must be nothing that a
     sequence can end with. If the tokenizer's own padding token is none of the `ends` it is taken, else a special
@@ -71,9 +72,12 @@ def classifier_padding(tokenizer: SpecialTokens, ends: Collection[int], vocabula
     return None
 
 
-def saved_ids(tokenizer: SpecialTokens | None, origin: Origin | None) -> dict[str, Any]:
-    """The special tokens that a saved `config.json` names: those of the model that was opened, as they stood
-    there, or the tokenizer's where a model started from scratch."""
+def find_saved_ids(tokenizer: SpecialTokens | None, origin: Origin | None) -> dict[str, Any]:
+    """Find the special tokens for a saved `config.json`.
+
+    Those of the model that was opened, as they stood there, or the tokenizer's where a model started from
+    scratch.
+    """
     if origin is not None:
         return {name: origin.config[name] for name in SPECIAL_TOKENS if name in origin.config}
     return {name: getattr(tokenizer, name, None) for name in SPECIAL_TOKENS}

@@ -1,4 +1,4 @@
-"""The files of a tokenizer beside a saved model: those it was opened from, byte by byte. No torch."""
+"""Tokenizer files beside a saved model, copied byte by byte from where it was opened. No torch."""
 
 import json
 import shutil
@@ -23,22 +23,22 @@ PATTERNS = (
     "vocab.txt",
     "merges.txt",
 )
-"""Files that transformers opens a tokenizer from."""
+"""Names of the files that transformers opens a tokenizer from."""
 TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 
 
 class Tokenizer(SpecialTokens, Protocol):
-    """What is saved beside the weights; a fast transformers tokenizer is one."""
+    """Tokenizer as saved beside the weights; a fast transformers tokenizer is one."""
 
     def save_pretrained(self, save_directory: str) -> Any:
         """Write the tokenizer's files into a directory."""
 
     def convert_ids_to_tokens(self, ids: int) -> str:
-        """The token of an id."""
+        """Find the token of an id."""
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Put the tokenizer's files into a model's directory.
+    """Write the tokenizer's files into a model's directory.
 
     transformers would write them anew, in its own version's way: without settings it does not know any more, and
     with some that are only about where the tokenizer was found.
@@ -66,7 +66,7 @@ def set_padding(directory: Path, token: str | None) -> None:
 
 
 def _source(name: str) -> Path | None:
-    """The directory whose files open this tokenizer wherever they are copied; None where there is none (any more).
+    """Find the directory whose files open this tokenizer wherever they are copied; None where there is none.
 
     Files that do not name the tokenizer's class depend on the `config.json` beside them.
     """

@@ -16,7 +16,7 @@ from realrl.cli.show import show
 from realrl.cli.tokenizer import tokenizer
 from realrl.cli.train import train
 from realrl.runtime.processes.environment import is_writer
-from realrl.runtime.processes.signals import Interrupted, interruption
+from realrl.runtime.processes.signals import Interrupted, find_interruption
 
 app = typer.Typer(
     name="realrl",
@@ -39,8 +39,10 @@ def _options(
 
 
 def run_app(arguments: Sequence[str]) -> int:
-    """Run a command line, print how it failed if it does, and give its exit status: 2 for a mistake that the
-    user can correct, 1 for any other failure, 130 or 143 when interrupted."""
+    """Run a command line, print its failure if it fails, and return its exit status.
+
+    2 for a mistake that the user can correct, 1 for any other failure, 130 or 143 when interrupted.
+    """
     status, failure = 1, None
     try:
         status = _run(arguments)
@@ -49,13 +51,13 @@ def run_app(arguments: Sequence[str]) -> int:
     except Exception as error:  # nothing may end on a traceback
         failure = error
     # Whatever the exception: a library may have replaced or swallowed that of a signal.
-    interrupted = interruption()
+    interrupted = find_interruption()
     if interrupted is not None:
         return _report_interruption(interrupted)
     if failure is not None:
-        from realrl.runtime.processes.endings import report as report_ending
+        from realrl.runtime.processes.failures import report as report_failure
 
-        return report_ending(failure)
+        return report_failure(failure)
     return status
 
 

@@ -17,10 +17,10 @@ def config(
 ) -> None:
     """Print every field of an algorithm's recipes with its type, default and meaning, as commented YAML."""
     from realrl.recipe.describe import describe
-    from realrl.recipe.registry import algorithm_names, find_algorithm
+    from realrl.recipe.registry import find_algorithm, list_algorithms
 
     if algorithm is None:
-        for name in algorithm_names():
+        for name in list_algorithms():
             typer.echo(f"{name}: {find_algorithm(name)[0].about}")
         return
     spec, _ = find_algorithm(algorithm)

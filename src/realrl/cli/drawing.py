@@ -1,4 +1,4 @@
-"""Plans as text: who runs what where, what moves, and what each device holds."""
+"""Plans as text: the placement of calls, reallocations, and the memory of devices."""
 
 import inspect
 from collections.abc import Hashable, Iterator, Sequence
@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from realrl.config.units import format_bytes
 from realrl.dataflow.graph import DataflowGraph
-from realrl.layout.layout import layout
+from realrl.layout.layout import build_layout
 from realrl.layout.routing.routes import reallocate
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import ELEMENT_BYTES
@@ -20,14 +20,14 @@ from realrl.program.text import format_ranks
 from realrl.runtime.prepare.compile import Compiled, Phase
 
 _WIDTH = 110
-"""Columns of the picture are set below each other rather than make a line longer than this."""
+"""Maximum columns of a line; a wider picture continues below."""
 _SHORT = {"generate": "gen", "inference": "inf"}
 
 Value = TypeVar("Value", bound=Hashable)
 
 
 def explain_plan(name: str) -> str:
-    """What a preset does, and whose strategy it is; for a plan file, its name."""
+    """Describe a preset and the origin of its strategy; for a plan file, its name."""
     if name == SEARCH:
         return f"{SEARCH}: what the planner found\n"
     if name not in PRESETS:
@@ -36,7 +36,7 @@ def explain_plan(name: str) -> str:
 
 
 def format_plan(plan: Plan, graph: DataflowGraph) -> str:
-    """A table with a line per call, in the order they run."""
+    """Format a table with a line per call, in the order they run."""
     rows = [["call", "mesh", "dp", "tp", "pp", "micro-batch tokens"]]
     for call in graph.order:
         placement, s = plan[call.name], plan[call.name].strategy
@@ -56,8 +56,8 @@ _EXTRAS = ("offload", "offload_optimizer", "keep")
 
 
 def draw_phase(phase: Phase, compiled: Compiled) -> str:
-    """Devices by rows and time by columns: what a device does while others do what stands in the same column, and
-    the functions that its host begins with then."""
+    """Draw devices as rows and time as columns: calls in the same column run at the same time, and functions begin
+    in theirs."""
     columns = waves(phase.graph, phase.plan)
     rows: list[tuple[str, ...]] = []
     for rank in range(phase.plan.cluster.size):
@@ -74,7 +74,7 @@ def draw_phase(phase: Phase, compiled: Compiled) -> str:
     lines = []
     for first, last in _fold(rows):
         table = [["devices", *(str(number + 1) for number in range(first, last))]]
-        table += [[devices, *cells[first:last]] for devices, cells in alike(rows)]
+        table += [[devices, *cells[first:last]] for devices, cells in group_alike(rows)]
         lines += [*_align(table), ""]
     return "\n".join([*lines, "- is idle; in brackets, roles whose parameters stay there meanwhile"]) + "\n"
 
@@ -85,7 +85,7 @@ def _cell(plan: Plan, name: str) -> str:
 
 
 def _resting(compiled: Compiled, rank: int) -> list[str]:
-    """Roles whose parameters a rank holds between steps."""
+    """List the roles whose parameters a rank holds between steps."""
     offload = compiled.train.plan.offload
     return [
         role
@@ -96,7 +96,7 @@ def _resting(compiled: Compiled, rank: int) -> list[str]:
 
 
 def _fold(rows: Sequence[Sequence[str]]) -> Iterator[tuple[int, int]]:
-    """Ranges of columns that fit on a line."""
+    """Divide columns into ranges that fit on a line."""
     widths = [2 + max(map(len, column)) for column in zip(*rows, strict=True)]
     first, used = 0, 0
     for number, width in enumerate(widths):
@@ -108,7 +108,7 @@ def _fold(rows: Sequence[Sequence[str]]) -> Iterator[tuple[int, int]]:
 
 
 def format_reallocations(programs: Sequence[Program], memory: Memory, cluster: Cluster) -> str:
-    """A line per reallocation: its layouts, and the bytes sent from device to device."""
+    """Format a line per reallocation: its layouts, and the bytes sent between devices."""
     rows = [["reallocation", "when", "bytes in all", "busiest device", "between nodes"]]
     found = dict.fromkeys(i for p in programs for i in p.instructions if isinstance(i, Reallocate))
     for move in found:
@@ -121,7 +121,10 @@ def format_reallocations(programs: Sequence[Program], memory: Memory, cluster: C
                 of.element_bytes if (own := place.strategy.dtype) is None else ELEMENT_BYTES[own]
                 for of, place in ((old, move.source), (new, move.target))
             )
-            layouts = (layout(old.shape, old.head, move.source), layout(new.shape, new.head, move.target))
+            layouts = (
+                build_layout(old.shape, old.head, move.source),
+                build_layout(new.shape, new.head, move.target),
+            )
             routes = reallocate(*layouts, cluster)
             links = routes.bytes_by_link(width)
             busiest = max(max(b.sent, b.received) for b in routes.bytes_by_rank(width).values())
@@ -131,7 +134,7 @@ def format_reallocations(programs: Sequence[Program], memory: Memory, cluster: C
 
 
 def _when(programs: Sequence[Program], move: Reallocate) -> str:
-    """Beside which call a reallocation stands in the program of a rank that takes part."""
+    """Find the call beside which a reallocation stands in the program of a rank that takes part."""
     there = programs[move.target.ranks[0]].instructions
     later = [i for i in there[there.index(move) :] if isinstance(i, Run)]
     users = [run.call for run in later if (run.role, run.placement.layout) == (move.role, move.target.layout)]
@@ -149,13 +152,13 @@ def format_memory(devices: Sequence[DeviceMemory], *, limited: bool) -> str:
     """
     rows = []
     for device in devices:
-        rest = sum(device.resting.values())
+        rest = sum(device.resident.values())
         state = sum(
-            size for name, size in device.resting.items() if name.endswith(" gradients and optimizer")
+            size for name, size in device.resident.items() if name.endswith(" gradients and optimizer")
         )
         rows.append((*map(format_bytes, (rest - state, state)), *_most(device.peak)))
     head = ["devices", "parameters", "gradients and optimizer", "most in a step", "of it"]
-    table = _align([head, *([ranks, *cells] for ranks, cells in alike(rows))])
+    table = _align([head, *([ranks, *cells] for ranks, cells in group_alike(rows))])
     capacity = [f"a plan may use {format_bytes(devices[0].capacity)} of a device"] if limited else []
     return "\n".join([*table, *capacity]) + "\n"
 
@@ -170,8 +173,8 @@ def _most(peak: Footprint) -> tuple[str, str]:
 _TEMPORARY = ("activations", "logits", "cache")
 
 
-def alike(rows: Sequence[Value]) -> Iterator[tuple[str, Value]]:
-    """Ranks that have the same row, as text, with that row; rows are given by rank."""
+def group_alike(rows: Sequence[Value]) -> Iterator[tuple[str, Value]]:
+    """Group ranks that have the same row: their ranks as text, with that row; rows are given by rank."""
     ranks: dict[Value, list[int]] = {}
     for rank, row in enumerate(rows):
         ranks.setdefault(row, []).append(rank)
@@ -182,15 +185,15 @@ def alike(rows: Sequence[Value]) -> Iterator[tuple[str, Value]]:
 
 
 def _align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with columns of equal width; rows may end early."""
+    """Align columns of text; rows may end early."""
     columns = max(map(len, rows))
     widths = [max(len(row[i]) for row in rows if len(row) > i) for i in range(columns)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) for row in rows)
     return [line.rstrip() for line in lines]
 
 
-def unknown_sizes(compiled: Compiled) -> str:
-    """A remark on roles whose sizes are not known here; empty when there are none."""
+def describe_unknown_sizes(compiled: Compiled) -> str:
+    """Write a note on roles whose sizes are not known here; empty when there are none."""
     if not compiled.unknown:
         return ""
     return (

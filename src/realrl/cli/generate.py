@@ -82,15 +82,17 @@ def generate(
 
 
 def _shown(prompt: str | list[dict[str, Any]], chat: bool) -> str:
-    """A prompt as people read it; the answer of a conversation has a line of its own."""
+    """Format a prompt for people; the answer of a conversation has a line of its own."""
     if isinstance(prompt, str):
         return f"{prompt}\n" if chat else prompt
     return "".join(f"{message['role']}: {message['content']}\n" for message in prompt)
 
 
 def _write(path: Path, lines: Iterable[str]) -> None:
-    """Write a file that appears whole or not at all. UserError, before the first line, where it cannot; RunError if
-    there is no room for it."""
+    """Open a file for atomic writing.
+
+    UserError, before the first line, where it cannot be written; RunError if there is no room for it.
+    """
     from realrl.config.errors import RunError
     from realrl.config.files import check_file, reason_of, whole_file
 
@@ -103,7 +105,7 @@ def _write(path: Path, lines: Iterable[str]) -> None:
 
 
 def _read_prompts(path: str) -> "list[Record]":
-    """A record per line of a .txt file that is not blank, or the records of a data file."""
+    """Read a record per line of a .txt file that is not blank, or the records of a data file."""
     from realrl.config.errors import UserError
     from realrl.config.paths import local_path
     from realrl.data.records import read_records

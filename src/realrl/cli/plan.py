@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,13 +16,14 @@ from realrl.config.files import reason_of
 
 if TYPE_CHECKING:
     from realrl.planner.report.report import Objective, PlanReport
-    from realrl.planner.search.plan_search import Wanted
+    from realrl.planner.search.plan_search import UserConstraints
     from realrl.planner.simulate.scenario import Scenario
+    from realrl.runtime.prepare.fit.change import Draft
 
-RecipeOrNone = Annotated[
+PlanRecipe = Annotated[
     str | None, typer.Argument(help="A recipe: YAML file; needed except to calibrate.", show_default=False)
 ]
-Cluster = Annotated[
+ClusterOption = Annotated[
     str | None,
     typer.Option(
         metavar="C",
@@ -36,7 +38,7 @@ Out = Annotated[
 Html = Annotated[
     str | None, typer.Option(metavar="FILE", help="Write a page with everything, to open offline.")
 ]
-Trace = Annotated[
+TraceOption = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="Write the predicted timeline, for ui.perfetto.dev."),
 ]
@@ -54,7 +56,7 @@ ObjectiveText = Annotated[
         " prices, the one of fewest device-hours.",
     ),
 ]
-Seconds = Annotated[
+SecondsOption = Annotated[
     float | None,
     typer.Option(
         help="How long to plan at most, for each number of nodes; if not given 8, and 45 above 128 devices.",
@@ -62,14 +64,14 @@ Seconds = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Of the search.")]
-Profile = Annotated[
+ProfileOption = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
         help="Measured times (see `realrl profile`), for devices of its kind; the recipe's if not given.",
     ),
 ]
-Lengths = Annotated[
+LengthsOption = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
@@ -88,19 +90,19 @@ Calibrate = Annotated[
 
 
 def plan(
-    recipe: RecipeOrNone = None,
+    recipe: PlanRecipe = None,
     overrides: Overrides = None,
-    cluster: Cluster = None,
+    cluster: ClusterOption = None,
     as_json: Json = False,
     out: Out = None,
     html: Html = None,
-    trace: Trace = None,
+    trace: TraceOption = None,
     nodes: Nodes = None,
     objective: ObjectiveText = "time",
-    seconds: Seconds = None,
+    seconds: SecondsOption = None,
     seed: Seed = 0,
-    profile: Profile = None,
-    lengths: Lengths = None,
+    profile: ProfileOption = None,
+    lengths: LengthsOption = None,
     calibrate: Calibrate = None,
 ) -> None:
     """Find the fastest plan for a recipe on any cluster, and say what to expect of it. Needs no GPU.
@@ -110,7 +112,7 @@ def plan(
     """
     from realrl.cli.planning import input as plan_input
     from realrl.recipe.load import load_experiment
-    from realrl.runtime.prepare.scenario import wanted_plans
+    from realrl.runtime.prepare.scenarios import read_constraints
 
     if recipe is None and calibrate is None:
         raise UserError("name a recipe, a YAML file, to plan for")
@@ -124,13 +126,13 @@ def plan(
     files = plan_input.files_to_write(recipe, cluster, profile, lengths, out=out, html=html, trace=trace)
     counts, goal = plan_input.parse_nodes(nodes), plan_input.parse_objective(objective)
     plan_input.check_seconds(seconds)
-    scenario, source = plan_input.read_scenario(experiment, cluster, profile, lengths)
-    wanted = wanted_plans(experiment, scenario.spec, files.get("out"))
-    report = _report(scenario, wanted, nodes=counts, objective=goal, seconds=seconds, seed=seed)
+    draft, scenario, source = plan_input.read_scenario(experiment, cluster, profile, lengths)
+    constraints = read_constraints(experiment, scenario.spec, files.get("out"))
+    report = _report(draft, scenario, constraints, nodes=counts, objective=goal, seconds=seconds, seed=seed)
     if as_json:
-        from realrl.planner.report.to_json import report_json
+        from realrl.planner.report.to_json import report_to_json
 
-        typer.echo(json.dumps({**report_json(report), "source": source}, allow_nan=False))
+        typer.echo(json.dumps({**report_to_json(report), "source": source}, allow_nan=False))
     else:
         from realrl.cli.planning.tables import print_report
 
@@ -145,7 +147,7 @@ def plan(
 
 
 def _write(report: "PlanReport", name: str, file: Path, title: str, source: str) -> None:
-    """The file of an option."""
+    """Write the file of an option."""
     if name == "out":
         report.chosen.plan.save(file)
     elif name == "html":
@@ -160,8 +162,9 @@ def _write(report: "PlanReport", name: str, file: Path, title: str, source: str)
 
 
 def _report(
+    draft: "Draft",
     scenario: "Scenario",
-    wanted: "Wanted",
+    constraints: "UserConstraints",
     *,
     nodes: Sequence[int],
     objective: "Objective",
@@ -172,15 +175,19 @@ def _report(
 
     from realrl.planner.evaluate.shortage import DoesNotFit
     from realrl.planner.report.make import make_report
-    from realrl.planner.report.remedies import no_plan
-    from realrl.planner.report.sizes import on_cluster
+    from realrl.runtime.prepare.fit.search import no_plan
 
     try:
         with Console(stderr=True).status("planning"):
             return make_report(
-                scenario, nodes=nodes, objective=objective, seconds=seconds, seed=seed, wanted=wanted
+                scenario,
+                nodes=nodes,
+                objective=objective,
+                seconds=seconds,
+                seed=seed,
+                constraints=constraints,
             )
     except DoesNotFit as error:
         if nodes:
-            scenario = on_cluster(scenario, scenario.spec.with_nodes(max(nodes)))
-        raise no_plan(scenario, error.shortage, wanted) from None
+            draft = replace(draft, spec=draft.spec.with_nodes(max(nodes)))
+        raise no_plan(draft, scenario.on(draft.spec), error.shortage, constraints) from None

@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from realrl.plan.cluster import Cluster
     from realrl.runtime.profiler.request import Request
 
-RecipeOrNone = Annotated[
+ProfileRecipe = Annotated[
     str | None,
     typer.Argument(help="A recipe: YAML file. Its models and sizes are measured.", show_default=False),
 ]
 
 
 def profile(
-    recipe: RecipeOrNone = None,
+    recipe: ProfileRecipe = None,
     overrides: Overrides = None,
     shape: Annotated[
         list[str] | None,
@@ -85,8 +85,10 @@ def profile(
 
 
 def _processes(request: "Request", counted: str | None) -> "Cluster":
-    """The processes to start on this machine: on CPUs as many as there are to be devices, else no more than there
-    are GPUs. `counted`: the recipe's cluster, where none was named."""
+    """Count the processes to start on this machine: one per device, but no more than there are GPUs.
+
+    `counted`: the recipe's cluster, where none was named.
+    """
     from realrl.config.errors import UserError
     from realrl.plan.cluster import Cluster
     from realrl.runtime.processes.process import resolve_cluster, use_cuda

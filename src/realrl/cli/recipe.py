@@ -1,4 +1,4 @@
-"""What commands about a recipe share."""
+"""Shared code of commands that take a recipe."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,9 +19,9 @@ Overrides = Annotated[
 ]
 
 
-def cluster_of(experiment: "Experiment") -> "Cluster":
-    """The cluster a recipe means; only `auto` needs torch, to count GPUs."""
-    from realrl.runtime.prepare.scenario import written_cluster
+def find_cluster(experiment: "Experiment") -> "Cluster":
+    """Find the cluster a recipe means; only `auto` needs torch, to count GPUs."""
+    from realrl.runtime.prepare.cluster import written_cluster
 
     cluster = written_cluster(experiment.cluster)
     if cluster is not None:

@@ -19,7 +19,7 @@ def report(
     """Sum up finished runs: a table and samples here, figures in report.json, curves in report.png."""
     from importlib.util import find_spec
 
-    from realrl.cli.reporting.figures import report_figures, reported_metrics
+    from realrl.cli.reporting.figures import list_metrics, report_figures
     from realrl.cli.reporting.runs import read_runs
     from realrl.config.errors import RunError, UserError
     from realrl.config.files import check_directory, check_file, reason_of, write_whole
@@ -35,7 +35,7 @@ def report(
     numbers, picture = folder / "report.json", folder / "report.png"
     for file in (numbers, picture):
         check_file(str(file), file)
-    metrics = reported_metrics(runs)
+    metrics = list_metrics(runs)
     try:
         write_whole(numbers, json.dumps(report_figures(runs, metrics), indent=2) + "\n")
         draw_picture(runs, picture)
@@ -63,7 +63,7 @@ def _print_report(runs: "dict[str, FinishedRun]", metrics: "list[ReportedMetric]
 
 
 def _sample_table(before: "tuple[Sample, ...]", after: "tuple[Sample, ...]") -> Any:
-    """Completions of the same prompts, side by side."""
+    """Make a table of completions of the same prompts, side by side."""
     from rich.table import Table
     from rich.text import Text
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from realrl.cli.recipe import Overrides, Recipe, cluster_of
+from realrl.cli.recipe import Overrides, Recipe, find_cluster
 
 if TYPE_CHECKING:
     from realrl.recipe.experiment import Experiment
@@ -28,15 +28,15 @@ def show(
     from realrl.plan.presets import SEARCH
     from realrl.recipe.load import dump_experiment, load_experiment
     from realrl.runtime.prepare.compile import compile_recipe
-    from realrl.runtime.prepare.fit_check import check_fit
+    from realrl.runtime.prepare.devices import search_spec
+    from realrl.runtime.prepare.fit.check import check_fit
     from realrl.runtime.prepare.gpu import ask_machine
-    from realrl.runtime.prepare.scenario import search_spec
-    from realrl.runtime.prepare.searched_plan import cached_plan
+    from realrl.runtime.prepare.search.cached_plan import cached_plan
 
     experiment = load_experiment(recipe, overrides or [])
     if plan is not None:
         experiment = experiment.model_copy(update={"plan": plan})
-    cluster, found = cluster_of(experiment), None
+    cluster, found = find_cluster(experiment), None
     if experiment.plan == SEARCH:
         spec = search_spec(experiment, cluster, ask_machine(experiment.device))
         found = cached_plan(experiment, spec, partial(typer.echo, err=True))
@@ -56,8 +56,8 @@ def show(
 def _show_phase(experiment: "Experiment", compiled: "Compiled", name: str) -> None:
     from realrl.cli import drawing
     from realrl.dataflow.text import format_graph
-    from realrl.runtime.prepare.fit import device_memory
-    from realrl.runtime.prepare.scenario import memory_spec, spec_of
+    from realrl.runtime.prepare.devices import memory_spec, spec_of
+    from realrl.runtime.prepare.fit.footprint import device_memory
 
     phase, title = compiled.phases[name], _TITLES[name]
     cluster = phase.plan.cluster
@@ -69,7 +69,7 @@ def _show_phase(experiment: "Experiment", compiled: "Compiled", name: str) -> No
     limited = experiment.device_memory is not None or spec_of(experiment, cluster) is not None
     texts.append(drawing.format_memory(devices, limited=limited))
     if name == "train":
-        texts.append(drawing.unknown_sizes(compiled))
+        texts.append(drawing.describe_unknown_sizes(compiled))
     _section(f"{title}: plan on cluster {cluster}", "\n".join(filter(None, texts)))
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from realrl.cli.recipe import Overrides, Recipe, cluster_of
-from realrl.runtime.processes.signals import interruption
+from realrl.cli.recipe import Overrides, Recipe, find_cluster
+from realrl.runtime.processes.signals import find_interruption
 
 if TYPE_CHECKING:
     from realrl.plan.cluster import Cluster
@@ -26,7 +26,7 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
     experiment = load_experiment(recipe, overrides or [])
     with _tidied(experiment) as run_dir:
         if not under_launcher():
-            cluster = cluster_of(experiment)
+            cluster = find_cluster(experiment)
             plan = _check(experiment, cluster)
             if cluster.size > 1:
                 from realrl.runtime.processes.launch import launch
@@ -41,9 +41,11 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
 
 @contextmanager
 def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
-    """A block that runs a recipe. When it is interrupted, the interruption gets to know what has been saved;
-    nothing half written is left. Yields a function for the run's directory, None as long as the run has not made
-    it."""
+    """Clean up after a run in the block.
+
+    An interruption learns what has been saved; nothing half written is left. Yields a function for the run's
+    directory, None as long as the run has not made it.
+    """
     from realrl.recipe.graphs import build_graph
     from realrl.runtime.output.rundir import RunDirectory
     from realrl.runtime.output.saved import find_saved, remove_partial
@@ -58,7 +60,7 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
     try:
         yield run_dir
     finally:
-        interrupted = interruption()
+        interrupted = find_interruption()
         if interrupted is not None:
             interrupted.saved = "before the first step; nothing was saved"
             if run_dir() is not None:
@@ -69,8 +71,9 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
 
 
 def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
-    """UserError for mistakes that show without reading data and models, before any process starts. For several
-    processes also whether the plan fits, and first, where the recipe says so, the search for it.
+    """Check what can be checked before any process starts, without reading data and models; else UserError.
+
+    For several processes also that the plan fits, after searching for it where the recipe says so.
 
     One process finds that out itself, since it may ask its GPU.
     """
@@ -79,10 +82,10 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     from realrl.planner.profile.profile import Profile
     from realrl.runtime.output.rundir import RunDirectory
     from realrl.runtime.prepare.compile import compile_recipe, with_sizes
-    from realrl.runtime.prepare.fit_check import check_fit
+    from realrl.runtime.prepare.devices import check_kind, search_spec
+    from realrl.runtime.prepare.fit.check import check_fit
     from realrl.runtime.prepare.gpu import ask_machine
-    from realrl.runtime.prepare.scenario import check_kind, search_spec
-    from realrl.runtime.prepare.searched_plan import cached_plan
+    from realrl.runtime.prepare.search.cached_plan import cached_plan
     from realrl.runtime.processes.launch import check_local
 
     check_trainable(experiment)

@@ -1,11 +1,13 @@
-"""Base class of everything a user writes in a recipe."""
+"""Base class of recipe settings."""
 
 from pydantic import BaseModel, ConfigDict
 
 
 class Settings(BaseModel):
-    """Strict, immutable settings: an unknown key is an error, never ignored, and a value of another type is
-    one too: `true` is not 1, and `"3"` is not 3. Numbers are finite, and text is not empty."""
+    """Strict, immutable settings: unknown keys and values of another type are errors.
+
+    `true` is not 1, and `"3"` is not 3. Numbers are finite, and text is not empty.
+    """
 
     model_config = ConfigDict(
         extra="forbid",

@@ -1,4 +1,4 @@
-"""Devices as people write them where only their number matters: nodes x devices per node."""
+"""Number of devices as people write it: nodes x devices per node."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from realrl.config.explain import brief
 
 
 def not_devices(value: Any) -> str:
-    """Error message for a value that is no number of devices."""
+    """Write the error message for a value that is no number of devices."""
     return f"{brief(value)} is not understood; write nodes x devices per node, for example 1x2"
 
 
 def check_cluster(value: Any) -> Any:
-    """A value where a cluster is wanted, before its type is checked: UserError for what is no text."""
+    """Check a cluster before its type is validated; UserError for what is no text."""
     if not isinstance(value, str):
         raise UserError(not_devices(value))
     return value

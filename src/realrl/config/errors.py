@@ -1,13 +1,13 @@
-"""Exceptions that are shown to the user as one message, without a traceback; anything else is a bug."""
+"""Exceptions shown to the user as one message, without a traceback; all others are bugs."""
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave us. Its text is the error message; commands exit with status 2."""
+    """A mistake in the user's input. Its text is the error message; commands exit with status 2."""
 
 
 class UserCodeError(UserError):
-    """A mistake in code of the user's that we call. `trace` is its traceback, which they see above the message;
-    `alone` whether other ranks may not know of it."""
+    """An error in the user's own code. `trace` is its traceback, printed above the message; `alone` whether it may
+    have come up on this rank only."""
 
     def __init__(self, message: str, trace: str = "", alone: bool = False) -> None:
         super().__init__(message, trace, alone)
@@ -18,5 +18,7 @@ class UserCodeError(UserError):
 
 
 class RunError(RuntimeError):
-    """Something that stopped a run and is neither a mistake in its input nor a bug: a full disk, learning that has
-    gone wrong. Its text is the error message; commands exit with status 1."""
+    """A failed run without a mistake or a bug: a full disk, diverged learning.
+
+    Its text is the error message; commands exit with status 1.
+    """

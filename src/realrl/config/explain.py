@@ -1,4 +1,4 @@
-"""Validation errors as one sentence for the person who wrote the file."""
+"""Error messages for validation errors, one line each."""
 
 import difflib
 import re
@@ -16,10 +16,10 @@ from realrl.config.base import Settings
 from realrl.config.errors import UserError
 
 _KEY = "[key]"
-"""The end of pydantic's location of a key that is wrong itself."""
+"""Last part of pydantic's location where the key itself is wrong."""
 
 _LONG = 80
-"""Characters of a value that an error message repeats at most."""
+"""Maximum characters of a value that an error message repeats."""
 
 _WANTED = {
     "int": "a whole number",
@@ -43,24 +43,24 @@ _BOUNDS = {
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The most similar of `names`, if any is similar at all."""
+    """Find the most similar of `names`, if any is similar at all."""
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)), None)
 
 
 def brief(value: Any) -> str:
-    """A value as YAML writes it, on one line, and shortened where it is long."""
+    """Format a value as YAML writes it, on one line, shortened where it is long."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return _BRIEF.repr(value)
 
 
 def shorten(text: str) -> str:
-    """Text as it is, but cut where it is long."""
+    """Cut text where it is long."""
     return text if len(text) <= _LONG else f"{text[:_LONG]}..."
 
 
 class _Brief(reprlib.Repr):
-    """Few entries and characters of anything, however large, deep, or inside itself."""
+    """Short representation of any value, however large, deep or recursive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ _BRIEF = _Brief()
 
 
 def section_class(field: FieldInfo) -> type[Settings] | None:
-    """The settings class a field holds, optional or not; None for a plain value."""
+    """Find the settings class that a field holds, optional or not; None for a plain value."""
     for candidate in (field.annotation, *get_args(field.annotation)):
         if isinstance(candidate, type) and issubclass(candidate, Settings):
             return candidate
@@ -85,28 +85,28 @@ def section_class(field: FieldInfo) -> type[Settings] | None:
 
 
 def explain(error: ValidationError, cls: type[Settings]) -> str:
-    """The error to mend first, and how many others there are.
+    """Describe the first error to fix, and how many others there are.
 
     cls: what was being validated; suggestions come from its fields.
     """
-    # A misspelt key often also shows up as a missing one; the spelling is what has to be mended.
+    # A misspelt key often also shows up as a missing one; the spelling is what has to be fixed.
     errors = sorted(error.errors(), key=lambda e: e["type"] not in ("extra_forbidden", "invalid_key"))
-    sentence = _sentence(errors[0], errors[0]["loc"], cls)
+    message = _message(errors[0], errors[0]["loc"], cls)
     others = len(errors) - 1
-    return sentence if not others else f"{sentence} (and {others} more mistake{'s' if others > 1 else ''})"
+    return message if not others else f"{message} (and {others} more mistake{'s' if others > 1 else ''})"
 
 
-def _sentence(error: ErrorDetails, location: tuple[int | str, ...], cls: type[Settings]) -> str:
+def _message(error: ErrorDetails, location: tuple[int | str, ...], cls: type[Settings]) -> str:
     if location and location[-1] == _KEY:
         key = brief(location[-2])
         return f"{'.'.join(map(str, location[:-2]))}: {key} is not text, so it is no name of a key"
     path = ".".join(str(part) for part in location)
-    complaint = _complaint(error, location, cls)
-    return f"{path}: {complaint}" if path else complaint
+    problem = _describe_problem(error, location, cls)
+    return f"{path}: {problem}" if path else problem
 
 
-def _complaint(error: ErrorDetails, location: tuple[int | str, ...], cls: type[Settings]) -> str:
-    """What is wrong at a location, without saying where."""
+def _describe_problem(error: ErrorDetails, location: tuple[int | str, ...], cls: type[Settings]) -> str:
+    """Describe the problem at a location, without the location."""
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
         return "; ".join(filter(None, ("unknown key", _suggestion(location, cls))))
@@ -141,12 +141,12 @@ def _complaint(error: ErrorDetails, location: tuple[int | str, ...], cls: type[S
 
 
 def _number(limit: float) -> str:
-    """A bound as people write it: 1000000000, 0.01."""
+    """Format a bound as people write it: 1000000000, 0.01."""
     return str(limit) if isinstance(limit, int) else f"{limit:g}"
 
 
 def _section(location: tuple[int | str, ...], cls: type[Settings]) -> type[Settings] | None:
-    """The class that the section at `location` is read into."""
+    """Find the class that the section at `location` is read into."""
     for part in location:
         if isinstance(part, int):  # a place in a list: the class is that of its items
             continue
@@ -164,8 +164,10 @@ def _field(location: tuple[int | str, ...], cls: type[Settings]) -> FieldInfo | 
 
 
 def _suggestion(location: tuple[int | str, ...], cls: type[Settings]) -> str:
-    """What an unknown key may have been meant to be: a neighbour, or a key of that name elsewhere. Nothing for one
-    inside a table of sections, of which nothing is known."""
+    """Suggest a known key for an unknown one: a similar neighbour, or a key of that name elsewhere.
+
+    Empty inside a table of sections, whose keys are free.
+    """
     section = _section(location[:-1], cls)
     if section is None:
         return ""
@@ -181,7 +183,7 @@ def _suggestion(location: tuple[int | str, ...], cls: type[Settings]) -> str:
 
 
 def _paths(cls: type[Settings], prefix: str = "") -> Iterable[str]:
-    """The dotted path of every field under a class."""
+    """List the dotted path of every field under a class."""
     for name, field in cls.model_fields.items():
         yield prefix + name
         inner = section_class(field)
@@ -191,7 +193,7 @@ def _paths(cls: type[Settings], prefix: str = "") -> Iterable[str]:
 
 @contextmanager
 def mistakes_in(where: str, cls: type[Settings]) -> Iterator[None]:
-    """A block whose mistakes become one UserError that begins with `where`; `cls`: what is validated in it."""
+    """Turn mistakes in the block into one UserError that begins with `where`; `cls` is validated in it."""
     try:
         yield
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and error messages for those that cannot be written."""
+"""Atomic writes of files, and error messages for paths that cannot be written."""
 
 import os
 import re
@@ -10,17 +10,17 @@ from pathlib import Path
 from realrl.config.errors import UserError
 
 PARTIAL = ".*.partial"
-"""Pattern for the names that `partial_path` gives."""
+"""Pattern of the names that `partial_path` gives."""
 
 
 def partial_path(path: Path) -> Path:
-    """Where a file or directory lies until it is whole."""
+    """Name the place of a file or directory until it is complete."""
     return path.with_name(f".{path.name}.partial")
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A path to write to in the block, which takes the place of `path` if the block ends well, else is removed.
+    """Yield a path to write to; it replaces `path` if the block ends well, else it is removed.
 
     The directory is made if need be. What is no file of its own, such as /dev/stdout, is written to as it is.
     """
@@ -38,13 +38,13 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file in UTF-8; a reader sees the old one or the new one, whatever happens. OSError."""
+    """Write a UTF-8 text file atomically: a reader sees the old content or the new. OSError."""
     with whole_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def as_os_error(error: BaseException) -> OSError | None:
-    """The operating system's refusal that an exception stands for; None where it is something else.
+    """Find the operating system's error behind an exception; None where there is none.
 
     The Rust code of safetensors and tokenizers knows only its own exceptions, and puts the number into their text.
     """
@@ -55,12 +55,12 @@ def as_os_error(error: BaseException) -> OSError | None:
 
 
 def reason_of(error: OSError) -> str:
-    """The operating system's reason, for an error message: `No space left on device`."""
+    """Format the operating system's reason for an error message: `No space left on device`."""
     return error.strerror or str(error) or type(error).__name__
 
 
 def check_file(name: str, path: Path) -> None:
-    """UserError, beginning with `name`, if a file could not be written, in a directory that may have to be made."""
+    """Check that a file could be written, making its directory if need be; UserError beginning with `name`."""
     if path.is_dir():
         raise UserError(f"{name}: this is a directory; name a file in it")
     if path.exists() and not os.access(path, os.W_OK):
@@ -70,7 +70,7 @@ def check_file(name: str, path: Path) -> None:
 
 
 def check_directory(name: str, path: Path) -> None:
-    """UserError, beginning with `name`, if a directory could not be made or written; leaves nothing behind."""
+    """Check that a directory could be made and written, leaving nothing behind; UserError beginning with `name`."""
     nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     try:
         if not nearest.is_dir():

@@ -1,4 +1,4 @@
-"""JSON files that people or other programs have written: a key given twice is a mistake."""
+"""JSON files written by people or other programs; repeated keys are errors."""
 
 import json
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from realrl.config.files import reason_of
 
 
 class RepeatedKeyError(ValueError):
-    """A JSON object has a key twice."""
+    """A key that occurs twice in a JSON object."""
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; UserError naming the file if there is none."""
+    """Read the object in a JSON file; UserError naming the file if there is none."""
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -30,7 +30,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _parse(text: str, where: str) -> Any:
-    """Value of JSON text; UserError starting with `where`."""
+    """Parse JSON text; UserError starting with `where`."""
     try:
         return json.loads(text, object_pairs_hook=unique_keys)
     except RecursionError:
@@ -40,7 +40,7 @@ def _parse(text: str, where: str) -> Any:
 
 
 def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """A mapping of pairs, as a hook for `json`; RepeatedKeyError where a key comes twice."""
+    """Build a mapping from pairs, as a hook for `json`; RepeatedKeyError where a key comes twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]

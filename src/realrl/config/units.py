@@ -17,7 +17,7 @@ _TOO_MANY = 2**60
 
 
 def parse_bytes(text: str) -> int:
-    """The number that text such as `80GiB` or `512 MB` stands for; UserError for anything else."""
+    """Parse a size such as `80GiB` or `512 MB` into bytes; UserError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B)", text.strip())
     if match is None or match[2] not in _UNITS or not 1 <= float(match[1]) * _UNITS[match[2]] < _TOO_MANY:
         raise UserError(f"{brief(text)} is no size; write a number and a unit, for example 80GiB or 512MiB")
@@ -25,8 +25,7 @@ def parse_bytes(text: str) -> int:
 
 
 def check_size(value: Any) -> Any:
-    """A value where a size is wanted, before its type is checked: UserError for text that is no size, and for a
-    number without a unit."""
+    """Check a size before its type is validated; UserError for text that is no size or a number without unit."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         example = value if 1 <= value < 10**6 else 80
         raise UserError(f"{brief(value)} has no unit; write for example {example}GiB")
@@ -36,7 +35,7 @@ def check_size(value: Any) -> Any:
 
 
 def format_bytes(number: float) -> str:
-    """Three significant digits with a binary unit, for example `12.5 GiB`."""
+    """Format bytes with three significant digits and a binary unit: `12.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if number < 999.5 or unit == "TiB":
             break

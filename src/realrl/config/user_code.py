@@ -1,4 +1,4 @@
-"""Python code that a user names in a recipe: importing it, and the errors it raises, as error messages."""
+"""Python code that a user names in a recipe: its import, and messages for its errors."""
 
 import importlib
 import importlib.util
@@ -16,7 +16,7 @@ from realrl.config.paths import local_path
 
 
 class UserCode:
-    """A module of the user's, named by a setting of the recipe as `FILE.py` or `package.module`."""
+    """A Python module of the user, named by a setting of the recipe as `FILE.py` or `package.module`."""
 
     def __init__(self, setting: str, reference: str) -> None:
         """Import the module. `setting` and `reference` are how error messages name it, for example
@@ -59,15 +59,17 @@ class UserCode:
         return module
 
     def attribute(self, name: str) -> Any:
-        """What the module calls `name`; UserError where it has nothing of that name."""
+        """Find an attribute of the module; UserError where it has none of that name."""
         if not hasattr(self.module, name):
             raise UserError(f"{self._label}: {self.file or self.module.__name__} has no {name}")
         return getattr(self.module, name)
 
     @contextmanager
     def errors(self, verb: str) -> Iterator[None]:
-        """Turn whatever the user's code raises inside into a UserCodeError that names its line. `verb` is what the
-        code did, for example `raised`."""
+        """Turn errors that the user's code raises in the block into a UserCodeError that names its line.
+
+        `verb` is what the code did, for example `raised`.
+        """
         try:
             yield
         except (Exception, SystemExit) as error:  # whatever the user's code does
@@ -87,7 +89,7 @@ class UserCode:
 
 
 def _is_module(name: str) -> bool:
-    """Whether there is a module of that name. Importing the packages around it may raise anything."""
+    """Check whether there is a module of that name. Importing the packages around it may raise anything."""
     try:
         return importlib.util.find_spec(name) is not None
     except ValueError:
@@ -99,5 +101,5 @@ def _is_module(name: str) -> bool:
 
 
 def _module_name(file: Path) -> str:
-    """A name that no other file has: two files may have one name in different folders."""
+    """Make a module name that is unique to the file: files in different folders may share a name."""
     return f"realrl_user_{crc32(str(file).encode()):08x}_{file.stem}"

@@ -10,14 +10,14 @@ from realrl.config.files import reason_of
 from realrl.config.paths import local_path
 
 _MOST = 10**20
-"""Larger whole numbers are mistakes, and overflow where arithmetic is not that of Python."""
+"""Largest whole number: larger ones are mistakes, and overflow outside of Python."""
 
 _DEEPEST = 100
-"""Lists and sections inside each other, of which recipes need some five."""
+"""Maximum nesting of lists and sections; recipes need about five."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe loader that refuses a key given twice in one mapping, and text that no file name can hold."""
+    """Safe loader that rejects a key given twice in one mapping, and text that no file name can hold."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (own ones, below)
     _depth = 0
@@ -57,7 +57,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Safe dumper that puts text in quotes which the loader, or another one of YAML 1.1, would take for more."""
+    """Safe dumper that quotes text which this loader, or one for YAML 1.1, would read as another type."""
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
@@ -81,12 +81,12 @@ for _kind, _form, _first in (
 
 
 def dump_yaml(value: Any) -> str:
-    """A value as YAML that `parse_yaml` reads as an equal one; keys keep their order."""
+    """Format a value as YAML that `parse_yaml` reads as an equal one; keys keep their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_yaml(path: str) -> Any:
-    """Content of a YAML file; `~` is the home. UserError naming the file, and the line of a syntax error."""
+    """Read a YAML file; `~` is the home. UserError naming the file, and the line of a syntax error."""
     try:
         text = local_path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -99,7 +99,7 @@ def read_yaml(path: str) -> Any:
 
 
 def parse_yaml(text: str, where: str, *, multiline: bool = False) -> Any:
-    """Value of YAML text; UserError starting with `where`, and the line if `multiline`."""
+    """Parse YAML text; UserError starting with `where`, and the line if `multiline`."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Rows of different lengths, stored back to back. values: [sum(lengths)]."""
+    """Jagged rows: of different lengths, stored back to back. values: [sum(lengths)]."""
 
     values: Tensor
     lengths: tuple[int, ...]
@@ -25,22 +25,22 @@ class Ragged:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each row starts, and where the last one ends: len(lengths) + 1 numbers."""
+        """Start of each row, and the end of the last one: len(lengths) + 1 numbers."""
         out = [0]
         for length in self.lengths:
             out.append(out[-1] + length)
         return tuple(out)
 
     def row(self, i: int) -> Tensor:
-        """Row i, a view. [lengths[i]]"""
+        """Return row i, a view. [lengths[i]]"""
         return self.values[self.offsets[i] : self.offsets[i + 1]]
 
     def rows(self) -> list[Tensor]:
-        """All rows, as views."""
+        """List all rows, as views."""
         return list(self.values.split(self.lengths)) if self.lengths else []
 
     def select(self, indices: Sequence[int]) -> "Ragged":
-        """The rows at `indices`, in that order."""
+        """Copy the rows at `indices`, in that order."""
         return Ragged.of([self.row(i) for i in indices], dtype=self.values.dtype)
 
     @classmethod
@@ -52,18 +52,20 @@ class Ragged:
 
     @classmethod
     def scalars(cls, values: Tensor) -> "Ragged":
-        """One number per row. values: [N]"""
+        """Make one row per number. values: [N]"""
         return cls(values, (1,) * values.numel())
 
     def to(self, device: torch.device) -> "Ragged":
-        """The same rows on another device."""
+        """Copy the rows to another device."""
         return self if self.values.device == device else Ragged(self.values.to(device), self.lengths)
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Items of one step and the keys known of each. `ids[i]` is the item's position in the step's global
-    batch; every field has one row per item."""
+    """Items of one step and the keys known of each.
+
+    `ids[i]` is the item's position in the step's global batch; every field has one row per item.
+    """
 
     ids: tuple[int, ...]
     fields: dict[str, Ragged]
@@ -79,14 +81,14 @@ class Batch:
         return self.fields[key]
 
     def select(self, positions: Sequence[int]) -> "Batch":
-        """The items at these positions of this batch, in that order."""
+        """Copy the items at these positions of this batch, in that order."""
         ids = tuple(self.ids[i] for i in positions)
         return Batch(ids, {key: field.select(positions) for key, field in self.fields.items()})
 
     def with_fields(self, **fields: Ragged) -> "Batch":
-        """The same items with fields added or replaced."""
+        """Copy the batch with fields added or replaced."""
         return Batch(self.ids, {**self.fields, **fields})
 
     def to(self, device: torch.device) -> "Batch":
-        """The same items on another device."""
+        """Copy the batch to another device."""
         return Batch(self.ids, {key: field.to(device) for key, field in self.fields.items()})

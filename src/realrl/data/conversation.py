@@ -1,4 +1,4 @@
-"""Conversations as the chat template writes them, and where the answers stand in the text.
+"""Conversations written with the chat template, and the positions of answers in the text.
 
 Training and generation must see the same prompts, so an answer begins where the text that the template writes
 for the turns before it, generation prompt included, ends.
@@ -21,35 +21,36 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Turn:
-    """Where an assistant turn stands in a text, in characters."""
+    """Position of an assistant turn in a text, in characters."""
 
     start: int
-    """The first one that the assistant writes."""
+    """First character that the assistant writes."""
     content: int
-    """One behind its content, which may itself contain the text of an end-of-sequence token; `start` where
-    the template rewrites the content."""
+    """End of its content; `start` where the template rewrites the content.
+    
+    The content may itself contain the text of an end-of-sequence token."""
     stop: int
-    """One behind the last that the template writes for the turn."""
+    """End of all that the template writes for the turn."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation in writing: a prompt to generate from, or answers to learn from."""
+    """Text of a conversation: a prompt to generate from, or answers to learn from."""
 
     text: str
     turns: tuple[Turn, ...] = ()
-    """Those to learn, in order; none in a prompt."""
+    """Turns to learn, in order; none in a prompt."""
     cut: bool = False
     """Whether what the template writes behind the last turn's end of sequence is dropped."""
 
     @property
     def prompt(self) -> str:
-        """All before the last turn to learn, which is what generation would be given."""
+        """Text before the last turn to learn, which is what generation would be given."""
         return self.text[: self.turns[-1].start] if self.turns else self.text
 
 
 def write_prompt(tokenizer: "PreTrainedTokenizerFast", messages: list[Message]) -> Conversation:
-    """A prompt for the turn after `messages`."""
+    """Write a prompt for the turn after `messages`."""
     return Conversation(_render(tokenizer, messages, prompt=True))
 
 
@@ -60,7 +61,7 @@ def write_conversation(
     *,
     cut: bool = False,
 ) -> Conversation:
-    """A conversation with its last turn, or all assistant turns that follow others, to learn.
+    """Write a conversation in which the last turn, or every assistant turn after another turn, is to learn.
 
     BadRecordError where it does not end with an answer, or the template writes a turn differently depending
     on what follows it, so that what is learnt would not be what is generated.
@@ -83,7 +84,7 @@ def write_conversation(
 
 
 def _turn(text: str, written: str, before: str, message: Message) -> Turn:
-    """The turn that `written` ends with, where `before` is the prompt for it and `text` the conversation."""
+    """Find the turn at the end of `written`, where `before` is the prompt for it and `text` the conversation."""
     if not written.startswith(before):
         raise BadRecordError(
             "the chat template writes the turns before an answer differently once it follows, so the answer "

@@ -1,4 +1,4 @@
-"""Tokenised data sets, and the order in which a run goes through them."""
+"""Tokenised data sets, and the order in which a run reads them."""
 
 import math
 from array import array
@@ -15,8 +15,8 @@ from realrl.data.forms import READERS, Item, Reader, further_fields, is_plain_te
 from realrl.data.further import FieldFilter, FurtherFields, keep_nothing
 from realrl.data.records import read_records
 from realrl.data.rejects import BadRecordError, Rejects
-from realrl.data.shuffle import permutation
-from realrl.data.tokenization import Row, complaint, field, tokenize
+from realrl.data.shuffle import permute
+from realrl.data.tokenization import Row, find_problem, make_field, tokenize
 from realrl.recipe.data import DataConfig
 
 if TYPE_CHECKING:
@@ -44,17 +44,17 @@ class Dataset:
         """Fields of the records that no key is made of, where they are kept: name -> a value per item, None where
         its record has no such field."""
         self.skipped = skipped
-        """How many records, or pairs made of a record, were left out."""
+        """Number of records, or pairs made of a record, that were left out."""
         self.reasons = tuple(reasons)
-        """Why the first few of them were, each as FILE:LINE: sentence."""
+        """Reasons for the first few of them, each as FILE:LINE: message."""
         self.notes = tuple(notes)
-        """What the user should know of how the records were read."""
+        """Notes for the user on how the records were read."""
 
     def __len__(self) -> int:
         return len(next(iter(self._fields.values())))
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The items at `indices`, with ids 0, 1, 2, ... and int64 rows."""
+        """Make a batch of the items at `indices`, with ids 0, 1, 2, ... and int64 rows."""
         rows = {key: rows.select(indices) for key, rows in self._fields.items()}
         fields = {key: Ragged(chosen.values.long(), chosen.lengths) for key, chosen in rows.items()}
         return Batch(tuple(range(len(indices))), fields)
@@ -83,14 +83,18 @@ class Dataset:
         """
         rejects, columns, notes = Rejects(config.on_error), _Columns(keys), _Notes(tokenizer, config)
         reader = Reader(
-            tokenizer, config.apply_chat_template, config.train_on, config.max_pairs_per_prompt, seed
+            tokenizer=tokenizer,
+            apply_chat_template=config.apply_chat_template,
+            train_on=config.train_on,
+            max_pairs=config.max_pairs_per_prompt,
+            seed=seed,
         )
         items, further = _items(source, form, reader, rejects, keep), FurtherFields()
         while chunk := list(islice(items, CHUNK)):
             rows = iter(tokenize([text for *_, item in chunk for text in item], tokenizer, ends))
             for origin, record, plain, fields_kept, item in chunk:
                 item_rows = list(islice(rows, len(item)))
-                reason = complaint(item_rows, config)
+                reason = find_problem(item_rows, config)
                 if reason is not None:
                     rejects(origin, reason)
                     continue
@@ -115,11 +119,11 @@ class Dataset:
 
 
 class _Columns:
-    """The rows of every source key, as they come in."""
+    """Rows of every source key, appended as they are read."""
 
     def __init__(self, keys: tuple[str, ...]) -> None:
         self.records = array("q")
-        """Which record each item was made of."""
+        """Record of each item."""
         self._weighted = "pairs_of_prompt" in keys
         self._values = {key: array("i") for key in keys if key != "pairs_of_prompt"}
         self._lengths: dict[str, list[int]] = {key: [] for key in self._values}
@@ -128,12 +132,15 @@ class _Columns:
         """Add an item of the `record`-th record."""
         self.records.append(record)
         for key, values in self._values.items():
-            row = field(key, rows)
+            row = make_field(key, rows)
             values.extend(row)
             self._lengths[key].append(len(row))
 
     def fields(self, pair_weight: Literal["pair", "prompt"]) -> dict[str, Ragged]:
-        """All rows by key; `pairs_of_prompt` is 1 or, where prompts weigh the same, the number of its items."""
+        """Collect all rows by key.
+
+        `pairs_of_prompt` is 1 or, where prompts weigh the same, the number of items of the prompt.
+        """
         fields = {
             key: Ragged(torch.from_numpy(np.array(values)), tuple(self._lengths[key]))
             for key, values in self._values.items()
@@ -146,22 +153,24 @@ class _Columns:
 
 
 class _Notes:
-    """What to say of records that can be read in more than one way."""
+    """Notes on records that can be read in more than one way."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", config: DataConfig) -> None:
-        self._tokenizer, self._applied = tokenizer, config.apply_chat_template
+        self._tokenizer = tokenizer
+        self._applied = config.apply_chat_template
         self._plain = False
-        self._joined, self._first_joined = 0, ""
+        self._joined = 0
+        self._first_joined = ""
 
     def add(self, origin: str, plain: bool, rows: Sequence[Row]) -> None:
-        """Take notice of an item, of a record of `plain` text or of a conversation."""
+        """Register an item of a record of `plain` text or of a conversation."""
         self._plain = self._plain or plain
         if any(row.joined for row in rows):
             self._first_joined = self._first_joined or origin
             self._joined += 1
 
     def result(self) -> list[str]:
-        """Each as a sentence."""
+        """List the notes, one message each."""
         option = "data.apply_chat_template=true"
         notes = [plain_text_note(self._tokenizer, self._applied, option)] if self._plain else []
         if self._joined:
@@ -175,8 +184,8 @@ class _Notes:
 def _items(
     source: str, form: str, reader: Reader, rejects: Rejects, keep: FieldFilter
 ) -> Iterator[tuple[str, int, bool, dict[str, Any], Item]]:
-    """Where it comes from, the number of its record, whether that is plain text, what is kept of the record, and
-    the item."""
+    """Yield each item with its origin, the number of its record, whether the record is plain text, and the further
+    fields of the record that are kept."""
     for number, (origin, record) in enumerate(read_records(source, rejects)):
         try:
             items = READERS[form](reader, record)
@@ -189,11 +198,13 @@ def _items(
 
 
 class Order:
-    """Which items each training step takes: permutations of the data set, one per epoch, laid end to end and
-    cut into batches. A function of the seed and the step alone."""
+    """Order of items in training: permutations of the data set, one per epoch, laid end to end, cut into batches.
+
+    A function of the seed and the step alone.
+    """
 
     def __init__(self, size: int, batch: int, seed: int, shuffle: bool = True) -> None:
-        """UserError where a batch is larger than the data set."""
+        """Prepare the order; UserError where a batch is larger than the data set."""
         if batch > size:
             raise UserError(f"data.batch={batch} is more than the {size} records of the training data")
         self.size = size
@@ -203,11 +214,14 @@ class Order:
         self._cached: tuple[int, np.ndarray] | None = None
 
     def steps(self, epochs: float) -> int:
-        """Steps in which every item is taken at least `epochs` times."""
+        """Count the steps in which every item is taken at least `epochs` times."""
         return math.ceil(epochs * self.size / self.batch - 1e-9)
 
     def indices(self, step: int) -> list[int]:
-        """The items of a step, counted from 0: `batch` indices; only where two epochs meet may one recur."""
+        """List the items of a step, counted from 0.
+
+        These are `batch` indices; one may recur only where two epochs meet.
+        """
         first = step * self.batch
         epoch, offset = divmod(first, self.size)
         head = self._epoch(epoch)[offset : offset + self.batch]
@@ -218,12 +232,12 @@ class Order:
         if not self.shuffle:
             return np.arange(self.size)
         if self._cached is None or self._cached[0] != epoch:
-            self._cached = epoch, permutation(self.size, seed=self.seed, stream=epoch)
+            self._cached = epoch, permute(self.size, seed=self.seed, stream=epoch)
         return self._cached[1]
 
 
-def eval_batches(size: int, batch: int) -> list[list[int]]:
-    """Items 0..size-1, in order, in as few batches of at most `batch` as hold them, of nearly equal size.
+def split_eval_batches(size: int, batch: int) -> list[list[int]]:
+    """Divide items 0..size-1, in order, into the fewest batches of at most `batch`, of nearly equal size.
 
     Equal, because a last batch of one or two items could not be split over the ranks.
     """

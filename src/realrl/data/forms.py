@@ -1,4 +1,4 @@
-"""The forms of records, and what each becomes: texts that are tokenised into the rows of one item.
+"""Forms of records, and the texts of one item that each form becomes.
 
     {prompt, answer}                          fine-tuning
     {messages}                                fine-tuning on assistant turns; or a prompt
@@ -25,7 +25,7 @@ from zlib import crc32
 from realrl.config.errors import UserError
 from realrl.data.conversation import Conversation, Message, write_conversation, write_prompt
 from realrl.data.rejects import BadRecordError
-from realrl.data.shuffle import permutation
+from realrl.data.shuffle import permute
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -42,12 +42,12 @@ class Text:
 
 
 Item = tuple[Text | Conversation, ...]
-"""The rows of one item: one to train on or to generate from, or the chosen one and the rejected one."""
+"""Texts of one item: one to train on or to generate from, or a chosen and a rejected one."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Turns records into items. At most `max_pairs` pairs are drawn from a record, depending on `seed`."""
+    """Converter from records to items. At most `max_pairs` pairs are drawn from a record, depending on `seed`."""
 
     tokenizer: "PreTrainedTokenizerFast"
     apply_chat_template: bool = False
@@ -63,7 +63,7 @@ class Reader:
             )
 
     def answers(self, record: Fields) -> list[Item]:
-        """A prompt and an answer to learn, or a conversation."""
+        """Read a prompt and an answer to learn, or a conversation."""
         if "messages" in record:
             messages = _messages(record, "messages")
             return [(write_conversation(self.tokenizer, messages, self.train_on),)]
@@ -75,7 +75,7 @@ class Reader:
         return [(Text(_string(record, "prompt"), answer),)]
 
     def pairs(self, record: Fields) -> list[Item]:
-        """Preferred and other answers to one prompt."""
+        """Read preferred and other answers to one prompt."""
         forms = "{prompt, chosen, rejected} or {prompt, pos_answers, neg_answers}"
         if "pos_answers" in record or "neg_answers" in record:
             _require(record, ("prompt", "pos_answers", "neg_answers"), forms)
@@ -91,7 +91,7 @@ class Reader:
         return [tuple(self._side(_whole_conversation(record, field), field) for field in sides)]
 
     def prompts(self, record: Fields) -> list[Item]:
-        """A prompt to generate from."""
+        """Read a prompt to generate from."""
         prompt = self.prompt(record)
         if isinstance(prompt, str) and not self._is_conversation(record):
             return [(Text(prompt, None),)]
@@ -99,7 +99,7 @@ class Reader:
         return [(write_prompt(self.tokenizer, turns),)]
 
     def prompt(self, record: Fields) -> str | list[Message]:
-        """The prompt of a record: text, or turns of which the last one is the user's."""
+        """Read the prompt of a record: text, or turns of which the last one is the user's."""
         field = "messages" if "messages" in record else "prompt"
         _require(record, (field,), "{prompt} or {messages}")
         if field == "prompt" and not isinstance(record[field], list):
@@ -111,7 +111,7 @@ class Reader:
         return messages[: users[-1] + 1]
 
     def _is_conversation(self, record: Fields) -> bool:
-        """Whether a record without `messages` is written with the chat template."""
+        """Check whether a record without `messages` is written with the chat template."""
         return self.apply_chat_template or _has_turns(record)
 
     def _expanded(self, record: Fields) -> list[Item]:
@@ -120,7 +120,7 @@ class Reader:
         pairs = list(product(good, bad))
         as_text = isinstance(record["prompt"], str)
         prompt = _string(record, "prompt") if as_text else json.dumps(record["prompt"])
-        order = permutation(len(pairs), seed=self.seed, stream=crc32(prompt.encode())).tolist()
+        order = permute(len(pairs), seed=self.seed, stream=crc32(prompt.encode())).tolist()
         kept = [pairs[i] for i in sorted(order[: self.max_pairs])]
         if not self._is_conversation(record):
             _string(record, "prompt")
@@ -134,7 +134,7 @@ class Reader:
         ]
 
     def _side(self, messages: list[Message], field: str) -> Conversation:
-        """One side of a pair, which ends where generation would end."""
+        """Write one side of a pair, which ends where generation would end."""
         _answer(messages[-1]["content"], field)
         return write_conversation(self.tokenizer, messages, "last", cut=True)
 
@@ -164,7 +164,7 @@ def _read_by(form: str, record: Fields) -> set[str]:
 
 
 def is_plain_text(record: Fields) -> bool:
-    """Whether a record is no conversation by itself."""
+    """Check that a record is no conversation by itself."""
     return "messages" not in record and not _has_turns(record)
 
 
@@ -173,7 +173,7 @@ def _has_turns(record: Fields) -> bool:
 
 
 def plain_text_note(tokenizer: "PreTrainedTokenizerFast", applied: bool, option: str) -> str | None:
-    """What becomes of prompts of plain text; None for a tokenizer without chat template, which leaves no choice.
+    """Write the note on how prompts of plain text are used; None for a tokenizer without chat template.
 
     `applied` is whether `option` makes conversations of them.
     """
@@ -220,7 +220,7 @@ def _text(value: Any, field: str) -> str:
 
 
 def _answer(text: str, field: str) -> str:
-    """An answer of a pair, which has to be one."""
+    """Read an answer of a pair, which has to be one."""
     if not text.strip():
         raise BadRecordError(f"an answer in {field!r} is empty")
     return text
@@ -237,7 +237,7 @@ def _messages(record: Fields, field: str) -> list[Message]:
 
 
 def _whole_conversation(record: Fields, field: str) -> list[Message]:
-    """The turns of one side of a pair, from the first to the answer."""
+    """List the turns of one side of a pair, from the first to the answer."""
     turns = _messages(record, field) if isinstance(record[field], list) else [_reply(_string(record, field))]
     if turns[0]["role"] != "assistant":
         return turns

@@ -1,4 +1,4 @@
-"""Who computes which items: over data-parallel ranks, mini-batches and micro-batches.
+"""Assignment of items to data-parallel ranks, mini-batches and micro-batches.
 
 Everything here is a pure function of token counts, so that every rank computes the same answer by itself.
 Items are named by their positions in `costs`; a cost is a number of tokens, never negative.
@@ -28,12 +28,12 @@ def partition(costs: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def minibatch_slices(n: int, minibatches: int) -> list[range]:
-    """Cut positions 0..n-1, in order, into mini-batches whose sizes differ by at most one."""
+    """Divide positions 0..n-1, in order, into mini-batches whose sizes differ by at most one."""
     return [range(n * i // minibatches, n * (i + 1) // minibatches) for i in range(minibatches)]
 
 
 def assign(costs: Sequence[int], *, minibatches: int, dp: int) -> list[list[list[int]]]:
-    """Positions by data-parallel index and mini-batch: [dp][minibatch] -> positions.
+    """Assign positions to data-parallel ranks and mini-batches: [dp][minibatch] -> positions.
 
     Each mini-batch is partitioned over dp by itself, so what it is made of does not depend on dp. ValueError
     where a mini-batch has fewer items than dp.
@@ -70,7 +70,7 @@ def micro_batches(costs: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def even_micro_batches(costs: Sequence[int], budget: int, *, stages: int, per_stage: int) -> list[list[int]]:
-    """The same for a pipeline, which waits for its largest micro-batch and for the last one: nearly equal groups.
+    """Pack items into micro-batches of nearly equal size, for a pipeline.
 
     As many as the budget asks for, or `per_stage` for each of `stages`, and for every stage equally many; fewer
     where items are so few, or one of them so long, that as many would be no smaller.

@@ -1,4 +1,4 @@
-"""Reading records: from JSON lines, JSON and Parquet files, and from Hugging Face data sets."""
+"""Readers of records: JSON lines, JSON and Parquet files, and Hugging Face data sets."""
 
 import json
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from realrl.config.paths import local_path
 from realrl.data.rejects import Rejects
 
 Record = tuple[str, dict[str, Any]]
-"""Where a record comes from, as FILE:LINE (FILE:ROW in tables, counted from 1), and the record."""
+"""Origin of a record, as FILE:LINE (FILE:ROW in tables, counted from 1), and the record."""
 
 ACCEPTED = (
     "a .jsonl, .json or .parquet file (globs allowed), a saved data set directory, or NAME:SPLIT on the hub"
@@ -22,7 +22,7 @@ ACCEPTED = (
 
 
 def read_records(source: str, rejects: Rejects) -> Iterator[Record]:
-    """Records of `source`, in the order of the files and of their lines.
+    """Yield the records of `source`, in the order of the files and of their lines.
 
     source: a file or glob, a directory written by `Dataset.save_to_disk` (`DIR`, or `DIR:SPLIT` if it has
     splits), or a hub data set (`NAME:SPLIT` or `NAME:CONFIG:SPLIT`). Lines that are not a JSON object,
@@ -54,7 +54,7 @@ def _records(source: str, rejects: Rejects) -> Iterator[Record]:
 
 
 def _not_understood(source: str) -> str:
-    """Error message for a source that is neither a file with a known suffix nor a data set."""
+    """Write the error message for a source that is neither a file with a known suffix nor a data set."""
     if not Path(source).exists():
         return f"data source {source!r} does not exist; give {ACCEPTED}"
     suffixes = [suffix.lower() for suffix in Path(source).suffixes]
@@ -69,7 +69,7 @@ def _not_understood(source: str) -> str:
 
 
 def _not_saved(directory: str) -> str:
-    """Error message for a directory that `Dataset.save_to_disk` has not written."""
+    """Write the error message for a directory that `Dataset.save_to_disk` has not written."""
     message = f"data source {directory} is a directory that Dataset.save_to_disk has not written"
     suffix = next((suffix for suffix in _READERS if any(Path(directory).glob(f"*{suffix}"))), None)
     accepted = ACCEPTED if suffix is None else f"{directory}/*{suffix} for its files"
@@ -88,13 +88,15 @@ def _json_lines(file: str, rejects: Rejects) -> Iterator[Record]:
                 rejects(origin, str(error))
                 continue
             except (ValueError, RecursionError) as error:  # bad UTF-8 is a ValueError too
-                rejects(origin, f"not valid JSON ({_complaint(error)}); every line must be one JSON object")
+                rejects(
+                    origin, f"not valid JSON ({_describe_error(error)}); every line must be one JSON object"
+                )
                 continue
             yield from _object(origin, value, rejects)
 
 
 def _json(file: str, rejects: Rejects) -> Iterator[Record]:
-    """An array of objects, decoded one by one so that their lines are known; JSON lines pass too."""
+    """Decode an array of objects one by one, so that their lines are known; JSON lines pass too."""
     try:
         text = Path(file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -111,7 +113,7 @@ def _json(file: str, rejects: Rejects) -> Iterator[Record]:
             value, end, reason = _decode(text, position)
         except (ValueError, RecursionError) as error:
             raise UserError(
-                f"{file}:{line}: not valid JSON ({_complaint(error)}); the file must be an array of objects"
+                f"{file}:{line}: not valid JSON ({_describe_error(error)}); the file must be an array of objects"
             ) from None
         if reason is None:
             yield from _object(f"{file}:{line}", value, rejects)
@@ -121,7 +123,7 @@ def _json(file: str, rejects: Rejects) -> Iterator[Record]:
 
 
 def _decode(text: str, position: int) -> tuple[Any, int, str | None]:
-    """The JSON value that begins at `position`, where it ends, and why it cannot be used, if it cannot."""
+    """Decode the JSON value at `position`: the value, its end, and the reason why it cannot be used, if any."""
     try:
         value, end = json.JSONDecoder(object_pairs_hook=unique_keys).raw_decode(text, position)
         return value, end, None
@@ -130,7 +132,7 @@ def _decode(text: str, position: int) -> tuple[Any, int, str | None]:
 
 
 def _skip(text: str, position: int, separator: str) -> int:
-    """The position after white space, at most one separator, and white space."""
+    """Find the position after white space, at most one separator, and white space."""
     for wanted in ("", separator):
         if wanted and text.startswith(wanted, position):
             position += 1
@@ -203,7 +205,7 @@ def _open(file: str) -> Any:
         raise UserError(f"cannot read data file {file}: {reason_of(error)}") from None
 
 
-def _complaint(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     # A decoder's own line numbers count from the start of one record, and would mislead.
     return (
         f"{error.msg.removesuffix(' at')} in column {error.colno}"

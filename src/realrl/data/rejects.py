@@ -1,19 +1,19 @@
-"""What becomes of records that cannot be used."""
+"""Records that cannot be used: errors, or skipped and counted."""
 
 from typing import Literal
 
 from realrl.config.errors import UserError
 
 REASONS_KEPT = 5
-"""Enough to see a pattern; a broken file of a million lines must not fill memory."""
+"""Number of reasons kept: enough to see a pattern; a broken file of a million lines must not fill memory."""
 
 
 class BadRecordError(ValueError):
-    """A record that does not have the form it should have; the text says what is accepted."""
+    """A record of the wrong form; the text says what is accepted."""
 
 
 class Rejects:
-    """Called with every record that cannot be used: an error under `fail`, counted under `skip`."""
+    """Handler of records that cannot be used: raises under `fail`, counts under `skip`."""
 
     def __init__(self, on_error: Literal["fail", "skip"]) -> None:
         self.on_error = on_error
@@ -21,7 +21,7 @@ class Rejects:
         self.reasons: list[str] = []
 
     def __call__(self, origin: str, reason: str) -> None:
-        """`origin` is FILE:LINE, `reason` a sentence. UserError under `fail`."""
+        """Reject the record at `origin`, FILE:LINE, for a reason; UserError under `fail`."""
         message = f"{origin}: {reason}"
         if self.on_error == "fail":
             raise UserError(message)

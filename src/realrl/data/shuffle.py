@@ -1,10 +1,10 @@
-"""Random order that is a function of a seed, and the same on every rank, restart and version of numpy."""
+"""Permutations that are functions of a seed, equal on every rank, restart and version of numpy."""
 
 import numpy as np
 
 
-def permutation(size: int, *, seed: int, stream: int) -> np.ndarray:
-    """A permutation of 0..size-1. int64 [size]. Streams of one seed are independent of each other.
+def permute(size: int, *, seed: int, stream: int) -> np.ndarray:
+    """Permute 0..size-1. int64 [size]. Streams of one seed are independent of each other.
 
     Only the raw output of a numpy bit generator is promised to stay the same between versions; what
     `Generator` makes of it is not.

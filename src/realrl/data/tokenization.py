@@ -1,4 +1,4 @@
-"""From the texts of an item to the rows of tokens that a graph's source keys name.
+"""Tokenization of the texts of an item into the rows that a graph's source keys name.
 
 Plain text: [beginning] prompt answer end. Prompt and answer are tokenised apart, so that a prompt has the same
 tokens in training as in generation. What the tokenizer itself puts before a text (its post-processor, not the mere
@@ -35,23 +35,22 @@ EMPTY_PROMPT = (
 
 @dataclass(frozen=True)
 class Row:
-    """The tokens of one text."""
+    """Tokens of one text."""
 
     ids: list[int]
     answers: tuple[tuple[int, int], ...] = ()
-    """First token of each answer to learn, its end of sequence included, and one behind its last."""
+    """First token of each answer to learn, its end of sequence included, and the end of its last."""
     joined: bool = False
-    """Whether the row does not begin with the tokens that the prompt has alone, because the tokenizer joins or
-    cuts the end of the prompt differently once the answer follows it."""
+    """Whether the tokenizer cuts the end of the prompt differently once the answer follows it."""
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the first answer."""
+        """Number of tokens before the first answer."""
         return self.answers[0][0] if self.answers else len(self.ids)
 
     @property
     def loss_mask(self) -> list[int]:
-        """1 for each token to learn, else 0; the first token of a row has nothing to follow from."""
+        """Mask with 1 for each token to learn; 0 for the first token of a row, which no token precedes."""
         mask = [0] * len(self.ids)
         for first, stop in self.answers:
             mask[first:stop] = [1] * (stop - first)
@@ -59,13 +58,13 @@ class Row:
 
 
 def check_tokenizer(tokenizer: "PreTrainedTokenizerFast") -> None:
-    """UserError unless the tokenizer can end a sequence."""
+    """Check that the tokenizer can end a sequence; else UserError."""
     if tokenizer.eos_token_id is None:
         raise UserError(f"tokenizer {tokenizer.name_or_path} has no end-of-sequence token (eos_token)")
 
 
-def beginning(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
-    """Tokens that the tokenizer puts before every text."""
+def find_beginning(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
+    """Find the tokens that the tokenizer puts before every text."""
     encoded = tokenizer("a", return_special_tokens_mask=True)
     return encoded["input_ids"][: [*encoded["special_tokens_mask"], 0].index(0)]
 
@@ -75,8 +74,11 @@ def tokenize(
     tokenizer: "PreTrainedTokenizerFast",
     ends: tuple[int, ...],
 ) -> list[Row]:
-    """A row per text. `ends` are the ids that end a sequence, at least one; the first one is what is appended."""
-    before = beginning(tokenizer)
+    """Tokenize texts into one row each.
+
+    `ends` are the ids that end a sequence, at least one; the first one is appended.
+    """
+    before = find_beginning(tokenizer)
     pieces = [
         piece
         for text in texts
@@ -96,8 +98,8 @@ def tokenize(
     return rows
 
 
-def complaint(rows: Sequence[Row], config: DataConfig) -> str | None:
-    """Why an item with these rows cannot be used, or None."""
+def find_problem(rows: Sequence[Row], config: DataConfig) -> str | None:
+    """Find the reason why an item with these rows cannot be used; None where it can."""
     for row in rows:
         if not row.ids:
             return EMPTY_PROMPT
@@ -122,15 +124,15 @@ def complaint(rows: Sequence[Row], config: DataConfig) -> str | None:
     return None
 
 
-def field(key: str, rows: Sequence[Row]) -> list[int]:
-    """The row of a source key for an item with these rows."""
+def make_field(key: str, rows: Sequence[Row]) -> list[int]:
+    """Make the row of a source key for an item with these rows."""
     if key == "loss_mask":
         return rows[0].loss_mask
     return rows[1].ids if key == "rejected" else rows[0].ids
 
 
 def _encode(texts: Sequence[str | None], tokenizer: "PreTrainedTokenizerFast") -> dict[str, list[int]]:
-    """The tokens of each text, none added."""
+    """Encode each text without adding tokens."""
     parts = list(dict.fromkeys(text for text in texts if text))
     if not parts:
         return {"": []}
@@ -145,7 +147,7 @@ def _plain_row(
     tokenizer: "PreTrainedTokenizerFast",
     ends: tuple[int, ...],
 ) -> Row:
-    """The row of a prompt and perhaps an answer of so many tokens; `before` is the beginning of sequence."""
+    """Make the row of a prompt and perhaps an answer of so many tokens; `before` is the beginning of sequence."""
     if not prompt and answer is not None and answer[: len(before)] == before:
         prompt, answer = before, answer[len(before) :]
     elif prompt[: len(before)] != before:
@@ -161,12 +163,12 @@ def _plain_row(
 
 
 def _last_end(ids: Sequence[int], among: range, ends: tuple[int, ...]) -> int | None:
-    """Where the last end of sequence is among some places."""
+    """Find the last end of sequence among some positions."""
     return next((i for i in reversed(among) if ids[i] in ends), None)
 
 
 def _first_of_run(ids: Sequence[int], last: int, ends: tuple[int, ...]) -> int:
-    """The first of the ends of sequence in a row of which `last` is one: where generation stops."""
+    """Find the first of a run of ends of sequence that ends at `last`: generation stops there."""
     while last and ids[last - 1] in ends:
         last -= 1
     return last
@@ -193,7 +195,7 @@ class _Wholes:
                 self.encoded[text] = ids, self._stops(text, ids, offsets)
 
     def _stops(self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[int]:
-        """The character behind the last one of each token, ascending."""
+        """End of each token in characters, ascending."""
         stops = (
             first + len(text[first:stop].rstrip()) if id in self.rstripping else stop
             for id, (first, stop) in zip(ids, offsets, strict=True)
@@ -201,7 +203,7 @@ class _Wholes:
         return list(accumulate(stops, max))
 
     def row(self, conversation: Conversation, prompt: list[int]) -> Row:
-        """The row of a conversation with turns to learn; `prompt` are the tokens of its prompt alone."""
+        """Make the row of a conversation with turns to learn; `prompt` are the tokens of its prompt alone."""
         ids, stops = self.encoded[conversation.text]
         answers = [self._answer(turn, ids, stops) for turn in conversation.turns]
         first, stop, closed = answers[-1]
@@ -213,7 +215,7 @@ class _Wholes:
         return Row(ids, spans, joined=ids[: len(prompt)] != prompt)
 
     def _answer(self, turn: Turn, ids: Sequence[int], stops: Sequence[int]) -> tuple[int, int, bool]:
-        """First token of a turn, one behind its last to learn, and whether that is an end of sequence."""
+        """Find the first token of a turn, the end of its last to learn, and whether that is an end of sequence."""
         first, behind = bisect_right(stops, turn.start), bisect_right(stops, turn.stop)
         # What has the form of an end of sequence inside the content does not end the turn.
         content = max(first, bisect_right(stops, turn.content - 1))

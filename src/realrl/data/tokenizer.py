@@ -1,4 +1,4 @@
-"""Opening tokenizers, and training small ones."""
+"""Loading of tokenizers, and training of small ones."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 
 
 def load_tokenizer(path: str) -> "PreTrainedTokenizerFast":
-    """The tokenizer of a Hugging Face directory or hub name. UserError where there is none."""
+    """Load the tokenizer of a Hugging Face directory or hub name. UserError where there is none."""
     from transformers import AutoTokenizer
 
     local = local_path(path)
@@ -74,8 +74,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast
 
 
 def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", directory: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json, such that transformers 4 and 5 can open them, and without
-    what transformers notes there about where the tokenizer came from."""
+    """Write tokenizer.json and tokenizer_config.json so that transformers 4 and 5 can open them.
+
+    What transformers notes there about the origin of the tokenizer is left out.
+    """
     tokenizer.save_pretrained(str(directory))
     config = directory / "tokenizer_config.json"
     settings = json.loads(config.read_text(encoding="utf-8"))

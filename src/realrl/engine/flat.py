@@ -1,4 +1,4 @@
-"""One flat buffer that holds many tensors, which are views of it."""
+"""Flat buffer that holds many tensors as views."""
 
 from collections.abc import Sequence
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from realrl.families.tensors import TensorSpec
+from realrl.layout.limits import bucket_count
 
 
 class FlatBuffer:
@@ -34,21 +35,26 @@ class FlatBuffer:
         return name in self._specs
 
     def __getitem__(self, name: str) -> Tensor:
-        """A tensor as a view, in its own shape."""
+        """Find a tensor as a view, in its own shape."""
         spec, start = self._specs[name], self._offsets[name]
         return self.data[start : start + spec.numel].view(spec.shape)
 
     @property
+    def buckets(self) -> int:
+        """Parts of equal size that are communicated one by one."""
+        return bucket_count(self._used)
+
+    @property
     def padding(self) -> Tensor:
-        """What follows the last tensor."""
+        """Elements after the last tensor."""
         return self.data[self._used :]
 
     def offset(self, name: str) -> int:
-        """Index in `data` of a tensor's first element."""
+        """Find the index in `data` of a tensor's first element."""
         return self._offsets[name]
 
     def fused(self, *names: str) -> Tensor:
-        """One view over neighbouring tensors of equal trailing shape, stacked by rows. [sum of rows, ...]"""
+        """View neighbouring tensors of equal trailing shape as one, stacked by rows. [sum of rows, ...]"""
         specs = [self._specs[name] for name in names]
         end = start = self._offsets[names[0]]
         for spec in specs:

@@ -1,4 +1,4 @@
-"""A role's model in one layout: flat parameters, and what can be computed with them without training."""
+"""Model of a role in one layout: flat parameters, and computation without training."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
@@ -14,8 +14,8 @@ from realrl.engine.offload import Offloadable, allocate, free
 from realrl.engine.parallel import Parallel
 from realrl.engine.pipeline.messages import Pipeline, one_ahead
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import bucket_count
-from realrl.layout.layout import Layout, layout
+from realrl.layout.layout import Layout, build_layout
+from realrl.layout.limits import bucket_count
 from realrl.layout.shard import Shard
 from realrl.model.group import Group, alone
 from realrl.model.packing import Packing
@@ -44,7 +44,7 @@ class Model:
         self.sequence = layout.placement.strategy.sequence_parallel
         self.shard = Shard.of(layout.shape, layout.head, layout.placement, rank)
         stored = [tensor.stored for tensor in layout.tensors(rank)]
-        multiple = parallel.data.size * bucket_count(stored)
+        multiple = parallel.data.size * bucket_count(sum(tensor.numel for tensor in stored))
         self.parameters = FlatBuffer(stored, dtype, device, multiple_of=multiple)
         self.memory = Offloadable([self.parameters.data])
         self.transformer = Transformer(self.shard, self.parameters.fused, parallel.tensor)
@@ -62,11 +62,11 @@ class Model:
         return self.parameters.data.untyped_storage().nbytes() >= self.parameters.data.nbytes
 
     def free(self) -> None:
-        """Forget the parameters and give back their memory."""
+        """Release the memory of the parameters."""
         free(self.parameters.data)
 
     def allocate(self) -> None:
-        """Take memory for the parameters again; until they are filled in, only padding has a value, zero."""
+        """Allocate memory for the parameters again; until they are filled in, only padding has a value, zero."""
         allocate(self.parameters.data)
         self.parameters.padding.zero_()
         for tensor in self.layout.tensors(self.rank):
@@ -76,7 +76,9 @@ class Model:
     def forward(
         self, rows: Ragged, packing: Packing, received: Tensor | None, *, recompute: bool = False
     ) -> Tensor:
-        """This stage's hidden states of packed token rows; `received` are those of the stage before, if any.
+        """Compute this stage's hidden states of packed token rows.
+
+        `received` are the hidden states of the stage before, if any.
 
         With `recompute` the backward pass computes layers again, of which only the inputs are kept.
         """
@@ -84,7 +86,7 @@ class Model:
         return self.transformer(x, packing, sequence=self.sequence, recompute=recompute)
 
     def output(self, hidden: Tensor, rows: Ragged, packing: Packing, *, entropy: bool = False) -> ModelOutput:
-        """What the last stage's hidden states say of the rows."""
+        """Compute the outputs of the last stage from the hidden states of the rows."""
         if self.head == "scalar":
             values = self.transformer.values(hidden, packing, sequence=self.sequence)
             return ModelOutput(rows.lengths, values=values)
@@ -99,25 +101,26 @@ class Model:
         return ModelOutput(rows.lengths, logprobs=logprobs, entropy=entropies)
 
     def hidden_rows(self, tokens: int) -> int:
-        """Rows of hidden states that stages exchange for so many tokens."""
+        """Count the rows of hidden states that stages exchange for so many tokens."""
         return -(-tokens // self.shard.tp) if self.sequence else tokens
 
     def received(self, tokens: Sequence[int]) -> Iterator[Tensor | None]:
-        """The hidden states of the stage before for micro-batches of so many tokens each; None on the first
-        stage."""
+        """Receive hidden states of the stage before, per micro-batch of so many tokens; None on the first stage."""
         if self.pipeline.first:
             return repeat(None, len(tokens))
         return one_ahead(self.pipeline.expect, map(self.hidden_rows, tokens))
 
     def received_gradients(self, tokens: Sequence[int]) -> Iterator[Tensor | None]:
-        """The gradients of what this stage sends on of them; None on the last stage."""
+        """Receive the gradients of the hidden states sent to the next stage; None on the last stage."""
         if self.pipeline.last:
             return repeat(None, len(tokens))
         return one_ahead(self.pipeline.expect_gradient, map(self.hidden_rows, tokens))
 
     def split(self, costs: Sequence[int], budget: int, *, per_stage: int = 2) -> list[list[int]]:
-        """Micro-batches of at most `budget` tokens, and enough of them to keep a pipeline busy: about `per_stage`
-        for each of its stages."""
+        """Split items into micro-batches of at most `budget` tokens.
+
+        There are enough of them to keep a pipeline busy: about `per_stage` for each of its stages.
+        """
         stages = self.parallel.pipeline.size
         if stages == 1:
             return micro_batches(costs, budget)
@@ -161,7 +164,7 @@ class Model:
     def _infer_part(
         self, part: Batch, method: InferenceMethod, received: Iterator[Tensor | None]
     ) -> dict[str, Ragged]:
-        """A micro-batch of an inference call; its outputs on the last stage, none on the others."""
+        """Run a micro-batch of an inference call; its outputs on the last stage, none on the others."""
         rows = method.sequences(part)
         packing = Packing.of(rows.lengths, self.device)
         hidden = self.forward(rows, packing, next(received))
@@ -174,22 +177,22 @@ class Model:
 def whole_model(
     shape: ModelShape, head: Head, *, dtype: torch.dtype, device: torch.device, temperature: float = 1.0
 ) -> Model:
-    """A model that lies whole on one rank, outside any run."""
+    """Make a model that lies whole on one rank, outside any run."""
     placement = Placement(Mesh(0, 1), Strategy(1))
     one = alone()
     parallel = Parallel(one, one, one, one, one, None)
-    whole = layout(shape, head, placement)
+    whole = build_layout(shape, head, placement)
     return Model(whole, 0, parallel, dtype=dtype, device=device, temperature=temperature)
 
 
 def item_tokens(batch: Batch, rows: Ragged) -> Sequence[int]:
-    """Tokens per item, where every item has the same number of consecutive rows."""
+    """Count the tokens per item, where every item has the same number of consecutive rows."""
     per_item = len(rows) // len(batch)
     return [sum(rows.lengths[i : i + per_item]) for i in range(0, len(rows), per_item)]
 
 
 def reduce_metrics(metrics: Metrics, group: Group, device: torch.device) -> None:
-    """Add figures up over a group, in place. Every rank must have the same names in the same order."""
+    """All-reduce metrics over a group, in place. Every rank must have the same names in the same order."""
     if group.size == 1 or not (metrics.means or metrics.maxima):
         return
     sums = [part for pair in metrics.means.values() for part in pair]

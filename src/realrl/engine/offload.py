@@ -1,4 +1,4 @@
-"""Device memory that is given back while what it holds waits in host memory."""
+"""Offloading of tensors from device to host memory."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,12 @@ from torch import Tensor
 
 
 def free(tensor: Tensor) -> None:
-    """Give back the memory of a tensor. It and its views stay valid, but must not be touched until
-    `allocate`."""
+    """Release the memory of a tensor. It and its views stay valid, but must not be touched until `allocate`."""
     tensor.untyped_storage().resize_(0)
 
 
 def allocate(tensor: Tensor) -> None:
-    """Give a freed tensor memory again, of undefined content. The tensor must fill its storage."""
+    """Allocate memory for a freed tensor, of undefined content. The tensor must fill its storage."""
     tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
 
 

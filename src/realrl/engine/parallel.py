@@ -1,4 +1,4 @@
-"""The groups of ranks that a placement needs, and this rank's place in them."""
+"""Process groups of a placement, and the place of this rank in them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,13 +27,13 @@ class Parallel:
 
 
 def rank_sets(placement: Placement) -> Iterator[RankSet]:
-    """Every group of the placement, in an order that all ranks agree on."""
+    """List every group of the placement, in an order that all ranks agree on."""
     for rank in placement.ranks:
         yield from _sets_of(placement, rank).values()
 
 
 def parallel(placement: Placement, rank: int, groups: Mapping[RankSet, Group]) -> Parallel:
-    """The groups of a rank of the placement."""
+    """Make the groups of a rank of the placement."""
     own = {name: groups.get(ranks) for name, ranks in _sets_of(placement, rank).items()}
     found = {name: group for name, group in own.items() if group is not None}
     assert len(found) >= len(own) - 1, "groups are made for every placement of a plan"
@@ -62,6 +62,6 @@ def _sets_of(placement: Placement, rank: int) -> dict[str, RankSet]:
 
 
 def all_rank_sets(placements: Iterable[Placement]) -> Iterator[RankSet]:
-    """Every group of several placements; some may recur."""
+    """List every group of several placements; some may recur."""
     for placement in placements:
         yield from rank_sets(placement)

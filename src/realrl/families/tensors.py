@@ -1,6 +1,5 @@
 """The global tensors of a model: names, shapes and storage order. No torch."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -58,13 +57,3 @@ def _layer_tensors(shape: ModelShape, layer: int) -> list[TensorSpec]:
         "mlp.down_proj": (hidden, inner),
     }
     return [TensorSpec(f"model.layers.{layer}.{name}.weight", size, layer) for name, size in sizes.items()]
-
-
-BUCKET_ELEMENTS = 2**24
-"""Elements that travel in one collective: 64 MiB of float32, enough for full bandwidth, and few enough that
-several buckets can overlap with computation."""
-
-
-def bucket_count(tensors: Sequence[TensorSpec]) -> int:
-    """Buckets that a buffer of these tensors is cut into, of equal size."""
-    return max(1, round(sum(tensor.numel for tensor in tensors) / BUCKET_ELEMENTS))

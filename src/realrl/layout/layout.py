@@ -1,4 +1,4 @@
-"""Which rank of a placement holds which regions of a model."""
+"""Layout of a model: the regions that each rank of a placement holds."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,14 +32,14 @@ class LocalTensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """A model under a placement; make one with `layout`, which checks that the two fit together."""
+    """A model under a placement; make one with `build_layout`, which checks that the two fit together."""
 
     shape: ModelShape
     head: Head
     placement: Placement
 
     def tensors(self, rank: int) -> tuple[LocalTensor, ...]:
-        """What a global rank holds, in storage order; nothing for a rank outside the mesh."""
+        """List the local tensors of a global rank in storage order; none for a rank outside the mesh."""
         placement = self.placement
         if rank not in placement.ranks:
             return ()
@@ -52,7 +52,7 @@ class Layout:
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
-        """Per global tensor, the pipeline stages that hold it."""
+        """Pipeline stages that hold each global tensor."""
         last = self.placement.strategy.pp - 1
         of_layer = {
             layer: (stage,)
@@ -65,7 +65,7 @@ class Layout:
 
     @cached_property
     def _shards(self) -> tuple[tuple[tuple[LocalTensor, ...], ...], ...]:
-        """Per stage and tensor rank, what each of its data-parallel replicas holds."""
+        """Local tensors of each stage and TP rank; the same on all data-parallel replicas."""
         strategy = self.placement.strategy
         held = [
             [spec for spec, stages in zip(self.specs, self.stages, strict=True) if stage in stages]
@@ -80,8 +80,8 @@ class Layout:
         )
 
 
-def layout(shape: ModelShape, head: Head, placement: Placement) -> Layout:
-    """The layout of a model under a placement.
+def build_layout(shape: ModelShape, head: Head, placement: Placement) -> Layout:
+    """Lay out a model under a placement.
 
     Raises UserError for more pipeline stages than layers and for more tensor ranks than attention heads.
     """
@@ -91,7 +91,7 @@ def layout(shape: ModelShape, head: Head, placement: Placement) -> Layout:
 
 
 def local_tensor(shape: ModelShape, spec: TensorSpec, tp: int, t: int) -> LocalTensor:
-    """Tensor rank `t`'s part of a global tensor, cut as in Megatron-LM (arXiv 1909.08053)."""
+    """Compute the part of a global tensor on TP rank `t`, sharded as in Megatron-LM (arXiv 1909.08053)."""
     name = spec.name.split(".")[-2]
     if name in ("embed_tokens", "lm_head"):
         rows = vocabulary(shape, tp, t)
@@ -114,4 +114,4 @@ _SPLIT = {
     "up_proj": (0, feed_forward, False),
     "down_proj": (1, feed_forward, False),
 }
-"""Per tensor, the dimension that is cut, what is shared out along it, and whether that is heads."""
+"""Name of a tensor -> sharded dimension, its range on a TP rank, and whether that range counts heads."""

@@ -1,4 +1,4 @@
-"""Which heads, rows and layers a tensor rank or a pipeline stage holds."""
+"""Ranges of heads, rows and layers on a TP rank or a pipeline stage."""
 
 from functools import cache
 from itertools import pairwise
@@ -8,38 +8,38 @@ from realrl.families.shape import ModelShape
 
 
 def query_heads(shape: ModelShape, tp: int, t: int) -> range:
-    """Query heads of tensor rank `t` of `tp`: consecutive, their numbers differing by at most one."""
+    """Compute the query heads of TP rank `t` of `tp`: consecutive, their numbers differing by at most one."""
     if tp > shape.heads:
         raise UserError(f"tp={tp} is more than the {shape.heads} attention heads of the model")
     return _share(shape.heads, tp, t)
 
 
 def kv_heads(shape: ModelShape, tp: int, t: int) -> range:
-    """Key/value heads that the query heads of tensor rank `t` read; neighbouring ranks may share some."""
+    """Compute the key/value heads that the query heads of TP rank `t` read; neighbouring ranks may share some."""
     queries = query_heads(shape, tp, t)
     group = shape.heads // shape.kv_heads
     return range(queries.start // group, (queries.stop - 1) // group + 1)
 
 
 def feed_forward(shape: ModelShape, tp: int, t: int) -> range:
-    """Inner units of the feed-forward block on tensor rank `t`; numbers differ by at most one."""
+    """Compute the feed-forward units of TP rank `t`; numbers differ by at most one."""
     return _share(shape.intermediate_size, tp, t)
 
 
 def padded_vocabulary(shape: ModelShape, tp: int) -> int:
-    """Rows of the embedding table, and of the head, that every tensor rank allocates."""
+    """Compute the rows of the embedding table, and of the head, that every TP rank allocates."""
     return -(-shape.vocab_size // tp)
 
 
 def vocabulary(shape: ModelShape, tp: int, t: int) -> range:
-    """Token ids whose rows tensor rank `t` holds; the last ranks may hold fewer than they allocate, or none."""
+    """Compute the token ids whose rows TP rank `t` holds; the last ranks may hold none."""
     rows = padded_vocabulary(shape, tp)
     return range(min(t * rows, shape.vocab_size), min((t + 1) * rows, shape.vocab_size))
 
 
 @cache
 def stage_layers(layers: int, pp: int) -> tuple[range, ...]:
-    """Layers of each pipeline stage: consecutive, numbers differing by at most one, larger ones in the middle.
+    """Divide layers among pipeline stages: consecutive, sizes differ by at most one, larger ones in the middle.
 
     The first stage also holds the embedding and the last one the head, hence the fewer layers at the ends.
     """

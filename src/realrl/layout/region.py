@@ -38,7 +38,7 @@ class Region:
         return tuple(slice(a, b) for a, b in zip(self.offset, self.end, strict=True))
 
     def intersect(self, other: "Region") -> "Region | None":
-        """What both cover; None where that is nothing."""
+        """Intersect with another region; None where nothing is common."""
         if self.tensor != other.tensor:
             return None
         low = tuple(map(max, self.offset, other.offset))

@@ -1,4 +1,4 @@
-"""The part of a model that one rank computes with, in terms of heads, rows and layers."""
+"""Part of a model that one rank computes with, in terms of heads, rows and layers."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +10,7 @@ from realrl.plan.placement import Placement
 
 @dataclass(frozen=True)
 class Shard:
-    """Tensor rank `tp_index` of `tp` on pipeline stage `pp_index` of `pp`; by default the whole model."""
+    """TP rank `tp_index` of `tp` on pipeline stage `pp_index` of `pp`; by default the whole model."""
 
     shape: ModelShape
     head: Head
@@ -21,7 +21,7 @@ class Shard:
 
     @classmethod
     def of(cls, shape: ModelShape, head: Head, placement: Placement, rank: int) -> "Shard":
-        """The shard of a global rank of the placement."""
+        """Make the shard of a global rank of the placement."""
         s = placement.strategy
         return cls(shape, head, s.tp, placement.tp_index(rank), s.pp, placement.pp_index(rank))
 
@@ -42,29 +42,28 @@ class Shard:
 
     @cached_property
     def queries(self) -> range:
-        """Query heads of this tensor rank."""
+        """Query heads of this TP rank."""
         return query_heads(self.shape, self.tp, self.tp_index)
 
     @cached_property
     def keys(self) -> range:
-        """Key/value heads of this tensor rank; neighbours may hold the same ones."""
+        """Key/value heads of this TP rank; neighbours may hold the same ones."""
         return kv_heads(self.shape, self.tp, self.tp_index)
 
     @cached_property
     def vocabulary(self) -> range:
-        """Token ids whose embedding and logits are this tensor rank's."""
+        """Token ids whose embedding and logits are on this TP rank."""
         return vocabulary(self.shape, self.tp, self.tp_index)
 
     @property
     def shares_keys(self) -> bool:
-        """Whether some key/value head lies on more than one tensor rank."""
+        """Whether some key/value head lies on more than one TP rank."""
         ranges = [kv_heads(self.shape, self.tp, t) for t in range(self.tp)]
         return sum(map(len, ranges)) > self.shape.kv_heads
 
     @cached_property
     def uneven_groups(self) -> tuple[int, ...] | None:
-        """Where query heads do not come in equal groups per key/value head: the local key/value head that
-        each local query head reads; else None."""
+        """Local key/value head of each local query head where the groups are unequal; None where they are equal."""
         group = self.shape.heads // self.shape.kv_heads
         reads = tuple(head // group - self.keys.start for head in self.queries)
         per_key, rest = divmod(len(reads), len(self.keys))

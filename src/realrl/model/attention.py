@@ -68,7 +68,7 @@ def _padded_attention(qkv: Tensor, plan: PaddedHeads) -> Tensor:
 
 
 def attention(qkv: Tensor, packing: Packing, heads: int, kv_heads: int) -> Tensor:
-    """Each token attends to itself and those before it in its sequence.
+    """Compute causal attention: each token attends to itself and those before it in its sequence.
 
     qkv: [T, (heads + 2 kv_heads) * D], queries first, then keys, then values -> [T, heads * D]
     """
@@ -82,14 +82,16 @@ def attention(qkv: Tensor, packing: Packing, heads: int, kv_heads: int) -> Tenso
 
 
 def split_heads(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of the queries [T, heads, D], keys and values [T, kv_heads, D]."""
+    """View the queries [T, heads, D], keys and values [T, kv_heads, D]."""
     q, k, v = qkv.view(len(qkv), heads + 2 * kv_heads, -1).split((heads, kv_heads, kv_heads), 1)
     return q, k, v
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """One query per row against its cached keys. q: [B, heads, D]; k, v: [B, kv_heads, L, D]; visible:
-    [B, 1, 1, L] bool -> [B, heads * D]"""
+    """Attend one query per row to its cached keys.
+
+    q: [B, heads, D]; k, v: [B, kv_heads, L, D]; visible: [B, 1, 1, L] bool -> [B, heads * D]
+    """
     grouped = q.shape[1] > k.shape[1]
     output = F.scaled_dot_product_attention(q.unsqueeze(2), k, v, attn_mask=visible, enable_gqa=grouped)
     return output.reshape(len(q), -1)

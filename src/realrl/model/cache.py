@@ -1,4 +1,4 @@
-"""Keys and values of sequences that are being generated."""
+"""KV cache of sequences that are being generated."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from realrl.model.packing import Packing
 
 
 class KVCache:
-    """Room for `rows` sequences of up to `max_tokens` tokens each, in every layer.
+    """Keys and values of `rows` sequences of up to `max_tokens` tokens each, in every layer.
 
     lengths: [B] int64, tokens stored per row; B shrinks with `keep`. longest: no row is longer than this.
     """
@@ -35,18 +35,18 @@ class KVCache:
         return len(self.lengths)
 
     def start(self, packing: Packing) -> None:
-        """Take in the lengths of the prompts; `store` brings their keys and values."""
+        """Set the lengths of the prompts; `store` brings their keys and values."""
         assert len(packing.lengths) == len(self) and packing.max_length <= self.k.shape[3], "cache too small"
         self.lengths = torch.tensor(packing.lengths, device=self.lengths.device)
         self.longest = packing.max_length
 
     def store(self, layer: int, k: Tensor, v: Tensor, packing: Packing) -> None:
-        """Put a layer's prompts in. k, v: [T, kv_heads, D]"""
+        """Store the prompts of a layer. k, v: [T, kv_heads, D]"""
         self.k[layer].transpose(1, 2)[packing.rows, packing.positions] = k
         self.v[layer].transpose(1, 2)[packing.rows, packing.positions] = v
 
     def grow(self) -> Tensor:
-        """Make every row one token longer; returns who sees what: [B, 1, 1, longest] bool."""
+        """Extend every row by one token; return the mask of visible keys: [B, 1, 1, longest] bool."""
         assert self.longest < self.k.shape[3], "the cache is full"
         self.lengths = self.lengths + 1
         self.longest += 1
@@ -54,7 +54,7 @@ class KVCache:
         return (steps < self.lengths.unsqueeze(-1))[:, None, None]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store each row's newest token, after `grow`; returns all that is stored.
+        """Store each row's newest token, after `grow`; return all that is stored.
 
         k, v: [B, kv_heads, D] -> two views [B, kv_heads, longest, D]
         """

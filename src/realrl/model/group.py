@@ -1,4 +1,4 @@
-"""A set of ranks that compute together."""
+"""Group of ranks and its collectives."""
 
 from dataclasses import dataclass
 
@@ -25,20 +25,22 @@ class Group:
         return len(self.ranks)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of `tensor` over the group, on every rank of it; `tensor` itself is overwritten."""
+        """All-reduce the sum of `tensor` over the group, in place."""
         if self.handle is not None:
             dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self.handle)
         return tensor
 
     def max(self, tensor: Tensor) -> Tensor:
-        """The elementwise maximum over the group, on every rank of it; `tensor` itself is overwritten."""
+        """All-reduce the elementwise maximum over the group, in place."""
         if self.handle is not None:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
         return tensor
 
     def gather_columns(self, part: Tensor, columns: int) -> Tensor:
-        """Matrices side by side: each rank's columns, ceil(columns / size) of them but fewer on the last ranks.
-        part: [N, columns of this rank] -> [N, columns]"""
+        """All-gather matrices side by side. part: [N, columns of this rank] -> [N, columns]
+
+        Each rank has ceil(columns / size) of the columns, the last ranks fewer.
+        """
         if self.handle is None:
             return part
         width = -(-columns // self.size)
@@ -49,12 +51,12 @@ class Group:
 
 
 def alone(rank: int = 0) -> Group:
-    """A group of one."""
+    """Make a group of one."""
     return Group((rank,), 0)
 
 
 def reduce_scatter(output: Tensor, buffer: Tensor, group: Group, *, later: bool = False) -> dist.Work | None:
-    """output: [N / size], this rank's part of the sum of `buffer`: [N] over the group.
+    """Reduce-scatter `buffer` [N] over the group into `output` [N / size].
 
     With `later`, returns at once with what to wait for, if anything.
     """
@@ -65,7 +67,7 @@ def reduce_scatter(output: Tensor, buffer: Tensor, group: Group, *, later: bool 
 
 
 def all_gather(buffer: Tensor, part: Tensor, group: Group, *, later: bool = False) -> dist.Work | None:
-    """buffer: [N] on every rank, from each rank's `part`: [N / size]; `part` may lie inside `buffer`.
+    """All-gather each rank's `part` [N / size] into `buffer` [N]; `part` may lie inside `buffer`.
 
     With `later`, returns at once with what to wait for, if anything.
     """

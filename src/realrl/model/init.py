@@ -1,4 +1,4 @@
-"""Fresh weights."""
+"""Initialisation of weights."""
 
 import hashlib
 import math
@@ -26,7 +26,7 @@ def initialise(
     seed: int,
     regions: Mapping[str, Region] | None = None,
 ) -> None:
-    """Draw every tensor from normal(0, init_std); norms are 1.
+    """Initialise every tensor from normal(0, init_std); norms are 1.
 
     `tensors` are global. `buffer` holds them whole or, with `regions`, these regions of them from the first
     row on.

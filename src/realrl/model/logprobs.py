@@ -6,14 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from realrl.layout.limits import max_logits
 from realrl.model.group import Group
 from realrl.model.ops import product
-
-CPU_CHUNK = 2**20
-"""Logits computed at a time on a CPU: what its caches hold."""
-
-GPU_CHUNK = 2**26
-"""Logits computed at a time on a GPU: 256 MiB of float32."""
 
 
 class _TokenLogprobs(Function):
@@ -28,7 +23,7 @@ class _TokenLogprobs(Function):
         group: Group,
         rows: int,
     ) -> tuple[Tensor, Tensor | None]:
-        chunk = CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK
+        chunk = max_logits(cpu=hidden.device.type == "cpu")
         # The same on every rank, because chunks are summed over ranks one by one.
         size = max(1, chunk // rows)
         chosen = hidden.new_empty(len(hidden), dtype=torch.float32)
@@ -76,7 +71,7 @@ class _TokenLogprobs(Function):
 
 
 def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float, group: Group) -> Tensor:
-    """This rank's columns of the log-softmax over all ranks' columns. -> [n, rows of weight] float32"""
+    """Compute this rank's columns of the log-softmax over all ranks' columns. -> [n, rows of weight] float32"""
     logits = product(hidden, weight).float()
     if temperature != 1.0:
         logits.div_(temperature)
@@ -96,7 +91,7 @@ def _local(targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _at_targets(logp: Tensor, targets: Tensor) -> Tensor:
-    """logp: [n, rows] -> [n], 0 where another rank has the target."""
+    """Select log-probabilities at the targets, 0 where another rank has the target. [n, rows] -> [n]"""
     if not logp.shape[1]:
         return logp.new_zeros(len(logp))
     here, index = _local(targets, logp.shape[1])
@@ -113,7 +108,7 @@ def token_logprobs(
     group: Group,
     rows: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(hidden @ weight.T / temperature) at the targets, and optionally the entropy in nats.
+    """Compute log softmax(hidden @ weight.T / temperature) at the targets, and optionally the entropy in nats.
 
     hidden: [N, H], weight: [this rank's rows, H], targets: [N] int64, counted from this rank's first row
     -> [N] float32, and [N] float32 without gradient; the same on every rank of `group`. `rows` is the most

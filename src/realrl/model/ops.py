@@ -1,4 +1,4 @@
-"""The transformer's arithmetic, with gradients that touch memory as little as possible."""
+"""Arithmetic of the transformer, with gradients that save memory traffic."""
 
 import platform
 from typing import Any
@@ -14,7 +14,7 @@ than twice as long on an AMD processor with AVX-512 (bench/products.py)."""
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T without gradient. x: [N, K], weight: [M, K] with any strides -> [N, M]"""
+    """Multiply x @ weight.T without gradient. x: [N, K], weight: [M, K] with any strides -> [N, M]"""
     if not x.shape[-1]:  # a tensor rank without a row of the vocabulary; oneDNN knows no empty sums
         return x.new_zeros(len(x), len(weight))
     if ONEDNN and x.device.type == "cpu" and x.dtype == torch.float32:
@@ -23,7 +23,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """grad.T @ x, the gradient of the weight of `product`. grad: [N, M], x: [N, K] -> [M, K]"""
+    """Compute grad.T @ x, the gradient of the weight of `product`. grad: [N, M], x: [N, K] -> [M, K]"""
     # The first operand of `product` is copied when it is not contiguous, so it should be the narrower one.
     if grad.shape[1] <= x.shape[1]:
         return product(grad.T, x.T)
@@ -45,7 +45,7 @@ class _Linear(Function):
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T. x: [N, K], weight: [M, K] -> [N, M]"""
+    """Multiply x @ weight.T. x: [N, K], weight: [M, K] -> [N, M]"""
     return _Linear.apply(x, weight)
 
 
@@ -70,7 +70,7 @@ class _RMSNorm(Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) * weight over the last dim (Zhang and Sennrich 2019).
+    """Normalise x / sqrt(mean(x²) + eps) * weight over the last dim (Zhang and Sennrich 2019).
 
     x: [N, H], weight: [H] -> [N, H]; computed in float32
     """
@@ -100,7 +100,7 @@ class _SwiGLU(Function):
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer 2020). gate_up: [N, 2 I], gate first -> [N, I]"""
+    """Compute silu(gate) * up (Shazeer 2020). gate_up: [N, 2 I], gate first -> [N, I]"""
     return _SwiGLU.apply(gate_up)
 
 
@@ -127,7 +127,7 @@ class _Rotate(Function):
 
 
 def rotate(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first heads by their position, in place (Su et al. 2021; halves paired as in Llama).
+    """Apply rotary embeddings to the first heads, in place (Su et al. 2021; halves paired as in Llama).
 
     qkv: [T, all heads * D]; cos, sin: [T, heads, D] from `rotary`.
     """

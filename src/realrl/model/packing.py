@@ -1,4 +1,4 @@
-"""Where sequences lie in a packed batch, and how to lay them out side by side where attention needs it."""
+"""Packed batches: positions of sequences, and their padded layout where attention needs it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,17 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-DENSE_LENGTH = 128
-"""Up to this length float32 scores are computed whole: for short sequences twice as fast on a CPU as the
-flash kernel, whose blocks they do not fill."""
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Sequences of similar length, padded at their ends to `length` each."""
-
-    sequences: tuple[int, ...]
-    length: int
+from realrl.layout.padding import Bucket, bucket_lengths
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,17 +30,19 @@ class PaddedHeads:
     spread_padding: Tensor
     collect: Tensor
     masks: tuple[Tensor | None, ...]
-    """Per bucket whose scores may be computed whole, 0 where a query sees a key and -inf where not; None for the
-    longer ones. [heads / kv_heads * L, L], float32"""
+    """Masks of the buckets whose scores may be computed whole: 0 where a query sees a key and -inf where not.
+    
+    None for longer buckets. [heads / kv_heads * L, L], float32
+    """
 
     @property
     def output_rows(self) -> list[int]:
-        """Per bucket, the number of padded rows of attention's output."""
+        """Number of padded rows of attention's output, by bucket."""
         return [len(b.sequences) * b.length * self.heads for b in self.buckets]
 
     @property
     def input_rows(self) -> list[int]:
-        """Per bucket, the numbers of padded query, key and value rows, all in one list."""
+        """Numbers of padded query, key and value rows of all buckets, in one list."""
         counts = (self.heads, self.kv_heads, self.kv_heads)
         return [len(b.sequences) * b.length * n for b in self.buckets for n in counts]
 
@@ -71,7 +63,7 @@ class Packing:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str) -> "Packing":
-        """The packing of sequences with these lengths, each at least 1."""
+        """Pack sequences with these lengths, each at least 1."""
         assert len(lengths) > 0 and min(lengths) > 0, "a packing has sequences, and each of them tokens"
         sizes = torch.tensor(lengths)
         starts = torch.zeros(len(lengths) + 1, dtype=torch.int64)
@@ -87,35 +79,20 @@ class Packing:
 
     @cached_property
     def rows(self) -> Tensor:
-        """The sequence each token belongs to. [T]"""
+        """Sequence of each token. [T]"""
         sizes = torch.tensor(self.lengths)
         return torch.arange(len(sizes)).repeat_interleave(sizes).to(self.positions.device)
 
     def padded(self, heads: int, kv_heads: int) -> PaddedHeads:
-        """The side-by-side layout for these numbers of heads; computed once."""
+        """Compute the padded layout for these numbers of heads, once."""
         key = (heads, kv_heads)
         if key not in self._padded:
             self._padded[key] = _pad_heads(self, heads, kv_heads)
         return self._padded[key]
 
 
-def _buckets(lengths: Sequence[int]) -> tuple[Bucket, ...]:
-    """Group sequences, longest first, so that padding stays small. Lengths are rounded up to multiples of 8,
-    on which small matrix products are up to a third faster."""
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    groups: list[list[int]] = []
-    shortest = 0
-    for i in order:
-        if not groups or lengths[i] < shortest:
-            groups.append([])
-            longest = -(-lengths[i] // 8) * 8
-            shortest = min(longest - 8, longest * 3 // 4) + 1
-        groups[-1].append(i)
-    return tuple(Bucket(tuple(g), -(-lengths[g[0]] // 8) * 8) for g in groups)
-
-
 def _pad_heads(packing: Packing, heads: int, kv_heads: int) -> PaddedHeads:
-    buckets = _buckets(packing.lengths)
+    buckets = bucket_lengths(packing.lengths)
     starts, lengths = packing.starts.cpu().long(), torch.tensor(packing.lengths)
     total = heads + 2 * kv_heads
     gather, spread, real, real_output = [], [], [], []
@@ -132,7 +109,7 @@ def _pad_heads(packing: Packing, heads: int, kv_heads: int) -> PaddedHeads:
         spread.append((token * heads + torch.arange(heads)[:, None]).flatten())
         real_output.append(real[-3])
         masks.append(None)
-        if bucket.length <= DENSE_LENGTH:
+        if bucket.dense:
             hidden = torch.full((bucket.length, bucket.length), float("-inf")).triu(1)
             masks[-1] = hidden.repeat(heads // kv_heads, 1).to(packing.positions.device)
 

@@ -1,4 +1,4 @@
-"""Keeping the input of a computation for the backward pass instead of all that it makes on the way."""
+"""Activation checkpointing: keep the input of a computation and recompute it in the backward pass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +26,7 @@ class _Recomputed(Function):
 
 
 def recomputed(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """run(x), of which only `x` is kept; the backward pass computes it again (Chen et al. 2016, arXiv
-    1604.06174).
+    """Compute run(x), keeping only `x` for the backward pass (Chen et al. 2016, arXiv 1604.06174).
 
     `run` must do the same both times, in particular communicate alike on every rank. Parameters that it uses
     get their gradients then; nothing does unless `x` requires one.

@@ -1,4 +1,4 @@
-"""Rotary position frequencies."""
+"""Rotary position embeddings: frequencies, cosines and sines."""
 
 import math
 
@@ -9,7 +9,7 @@ from realrl.families.shape import ModelShape
 
 
 def frequencies(shape: ModelShape) -> Tensor:
-    """Radians per position of each pair of dims, on the CPU. [head_dim / 2], float32
+    """Compute the radians per position of each pair of dims, on the CPU. [head_dim / 2], float32
 
     Plain frequencies are theta^(-2i / D) (Su et al. 2021, section 3.2.2). Llama 3's scaling divides those of
     long wavelengths by `factor`, leaves short ones alone and blends in between.
@@ -27,7 +27,7 @@ def frequencies(shape: ModelShape) -> Tensor:
 
 
 def rotary(positions: Tensor, frequency: Tensor, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines, laid out for `rotate`. positions: [T] -> [T, heads, D] each
+    """Compute cosines and signed sines, laid out for `rotate`. positions: [T] -> [T, heads, D] each
 
     The sines of the first half are negative: a head turns as x * cos + swap_halves(x) * sin.
     """

@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks tell each other: the sums around column- and row-cut matrices.
+"""Communication of TP ranks around column- and row-parallel matrices.
 
 A column-parallel matrix holds some of the outputs, a row-parallel one some of the inputs; between the two, each
 rank computes its own part (Megatron-LM, arXiv 1909.08053). With sequence parallelism the residual stream is cut
@@ -18,7 +18,7 @@ from realrl.model.group import Group, all_gather, reduce_scatter
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The tensor-parallel ranks of a forward pass over `tokens` tokens in all.
+    """TP ranks of a forward pass over `tokens` tokens in all.
 
     Between layers each rank holds the hidden states of all tokens or, with `sequence`, of an equal part of
     them: ceil(tokens / size) rows, the last ones padding.
@@ -29,7 +29,7 @@ class TensorParallel:
     sequence: bool = False
 
     def enter(self, x: Tensor) -> Tensor:
-        """Hidden states on their way into column-parallel matrices. -> [tokens, H]
+        """Copy (with sequence parallelism: gather) hidden states into column-parallel matrices. -> [tokens, H]
 
         Each rank's gradient is a part of the sum that flows back.
         """
@@ -40,13 +40,13 @@ class TensorParallel:
         return _Copy.apply(x, self.group)
 
     def leave(self, partial: Tensor) -> Tensor:
-        """The sum over ranks of what row-parallel matrices computed. [tokens, H] -> what a rank holds of it"""
+        """Reduce (or reduce-scatter) outputs of row-parallel matrices. [tokens, H] -> what a rank holds of it"""
         if self.group.size == 1:
             return partial
         return _Scatter.apply(partial, self.group) if self.sequence else _Reduce.apply(partial, self.group)
 
     def whole(self, x: Tensor) -> Tensor:
-        """Hidden states for what every rank computes alike, gradient included. -> [tokens, H]"""
+        """Gather hidden states for layers that are replicated, gradient included. -> [tokens, H]"""
         if self.group.size == 1 or not self.sequence:
             return x
         return _Gather.apply(x, self.group, self.tokens, False)
@@ -74,14 +74,14 @@ class _Reduce(Function):
 
 
 def _gathered(part: Tensor, group: Group, tokens: int) -> Tensor:
-    """[ceil(tokens / size), H] on each rank -> [tokens, H]"""
+    """All-gather rows. [ceil(tokens / size), H] on each rank -> [tokens, H]"""
     buffer = part.new_empty(group.size * len(part), *part.shape[1:])
     all_gather(buffer, part.contiguous(), group)
     return buffer[:tokens]
 
 
 def _scattered(partial: Tensor, group: Group) -> Tensor:
-    """[tokens, H] on each rank -> this rank's ceil(tokens / size) rows of the sum, the last ones padding"""
+    """Reduce-scatter rows, padded at the end. [tokens, H] -> [ceil(tokens / size), H] on each rank"""
     rows = -(-len(partial) // group.size)
     padded = F.pad(partial, (0, 0, 0, rows * group.size - len(partial))).contiguous()
     part = partial.new_empty(rows, *partial.shape[1:])

@@ -1,4 +1,4 @@
-"""The decoder: one code path for training, inference and generation, whole or as one rank's shard."""
+"""Decoder with one code path for training, inference and generation, whole or as one rank's shard."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,10 +27,10 @@ LAYER_SOURCES = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-"""Parameter of a layer -> the canonical tensors it is made of, stacked by rows."""
+"""Parameter of a layer -> canonical tensors that it stacks by rows."""
 
 Attend = Callable[[int, Tensor], Tensor]
-"""(layer of the stage, rotated qkv [T, C]) -> attention's output [T, query heads * D]."""
+"""Attention function: (layer of the stage, rotated qkv [T, C]) -> output [T, query heads * D]."""
 
 
 class Layer(nn.Module):
@@ -49,7 +49,10 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor], Tensor], tp: TensorParallel
     ) -> Tensor:
-        """x: [T, H] -> [T, H], of which a rank may hold only a part; cos, sin: [T, rotated heads, D]"""
+        """Apply the layer. x: [T, H] -> [T, H]; cos, sin: [T, rotated heads, D]
+
+        With sequence parallelism a rank holds a part of the rows of x.
+        """
 
         def entering(weight: nn.Parameter, norm: nn.Parameter) -> Tensor:
             return linear(tp.enter(rms_norm(x, norm, self.eps)), weight)
@@ -60,7 +63,7 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder, or one rank's shard of it, whose parameters are views of storage that somebody else owns.
+    """Decoder, or one rank's shard of it, whose parameters are views of storage owned by others.
 
     `weights(*names)` returns the view over these canonical tensors as the rank stores them, stacked by rows.
     `sources` maps each parameter's name to the canonical tensors it is made of. `tensor_group` are the ranks
@@ -105,7 +108,7 @@ class Transformer(nn.Module):
 
     @property
     def cache_heads(self) -> int:
-        """Key/value heads that a cache for this shard holds."""
+        """Key/value heads in a cache for this shard."""
         return len(self.shard.queries if self._reads is not None else self.shard.keys)
 
     def forward(
@@ -127,7 +130,7 @@ class Transformer(nn.Module):
         return self._run(x, packing.positions, attend, tp, recompute=recompute)
 
     def prefill(self, x: Tensor, packing: Packing, cache: KVCache) -> Tensor:
-        """Like `forward`, and fills the empty cache, one row per sequence."""
+        """Run `forward` and fill the empty cache, one row per sequence."""
         heads, keys = len(self.shard.queries), self.cache_heads
         cache.start(packing)
 
@@ -141,7 +144,10 @@ class Transformer(nn.Module):
         return self._run(x, packing.positions, attend, tp)
 
     def decode(self, x: Tensor, cache: KVCache) -> Tensor:
-        """The next token of every row of the cache. x: [B] tokens on the first stage, else [B, H] -> [B, H]"""
+        """Decode the next token of every row of the cache.
+
+        x: [B] tokens on the first stage, else [B, H] -> [B, H]
+        """
         positions = cache.lengths
         visible = cache.grow()
 
@@ -152,7 +158,7 @@ class Transformer(nn.Module):
         return self._run(x, positions, attend, TensorParallel(self.tensor_group, len(x)))
 
     def _grouped(self, qkv: Tensor) -> Tensor:
-        """qkv with one key/value head per query head where groups are uneven, else as it is."""
+        """Repeat key/value heads to one per query head where groups are uneven."""
         if self._reads is None:
             return qkv
         heads = qkv.view(len(qkv), -1, self.shape.head_dim)
@@ -171,7 +177,7 @@ class Transformer(nn.Module):
         return x if self.norm is None else rms_norm(x, self.norm, self.shape.norm_eps)
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """tokens: [T] -> [T, H], zero where another tensor rank has the token's row"""
+        """Embed tokens: [T] -> [T, H], zero where another TP rank has the token's row."""
         assert self.embedding is not None, "only the first stage embeds"
         if self.shard.tp == 1:
             return F.embedding(tokens, self.embedding)
@@ -182,7 +188,7 @@ class Transformer(nn.Module):
 
     @property
     def _vocabulary(self) -> Tensor:
-        """This tensor rank's rows of the head, without padding. [rows, H]"""
+        """Slice this TP rank's rows of the head, without padding. [rows, H]"""
         assert self.shard.head == "lm" and self.shard.last, (
             "only a language model's last stage has a vocabulary"
         )
@@ -191,8 +197,7 @@ class Transformer(nn.Module):
         return table[: len(self.shard.vocabulary)]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Unscaled next-token logits over the whole vocabulary, without gradient. hidden: [N, H] -> [N, V]
-        float32"""
+        """Compute unscaled logits over the whole vocabulary, without gradient. hidden: [N, H] -> [N, V] float32"""
         local = product(hidden, self._vocabulary).float()
         if self.shard.tp == 1:
             return local
@@ -231,8 +236,7 @@ class Transformer(nn.Module):
         return full, None if spread is None else zeros.index_copy(0, index, spread)
 
     def values(self, hidden: Tensor, packing: Packing, *, sequence: bool = False) -> Tensor:
-        """The scalar head's number at every position, the same on every tensor rank. hidden: [T, H] as
-        `forward` returned it -> [T] float32"""
+        """Compute the scalar head's output at every position, equal on every TP rank. [T, H] -> [T] float32"""
         assert self.shard.head == "scalar" and self.head is not None, "a language-model head has no values"
         tp = TensorParallel(self.tensor_group, len(packing.positions), sequence)
         return (tp.whole(hidden).float() @ self.head.float().T).squeeze(-1)

@@ -1,4 +1,4 @@
-"""The devices a plan may use."""
+"""Devices that a plan may use."""
 
 import re
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Cluster:
         return self.nodes * self.devices_per_node
 
     def node(self, rank: int) -> int:
-        """The node that holds a rank."""
+        """Find the node of a rank."""
         return rank // self.devices_per_node
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Cut a cluster into meshes that share no device."""
+"""Partition of a cluster into disjoint meshes."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,30 +6,29 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh
 
 
-def mesh_sizes(cluster: Cluster) -> Iterator[int]:
-    """Sizes of the meshes a cluster can be tiled with, ascending: divisors of a node, and whole nodes."""
+def list_mesh_sizes(cluster: Cluster) -> Iterator[int]:
+    """List the sizes of meshes that tile a cluster, ascending: divisors of a node, and whole nodes."""
     per_node = cluster.devices_per_node
     yield from (size for size in range(1, per_node) if per_node % size == 0)
     yield from (per_node * nodes for nodes in range(1, cluster.nodes + 1))
 
 
-def equal_parts(cluster: Cluster, count: int) -> list[Mesh]:
-    """`count` meshes of the same size, the largest that there is room for. The cluster must have as many
-    devices."""
+def split_evenly(cluster: Cluster, count: int) -> list[Mesh]:
+    """Find `count` disjoint meshes of equal size, as large as possible. The cluster must have as many devices."""
     assert 0 < count <= cluster.size, f"{count} parts of cluster {cluster}"
-    size = max(size for size in mesh_sizes(cluster) if size * count <= cluster.size)
+    size = max(size for size in list_mesh_sizes(cluster) if size * count <= cluster.size)
     return [Mesh(i * size, size) for i in range(count)]
 
 
-def parts(cluster: Cluster, weights: Sequence[float]) -> list[Mesh]:
-    """A mesh per weight: equal parts, of which the heaviest then grow as long as all find room."""
-    sizes = [mesh.size for mesh in equal_parts(cluster, len(weights))]
+def split_by_weight(cluster: Cluster, weights: Sequence[float]) -> list[Mesh]:
+    """Find one mesh per weight: equal parts, of which the heaviest then grow as long as all fit."""
+    sizes = [mesh.size for mesh in split_evenly(cluster, len(weights))]
     heaviest_first = sorted(range(len(weights)), key=lambda i: -weights[i])
     grown = True
     while grown:
         grown = False
         for i in heaviest_first:
-            larger = next((size for size in mesh_sizes(cluster) if size > sizes[i]), None)
+            larger = next((size for size in list_mesh_sizes(cluster) if size > sizes[i]), None)
             trial = [larger if j == i and larger else size for j, size in enumerate(sizes)]
             if larger and _place(cluster, trial) is not None:
                 sizes, grown = trial, True
@@ -39,7 +38,7 @@ def parts(cluster: Cluster, weights: Sequence[float]) -> list[Mesh]:
 
 
 def _place(cluster: Cluster, sizes: Sequence[int]) -> list[Mesh] | None:
-    """Aligned meshes of these sizes that share no device, the largest first; None if there is no room."""
+    """Place aligned disjoint meshes of these sizes, the largest first; None if they do not fit."""
     free = [True] * cluster.size
     meshes: list[Mesh] = [Mesh(0, 1)] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

@@ -10,7 +10,7 @@ from realrl.plan.cluster import Cluster
 Dtype = Literal["float32", "bfloat16"]
 
 DTYPES: dict[str, Dtype] = {"float32": "float32", "bfloat16": "bfloat16"}
-"""Types of parameters by name."""
+"""Data types of parameters, by name."""
 
 ELEMENT_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 
@@ -28,11 +28,11 @@ class Mesh:
         return tuple(range(self.first, self.first + self.size))
 
     def overlaps(self, other: "Mesh") -> bool:
-        """Whether the two share a rank."""
+        """Check whether the two share a rank."""
         return self.first < other.first + other.size and other.first < self.first + self.size
 
     def check(self, cluster: Cluster) -> None:
-        """UserError unless the mesh is whole nodes or an aligned slice of one node of `cluster`."""
+        """Check that the mesh is whole nodes or an aligned slice of one node of `cluster`; else UserError."""
         per_node = cluster.devices_per_node
         if self.first < 0 or self.size < 1 or self.first + self.size > cluster.size:
             raise UserError(f"mesh {self} lies outside the {cluster.size} devices of cluster {cluster}")
@@ -64,11 +64,11 @@ class Strategy:
     pp: int = 1
     micro_batch_tokens: int = field(default=8192, kw_only=True)
     sequence_parallel: bool = field(default=False, kw_only=True)
-    """Whether tensor ranks also divide tokens between them where every one would do the same work."""
+    """Whether TP ranks also split tokens in the layers that they would otherwise replicate."""
     dtype: Dtype | None = field(default=None, kw_only=True)
-    """Type of the parameters; None for the role's own. Another one makes it another layout, with a copy."""
+    """Data type of the parameters; None for the role's own. Another one is another layout, with a copy."""
     recompute: bool = field(default=False, kw_only=True)
-    """Whether training keeps only the inputs of layers, and computes the rest again in the backward pass."""
+    """Whether training checkpoints activations: keeps the inputs of layers and recomputes the rest."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "micro_batch_tokens"):
@@ -83,7 +83,7 @@ class Strategy:
 
 @dataclass(frozen=True, order=True)
 class Placement:
-    """Where a call runs and how. Ranks of the mesh are counted pipeline-major: pp, then dp, then tp."""
+    """Mesh and strategy of a call. Ranks of the mesh are counted pipeline-major: pp, then dp, then tp."""
 
     mesh: Mesh
     strategy: Strategy
@@ -102,37 +102,36 @@ class Placement:
         return self.mesh.ranks
 
     def rank(self, *, dp: int, tp: int = 0, pp: int = 0) -> int:
-        """The global rank at a coordinate."""
+        """Find the global rank at a coordinate."""
         s = self.strategy
         return self.mesh.first + (pp * s.dp + dp) * s.tp + tp
 
     def dp_index(self, rank: int) -> int:
-        """The data-parallel coordinate of a global rank of the mesh."""
+        """Find the data-parallel coordinate of a global rank of the mesh."""
         return (rank - self.mesh.first) // self.strategy.tp % self.strategy.dp
 
     def tp_index(self, rank: int) -> int:
-        """The tensor-parallel coordinate of a global rank of the mesh."""
+        """Find the tensor-parallel coordinate of a global rank of the mesh."""
         return (rank - self.mesh.first) % self.strategy.tp
 
     def pp_index(self, rank: int) -> int:
-        """The pipeline stage of a global rank of the mesh."""
+        """Find the pipeline stage of a global rank of the mesh."""
         return (rank - self.mesh.first) // (self.strategy.tp * self.strategy.dp)
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """Per data-parallel index, the rank that holds outputs: first tensor rank of the last stage."""
+        """Output rank of each data-parallel replica: the first TP rank of the last stage."""
         s = self.strategy
         return tuple(self.rank(dp=i, pp=s.pp - 1) for i in range(s.dp))
 
     @property
     def layout(self) -> str:
-        """Equal for two placements exactly when parameters lie alike; for example `d2 t1 p1 @0-1`."""
+        """Text that is equal for two placements exactly when parameters lie alike: `d2 t1 p1 @0-1`."""
         s = self.strategy
         return f"d{s.dp} t{s.tp} p{s.pp} @{self.mesh}{f' {s.dtype}' if s.dtype else ''}"
 
     def __str__(self) -> str:
-        """All of it in one line, for example `d2 t1 p1 @0-1 mb=8192`; sequence parallelism adds ` sp`,
-        recomputation ` rc`."""
+        """Format it in one line: `d2 t1 p1 @0-1 mb=8192`, then ` sp` and ` rc` where they are on."""
         s = self.strategy
         flags = f"{' sp' if s.sequence_parallel else ''}{' rc' if s.recompute else ''}"
         return f"{self.layout} mb={s.micro_batch_tokens}{flags}"

@@ -1,4 +1,4 @@
-"""A plan: a placement for every call of a dataflow graph, and its file."""
+"""Plan: a placement for every call of a dataflow graph, and its file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,13 +33,13 @@ class _Entry(Settings):
     pp: PositiveInt = 1
     """Degree of pipeline parallelism."""
     micro_batch_tokens: PositiveInt | None = None
-    """Most tokens in one forward pass; the recipe's number when not given."""
+    """Maximum tokens in one forward pass; the recipe's number when not given."""
     sequence_parallel: bool = False
-    """Whether tensor ranks also divide tokens between them where every one would do the same work."""
+    """Whether TP ranks also split tokens in the layers that they would otherwise replicate."""
     dtype: Dtype | None = None
-    """Type of the parameters in a call that does not train; the role's own when not given."""
+    """Data type of the parameters in a call that does not train; the role's own when not given."""
     recompute: bool = False
-    """Whether training keeps only the inputs of layers, and computes the rest again in the backward pass."""
+    """Whether training checkpoints activations: keeps the inputs of layers and recomputes the rest."""
 
     @field_validator("mesh", mode="before")
     @classmethod
@@ -59,11 +59,11 @@ class _File(Settings):
     calls: dict[str, Any]
     """Name of a call -> where and how it runs."""
     offload: tuple[str, ...] = Field(default=(), strict=False)
-    """Roles whose parameters wait in host memory between their calls."""
+    """Roles whose parameters are in host memory between their calls."""
     offload_optimizer: tuple[str, ...] = Field(default=(), strict=False)
-    """Trained roles whose optimizer state, and gradients, wait in host memory between their training calls."""
+    """Trained roles whose gradients and optimizer state are in host memory between their training calls."""
     keep: tuple[str, ...] = Field(default=(), strict=False)
-    """Roles whose copies outside their home stay, and are refreshed after each update of the role."""
+    """Roles whose copies outside their home are kept, and refreshed after each update of the role."""
 
     @field_validator("offload", "offload_optimizer", "keep")
     @classmethod
@@ -81,7 +81,7 @@ class _File(Settings):
 
 @dataclass(frozen=True)
 class Plan:
-    """Where and how each call runs. `placements` must not be changed.
+    """Placement of each call, and the state that is offloaded or kept. `placements` must not be changed.
 
     Parameters of the roles in `offload`, and what else the training of those in `offload_optimizer` needs, are
     kept in host memory while they are not in use. Roles in `keep` have shadow copies: where a call runs in
@@ -96,13 +96,15 @@ class Plan:
     keep: tuple[str, ...] = ()
 
     def __getitem__(self, call: str) -> Placement:
-        """The placement of a call; KeyError if the plan has none."""
+        """Find the placement of a call; KeyError if the plan has none."""
         return self.placements[call]
 
     def check(self, graph: DataflowGraph, shapes: Mapping[str, ModelShape] | None = None) -> None:
-        """UserError unless the plan places exactly the calls of `graph`, on meshes of its cluster, in layouts
-        that the models have, and offloads and keeps only what its roles have. Roles without a shape may be of
-        any size."""
+        """Check that the plan fits a graph and its models; else UserError.
+
+        It must place exactly the calls of `graph`, on meshes of its cluster, in layouts that the models have, and
+        offload and keep only state that its roles have. Roles without a shape may be of any size.
+        """
         names = [call.name for call in graph.calls]
         for name in self.placements:
             if name not in names:
@@ -162,7 +164,7 @@ class Plan:
                 )
 
     def _check_layouts(self, calls: Sequence[Call]) -> None:
-        """The calls of a role that share a layout must use it alike, and all its training must be in one."""
+        """Check that calls which share a layout use it alike, and that all training of a role is in one layout."""
         first: dict[str, Call] = {}
         for call in calls:
             other = first.setdefault(self[call.name].layout, call)
@@ -185,7 +187,7 @@ class Plan:
             raise UserError(f"plan: {' and '.join(training)} train one role, so they must have one layout")
 
     def recomputing(self, graph: DataflowGraph) -> "Plan":
-        """The same, with recomputation in every call that trains."""
+        """Copy the plan with activation checkpointing in every call that trains."""
         placements = dict(self.placements)
         for call in graph.calls:
             if call.kind is Kind.TRAIN:
@@ -194,7 +196,7 @@ class Plan:
         return replace(self, placements=placements)
 
     def evaluation(self, eval_graph: DataflowGraph, graph: DataflowGraph) -> "Plan":
-        """The plan of an evaluation whose roles are those of `graph`, the graph this plan is for.
+        """Derive the plan of an evaluation whose roles are those of `graph`, the graph this plan is for.
 
         An evaluation call runs where the call of the same name runs. One that the training step does not have
         runs where a call of its role runs: one of the same kind, else one that does not generate. A function that
@@ -220,7 +222,7 @@ class Plan:
         return Plan(self.cluster, placements, *offloads)
 
     def to_text(self) -> str:
-        """The plan file's text."""
+        """Format the plan as the text of its file."""
         calls = {
             name: {
                 "mesh": str(placement.mesh),

@@ -1,4 +1,4 @@
-"""Published strategies as plans, by name. The docstring of each is what people are told about it."""
+"""Published strategies as plans, by name. Users read the docstring of each preset as its description."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -9,15 +9,15 @@ from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import ModelShape
 from realrl.plan.cluster import Cluster
-from realrl.plan.partition import equal_parts, parts
+from realrl.plan.partition import split_by_weight, split_evenly
 from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
 from realrl.plan.plan import Plan
 
 SEARCH = "search"
-"""Instead of a preset or a file: the plan that the planner finds for the recipe."""
+"""Name that stands for the plan which the planner finds for the recipe."""
 
 Shapes = Mapping[str, ModelShape]
-"""Sizes of the models of those roles for which they are known."""
+"""Role -> model shape, for the roles whose shapes are known."""
 
 
 def symmetric(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
@@ -44,7 +44,7 @@ def disjoint(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, sh
             f"plan disjoint needs at least {len(roles)} devices, one for each of {', '.join(roles)}; "
             f"cluster {cluster} has {cluster.size}"
         )
-    meshes = dict(zip(roles, equal_parts(cluster, len(roles)), strict=True))
+    meshes = dict(zip(roles, split_evenly(cluster, len(roles)), strict=True))
     placements: dict[str, Placement] = {}
     for call in graph.order:
         if call.role is not None:
@@ -70,7 +70,9 @@ def interleave(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, 
     for calls in _independent_inference(graph):
         heaviest_first = sorted(calls, key=lambda call: -_weight(call, calls, shapes))
         weights = [_weight(call, calls, shapes) for call in heaviest_first]
-        guests: dict[Mesh, list[float]] = {mesh: [] for mesh in parts(cluster, weights[: cluster.size])}
+        guests: dict[Mesh, list[float]] = {
+            mesh: [] for mesh in split_by_weight(cluster, weights[: cluster.size])
+        }
         for call, weight in zip(heaviest_first, weights, strict=True):
             mesh = min(guests, key=lambda mesh: (len(guests[mesh]), sum(guests[mesh])))
             meshes[call.name] = mesh
@@ -88,7 +90,7 @@ def separate(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, sh
     """
     if cluster.size < 2:
         raise UserError(f"plan separate needs at least 2 devices; cluster {cluster} has {cluster.size}")
-    training, inference = parts(cluster, [2, 1])
+    training, inference = split_by_weight(cluster, [2, 1])
     placements = {
         call.name: _data_parallel(training if call.kind is Kind.TRAIN else inference, micro_batch_tokens)
         for call in _models(graph)
@@ -146,7 +148,7 @@ def make_plan(
 
 
 def load_plan(file: str, micro_batch_tokens: int) -> Plan:
-    """The plan in a file, given where a preset's name could be; UserError where it is no plan file."""
+    """Load a plan file, given where a preset's name could be; UserError where it is no plan file."""
     if Path(file).suffix in (".yaml", ".yml"):
         return Plan.load(file, micro_batch_tokens)
     hint = nearest(file, (*PRESETS, SEARCH))
@@ -172,7 +174,7 @@ def _data_parallel(mesh: Mesh, micro_batch_tokens: int) -> Placement:
 
 
 def _independent_inference(graph: DataflowGraph) -> Iterable[list[Call]]:
-    """Inference calls that are equally far from the start of the step, so that none waits for another."""
+    """Yield groups of inference calls at the same depth of the graph, so that none waits for another."""
     depth: dict[Call, int] = {}
     for call in graph.order:
         depth[call] = 1 + max((depth[other] for other in graph.dependencies(call)), default=0)
@@ -183,8 +185,7 @@ def _independent_inference(graph: DataflowGraph) -> Iterable[list[Call]]:
 
 
 def _weight(call: Call, calls: Iterable[Call], shapes: Shapes) -> float:
-    """Parameters in the layers of the call's model, which the time of inference grows with; 1 unless those of
-    all `calls` are known."""
+    """Weight of an inference call: parameters in its model's layers; 1 unless known for all `calls`."""
     if any(other.model_role not in shapes for other in calls):
         return 1.0
     shape = shapes[call.model_role]

@@ -1,4 +1,4 @@
-"""The instructions a program is made of. Each names every rank that takes part, so that it reads alone."""
+"""Instructions of programs. Each names every rank that takes part, so that it can be read alone."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,15 +14,15 @@ class Feed:
 
 
 What = Literal["parameters", "optimizer"]
-"""What of a role may be kept in host memory: its parameters, or all else that its training needs."""
+"""State kinds of a role that may be offloaded: its parameters, or all else that its training needs."""
 
 
 @dataclass(frozen=True)
 class Reallocate:
     """Turn a role's parameters from the layout of `source` into that of `target`, on the ranks of both.
 
-    With a `mix`, those of the role `into`, which are in the layout of `target` already, become
-    (1 - mix) * theirs + mix * what comes.
+    With a `mix`, this is an EMA update: the parameters of the role `into`, which are in the layout of `target`
+    already, become (1 - mix) * old + mix * received.
     """
 
     role: str
@@ -46,7 +46,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Offload:
-    """Move what a role has on these ranks into host memory."""
+    """Move one kind of a role's state on these ranks into host memory."""
 
     role: str
     placement: Placement
@@ -55,7 +55,7 @@ class Offload:
 
 @dataclass(frozen=True)
 class Load:
-    """The reverse of `Offload`."""
+    """Move offloaded state of a role back into device memory."""
 
     role: str
     placement: Placement
@@ -77,9 +77,9 @@ class Run:
 
 @dataclass(frozen=True)
 class ShareLengths:
-    """Tell `readers` the row lengths of a key that `call` just produced on its `heads`.
+    """Broadcast the row lengths of a key, which `call` just produced on its `heads`, to `readers`.
 
-    The heads report to the first of them, which tells everyone.
+    The heads send theirs to the first head, which broadcasts all.
     """
 
     key: str
@@ -90,13 +90,13 @@ class ShareLengths:
 
 @dataclass(frozen=True)
 class Send:
-    """Send the rows of keys that `producer` left here to those ranks of `consumer` that work on them.
+    """Send the rows of keys that `producer` left here to the ranks of `consumer` that work on them.
 
     Does not wait for the receivers.
     """
 
     number: int
-    """Tells the exchanges of a program apart; the same on both sides."""
+    """Identifier of the exchange within a program; equal in its `Send` and its `Receive`."""
     keys: tuple[str, ...]
     producer: str
     consumer: str
@@ -105,7 +105,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Receive:
-    """The other side of `Send`: waits for the rows that `consumer` works on here."""
+    """Receive the rows that `consumer` works on here; waits for the matching `Send`."""
 
     number: int
     keys: tuple[str, ...]
@@ -116,7 +116,7 @@ class Receive:
 
 @dataclass(frozen=True)
 class Report:
-    """Bring the figures of a call from the ranks that have them to another, which adds them up and writes them.
+    """Send the metrics of a call from the ranks that have them to the rank that adds them up and writes them.
 
     Of a model it is one rank, since its ranks have added them up; every rank of a function has those of its items.
     """
@@ -131,7 +131,7 @@ Instruction = Feed | Reallocate | Release | Offload | Load | Run | ShareLengths 
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank executes in a step, in order."""
+    """Instructions that one rank executes in a step, in order."""
 
     rank: int
     instructions: tuple[Instruction, ...]

@@ -32,16 +32,16 @@ from realrl.program.order import (
 )
 
 WRITER = 0
-"""The rank that writes figures, samples and progress."""
+"""Rank that writes metrics, samples and progress."""
 
 
 def home_placements(graph: DataflowGraph, plan: Plan) -> dict[str, Placement]:
-    """Where each role's parameters live between steps."""
+    """Find the placement in which each role's parameters live between steps."""
     return {role: plan[graph.home(role).name] for role in graph.roles}
 
 
 def offloaded(plan: Plan) -> set[tuple[str, What]]:
-    """What of which roles is in host memory between steps."""
+    """List the (role, state kind) pairs that are in host memory between steps."""
     parameters: set[tuple[str, What]] = {(role, "parameters") for role in plan.offload}
     return parameters | {(role, "optimizer") for role in plan.offload_optimizer}
 
@@ -49,8 +49,10 @@ def offloaded(plan: Plan) -> set[tuple[str, What]]:
 def kept_copies(
     graph: DataflowGraph, plan: Plan, homes: Mapping[str, Placement]
 ) -> dict[str, tuple[Placement, ...]]:
-    """Per role that the plan keeps copies of, the placements they are for: one for each layout of its calls
-    outside its home. `graph` is that of the training step."""
+    """Find the placements of the copies that the plan keeps, by role.
+
+    There is one for each layout of the role's calls outside its home. `graph` is that of the training step.
+    """
     kept: dict[str, tuple[Placement, ...]] = {}
     for role in plan.keep:
         placements = [plan[call.name] for call in graph.role_calls(role)]
@@ -65,7 +67,7 @@ def lower(
     homes: Mapping[str, Placement],
     kept: Mapping[str, Sequence[Placement]] | None = None,
 ) -> list[Program]:
-    """One program per rank of the plan's cluster.
+    """Compile one step into one program per rank of the plan's cluster.
 
     `homes` and `kept` say where each role's parameters lie when the step starts (see `home_placements` and
     `kept_copies`). A copy in another layout is made before the first call that needs it and released after the
@@ -76,7 +78,7 @@ def lower(
     step = _Lowering(graph, plan, homes, kept or {})
     step.emit(tuple(range(plan.cluster.size)), Feed(graph.sources))
     collected = {f: collecting_wave(graph, step.waves, f) for f in graph.functions}
-    # What ranks do together comes before what each of them does alone for long: calls of a wave run side by side.
+    # Collective steps of a wave come before its long calls, so that the calls run side by side on their meshes.
     for number, wave in enumerate(step.waves):
         models = [call for call in wave if not call.is_function]
         for call in wave:
@@ -97,7 +99,7 @@ def lower(
 def lower_start(
     plan: Plan, homes: Mapping[str, Placement], kept: Mapping[str, Sequence[Placement]]
 ) -> list[Program]:
-    """One program per rank that makes the copies that are kept, before the first step."""
+    """Compile one program per rank that makes the kept copies, before the first step."""
     start = _Lowering(DataflowGraph((), ()), plan, homes, kept)
     for role in kept:
         if kept[role]:
@@ -108,7 +110,7 @@ def lower_start(
 
 
 class _Lowering:
-    """Programs of all ranks, while they are written."""
+    """Programs of all ranks while they are built."""
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class _Lowering:
         self._programs: list[list[Instruction]] = [[] for _ in range(plan.cluster.size)]
 
     def programs(self) -> list[Program]:
-        """What has been written."""
+        """Return the programs built so far."""
         return [Program(rank, tuple(instructions)) for rank, instructions in enumerate(self._programs)]
 
     def emit(self, ranks: tuple[int, ...], instruction: Instruction) -> None:
@@ -135,24 +137,24 @@ class _Lowering:
             self._programs[rank].append(instruction)
 
     def load(self, role: str) -> None:
-        """See that the role's parameters are in device memory at home."""
+        """Load the role's parameters into device memory at home, unless they are there."""
         if role in self.plan.offload and role not in self._loaded:
             self.emit(self.homes[role].ranks, Load(role, self.homes[role], "parameters"))
             self._loaded.add(role)
 
     def unload(self, role: str) -> None:
-        """See that they are where the plan wants them between uses."""
+        """Offload the role's parameters again, if the plan keeps them in host memory between uses."""
         if role in self._loaded:
             self.emit(self.homes[role].ranks, Offload(role, self.homes[role], "parameters"))
             self._loaded.remove(role)
 
     def refresh(self, role: str) -> None:
-        """Bring the role's parameters, loaded at home, into the copies that are kept."""
+        """Reallocate the role's parameters, loaded at home, into its kept copies."""
         for placement in self.kept.get(role, ()):
             self._reallocate(role, placement)
 
     def bring_parameters(self, models: Sequence[Call]) -> None:
-        """Before the calls of models in a wave: their parameters, and in device memory nothing else."""
+        """Load and reallocate the parameters of the models of a wave, and offload all others."""
         at_home = {call.model_role for call in models if not self._is_copy(call)}
         for call in models:
             role = call.model_role
@@ -166,7 +168,7 @@ class _Lowering:
                 self.unload(role)
 
     def run(self, call: Call) -> None:
-        """The call itself, with its inputs."""
+        """Emit the call itself, with its inputs."""
         placement, role = self.plan[call.name], call.role
         for producer in producers(self.graph, call):
             keys = keys_between(self.graph, producer, call)
@@ -182,7 +184,7 @@ class _Lowering:
             self.emit(placement.ranks, run)
 
     def share_outputs(self, call: Call) -> None:
-        """What follows a call: lengths, then the rows its consumers need."""
+        """Emit what follows a call: lengths, then the rows its consumers need."""
         heads = self.plan[call.name].heads
         for key in call.outputs:
             if self.graph.keys[key].length == "own":
@@ -195,8 +197,7 @@ class _Lowering:
                 self.emit(heads, Send(number, keys, call.name, consumer.name, ranks))
 
     def put_parameters_back(self, models: Sequence[Call]) -> None:
-        """After the calls of models in a wave: what has changed goes where it is kept, what is not needed goes
-        away."""
+        """Refresh copies after the calls of models in a wave, release borrowed ones and offload."""
         for call in models:
             for average in self.graph.averages if changes(self.graph, call) else ():
                 if average.source == call.role:
@@ -214,10 +215,10 @@ class _Lowering:
             self.unload(call.model_role)
 
     def report(self) -> None:
-        """Bring the figures of all calls to the rank that writes, when it has nothing else to do."""
+        """Send the metrics of all calls to the writer, at the end, when it has nothing else to do."""
         for call in (call for wave in self.waves for call in wave if call.kind is not Kind.GENERATE):
             heads = self.plan[call.name].heads
-            # Ranks of a model add up their figures; those of a function know nothing of each other.
+            # Ranks of a model add up their metrics; those of a function know nothing of each other.
             having = heads if call.is_function else heads[:1]
             senders = tuple(rank for rank in having if rank != WRITER)
             if senders:

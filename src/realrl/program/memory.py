@@ -1,6 +1,6 @@
-"""What programs hold in device memory: parameters, gradients and optimizer states. Functions hold nothing.
+"""Device memory held by programs: parameters, gradients and optimizer states. Functions hold none.
 
-What calls need besides while they run is said in `planner.memory`, the sum in `planner.footprints`.
+Memory that calls need while they run is modelled in `planner.memory`; `planner.simulate.footprints` adds both up.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import get_args
 
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import bucket_count
-from realrl.layout.layout import Layout, layout
+from realrl.layout.layout import Layout, build_layout
+from realrl.layout.limits import bucket_count
 from realrl.plan.placement import ELEMENT_BYTES, Placement, Strategy
 from realrl.program.instructions import Instruction, Load, Offload, Program, Reallocate, Release, What
 
@@ -18,7 +18,7 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Stored:
-    """How a role is stored: the sizes of its model, the bytes of a parameter, and whether it is trained."""
+    """Storage of a role: the sizes of its model, the bytes of a parameter, and whether it is trained."""
 
     shape: ModelShape
     head: Head
@@ -26,19 +26,19 @@ class Stored:
     trained: bool
 
     def width(self, strategy: Strategy) -> int:
-        """Bytes of a parameter, and of an activation, under a strategy."""
+        """Compute the bytes of a parameter, and of an activation, under a strategy."""
         return self.element_bytes if strategy.dtype is None else ELEMENT_BYTES[strategy.dtype]
 
 
 @dataclass(frozen=True)
 class Item:
-    """Something a rank may hold: the parameters of a role in a layout, or all else that its training needs."""
+    """State that a rank may hold: the parameters of a role in a layout, or all else that its training needs."""
 
     role: str
     layout: str
     what: What
     host: bool = False
-    """Whether it is the copy in host memory of what is offloaded, where that is device memory."""
+    """Whether it is the host copy of offloaded state, on devices whose memory is the host's."""
 
     def __str__(self) -> str:
         about = "parameters" if self.what == "parameters" else "gradients and optimizer"
@@ -46,11 +46,11 @@ class Item:
 
 
 Holdings = Mapping[Item, int]
-"""What a rank holds, in bytes."""
+"""State held by a rank -> its bytes."""
 
 
 class Memory:
-    """Costs programs in bytes of device memory. Roles that are not in `stored` count nothing."""
+    """Memory model of programs, in bytes. Roles that are not in `stored` count nothing."""
 
     def __init__(
         self,
@@ -69,20 +69,20 @@ class Memory:
         self._numbers: dict[tuple[str, str, int, int], int] = {}
 
     def in_host_memory(self) -> "Memory":
-        """The same on devices that are processes which share the host's memory."""
+        """Copy the model for devices that are processes which share the host's memory."""
         return Memory(self.stored, self._homes, self._offloaded, self._kept, shared=True)
 
     def home(self, role: str) -> str:
-        """The layout in which a role lives."""
+        """Find the layout in which a role lives between steps."""
         return self._homes[role].layout
 
     @property
     def resting(self) -> tuple[Placement, ...]:
-        """Placements in which something lies between steps."""
+        """Placements that hold state between steps."""
         return (*self._homes.values(), *(copy for copies in self._kept.values() for copy in copies))
 
     def at_rest(self, rank: int) -> Holdings:
-        """What a rank holds between steps."""
+        """Compute the state that a rank holds between steps."""
         held: dict[Item, int] = {}
         for role, home in self._homes.items():
             for what in get_args(What):
@@ -95,7 +95,7 @@ class Memory:
         return held
 
     def timeline(self, program: Program) -> Iterator[tuple[Instruction, Holdings]]:
-        """Each instruction of a step with what the rank holds once it has started."""
+        """Yield each instruction of a step with the state that the rank holds once it has started."""
         held = dict(self.at_rest(program.rank))
         for instruction in program.instructions:
             match instruction:
@@ -119,20 +119,21 @@ class Memory:
         dp, number = placement.strategy.dp, self._parameters(role, placement, rank)
         size = number * stored.width(placement.strategy)
         if what == "optimizer":
-            # Of its shard two moments, and the master copy of a lower precision; on the device, gradients whole
-            # and of its shard besides.
+            # Float32 of the shard: two moments, and a master copy where parameters have a lower precision. On the
+            # device also the full gradients and their reduced shard.
             parts = 2 + (stored.element_bytes < _FLOAT32)
             size = _FLOAT32 * (parts * number // dp if host else number + (parts + 1) * number // dp)
         return {Item(role, placement.layout, what, host): size}
 
     def _parameters(self, role: str, placement: Placement, rank: int) -> int:
-        """Parameters of a role that a rank stores, padded so that data-parallel ranks can share them out."""
+        """Count the parameters of a role that a rank stores, padded for equal data-parallel shards."""
         key = (role, placement.layout, placement.pp_index(rank), placement.tp_index(rank))
         if key not in self._numbers:
             if (role, placement.layout) not in self._layouts:
                 stored = self.stored[role]
-                self._layouts[role, placement.layout] = layout(stored.shape, stored.head, placement)
+                self._layouts[role, placement.layout] = build_layout(stored.shape, stored.head, placement)
             stored_here = [t.stored for t in self._layouts[role, placement.layout].tensors(rank)]
-            multiple = placement.strategy.dp * bucket_count(stored_here)
-            self._numbers[key] = -(-sum(tensor.numel for tensor in stored_here) // multiple) * multiple
+            elements = sum(tensor.numel for tensor in stored_here)
+            multiple = placement.strategy.dp * bucket_count(elements)
+            self._numbers[key] = -(-elements // multiple) * multiple
         return self._numbers[key]

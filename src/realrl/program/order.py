@@ -1,4 +1,4 @@
-"""What follows from a graph and a plan alone: which calls run side by side, and which share a copy."""
+"""Order and sharing that follow from a graph and a plan: waves of calls, shared copies, readers of lengths."""
 
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
@@ -8,7 +8,7 @@ Waves = tuple[tuple[Call, ...], ...]
 
 
 def waves(graph: DataflowGraph, plan: Plan) -> Waves:
-    """Calls in the order they run; those of one wave share no device and do not wait for each other.
+    """Sort calls into waves: those of one wave share no device and do not wait for each other.
 
     A function uses no device: it is in the first wave in which its inputs are there, before the others.
     """
@@ -40,15 +40,18 @@ def collecting_wave(graph: DataflowGraph, order: Waves, function: Call) -> int:
 
 
 def changes(graph: DataflowGraph, call: Call) -> tuple[str, ...]:
-    """Roles that have other parameters after the call."""
+    """List the roles whose parameters change in the call."""
     if call.kind is not Kind.TRAIN or call.role is None:
         return ()
     return (call.role, *(average.role for average in graph.averages if average.source == call.role))
 
 
 def sharing(graph: DataflowGraph, plan: Plan, order: Waves, call: Call) -> tuple[Call, ...]:
-    """Calls, in the order they run, that can use the same copy of the same parameters as `call`, which is no
-    function, itself among them: those of its role in its layout between two changes of the role."""
+    """List the calls that can use the same copy of parameters as `call`, which is no function, in the order they
+    run.
+
+    These are the calls of its role in its layout between two changes of the role, itself included.
+    """
 
     def version(wave: int) -> int:
         return sum(call.role in changes(graph, other) for calls in order[:wave] for other in calls)
@@ -63,24 +66,26 @@ def sharing(graph: DataflowGraph, plan: Plan, order: Waves, call: Call) -> tuple
 
 
 def producers(graph: DataflowGraph, consumer: Call) -> tuple[Call, ...]:
-    """Calls whose outputs `consumer` reads, in the order of its inputs."""
+    """List the calls whose outputs `consumer` reads, in the order of its inputs."""
     found = (graph.producer(key) for key in consumer.inputs)
     return tuple(dict.fromkeys(call for call in found if call is not None))
 
 
 def keys_between(graph: DataflowGraph, producer: Call, consumer: Call) -> tuple[str, ...]:
-    """Keys that `consumer` reads and `producer` produces."""
+    """List the keys that `consumer` reads and `producer` produces."""
     return tuple(key for key in consumer.inputs if graph.producer(key) == producer)
 
 
 def length_readers(graph: DataflowGraph, plan: Plan, key: str) -> tuple[int, ...]:
-    """Ranks that must know the lengths of `key`: those of `length_calls`."""
+    """List the ranks that must know the lengths of `key`: those of `length_calls`."""
     return tuple(sorted({rank for name in length_calls(graph, key) for rank in plan[name].ranks}))
 
 
 def length_calls(graph: DataflowGraph, key: str) -> tuple[str, ...]:
-    """Calls whose ranks must know the lengths of `key`: those that hold or exchange rows of that length, and those
-    that send to a call whose items are divided by it."""
+    """List the calls whose ranks must know the lengths of `key`.
+
+    These hold or exchange rows of that length, or send to a call whose items are divided by it.
+    """
     found = []
     for call in graph.calls:
         touches = any(graph.length_key(k) == key for k in (*call.inputs, *call.outputs))

@@ -1,4 +1,4 @@
-"""The text form of programs: one instruction a line, and back again."""
+"""Text form of programs: one instruction a line, read back to equal programs."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from realrl.program.instructions import (
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Ascending ranks as runs, for example `0-3,8`."""
+    """Format ascending ranks as runs, for example `0-3,8`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -42,7 +42,7 @@ def _keys(text: str) -> tuple[str, ...]:
 
 
 def format_instruction(instruction: Instruction) -> str:
-    """One line that `parse_instruction` reads back to an equal instruction."""
+    """Format an instruction as one line that `parse_instruction` reads back."""
     match instruction:
         case Feed(keys):
             verb, rest = "feed", ", ".join(keys)
@@ -100,7 +100,7 @@ _FORMS: dict[str, tuple[str, Callable[..., Instruction]]] = {
 
 
 def parse_instruction(line: str) -> Instruction:
-    """The instruction a line describes; ValueError when it describes none."""
+    """Read the instruction of a line; ValueError where it describes none."""
     verb, _, rest = line.strip().partition(" ")
     if verb in _FORMS:
         pattern, build = _FORMS[verb]
@@ -111,7 +111,7 @@ def parse_instruction(line: str) -> Instruction:
 
 
 def format_program(program: Program) -> str:
-    """A whole program, headed by its rank."""
+    """Format a whole program, headed by its rank."""
     lines = [f"# rank {program.rank}", *(format_instruction(i) for i in program.instructions)]
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,4 @@
-"""A timeline of the instructions of every rank, for Perfetto (ui.perfetto.dev): measured, or predicted."""
+"""Timeline of the instructions of every rank, measured or predicted, for Perfetto (ui.perfetto.dev)."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from realrl.config.files import write_whole
 
 Source = Literal["measured", "predicted"]
-"""Where times come from; the name of the group of rows, so that files of both can be opened side by side."""
+"""Origin of the times; names the group of rows, so that both files can be opened side by side."""
 
 _GROUPS: dict[Source, int] = {"measured": 1, "predicted": 2}
 
@@ -29,7 +29,7 @@ def make_event(
     *,
     host: bool = False,
 ) -> Event:
-    """What one rank does for a while; `host`: what its host does beside that."""
+    """Make the slice of an instruction on one rank; `host`: of a function, which runs beside the others."""
     return {
         "name": name,
         "ph": "X",

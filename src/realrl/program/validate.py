@@ -1,4 +1,4 @@
-"""Prove, before any process starts, that programs bring data and parameters where they are needed and end."""
+"""Dry run of programs: proves, before any process starts, that all data and parameters arrive and all ranks end."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,21 +26,21 @@ from realrl.program.text import format_instruction
 
 
 class ProgramError(Exception):
-    """Programs that would hang, or run a call without its data or parameters: a fault of ours."""
+    """Programs that would hang, or run a call without its data or parameters: our bug, not the user's."""
 
 
 _WHAT: tuple[What, ...] = get_args(What)
 
-Message = tuple[object, ...]
-"""What tells the messages of a program apart."""
+MessageKey = tuple[object, ...]
+"""Key that identifies a message of the programs."""
 
 Kept = Mapping[str, Sequence[Placement]]
-"""Role -> where copies of it stay."""
+"""Role -> placements of its kept copies."""
 
 
 @dataclass
 class _Rank:
-    """What a rank knows while programs are dry-run."""
+    """State of a rank in the dry run."""
 
     program: Program
     position: int = 0
@@ -53,7 +53,7 @@ class _Rank:
     parameters: dict[tuple[str, str], int] = field(default_factory=dict)
     """(role, layout) -> version"""
     offloaded: set[tuple[str, str, What]] = field(default_factory=set)
-    """(role, layout, what) that waits in host memory"""
+    """(role, layout, state kind) in host memory"""
 
     @property
     def current(self) -> Instruction | None:
@@ -62,8 +62,11 @@ class _Rank:
 
 
 class _DryRun:
-    """Executes programs symbolically. Instructions over several ranks start when all of them are there,
-    except sends and reports, whose senders go on at once, and functions, which every rank calls alone."""
+    """Symbolic execution of programs.
+
+    Instructions over several ranks start when all of them are there, except sends and reports, whose senders
+    continue at once, and functions, which every rank calls alone.
+    """
 
     def __init__(
         self,
@@ -79,11 +82,11 @@ class _DryRun:
         self.graph = graph
         self.ranks = [_Rank(program) for program in programs]
         self.versions = dict.fromkeys(homes, 0)
-        self.posted: dict[Message, set[int]] = {}
+        self.posted: dict[MessageKey, set[int]] = {}
         """message -> ranks that have sent it"""
-        self.promised: dict[Message, set[int]] = {}
+        self.promised: dict[MessageKey, set[int]] = {}
         """message -> ranks it was sent to"""
-        self.received: dict[Message, set[int]] = {}
+        self.received: dict[MessageKey, set[int]] = {}
         self.ran: set[str] = set()
         for role, home in homes.items():
             for rank in home.ranks:
@@ -117,7 +120,7 @@ class _DryRun:
                 raise self._error(f"not received by those it was sent to: {message}", [])
 
     def _advance(self, rank: _Rank) -> bool:
-        """Execute the rank's next instruction if it can start; whether it did."""
+        """Execute the rank's next instruction if it can start; return whether it did."""
         instruction = rank.current
         match instruction:
             case None:
@@ -239,21 +242,21 @@ class _DryRun:
             return True
         return self._take(("report", report.call), rank, report.senders)
 
-    def _post(self, message: Message, rank: _Rank, receivers: tuple[int, ...]) -> None:
+    def _post(self, message: MessageKey, rank: _Rank, receivers: tuple[int, ...]) -> None:
         self.posted.setdefault(message, set()).add(rank.program.rank)
         self.promised.setdefault(message, set()).update(receivers)
 
-    def _take(self, message: Message, rank: _Rank, senders: tuple[int, ...]) -> bool:
-        """Receive from all senders if they have sent; whether they have."""
+    def _take(self, message: MessageKey, rank: _Rank, senders: tuple[int, ...]) -> bool:
+        """Receive from all senders if they have sent; return whether they have."""
         if not self.posted.get(message, set()).issuperset(senders):
             return False
         self.received.setdefault(message, set()).add(rank.program.rank)
         rank.position += 1
         return True
 
-    def _need(self, rank: _Rank, condition: bool, complaint: str) -> None:
+    def _need(self, rank: _Rank, condition: bool, problem: str) -> None:
         if not condition:
-            raise self._error(f"rank {rank.program.rank} {complaint}", [rank.program.rank])
+            raise self._error(f"rank {rank.program.rank} {problem}", [rank.program.rank])
 
     def _error(self, reason: str, at: list[int]) -> ProgramError:
         lines = [reason]
@@ -281,7 +284,7 @@ def validate(
     offloaded: Collection[tuple[str, What]] = (),
     kept: Kept | None = None,
 ) -> None:
-    """Dry-run `programs` of a step; ProgramError, with where every rank stands, when they cannot be run.
+    """Dry-run `programs` of a step; ProgramError, with the position of every rank, when they cannot be run.
 
     Between steps the parameters of each role are where `homes` says and in the copies that are `kept`;
     `offloaded` says what of which role is in host memory then.
@@ -295,5 +298,5 @@ def validate_start(
     offloaded: Collection[tuple[str, What]],
     kept: Kept,
 ) -> None:
-    """Dry-run programs that make the copies that are kept; ProgramError when they do not."""
+    """Dry-run programs that make the kept copies; ProgramError when they cannot be run."""
     _DryRun(programs, DataflowGraph((), ()), homes, offloaded, kept, copies_there=False).run()

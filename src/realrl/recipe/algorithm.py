@@ -1,4 +1,4 @@
-"""The description of an algorithm: everything that the rest of the package reads about it."""
+"""Description of an algorithm: everything that the rest of the package reads about it."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +17,7 @@ _HEADS = ("lm", "scalar")
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """What a role's model computes, and where its weights come from if the recipe does not say."""
+    """Head of a role's model, and the roles that fill in what the recipe leaves out."""
 
     head: Head
     weights_from: str | None = None
@@ -31,7 +31,7 @@ class RoleSpec:
 
 
 @dataclass(frozen=True)
-class SummaryFigure:
+class SummaryMetric:
     """A metric of evaluations in report.json and in the table of `realrl report`."""
 
     key: str
@@ -39,9 +39,9 @@ class SummaryFigure:
     metric: str
     """Name of the metric, with or without its call."""
     label: str
-    """What the table calls it."""
+    """Label in the table."""
     at: Literal["first", "last"] = "last"
-    """Which evaluation it is taken from."""
+    """The evaluation it is taken from."""
 
 
 def _one(experiment: Any) -> int:
@@ -57,7 +57,7 @@ class AlgorithmSpec:
     """
 
     name: str
-    """What `algorithm` says in recipes."""
+    """Value of `algorithm` in recipes."""
     recipe: type[Experiment]
     """Class of its recipes; the first sentence of its docstring sums up the algorithm."""
     roles: Mapping[str, RoleSpec]
@@ -70,34 +70,37 @@ class AlgorithmSpec:
     eval_graph: Callable[[Any], DataflowGraph] | None
     """The calls of an evaluation step; None for an algorithm without evaluation."""
     generation: Callable[[Any], GenerationConfig] | None
-    """How training samples, from the recipe's section `generation`; None for what does not generate."""
+    """Sampling of training, from the recipe's section `generation`; None where nothing is generated."""
     methods: Callable[[Any, DataflowGraph, DataflowGraph | None], Any]
-    """From a recipe, its training graph and its evaluation graph to an `algorithms.method.Algorithm`, which is what
-    may import torch."""
+    """Makes an `algorithms.method.Algorithm` of a recipe, its training graph and its evaluation graph; the only one
+    of these functions that may import torch."""
     headlines: tuple[str, ...]
     """Metrics shown on the terminal, as `call/name`."""
     curves: Mapping[str, str]
     """Metric -> label of its curve in the picture of `realrl report`."""
-    summary: tuple[SummaryFigure, ...]
-    """What `realrl report` sums up of a run."""
+    summary: tuple[SummaryMetric, ...]
+    """Metrics that `realrl report` sums up."""
     samples_per_prompt: Callable[[Any], int] = _one
-    """How often training samples from each prompt: items i * n to i * n + n - 1 of a step have the i-th prompt.
-    Evaluation samples once."""
+    """Samples that training takes of each prompt, n: items i * n to i * n + n - 1 of a step have the i-th prompt.
+    Evaluation takes one."""
     epochs: Callable[[Any], int] = _one
     """Passes of train calls over the items of a step."""
+
+    optional_calls: tuple[str, ...] = ()
+    """Calls that only the graphs of some recipes have; headlines may name them all the same."""
 
     def __post_init__(self) -> None:
         for field, problem in self._problems():
             raise ValueError(f"algorithm {self.name}: {field}: {problem}")
 
-    def _problems(self) -> "list[tuple[str, str]]":
-        """(field, what is wrong with it), the first of which is the one to fix first."""
+    def _problems(self) -> list[tuple[str, str]]:
+        """List (field, what is wrong with it), the one to fix first in front."""
         if not isinstance(self.name, str) or not re.fullmatch(r"[A-Za-z][\w-]*", self.name):
             return [("name", f"{self.name!r} is not letters, digits, - and _, beginning with a letter")]
         found = [*self._type_problems()]
         return found or [*self._recipe_problems(), *self._role_problems(), *self._report_problems()]
 
-    def _type_problems(self) -> "list[tuple[str, str]]":
+    def _type_problems(self) -> list[tuple[str, str]]:
         found = []
         if not (isinstance(self.recipe, type) and issubclass(self.recipe, Experiment)):
             found.append(("recipe", f"{self.recipe!r} is not a class derived from Experiment"))
@@ -111,7 +114,7 @@ class AlgorithmSpec:
                 found.append((field, f"{value!r} is not a function{' or None' if optional else ''}"))
         return found
 
-    def _recipe_problems(self) -> "list[tuple[str, str]]":
+    def _recipe_problems(self) -> list[tuple[str, str]]:
         found = []
         if not self.recipe.__doc__ or self.recipe.__doc__ == Experiment.__doc__:
             found.append(("recipe", f"{self.recipe.__name__} has no docstring to sum the algorithm up"))
@@ -129,7 +132,7 @@ class AlgorithmSpec:
             found.append(("samples_per_prompt", "an algorithm that does not generate draws no samples"))
         return found
 
-    def _role_problems(self) -> "list[tuple[str, str]]":
+    def _role_problems(self) -> list[tuple[str, str]]:
         models = self.recipe.model_fields["models"].annotation
         if not (isinstance(models, type) and issubclass(models, Models)) or models is Models:
             return [("recipe", f"{self.recipe.__name__}.models is not a class derived from Models")]
@@ -162,18 +165,20 @@ class AlgorithmSpec:
                 )
         return found
 
-    def _report_problems(self) -> "list[tuple[str, str]]":
+    def _report_problems(self) -> list[tuple[str, str]]:
         found = []
         if not _all(self.headlines, tuple, str):
             found.append(("headlines", "a tuple of call/name is needed"))
+        if not _all(self.optional_calls, tuple, str):
+            found.append(("optional_calls", "a tuple of names of calls is needed"))
         if not isinstance(self.curves, Mapping) or not _all(
             (*self.curves, *self.curves.values()), tuple, str
         ):
             found.append(("curves", "a mapping from metrics to labels is needed"))
-        if not _all(self.summary, tuple, SummaryFigure):
-            found.append(("summary", "a tuple of SummaryFigure is needed"))
-        elif len({figure.key for figure in self.summary}) < len(self.summary):
-            found.append(("summary", "two figures have one key"))
+        if not _all(self.summary, tuple, SummaryMetric):
+            found.append(("summary", "a tuple of SummaryMetric is needed"))
+        elif len({metric.key for metric in self.summary}) < len(self.summary):
+            found.append(("summary", "two metrics have one key"))
         return found
 
     @property
@@ -183,7 +188,7 @@ class AlgorithmSpec:
 
     @property
     def about(self) -> str:
-        """What the algorithm is, in one line."""
+        """One line about the algorithm."""
         return " ".join((self.recipe.__doc__ or "").split()).partition(". ")[0].rstrip(".")
 
     def roles_of(self, experiment: Experiment) -> dict[str, RoleSpec]:
@@ -191,7 +196,7 @@ class AlgorithmSpec:
         return {role: of for role, of in self.roles.items() if getattr(experiment.models, role) is not None}
 
     def eval_generation(self, experiment: Experiment) -> GenerationConfig | None:
-        """How evaluation samples: as training does, unless the recipe has `training.eval_min_new_tokens`."""
+        """Find the sampling of evaluation: that of training but for `training.eval_min_new_tokens`."""
         if self.generation is None:
             return None
         sampling, fewest = self.generation(experiment), experiment.training.eval_min_new_tokens
@@ -210,7 +215,7 @@ _FUNCTIONS = {
 
 
 def _all(values: Any, container: type[Iterable[Any]], kind: type) -> bool:
-    """Whether it is a container of nothing but values of a kind."""
+    """Whether `values` is a container of nothing but values of a kind."""
     if not isinstance(values, container):
         return False
     return all(isinstance(value, kind) for value in values)

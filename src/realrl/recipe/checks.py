@@ -1,17 +1,20 @@
-"""What a recipe must fulfil besides the types of its fields, by the description of its algorithm."""
+"""Checks of a recipe as a whole, by the description of its algorithm."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from realrl.config.errors import UserError
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
+from realrl.recipe.settings import GenerationConfig
 
 
 def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
-    """A recipe bound to its algorithm, in which every role says where its weights come from. UserError for the
-    first mistake."""
+    """Bind a recipe to its algorithm, and fill in where the weights of each role come from.
+
+    UserError for the first mistake.
+    """
     models, filled = experiment.models, {}
     for role, of in spec.roles_of(experiment).items():
         model, update = getattr(models, role), {}
@@ -32,12 +35,19 @@ def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
     graph = build_graph(bound)
     for problem in _graph_problems(bound, graph):
         raise UserError(problem)
-    build_eval_graph(bound)
+    eval_graph = build_eval_graph(bound)
+    if eval_graph is not None:
+        for problem in _headline_problems(spec, (graph, eval_graph)):
+            raise UserError(problem)
     return bound
 
 
 def _problems(experiment: Experiment) -> Iterator[str]:
     spec, data, training = experiment.spec, experiment.data, experiment.training
+    for field in ("epochs", "samples_per_prompt"):
+        number = getattr(spec, field)(experiment)
+        if not isinstance(number, int) or number < 1:
+            yield f"algorithm {spec.name}: {field}: {number} is not a whole number above 0"
     if spec.generation is None:
         if training.eval_min_new_tokens is not None:
             yield (
@@ -47,7 +57,10 @@ def _problems(experiment: Experiment) -> Iterator[str]:
         if training.judge is not None:
             yield f"training.judge scores generated text, and {spec.name} generates none; leave it out"
         return
-    most = spec.generation(experiment).max_new_tokens
+    sampling = spec.generation(experiment)
+    if not isinstance(sampling, GenerationConfig):
+        yield f"algorithm {spec.name}: generation: {type(sampling).__name__} is not a GenerationConfig"
+    most = sampling.max_new_tokens
     if training.eval_min_new_tokens is not None and training.eval_min_new_tokens > most:
         yield (
             f"training.eval_min_new_tokens={training.eval_min_new_tokens} is above"
@@ -60,9 +73,6 @@ def _problems(experiment: Experiment) -> Iterator[str]:
             f"data.max_prompt_tokens={data.max_prompt_tokens} and generation.max_new_tokens={most} together are"
             f" above data.max_tokens={data.max_tokens}"
         )
-    samples = spec.samples_per_prompt(experiment)
-    if samples < 1:
-        yield f"algorithm {spec.name}: samples_per_prompt: {samples} must be at least 1"
 
 
 def _graph_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
@@ -81,3 +91,11 @@ def _graph_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[st
                 f"models.{average.role}.dtype={dtype}: {average.role} follows {average.source} by a moving average,"
                 " which needs float32; in bfloat16 small steps are rounded away"
             )
+
+
+def _headline_problems(spec: AlgorithmSpec, graphs: Sequence[DataflowGraph]) -> Iterator[str]:
+    calls = {*spec.optional_calls, *(call.name for graph in graphs for call in graph.calls)}
+    for headline in spec.headlines:
+        call, slash, _ = headline.rpartition("/")
+        if slash and call not in calls:
+            yield f"algorithm {spec.name}: headlines: {headline}: no graph has a call {call}"

@@ -1,6 +1,7 @@
-"""The dataflow graphs of a recipe, checked against the description of its algorithm."""
+"""Dataflow graphs of a recipe, checked against the description of its algorithm."""
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 from realrl.config.errors import UserError
@@ -17,12 +18,12 @@ SAMPLED = ("sequences", "prompt_length", "finished")
 
 
 def build_graph(experiment: Experiment) -> DataflowGraph:
-    """The calls of one training step. UserError where they contradict the algorithm's description."""
+    """Build the calls of one training step. UserError where they contradict the algorithm's description."""
     return _build(experiment, experiment.spec.train_graph, "train_graph", _train_problems)
 
 
 def build_eval_graph(experiment: Experiment) -> DataflowGraph | None:
-    """The calls of one evaluation step; None for a recipe without evaluation records. UserError likewise."""
+    """Build the calls of one evaluation step; None for a recipe without evaluation records. UserError likewise."""
     if experiment.data.eval is None:
         return None
     function = experiment.spec.eval_graph
@@ -44,7 +45,7 @@ def _build(
         raise UserError(f"algorithm {spec.name}: {field}: {error}") from error
     if not isinstance(graph, DataflowGraph):
         raise UserError(f"algorithm {spec.name}: {field}: {type(graph).__name__} is not a DataflowGraph")
-    for problem in (*_problems(experiment, graph), *problems(experiment, graph)):
+    for problem in chain(_problems(experiment, graph), problems(experiment, graph)):
         raise UserError(f"algorithm {spec.name}: {field}: {problem}")
     return graph
 
@@ -65,6 +66,8 @@ def _problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
             yield f"{call.name} generates, and the description has generation=None"
         if roles[call.model_role].head != "lm":
             yield f"{call.name} needs a language-model head for {call.role}"
+        if "sequences" not in call.outputs:
+            yield f"{call.name} must produce sequences"
         unknown = [key for key in call.outputs if key not in GENERATED]
         if unknown:
             yield f"{call.name} cannot produce {unknown[0]}; a generate call has {', '.join(GENERATED)}"

@@ -1,4 +1,4 @@
-"""Finding algorithms: installed ones by name, a user's own by file or module."""
+"""Registry of algorithms: installed ones by name, a user's own by file or module."""
 
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -13,20 +13,20 @@ GROUP = "realrl.algorithms"
 """Entry points of this group are descriptions of algorithms, each by the name it has in recipes."""
 
 
-def algorithm_names() -> list[str]:
-    """Names of the installed algorithms."""
+def list_algorithms() -> list[str]:
+    """List the names of installed algorithms."""
     return sorted(_installed())
 
 
 def find_algorithm(reference: Any) -> tuple[AlgorithmSpec, str]:
-    """The description that a recipe's `algorithm` refers to, and the reference as it is kept: a path is absolute.
+    """Find what a recipe's `algorithm` refers to; also the reference as it is kept, in which a path is absolute.
 
     UserError, naming what there is, where nothing is found; UserCodeError where code cannot be imported.
     """
     if isinstance(reference, str) and reference in _installed():
         return _load(_installed()[reference]), reference
-    if not isinstance(reference, str) or "." not in reference:
-        hint = nearest(str(reference), algorithm_names())
+    if not _is_module(reference):
+        hint = nearest(str(reference), list_algorithms())
         raise UserError(
             f"algorithm: {brief(reference)} is not {describe_choices()}"
             + (f"; did you mean {hint}?" if hint else "")
@@ -41,9 +41,18 @@ def find_algorithm(reference: Any) -> tuple[AlgorithmSpec, str]:
     return specs[0], str(code.file) if reference.endswith(".py") else reference
 
 
+def _is_module(reference: Any) -> bool:
+    """Whether a reference has the form FILE.py or package.module."""
+    if not isinstance(reference, str):
+        return False
+    parts = reference.split(".")
+    return reference.endswith(".py") or (len(parts) > 1 and all(part.isidentifier() for part in parts))
+
+
 def describe_choices() -> str:
-    """What `algorithm` may be, for error messages."""
-    return f"one of {', '.join(algorithm_names())}, or a FILE.py or package.module that describes one"
+    """Describe the values that `algorithm` may have, for error messages."""
+    names = ", ".join(list_algorithms()) or "the installed algorithms (there are none: install realrl again)"
+    return f"one of {names}, or a FILE.py or package.module that describes one"
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What a run's training steps cost: measured on every rank, compared with the prediction on the one that writes."""
+"""Costs of a run's training steps: measured on every rank, compared with the prediction on the writer."""
 
 import time
 from collections import deque
@@ -6,18 +6,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from realrl.dataflow.call import Kind
+from realrl.dataflow.call import Call, Kind
+from realrl.dataflow.graph import DataflowGraph
 from realrl.planner.calibration.comparison import Comparison
 from realrl.planner.calibration.coverage import describe_times
 from realrl.planner.profile.profile import Profile
-from realrl.planner.profile.versions import versions
+from realrl.planner.profile.versions import read_versions
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
-from realrl.runtime.measure.compare import Facts, compare
-from realrl.runtime.measure.ledger import Ledger
-from realrl.runtime.measure.meter import Meter, clock_offsets
+from realrl.runtime.measure.compare import RunInfo, compare
+from realrl.runtime.measure.step_timer import StepTimer, measure_clock_offsets
+from realrl.runtime.measure.timing_log import TimingLog
 from realrl.runtime.prepare.compile import Compiled, stored_models
-from realrl.runtime.prepare.scenario import spec_of
+from realrl.runtime.prepare.devices import spec_of
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.store import Store
@@ -29,7 +30,7 @@ _REST = 100
 
 
 class Costs:
-    """Measures the training steps of one rank; the rank that writes gets everybody's."""
+    """Collector of the measured training steps; the rank that writes gets those of all ranks."""
 
     def __init__(
         self,
@@ -43,13 +44,13 @@ class Costs:
         """`profile` is for the prediction. `say` is told why there is none, if there should be."""
         self._experiment, self._compiled, self._process = experiment, compiled, process
         self._roles, self._profile, self._say = roles, profile, say
-        self.meter = Meter(process.device, held=roles.held, staged=roles.staged)
+        self.timer = StepTimer(process.device, held=roles.held, staged=roles.staged)
         self.spec = spec_of(experiment, compiled.train.plan.cluster, process.gpu or "cpu")
         """The devices; None where the planner does not know their kind."""
         phase = compiled.train
-        self._source = phase.plan[phase.graph.order[0].name].heads[0]
+        self._source = phase.plan[_lengths_call(phase.graph).name].heads[0]
         self._prompts, self._answers = deque[int](maxlen=KEPT_LENGTHS), deque[int](maxlen=KEPT_LENGTHS)
-        self._ledger = Ledger()
+        self._log = TimingLog()
         self._next = 0.0
         """When the next comparison may be made."""
 
@@ -67,8 +68,8 @@ class Costs:
 
     @contextmanager
     def step(self, store: Store) -> Iterator[None]:
-        """A block that executes one step with an empty `store`."""
-        with self.meter.step():
+        """Measure the block, which executes one step with an empty `store`."""
+        with self.timer.step():
             yield
         if self._process.rank == self._source:
             prompts, answers = lengths(store)
@@ -78,48 +79,53 @@ class Costs:
     def collect(self, *, last: bool) -> Comparison | None:
         """All steps so far, on the rank that writes; None elsewhere, where there are none, and too soon after the
         time before, unless this is the `last`. All ranks call this together."""
-        offsets = clock_offsets(self._process, self._compiled.train.plan.cluster.nodes)
-        mine = (self.meter.take(), self.meter.reserved, list(self._prompts), list(self._answers))
+        offsets = measure_clock_offsets(self._process, self._compiled.train.plan.cluster.nodes)
+        mine = (self.timer.take(), self.timer.reserved, list(self._prompts), list(self._answers))
         everyone = self._process.gather(mine)
         if self._process.rank != WRITER:
             return None
-        self._ledger.add([steps for steps, *_ in everyone], offsets)
+        self._log.add([steps for steps, *_ in everyone], offsets)
         start = time.monotonic()
-        if not self._ledger.step.seconds or (start < self._next and not last):
+        if not self._log.step.seconds or (start < self._next and not last):
             return None
         _, _, prompts, answers = everyone[self._source]
-        facts = Facts(
-            self._experiment,
-            self._compiled,
-            self._roles.shapes,
-            self.spec,
-            versions(),
-            prompts,
-            answers,
-            max(reserved for _, reserved, *_ in everyone),
+        info = RunInfo(
+            experiment=self._experiment,
+            compiled=self._compiled,
+            shapes=self._roles.shapes,
+            spec=self.spec,
+            software=read_versions(),
+            prompts=prompts,
+            answers=answers,
+            reserved=max(reserved for _, reserved, *_ in everyone),
         )
-        comparison = self._compare(facts)
+        comparison = self._compare(info)
         end = time.monotonic()
         self._next = end + _REST * (end - start)
         return comparison
 
-    def _compare(self, facts: Facts) -> Comparison:
+    def _compare(self, info: RunInfo) -> Comparison:
         """Without a prediction where that fails: by now it must not cost anybody a run."""
         try:
-            return compare(facts, self._profile, self._ledger)
+            return compare(info, self._profile, self._log)
         except Exception as error:
             self._say(f"what steps cost is not predicted: {type(error).__name__}: {error}")
         self.spec = None
-        return compare(replace(facts, spec=None), None, self._ledger)
+        return compare(replace(info, spec=None), None, self._log)
+
+
+def _lengths_call(graph: DataflowGraph) -> Call:
+    """The call whose lengths say how long prompts and answers are: the one that generates, else the first."""
+    return next((call for call in graph.order if call.kind is Kind.GENERATE), graph.order[0])
 
 
 def lengths(store: Store) -> tuple[list[int], list[int]]:
-    """Tokens of prompts and of answers after a step, on a rank that knows them: the first head of the first call.
-    Where nothing is generated, tokens of whole sequences, and no answers."""
+    """Tokens of prompts and of answers after a step, on a rank that knows them: the first head of the call that
+    generates. Where nothing is generated, tokens of whole sequences, and no answers."""
     graph = store.graph
-    first = graph.order[0]
-    prompts = [length for key in first.work for length in store.lengths[key]]
-    if first.kind is not Kind.GENERATE:
+    call = _lengths_call(graph)
+    prompts = [length for key in call.work for length in store.lengths[key]]
+    if call.kind is not Kind.GENERATE:
         return prompts, []
-    made = next(key for key in first.outputs if graph.keys[key].length == "own")
+    made = next(key for key in call.outputs if graph.keys[key].length == "own")
     return prompts, [whole - prompt for whole, prompt in zip(store.lengths[made], prompts, strict=True)]

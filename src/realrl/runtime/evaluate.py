@@ -1,10 +1,10 @@
-"""Evaluation: the figures of the evaluation graph over all its records, and samples where it generates."""
+"""Evaluation: metrics of the evaluation graph over all its records, and samples where it generates."""
 
 from typing import Any
 
 from realrl.algorithms.method import Metrics
 from realrl.config.user_function import UserFunction
-from realrl.data.dataset import Dataset, eval_batches
+from realrl.data.dataset import Dataset, split_eval_batches
 from realrl.engine.generation.generate import Noise
 from realrl.program.lower import WRITER
 from realrl.runtime.prepare.compile import Phase
@@ -18,7 +18,7 @@ that differences between them are the model's."""
 
 
 class Evaluation:
-    """Runs the evaluation graph over a data set, on every rank; figures and samples arrive at the writer."""
+    """Runner of the evaluation graph over a data set, on every rank; metrics and samples arrive at the writer."""
 
     def __init__(
         self,
@@ -34,11 +34,11 @@ class Evaluation:
     ) -> None:
         self._process, self._worker, self._phase, self._records = process, worker, phase, records
         dp = max(placement.strategy.dp for placement in phase.plan.placements.values())
-        self._batches = eval_batches(len(records), max(batch, 2 * dp))
+        self._batches = split_eval_batches(len(records), max(batch, 2 * dp))
         self._seed, self._tokenizer, self._judge = seed, tokenizer, judge
 
     def run(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Figures by `call/name`, and a row per sample; both empty except on the rank that writes."""
+        """Evaluate: metrics by `call/name`, and a row per sample; both empty except on the rank that writes."""
         totals: dict[str, Metrics] = {}
         samples: list[dict[str, Any]] = []
         program = self._phase.programs[self._process.rank]
@@ -106,5 +106,5 @@ def _ask(judge: UserFunction, samples: list[dict[str, Any]]) -> float:
 
 
 def flatten(figures: dict[str, Metrics]) -> dict[str, float]:
-    """Plain numbers by `call/name`."""
+    """Flatten metrics to plain numbers by `call/name`."""
     return {f"{call}/{name}": value for call, m in figures.items() for name, value in m.result().items()}

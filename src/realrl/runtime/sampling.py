@@ -1,4 +1,4 @@
-"""Text from a saved model."""
+"""Text generation from a saved model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 CACHE_TOKENS = 65536
-"""Most tokens in the key/value cache at a time."""
+"""Maximum tokens in the KV cache at a time."""
 
 _CHARACTERS = 64
 """More than a token has, in text that means something."""

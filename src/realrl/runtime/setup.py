@@ -12,6 +12,7 @@ from realrl.data.tokenization import check_tokenizer
 from realrl.data.tokenizer import load_tokenizer
 from realrl.dataflow.call import Kind
 from realrl.recipe.experiment import Experiment
+from realrl.recipe.graphs import build_graph
 from realrl.runtime.prepare.compile import Compiled, Phase, models
 from realrl.runtime.worker.roles import role_shape
 
@@ -51,9 +52,12 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
 
 
 def load_ends(experiment: Experiment, tokenizer: Any) -> tuple[int, ...]:
-    """All tokens that end what the run's first role writes: the actor, where there is one. UserError if there is
-    none, or one is not in the model's vocabulary."""
-    config = next(iter(models(experiment).values()))
+    """All tokens that end what the run's generating role writes, or else its first language model, or its first
+    model of any kind. UserError if there is none, or one is not in the model's vocabulary."""
+    configs, heads = models(experiment), experiment.spec.heads
+    generating = [call.model_role for call in build_graph(experiment).calls if call.kind is Kind.GENERATE]
+    role = next(iter((*generating, *(role for role in configs if heads[role] == "lm"), *configs)))
+    config = configs[role]
     return read_ends(tokenizer, config.path, role_shape(config).vocab_size)
 
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 from realrl.algorithms.build import build_algorithm
-from realrl.checkpoint.notes import saving_notes
+from realrl.checkpoint.notes import list_saving_notes
 from realrl.checkpoint.sources import check_trainable
 from realrl.config.errors import RunError, UserCodeError
 from realrl.config.user_function import UserFunction
@@ -25,15 +25,15 @@ from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import TrainedModelConfig
 from realrl.runtime.costs import Costs
 from realrl.runtime.evaluate import Evaluation, flatten
-from realrl.runtime.output.notes import StepNotes, data_notes, model_notes
+from realrl.runtime.output.notes import StepNotes, list_data_notes, list_model_notes
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.output.saved import find_saved
-from realrl.runtime.output.stopped import learning_stopped
+from realrl.runtime.output.stopped import make_stop_error
 from realrl.runtime.prepare.compile import Compiled, compile_recipe, models, with_sizes
-from realrl.runtime.prepare.fit_check import check_fit
-from realrl.runtime.prepare.scenario import check_kind
+from realrl.runtime.prepare.devices import check_kind
+from realrl.runtime.prepare.fit.check import check_fit
 from realrl.runtime.processes.process import Process, connect, resolve_cluster
-from realrl.runtime.processes.startup import agreed_plan, least_device
+from realrl.runtime.processes.startup import agree_on_plan, find_least_device
 from realrl.runtime.setup import load_data, load_ends, load_functions, load_shared_tokenizer
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.store import Store
@@ -41,43 +41,43 @@ from realrl.runtime.worker.trace import Trace
 from realrl.runtime.worker.worker import StepInput, Worker
 
 COLLECT_EVERY = 100
-"""Steps after which what has been measured is written down, if evaluations and checkpoints are further apart."""
+"""Steps between writes of the measured costs, if evaluations and checkpoints are further apart."""
 
 
 @dataclass(frozen=True)
-class Record:
+class MetricsRecord:
     """One line of metrics.jsonl."""
 
     step: int
-    """Training steps done so far."""
+    """Number of training steps done."""
     kind: str
     """`train` or `eval`."""
     seconds: float
-    """What the step or evaluation took."""
+    """Duration of the step or evaluation."""
     figures: Mapping[str, float]
-    """By `call/name`."""
+    """Metrics by `call/name`."""
 
 
-class Observer(Protocol):
-    """Who is told how a run goes, on the rank that writes."""
+class RunObserver(Protocol):
+    """Listener for the progress of a run, on the rank that writes."""
 
     def begin(self, experiment: Experiment, steps: int) -> None:
-        """Before the first step, when everything is loaded."""
+        """Begin, before the first step, when everything is loaded."""
 
     def note(self, text: str) -> None:
-        """Something worth knowing that is no figure."""
+        """Show a note."""
 
-    def record(self, record: Record) -> None:
-        """After every training step and evaluation."""
+    def record(self, record: MetricsRecord) -> None:
+        """Take a record, after every training step and evaluation."""
 
     def costs(self, comparison: Comparison) -> None:
-        """After the last step, what steps and calls took and were predicted to take."""
+        """Take the measured and predicted costs, after the last step."""
 
     def end(self, run_dir: str, seconds: float) -> None:
-        """After the last step."""
+        """End, after the last step."""
 
 
-def train(experiment: Experiment, observer: Observer) -> None:
+def train(experiment: Experiment, observer: RunObserver) -> None:
     """Run a recipe as one rank of its cluster. UserError for what the user has to correct, RunError for what
     stops the run and is no bug."""
     started = time.monotonic()
@@ -86,10 +86,10 @@ def train(experiment: Experiment, observer: Observer) -> None:
     # Before the ranks meet, where there is nothing to search for: mistakes in a plan need no meeting.
     compiled = None if experiment.plan == SEARCH else compile_recipe(experiment, cluster)
     with connect(experiment.device) as process:
-        here = least_device(process)
+        here = find_least_device(process)
         check_kind(experiment, cluster, here)
         if compiled is None:
-            plan = agreed_plan(experiment, cluster, process, here, observer.note)
+            plan = agree_on_plan(experiment, cluster, process, here, observer.note)
             # What is known of models may differ between nodes.
             with process.together():
                 compiled = compile_recipe(experiment, cluster, plan)
@@ -104,7 +104,7 @@ def train(experiment: Experiment, observer: Observer) -> None:
                 check_fit(experiment, with_sizes(experiment, compiled, plan), here)
         # Every rank has read everything before the directory of an earlier run may be deleted.
         with process.together():
-            run = Run(experiment, compiled, process, observer if process.rank == WRITER else None)
+            run = TrainingRun(experiment, compiled, process, observer if process.rank == WRITER else None)
         # Mistakes that show without weights are found before any rank takes minutes to load some.
         with process.together():
             run.load()
@@ -113,11 +113,11 @@ def train(experiment: Experiment, observer: Observer) -> None:
         run.execute(started)
 
 
-class Run:
+class TrainingRun:
     """One rank of a run."""
 
     def __init__(
-        self, experiment: Experiment, compiled: Compiled, process: Process, observer: Observer | None
+        self, experiment: Experiment, compiled: Compiled, process: Process, observer: RunObserver | None
     ) -> None:
         """Everything but weights and the run's directory, with the mistakes that show without them as UserError."""
         self.experiment, self.compiled, self.process, self.observer = experiment, compiled, process, observer
@@ -195,8 +195,8 @@ class Run:
         if find_spec("tensorboard") is not None:
             self.directory.open_tensorboard()
         notes = [
-            *data_notes({"train": self.records, "eval": self.eval_records}),
-            *model_notes(self.experiment, self.steps, fresh),
+            *list_data_notes({"train": self.records, "eval": self.eval_records}),
+            *list_model_notes(self.experiment, self.steps, fresh),
             *self.saving_notes,
         ]
         for note in notes:
@@ -243,12 +243,12 @@ class Run:
         with self.costs.step(store):
             program = phase.programs[self.process.rank]
             try:
-                figures = flatten(self.worker.run(program, store, inputs, self.costs.meter))
+                figures = flatten(self.worker.run(program, store, inputs, self.costs.timer))
             except SkippedStepsError as error:
                 raise self._stopped(error, step + 1) from None
             except UserCodeError as error:
                 raise self._saying_what_is_saved(error) from error
-        self._record(Record(step + 1, "train", time.monotonic() - start, figures))
+        self._record(MetricsRecord(step + 1, "train", time.monotonic() - start, figures))
         if self.observer is not None:
             for note in self.notes.describe_step(step + 1, figures):
                 self.observer.note(note)
@@ -264,7 +264,7 @@ class Run:
 
     def _stopped(self, error: SkippedStepsError, step: int) -> RunError:
         """The end of a run whose numbers are not finite."""
-        return learning_stopped(error, step=step, rank=self.process.rank, run_dir=self.directory.path)
+        return make_stop_error(error, step=step, rank=self.process.rank, run_dir=self.directory.path)
 
     def _collect(self, *, last: bool) -> Comparison | None:
         """Write down what steps have cost so far, and return it, on the rank that writes."""
@@ -284,7 +284,7 @@ class Run:
             raise self._saying_what_is_saved(error) from error
         if self.observer is not None and samples:
             self.directory.write_samples(done, samples[: self.experiment.training.samples])
-        self._record(Record(done, "eval", time.monotonic() - start, figures))
+        self._record(MetricsRecord(done, "eval", time.monotonic() - start, figures))
 
     def _saying_what_is_saved(self, error: UserCodeError) -> UserCodeError:
         """A mistake in a function or in the judge. What was trained before is not lost."""
@@ -292,7 +292,7 @@ class Run:
         message = f"{error}; saved: {saved}" if saved else str(error)
         return UserCodeError(message, error.trace, error.alone)
 
-    def _record(self, record: Record) -> None:
+    def _record(self, record: MetricsRecord) -> None:
         if self.observer is not None:
             self.directory.log(record.step, record.kind, record.seconds, record.figures)
             self.observer.record(record)
@@ -318,7 +318,8 @@ class Run:
 
     def _saving_notes(self, role: str) -> Iterator[str]:
         origin, vocabulary = self.roles.origins[role], self.roles.shapes[role].vocab_size
-        return saving_notes(origin, self.experiment.spec.heads[role], self.tokenizer, self.ends, vocabulary)
+        head = self.experiment.spec.heads[role]
+        return list_saving_notes(origin, head, self.tokenizer, self.ends, vocabulary)
 
     def _finish(self, started: float) -> None:
         comparison = self._collect(last=True)

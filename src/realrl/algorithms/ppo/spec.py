@@ -3,7 +3,7 @@
 from realrl.algorithms.ppo.config import PPOExperiment
 from realrl.algorithms.ppo.graph import eval_graph, train_graph
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryFigure
+from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
 
 
 def _train_graph(experiment: PPOExperiment) -> DataflowGraph:
@@ -40,6 +40,7 @@ ALGORITHM = AlgorithmSpec(
     generation=lambda experiment: experiment.generation,
     epochs=lambda experiment: experiment.ppo.epochs,
     methods=_methods,
+    optional_calls=("reward.inference", "reward.function"),
     headlines=(
         "reward.inference/score",
         "reward.inference/finished",
@@ -60,10 +61,10 @@ ALGORITHM = AlgorithmSpec(
         "response_tokens": "tokens per completion",
     },
     summary=(
-        SummaryFigure("judge_before", "judge", "independent judge, before", at="first"),
-        SummaryFigure("judge_after", "judge", "independent judge, after"),
-        SummaryFigure("reward_before", "score", "reward's score, before", at="first"),
-        SummaryFigure("reward_after", "score", "reward's score, after"),
-        SummaryFigure("kl", "kl", "KL to the reference after (nats per sequence)"),
+        SummaryMetric("judge_before", "judge", "independent judge, before", at="first"),
+        SummaryMetric("judge_after", "judge", "independent judge, after"),
+        SummaryMetric("reward_before", "score", "reward's score, before", at="first"),
+        SummaryMetric("reward_after", "score", "reward's score, after"),
+        SummaryMetric("kl", "kl", "KL to the reference after (nats per sequence)"),
     ),
 )

@@ -3,7 +3,7 @@
 from realrl.algorithms.reward.config import RewardExperiment
 from realrl.algorithms.reward.graph import eval_graph, train_graph
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryFigure
+from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
 
 
 def _methods(experiment: RewardExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None) -> object:
@@ -23,5 +23,5 @@ ALGORITHM = AlgorithmSpec(
     methods=_methods,
     headlines=("reward.train/loss", "reward.train/accuracy", "reward.inference/accuracy"),
     curves={"loss": "loss per pair (nats)", "accuracy": "pairs ranked right"},
-    summary=(SummaryFigure("reward_pair_accuracy", "accuracy", "reward model: held-out pairs ranked right"),),
+    summary=(SummaryMetric("reward_pair_accuracy", "accuracy", "reward model: held-out pairs ranked right"),),
 )

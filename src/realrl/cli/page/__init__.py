@@ -1,1 +1,1 @@
-"""What a plan's page shows, and the templates that draw it."""
+"""Content of a plan's page, and the templates that draw it."""

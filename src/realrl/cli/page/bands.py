@@ -1,4 +1,4 @@
-"""Devices that do the same, and what they do when."""
+"""Bands: groups of devices that do the same, and their activity over a step."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,24 +18,24 @@ from realrl.program.instructions import (
 )
 
 WORK = (Run, Reallocate, Load, Offload)
-"""Instructions that are drawn one by one; what passes between them is waiting and exchange of data."""
+"""Instructions that are drawn one by one; time between them is waiting and exchange of data."""
 _NEGLIGIBLE = 1e-3
-"""Of a step: shorter gaps are not drawn, and times this near to each other are the same."""
+"""Fraction of a step: shorter gaps are not drawn, and times this close to each other are equal."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """What the devices of a band do for a while. Times are in seconds."""
+    """Activity of the devices of a band for some time. Times are in seconds."""
 
     start: float
     end: float
     instruction: Instruction | None
-    """What they execute; None where they wait or exchange data."""
+    """Instruction that they execute; None where they wait or exchange data."""
     reason: str = ""
-    """What they wait for."""
+    """Call or transfer that they wait for."""
 
     def like(self, other: "Block", tolerance: float) -> bool:
-        """Whether both are the same at the same time."""
+        """Check whether both are the same at the same time."""
         near = abs(self.start - other.start) <= tolerance and abs(self.end - other.end) <= tolerance
         return near and (self.instruction, self.reason) == (other.instruction, other.reason)
 
@@ -54,12 +54,15 @@ class Area:
 
     block: Block
     bands: range
-    """Numbers of the bands."""
+    """Indices of the bands."""
 
 
 def find_bands(estimate: Estimate, spec: ClusterSpec) -> tuple[Band, ...]:
-    """All devices, in order. At most twice as many bands as meshes, and one: what devices do changes only where a
-    mesh, or a group of nodes, begins or ends."""
+    """Group all devices into bands, in order.
+
+    There are at most twice as many bands as meshes, and one: activity changes only where a mesh, or a group of
+    nodes, begins or ends.
+    """
     found = []
     for _, group in groupby(range(len(estimate.slices)), key=lambda rank: _work(estimate, spec, rank)):
         ranks = list(group)
@@ -69,7 +72,7 @@ def find_bands(estimate: Estimate, spec: ClusterSpec) -> tuple[Band, ...]:
 
 
 def find_areas(bands: Sequence[Band], step_seconds: float) -> list[Area]:
-    """The blocks of all bands; what neighbours do together is one."""
+    """Merge equal blocks of neighbouring bands into areas."""
     done: list[Area] = []
     growing: list[Area] = []
     for number, band in enumerate(bands):
@@ -85,7 +88,7 @@ def find_areas(bands: Sequence[Band], step_seconds: float) -> list[Area]:
 
 
 def _work(estimate: Estimate, spec: ClusterSpec, rank: int) -> tuple[object, ...]:
-    """Equal for devices that do the same."""
+    """Make a key that is equal for devices that do the same."""
     instructions = (
         s.instruction for s in estimate.slices[rank] if isinstance(s.instruction, WORK) and not s.host
     )
@@ -93,7 +96,7 @@ def _work(estimate: Estimate, spec: ClusterSpec, rank: int) -> tuple[object, ...
 
 
 def _blocks(slices: Sequence[Slice], shortest: float) -> Iterator[Block]:
-    """What a device does from the start of a step until it has nothing left to do."""
+    """List the blocks of a device from the start of a step until it has nothing left to do."""
     work = [s for s in slices if isinstance(s.instruction, WORK) and s.seconds > s.waiting and not s.host]
     blocks = [Block(s.start + s.waiting, s.start + s.seconds, s.instruction) for s in work]
     for before, block in pairwise([Block(0.0, 0.0, None), *blocks]):
@@ -103,7 +106,7 @@ def _blocks(slices: Sequence[Slice], shortest: float) -> Iterator[Block]:
 
 
 def _reason(slices: Sequence[Slice], start: float, end: float) -> str:
-    """What takes longest between two moments."""
+    """Find what takes longest between two moments."""
     waits = {s: min(end, s.start + s.waiting) - max(start, s.start) for s in slices if s.waiting > 0}
     waits = {s: seconds for s, seconds in waits.items() if seconds > 0}
     if sum(waits.values()) < (end - start) / 2:

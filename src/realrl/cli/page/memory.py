@@ -1,4 +1,4 @@
-"""What devices hold in the course of a step, as bars against what they can hold."""
+"""Bars of the memory that devices hold in the course of a step, against their capacity."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from realrl.cli.page.sections import Bar, Segment
 from realrl.cli.page.text import format_share
-from realrl.cli.page.tips import role_class, tip
+from realrl.cli.page.tips import find_role_class, make_tip
 from realrl.config.units import format_bytes
 from realrl.planner.simulate.estimate import DeviceMemory
 from realrl.program.text import format_ranks
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from realrl.planner.report.report import PlanReport
 
 _KNOWN = ("cache", "activations", "logits", "fragmentation")
-"""Parts that belong to no role and have a colour of their own."""
+"""Memory parts that belong to no role and have a colour of their own."""
 
 _WHATS = {"parameters": "parameters", "copy": "a copy in another layout", "state": "gradients and optimizer"}
-"""CSS classes of what belongs to a role, and what they mean."""
+"""CSS class of a memory part of a role -> meaning."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """The fullest of the devices that take part in the same calls."""
+    """Memory of the fullest device among those that take part in the same calls."""
 
     title: str
     detail: str
@@ -33,8 +33,8 @@ class Card:
     fits: bool
 
 
-def memory_cards(report: "PlanReport") -> list[Card]:
-    """One for each set of devices that take part in the same calls, in the order of the devices."""
+def make_memory_cards(report: "PlanReport") -> list[Card]:
+    """Make one card for each set of devices that take part in the same calls, in the order of the devices."""
     alike: dict[tuple[object, ...], list[DeviceMemory]] = {}
     for device in report.chosen.memory:
         kind = report.scenario.spec.device(device.rank).name
@@ -44,12 +44,12 @@ def memory_cards(report: "PlanReport") -> list[Card]:
     return [_card(report, devices, most) for devices in alike.values()]
 
 
-def parts_used(report: "PlanReport") -> list[tuple[str, str]]:
-    """What the colours of the bars mean, with their CSS classes: roles, what of them, and the rest."""
+def list_parts(report: "PlanReport") -> list[tuple[str, str]]:
+    """List the colours of the bars with their CSS classes and meaning."""
     found = [f.parts for device in report.chosen.memory for f in device.footprints]
-    names = {name for parts in [*found, *(d.resting for d in report.chosen.memory)] for name in parts}
+    names = {name for parts in [*found, *(d.resident for d in report.chosen.memory)] for name in parts}
     looks = {_look(report, name) for name in names}
-    roles = [(role, role_class(report, role)) for role in report.scenario.graph.roles]
+    roles = [(role, find_role_class(report, role)) for role in report.scenario.graph.roles]
     whats = [
         (text, f"r7 {what}") for what, text in _WHATS.items() if any(look.endswith(what) for look in looks)
     ]
@@ -62,7 +62,7 @@ def parts_used(report: "PlanReport") -> list[tuple[str, str]]:
 
 def _card(report: "PlanReport", devices: list[DeviceMemory], most: int) -> Card:
     fullest = max(devices, key=lambda device: device.peak.bytes)
-    phases: dict[str, Mapping[str, int]] = {"between steps": fullest.resting}
+    phases: dict[str, Mapping[str, int]] = {"between steps": fullest.resident}
     for footprint in fullest.footprints:
         earlier = phases.get(footprint.during, {})
         if sum(earlier.values()) <= footprint.bytes:
@@ -74,7 +74,9 @@ def _card(report: "PlanReport", devices: list[DeviceMemory], most: int) -> Card:
     detail += f"{format_bytes(peak.bytes)} of {format_bytes(fullest.capacity)}"
     bars = [_bar(report, name, parts, most, fullest.capacity) for name, parts in phases.items()]
     fits = peak.bytes <= fullest.capacity
-    return Card(title, detail, tuple(bars), 100 * fullest.capacity / most, fits)
+    return Card(
+        title=title, detail=detail, bars=tuple(bars), capacity=100 * fullest.capacity / most, fits=fits
+    )
 
 
 def _bar(report: "PlanReport", name: str, parts: Mapping[str, int], most: int, capacity: int) -> Bar:
@@ -82,13 +84,13 @@ def _bar(report: "PlanReport", name: str, parts: Mapping[str, int], most: int, c
     for part in _ordered(report, parts):
         share = format_share(parts[part] / capacity)
         facts = [("holds", format_bytes(parts[part])), ("of the device", share), ("in", name)]
-        segments.append(Segment(100 * parts[part] / most, _look(report, part), tip(part, facts)))
+        segments.append(Segment(100 * parts[part] / most, _look(report, part), make_tip(part, facts)))
     call = name if name in report.chosen.calls else ""
     return Bar(name, tuple(segments), format_bytes(sum(parts.values())), call)
 
 
 def _ordered(report: "PlanReport", parts: Mapping[str, int]) -> list[str]:
-    """Those that take any bytes: of roles by role, then what comes and goes."""
+    """Sort the memory parts that take any bytes: by role, then temporary ones."""
     roles = report.scenario.graph.roles
 
     def place(name: str) -> tuple[int, int]:
@@ -104,7 +106,7 @@ def _look(report: "PlanReport", part: str) -> str:
     role = _role(report, part)
     if role is not None:
         what = "parameters" if part == f"{role} parameters" else "copy" if "parameters" in part else "state"
-        return f"{role_class(report, role)} {what}"
+        return f"{find_role_class(report, role)} {what}"
     return f"part {part if part in _KNOWN else 'other'}"
 
 

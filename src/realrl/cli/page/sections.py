@@ -1,18 +1,18 @@
-"""What a plan's page says besides the picture of the step."""
+"""Sections of a plan's page besides the picture of the step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from realrl.cli.page.text import (
+    describe_shortage,
     format_count,
+    format_parameters,
     format_seconds,
     format_share,
-    model_name,
-    parameters,
-    shortage,
+    name_model,
 )
-from realrl.cli.page.tips import role_class, tip
+from realrl.cli.page.tips import find_role_class, make_tip
 from realrl.config.units import format_bytes
 
 if TYPE_CHECKING:
@@ -33,13 +33,13 @@ TERMS: Mapping[str, str] = {
     "exchange": "what calls hand to each other",
     "idle": "devices that have nothing to do, or wait for others",
 }
-"""What the terms of the cost model mean, in the order they are drawn."""
+"""Term of the cost model -> meaning, in the order they are drawn."""
 
 
 _LETTER = 0.0085
-"""Width of a letter, as part of a bar."""
+"""Width of a letter, as a fraction of a bar."""
 _VISIBLE = 1e-3
-"""Of the step's device time; less, outside calls, has no bar of its own."""
+"""Fraction of the step's device time; smaller parts, outside calls, have no bar of their own."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Segment:
     look: str
     tip: str
     label: str = ""
-    """Empty where there is no room."""
+    """Label; empty where there is no room."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Bar:
     segments: tuple[Segment, ...]
     value: str
     call: str = ""
-    """The call that it is about; empty for none."""
+    """Call that it is about; empty for none."""
 
 
 @dataclass(frozen=True)
@@ -75,21 +75,21 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelEntry:
     """A model and the roles that have it."""
 
     roles: tuple[tuple[str, str], ...]
-    """Name and CSS class."""
+    """(name, CSS class) of each role."""
     name: str
     detail: str
 
 
-def verdict(report: "PlanReport") -> str:
-    """The plan in one sentence."""
+def write_verdict(report: "PlanReport") -> str:
+    """Sum up the plan in one sentence."""
     if not report.chosen.fits:
-        return f"This plan does not fit: {shortage(report.chosen.fullest)}."
+        return f"This plan does not fit: {describe_shortage(report.chosen.peak_device)}."
     proof = "optimal" if report.gap <= 5e-4 else f"within {format_share(report.gap)} of the optimum"
-    best = best_preset(report)
+    best = find_best_preset(report)
     if not report.presets:
         return f"One step takes {format_seconds(report.chosen.step_seconds)}, which is proven to be {proof}."
     if best is None:
@@ -102,8 +102,8 @@ def verdict(report: "PlanReport") -> str:
     return f"{faster} {name}, the best preset that fits, and proven to be {proof}."
 
 
-def best_preset(report: "PlanReport") -> tuple[str, float] | None:
-    """Name and seconds of the fastest preset that fits."""
+def find_best_preset(report: "PlanReport") -> tuple[str, float] | None:
+    """Find the name and seconds of the fastest preset that fits."""
     fitting = {
         name: preset.estimate.step_seconds
         for name, preset in report.presets.items()
@@ -112,13 +112,13 @@ def best_preset(report: "PlanReport") -> tuple[str, float] | None:
     return min(fitting.items(), key=lambda item: item[1], default=None)
 
 
-def figures(report: "PlanReport") -> list[Figure]:
-    """The numbers below the headline."""
+def list_figures(report: "PlanReport") -> list[Figure]:
+    """List the figures below the headline."""
     estimate = report.chosen
     value, unit = format_seconds(estimate.step_seconds).split()
     again = f"{format_seconds(estimate.repeated_seconds)} in a row of steps"
     differs = estimate.repeated_seconds < 0.995 * estimate.step_seconds
-    fullest, bound = estimate.fullest, format_seconds(report.lower_bound_seconds)
+    fullest, bound = estimate.peak_device, format_seconds(report.lower_bound_seconds)
     size, size_unit = format_bytes(estimate.peak_bytes).split()
     rate, tokens = format_count(estimate.tokens_per_second), f"{estimate.tokens:,.0f} tokens a step"
     return [
@@ -138,17 +138,17 @@ def _percent(share: float) -> tuple[str, str]:
     return value, unit
 
 
-def models(report: "PlanReport") -> list[Model]:
-    """Each model once, with the roles that have it."""
+def list_models(report: "PlanReport") -> list[ModelEntry]:
+    """List each model once, with the roles that have it."""
     found: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for role, model in report.scenario.models.items():
-        detail = f"{parameters(model)} · {'bfloat16' if model.element_bytes == 2 else 'float32'}"
-        found.setdefault((model_name(model), detail), []).append((role, role_class(report, role)))
-    return [Model(tuple(roles), *key) for key, roles in found.items()]
+        detail = f"{format_parameters(model)} · {'bfloat16' if model.element_bytes == 2 else 'float32'}"
+        found.setdefault((name_model(model), detail), []).append((role, find_role_class(report, role)))
+    return [ModelEntry(tuple(roles), *key) for key, roles in found.items()]
 
 
-def time_bars(report: "PlanReport") -> list[Bar]:
-    """Device-seconds of the whole step, then of its parts, which are all to one scale."""
+def make_time_bars(report: "PlanReport") -> list[Bar]:
+    """Make bars of device-seconds: the whole step, then its parts, all on one scale."""
     estimate = report.chosen
     whole = estimate.step_seconds * len(estimate.slices)
     parts: dict[str, dict[str, float]] = {}
@@ -171,7 +171,7 @@ def time_bars(report: "PlanReport") -> list[Bar]:
 def _segments(
     name: str, terms: Mapping[str, float], longest: float, whole: float, *, labelled: bool
 ) -> tuple[Segment, ...]:
-    """`longest` device-seconds fill the width; only the bar of the whole step is high enough for labels."""
+    """Divide a bar of `longest` device-seconds; only the bar of the whole step has room for labels."""
     found = []
     for term in sort_terms(terms):
         share = format_share(terms[term] / whole)
@@ -183,16 +183,18 @@ def _segments(
             ("is", TERMS.get(term, "")),
         ]
         percent = 100 * terms[term] / longest
-        found.append(Segment(percent, f"term {term}", tip(f"{name}: {term}", facts), label if fits else ""))
+        found.append(
+            Segment(percent, f"term {term}", make_tip(f"{name}: {term}", facts), label if fits else "")
+        )
     return tuple(found)
 
 
 def sort_terms(terms: Mapping[str, float]) -> list[str]:
-    """Those that take any time, in the order of `TERMS`."""
+    """Sort the terms that take any time, in the order of `TERMS`."""
     used = [term for term, seconds in terms.items() if seconds > 0]
     return sorted(used, key=lambda term: list(TERMS).index(term) if term in TERMS else len(TERMS))
 
 
-def terms_used(report: "PlanReport") -> list[tuple[str, str]]:
-    """Terms that take any time, with what they mean."""
+def list_terms(report: "PlanReport") -> list[tuple[str, str]]:
+    """List the terms that take any time, with their meaning."""
     return [(term, TERMS.get(term, "")) for term in sort_terms(report.chosen.terms)]

@@ -1,19 +1,19 @@
-"""The tables of a plan's page: presets, calls, reallocations, and what was not chosen."""
+"""Tables of a plan's page: presets, calls, reallocations, and rejected alternatives."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from realrl.cli.page.sections import TERMS
 from realrl.cli.page.text import (
-    extras,
+    describe_shortage,
     format_count,
+    format_extras,
+    format_interval,
     format_seconds,
     format_share,
-    interval,
-    shortage,
-    strategy,
+    format_strategy,
 )
-from realrl.cli.page.tips import call_class, role_class
+from realrl.cli.page.tips import find_call_class, find_role_class
 from realrl.config.units import format_bytes
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rival:
-    """The plan or a preset in comparison."""
+    """Row of the comparison: the plan or a preset."""
 
     name: str
     percent: float
@@ -44,11 +44,11 @@ class Table:
     looks: tuple[str, ...]
     """CSS classes, by row."""
     calls: tuple[str, ...]
-    """The call that a row is about, by row; empty for none."""
+    """Call that each row is about; empty for none."""
 
 
-def rivals(report: "PlanReport") -> list[Rival]:
-    """The plan, the presets that fit by seconds, those that do not, and those that there are not."""
+def list_rivals(report: "PlanReport") -> list[Rival]:
+    """List the plan, the presets that fit by seconds, those that do not fit, and those that do not exist."""
     chosen, presets = report.chosen, report.presets
     longest = _longest(report)
 
@@ -59,56 +59,74 @@ def rivals(report: "PlanReport") -> list[Rival]:
         return False, not estimate.fits, estimate.step_seconds
 
     look = "chosen" if chosen.fits else "chosen unfit"
-    note = "" if chosen.fits else shortage(chosen.fullest)
+    note = "" if chosen.fits else describe_shortage(chosen.peak_device)
     value = format_seconds(chosen.step_seconds)
-    first = Rival("this plan", 100 * chosen.step_seconds / longest, value, "", note, look)
+    first = Rival(
+        name="this plan",
+        percent=100 * chosen.step_seconds / longest,
+        value=value,
+        ratio="",
+        note=note,
+        look=look,
+    )
     others = []
     for name, preset in sorted(presets.items(), key=rank):
         estimate = preset.estimate
         if estimate is None:
-            others.append(Rival(name, 0.0, "", "", preset.refused or "", "refused"))
+            others.append(
+                Rival(name=name, percent=0.0, value="", ratio="", note=preset.refused or "", look="refused")
+            )
             continue
         ratio = f"{estimate.step_seconds / chosen.step_seconds:.2f} ×"
-        note = shortage(estimate.fullest)
+        note = describe_shortage(estimate.peak_device)
         if estimate.fits:
             note = "with recomputation" if preset.recompute else ""
         percent, value = 100 * estimate.step_seconds / longest, format_seconds(estimate.step_seconds)
-        others.append(Rival(name, percent, value, ratio, note, "" if estimate.fits else "unfit"))
+        others.append(
+            Rival(
+                name=name,
+                percent=percent,
+                value=value,
+                ratio=ratio,
+                note=note,
+                look="" if estimate.fits else "unfit",
+            )
+        )
     return [first, *others]
 
 
-def bound_percent(report: "PlanReport") -> float:
-    """Where the lower bound lies on the scale of `rivals`."""
+def place_bound(report: "PlanReport") -> float:
+    """Place the lower bound on the scale of `list_rivals`."""
     return 100 * report.lower_bound_seconds / _longest(report)
 
 
 def _longest(report: "PlanReport") -> float:
-    """Seconds of the longest bar."""
+    """Find the seconds of the longest bar."""
     others = [preset.estimate for preset in report.presets.values() if preset.estimate]
     return max(estimate.step_seconds for estimate in (report.chosen, *others))
 
 
-def calls_table(report: "PlanReport") -> Table:
-    """A row per call in the order they start, with its placement and the terms of its time."""
+def make_calls_table(report: "PlanReport") -> Table:
+    """Make a row per call in the order they start, with its placement and the terms of its time."""
     calls = report.chosen.calls
     used = {term for call in calls.values() for term, seconds in call.terms.items() if seconds > 0}
     terms = [*(term for term in TERMS if term in used), *sorted(used - set(TERMS))]
     rows = []
     for name, call in calls.items():
         placement = call.placement
-        given = "on the host" if call.call.is_function else extras(placement)
-        words = (name, interval(placement.ranks), strategy(placement), given)
+        given = "on the host" if call.call.is_function else format_extras(placement)
+        words = (name, format_interval(placement.ranks), format_strategy(placement), given)
         numbers = [_short(call.terms.get(term, 0.0)) for term in terms]
         micro_batch = "" if call.call.is_function else f"{placement.strategy.micro_batch_tokens:,}"
         seconds = _short(call.seconds) if call.terms else "not measured"
         rows.append((*words, micro_batch, f"{call.start:.2f}", seconds, *numbers))
     head = ("call", "devices", "strategy", "with", "micro-batch", "start", "seconds", *terms)
-    looks = tuple(call_class(report, call.call) for call in calls.values())
-    return Table(head, tuple(rows), 4, looks, tuple(calls))
+    looks = tuple(find_call_class(report, call.call) for call in calls.values())
+    return Table(head=head, rows=tuple(rows), words=4, looks=looks, calls=tuple(calls))
 
 
-def moves_table(report: "PlanReport") -> Table:
-    """A row per reallocation."""
+def make_moves_table(report: "PlanReport") -> Table:
+    """Make a row per reallocation."""
     rows, looks = [], []
     for move in report.chosen.moves:
         i = move.instruction
@@ -116,13 +134,19 @@ def moves_table(report: "PlanReport") -> Table:
         sizes = (format_bytes(move.sent_bytes), format_bytes(move.network_bytes))
         row = (what, i.source.layout, i.target.layout, move.before or "after the update", *sizes)
         rows.append((*row, f"{move.start:.2f}", _short(move.seconds)))
-        looks.append(role_class(report, i.into or i.role))
+        looks.append(find_role_class(report, i.into or i.role))
     head = ("parameters of", "from", "to", "for", "sent", "between nodes", "start", "seconds")
-    return Table(head, tuple(rows), 4, tuple(looks), tuple(m.before or "" for m in report.chosen.moves))
+    return Table(
+        head=head,
+        rows=tuple(rows),
+        words=4,
+        looks=tuple(looks),
+        calls=tuple(m.before or "" for m in report.chosen.moves),
+    )
 
 
-def sizes_table(report: "PlanReport") -> Table:
-    """A row per number of nodes that was compared."""
+def make_sizes_table(report: "PlanReport") -> Table:
+    """Make a row per number of nodes that was compared."""
     sizes = report.sizes
     priced = all(size.price is not None for size in sizes)
     base = min((size for size in sizes if size.estimate), key=lambda size: size.nodes, default=None)
@@ -157,30 +181,31 @@ def sizes_table(report: "PlanReport") -> Table:
         "gap",
     )
     looks = ["chosen" if size.nodes == report.scenario.spec.nodes else "" for size in sizes]
-    return Table(head, tuple(rows), 3, tuple(looks), ("",) * len(sizes))
+    return Table(head=head, rows=tuple(rows), words=3, looks=tuple(looks), calls=("",) * len(sizes))
 
 
-def alternatives_table(report: "PlanReport") -> Table:
-    """What was not chosen, by call."""
+def make_alternatives_table(report: "PlanReport") -> Table:
+    """Make a row per rejected alternative, by call."""
     order = list(report.chosen.calls)
     found = sorted(report.alternatives, key=lambda a: (order.index(a.call), not a.fits, a.step_seconds))
     rows = tuple(_alternative(alternative) for alternative in found)
     looks = tuple(
-        f"{call_class(report, report.scenario.graph.call(a.call))}{'' if a.fits else ' unfit'}" for a in found
+        f"{find_call_class(report, report.scenario.graph.call(a.call))}{'' if a.fits else ' unfit'}"
+        for a in found
     )
     head = ("call", "devices", "strategy", "micro-batch", "with", "why not", "step")
-    return Table(head, rows, 6, looks, tuple(a.call for a in found))
+    return Table(head=head, rows=rows, words=6, looks=looks, calls=tuple(a.call for a in found))
 
 
 def _alternative(other: "Alternative") -> tuple[str, ...]:
     offload = [f"offload {what}" for what in other.offload]
-    given = ", ".join(filter(None, [extras(other.placement), *offload]))
-    devices, degrees = interval(other.placement.ranks), strategy(other.placement)
+    given = ", ".join(filter(None, [format_extras(other.placement), *offload]))
+    devices, degrees = format_interval(other.placement.ranks), format_strategy(other.placement)
     step = format_seconds(other.step_seconds) if other.fits else "does not fit"
     micro_batch = "" if other.function else f"{other.placement.strategy.micro_batch_tokens:,}"
     return other.call, devices, degrees, micro_batch, given, other.reason, step
 
 
 def _short(seconds: float) -> str:
-    """Seconds in a column; a dot for none."""
+    """Format seconds in a column; a dot for none."""
     return f"{seconds:.2f}" if seconds >= 0.005 else "·" if not seconds else "0.00"

@@ -1,4 +1,4 @@
-"""Figures of a plan as people read them."""
+"""Text form of the numbers and names of a plan."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -18,20 +18,20 @@ _FACTORS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def format_seconds(seconds: float) -> str:
-    """Three significant digits with a unit, for example `27.4 s` or `620 ms`."""
+    """Format seconds with three significant digits and a unit, for example `27.4 s` or `620 ms`."""
     value, unit = (seconds, "s") if abs(seconds) >= 0.9995 else (seconds * 1e3, "ms")
     digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
     return f"{value:,.{digits}f} {unit}" if value else "0 s"
 
 
 def format_share(share: float) -> str:
-    """A percentage with two digits, for example `2.8 %`."""
+    """Format a percentage with two digits, for example `2.8 %`."""
     digits = 0 if abs(share) >= 0.0995 or not share else 1
     return f"{share:.{digits}%}".replace("%", " %")
 
 
 def format_count(number: float) -> str:
-    """Three digits and a factor, for example `1.84 M`; whole numbers below ten thousand as they are."""
+    """Format a count with three digits and a factor, for example `1.84 M`; below ten thousand in full."""
     if number < 9999.5:
         return f"{number:,.0f}"
     factor, letter = next((f, letter) for f, letter in _FACTORS if number >= f * 0.9995)
@@ -40,18 +40,18 @@ def format_count(number: float) -> str:
     return f"{value:.{digits}f} {letter}"
 
 
-def count_of(number: int, noun: str) -> str:
-    """`1 device`, `2 devices`."""
+def format_count_of(number: int, noun: str) -> str:
+    """Format a number with its noun: `1 device`, `2 devices`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def interval(numbers: Sequence[int]) -> str:
-    """Consecutive numbers by the first and the last."""
+def format_interval(numbers: Sequence[int]) -> str:
+    """Format consecutive numbers by the first and the last."""
     return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}–{numbers[-1]}"
 
 
-def strategy(placement: Placement) -> str:
-    """Degrees of parallelism, without those that are 1, for example `dp 3 × tp 8 × pp 4`."""
+def format_strategy(placement: Placement) -> str:
+    """Format the degrees of parallelism that are not 1, for example `dp 3 × tp 8 × pp 4`."""
     s = placement.strategy
     degrees = [
         f"{name} {degree}" for name, degree in (("dp", s.dp), ("tp", s.tp), ("pp", s.pp)) if degree > 1
@@ -59,40 +59,40 @@ def strategy(placement: Placement) -> str:
     return " × ".join(degrees) or "one device"
 
 
-def extras(placement: Placement) -> str:
-    """What a strategy has besides its degrees and micro-batches."""
+def format_extras(placement: Placement) -> str:
+    """Format the settings of a strategy besides its degrees and micro-batches."""
     s = placement.strategy
     chosen = {"sequence parallel": s.sequence_parallel, "recompute": s.recompute, s.dtype or "": s.dtype}
     return ", ".join(name for name, given in chosen.items() if given)
 
 
-def model_name(model: Stored) -> str:
-    """The name of a published shape, else the number of parameters."""
+def name_model(model: Stored) -> str:
+    """Name a model by its published shape, else by its number of parameters."""
     known = next((name for name, shape in SHAPES.items() if shape == model.shape), None)
-    return known or f"{parameters(model)} parameters"
+    return known or f"{format_parameters(model)} parameters"
 
 
-def parameters(model: Stored) -> str:
-    """How many parameters a model has, for example `70.6 B`."""
+def format_parameters(model: Stored) -> str:
+    """Format the number of parameters of a model, for example `70.6 B`."""
     number = sum(tensor.numel for tensor in model_tensors(model.shape, model.head))
     return format_count(number).replace("G", "B")
 
 
-def devices(spec: ClusterSpec) -> str:
-    """The devices of a cluster, for example `16 × 8 h100`."""
+def format_devices(spec: ClusterSpec) -> str:
+    """Format the devices of a cluster, for example `16 × 8 h100`."""
     return " + ".join(f"{g.nodes} × {g.devices_per_node} {g.device.name}" for g in spec.groups)
 
 
-def batch(scenario: "Scenario") -> str:
-    """Records of a step and their lengths in tokens."""
+def format_batch(scenario: "Scenario") -> str:
+    """Format the records of a step and their lengths in tokens."""
     workload = scenario.workload
     if not any(workload.answers):
         each = max(workload.work(call).per_item for call in scenario.graph.calls)
-        records = f"{count_of(workload.items, 'record')} of {each} sequences"
-        sequences = count_of(workload.items, "sequence") if each == 1 else records
+        records = f"{format_count_of(workload.items, 'record')} of {each} sequences"
+        sequences = format_count_of(workload.items, "sequence") if each == 1 else records
         return f"{sequences} of {_lengths(workload.prompts)} tokens"
     prompts, answers = _lengths(workload.prompts), _lengths(workload.answers)
-    count = count_of(workload.items // workload.samples, "prompt")
+    count = format_count_of(workload.items // workload.samples, "prompt")
     samples = f"{workload.samples} answers each" if workload.samples > 1 else "answers"
     return f"{count} of {prompts} tokens, {samples} of {answers}"
 
@@ -103,15 +103,15 @@ def _lengths(lengths: Sequence[int]) -> str:
     return f"{lengths[0]:,} to {lengths[-1]:,} (mean {sum(lengths) / len(lengths):,.0f})"
 
 
-def largest(parts: Mapping[str, float]) -> str:
-    """The name of the largest."""
+def find_largest(parts: Mapping[str, float]) -> str:
+    """Find the name of the largest."""
     return max(parts, key=lambda name: parts[name])
 
 
-def shortage(memory: DeviceMemory) -> str:
-    """What a device that is too small lacks, and what is to blame."""
+def describe_shortage(memory: DeviceMemory) -> str:
+    """Describe the shortfall of a device that is too small, and its largest part."""
     peak = memory.peak
     return (
         f"device {memory.rank} needs {format_bytes(peak.bytes)} of {format_bytes(memory.capacity)} during"
-        f" {peak.during}, {format_bytes(peak.parts[largest(peak.parts)])} of it {largest(peak.parts)}"
+        f" {peak.during}, {format_bytes(peak.parts[find_largest(peak.parts)])} of it {find_largest(peak.parts)}"
     )

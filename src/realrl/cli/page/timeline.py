@@ -1,4 +1,4 @@
-"""The picture of a step: devices from top to bottom, time from left to right."""
+"""Picture of a step: devices from top to bottom, time from left to right."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from math import floor, log10
 from typing import TYPE_CHECKING
 
 from realrl.cli.page.bands import Area, Band, find_areas, find_bands
-from realrl.cli.page.text import count_of, format_seconds, interval, strategy
-from realrl.cli.page.tips import block_tip, call_tip, role_class
+from realrl.cli.page.text import format_count_of, format_interval, format_seconds, format_strategy
+from realrl.cli.page.tips import describe_block, describe_call, find_role_class
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.simulate.estimate import CallEstimate
 from realrl.program.instructions import Load, Offload, Reallocate, Run
@@ -21,7 +21,7 @@ WIDTH = 1000
 _HEIGHT = 400
 """Pixels of all bands where none is too thin for a label and devices are many."""
 _DEVICE, _BAND = 56, 24
-"""Pixels: one device is at most so high, and one band at least."""
+"""Pixels: maximum height of one device, and minimum height of one band."""
 _LINE, _LETTER = 15, 6.7
 """Pixels of a line of text, and of a letter."""
 _MARGIN = 8
@@ -29,7 +29,7 @@ _MARGIN = 8
 
 @dataclass(frozen=True)
 class Label:
-    """One way to write on a box."""
+    """One way to label a box."""
 
     lines: tuple[str, ...]
     upwards: bool = False
@@ -37,12 +37,12 @@ class Label:
 
     @property
     def width(self) -> float:
-        """Pixels that it needs."""
+        """Width in pixels."""
         return self._breadth if self.upwards else self._length
 
     @property
     def height(self) -> float:
-        """Pixels that it needs."""
+        """Height in pixels."""
         return self._length if self.upwards else self._breadth
 
     @property
@@ -59,8 +59,8 @@ class Label:
 
 
 @dataclass(frozen=True)
-class Box:
-    """An area as drawn: percent from left to right, pixels from top to bottom."""
+class DrawnBox:
+    """Area as drawn: percent from left to right, pixels from top to bottom."""
 
     x: float
     width: float
@@ -69,21 +69,21 @@ class Box:
     look: str
     """CSS classes."""
     call: str
-    """The call it belongs to; empty for none."""
+    """Call it belongs to; empty for none."""
     labels: tuple[Label, ...]
-    """From the one that says most to the shortest."""
+    """Labels from the most detailed to the shortest."""
     tip: str
 
     @property
     def chosen(self) -> Label | None:
-        """The label that fits into a picture of the usual width."""
+        """Label that fits into a picture of the usual width."""
         room = self.width / 100 * WIDTH
         return next((lab for lab in self.labels if lab.width <= room and lab.height <= self.height), None)
 
 
 @dataclass(frozen=True)
-class Row:
-    """A band as drawn."""
+class DrawnBand:
+    """Band as drawn."""
 
     y: float
     height: float
@@ -93,7 +93,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Tick:
-    """A time on the axis."""
+    """Time on the axis."""
 
     x: float
     text: str
@@ -102,25 +102,26 @@ class Tick:
 
 
 @dataclass(frozen=True)
-class Timeline:
-    """All that the picture shows."""
+class TimelineDrawing:
+    """Content of the picture."""
 
     height: float
-    rows: tuple[Row, ...]
+    rows: tuple[DrawnBand, ...]
     borders: tuple[float, ...]
     """Pixels from the top at which a node ends and the next one begins."""
-    boxes: tuple[Box, ...]
+    boxes: tuple[DrawnBox, ...]
     ticks: tuple[Tick, ...]
 
 
-def draw_timeline(report: "PlanReport") -> Timeline:
+def draw_timeline(report: "PlanReport") -> TimelineDrawing:
     """Place everything."""
     estimate, spec = report.chosen, report.scenario.spec
     bands = find_bands(estimate, spec)
     heights = _heights(bands)
     tops = [0.0, *accumulate(heights)]
     rows = tuple(
-        Row(y, height, *_names(band, spec)) for band, y, height in zip(bands, tops, heights, strict=False)
+        DrawnBand(y, height, *_names(band, spec))
+        for band, y, height in zip(bands, tops, heights, strict=False)
     )
     boxes = []
     for area in find_areas(bands, estimate.step_seconds):
@@ -128,9 +129,11 @@ def draw_timeline(report: "PlanReport") -> Timeline:
         boxes.append(_box(area, sum(len(bands[i].ranks) for i in area.bands), y, bottom - y, report))
     functions = [call for call in estimate.calls.values() if call.call.is_function]
     below = [tops[-1] + _BAND * i for i in range(len(functions))]
-    rows += tuple(Row(y, _BAND, f"host: {of.call.name}", "") for of, y in zip(functions, below, strict=True))
+    rows += tuple(
+        DrawnBand(y, _BAND, f"host: {of.call.name}", "") for of, y in zip(functions, below, strict=True)
+    )
     boxes += [_function_box(of, y, report) for of, y in zip(functions, below, strict=True)]
-    return Timeline(
+    return TimelineDrawing(
         tops[-1] + _BAND * len(functions),
         rows,
         tuple(_borders(bands, tops, heights, spec)),
@@ -140,7 +143,7 @@ def draw_timeline(report: "PlanReport") -> Timeline:
 
 
 def _heights(bands: Sequence[Band]) -> list[float]:
-    """Proportional to numbers of devices, as long as there is room for a label."""
+    """Compute heights proportional to numbers of devices, as long as there is room for a label."""
     device = min(_DEVICE, _HEIGHT / sum(len(band.ranks) for band in bands))
     least = min(_BAND, 2 * _HEIGHT / len(bands))
     return [max(least, device * len(band.ranks)) for band in bands]
@@ -148,15 +151,15 @@ def _heights(bands: Sequence[Band]) -> list[float]:
 
 def _names(band: Band, spec: ClusterSpec) -> tuple[str, str]:
     nodes = sorted({spec.node(rank) for rank in (band.ranks[0], band.ranks[-1])})
-    name = f"device{'s' if len(band.ranks) > 1 else ''} {interval(band.ranks)}"
+    name = f"device{'s' if len(band.ranks) > 1 else ''} {format_interval(band.ranks)}"
     kind = f" · {spec.device(band.ranks[0]).name}" if len(spec.groups) > 1 else ""
-    return name, f"node{'s' if len(nodes) > 1 else ''} {interval(nodes)}{kind}"
+    return name, f"node{'s' if len(nodes) > 1 else ''} {format_interval(nodes)}{kind}"
 
 
 def _borders(
     bands: Sequence[Band], tops: Sequence[float], heights: Sequence[float], spec: ClusterSpec
 ) -> Iterator[float]:
-    """Where nodes meet, unless they are too many to tell apart."""
+    """List the borders between nodes, unless they are too many to tell apart."""
     for band, top, height in zip(bands, tops, heights, strict=False):
         device = height / len(band.ranks)
         starts = [rank for rank in band.ranks if rank and spec.node(rank) != spec.node(rank - 1)]
@@ -164,25 +167,27 @@ def _borders(
             yield from (top + device * (rank - band.ranks[0]) for rank in starts)
 
 
-def _box(area: Area, devices: int, y: float, height: float, report: "PlanReport") -> Box:
+def _box(area: Area, devices: int, y: float, height: float, report: "PlanReport") -> DrawnBox:
     block, step = area.block, report.chosen.step_seconds
     look, call, labels = "wait", "", list[Label]()
     match block.instruction:
         case Run(call, str(role), placement):
-            look = f"{role_class(report, role)} {report.scenario.graph.call(call).kind}"
+            look = f"{find_role_class(report, role)} {report.scenario.graph.call(call).kind}"
             seconds = format_seconds(block.end - block.start)
-            labels += _labels(call, role, strategy(placement), seconds)
+            labels += _labels(call, role, format_strategy(placement), seconds)
         case Reallocate(role, into=into):
-            look = f"{role_class(report, into or role)} move"
+            look = f"{find_role_class(report, into or role)} move"
         case Load(role) | Offload(role):
-            look = f"{role_class(report, role)} host"
+            look = f"{find_role_class(report, role)} host"
     x, width = 100 * block.start / step, 100 * (block.end - block.start) / step
-    text = f"{block_tip(report.chosen, block)}\non\t{count_of(devices, 'device')}"
-    return Box(x, width, y, height, look, call, tuple(labels), text)
+    text = f"{describe_block(report.chosen, block)}\non\t{format_count_of(devices, 'device')}"
+    return DrawnBox(
+        x=x, width=width, y=y, height=height, look=look, call=call, labels=tuple(labels), tip=text
+    )
 
 
-def _function_box(of: CallEstimate, y: float, report: "PlanReport") -> Box:
-    """A function, below the devices, from when the first rank begins with it until the last one has ended it."""
+def _function_box(of: CallEstimate, y: float, report: "PlanReport") -> DrawnBox:
+    """Draw a function below the devices, from its start on the first rank to its end on the last one."""
     step, name = report.chosen.step_seconds, of.call.name
     found = [
         s
@@ -193,11 +198,20 @@ def _function_box(of: CallEstimate, y: float, report: "PlanReport") -> Box:
     start = min((s.start for s in found), default=of.start)
     labels = (Label((f"{name} · {format_seconds(of.seconds)}",)), Label((name,)))
     width = 100 * (of.end - start) / step
-    return Box(100 * start / step, width, y, _BAND, "function", name, labels, call_tip(report.chosen, name))
+    return DrawnBox(
+        x=100 * start / step,
+        width=width,
+        y=y,
+        height=_BAND,
+        look="function",
+        call=name,
+        labels=labels,
+        tip=describe_call(report.chosen, name),
+    )
 
 
 def _labels(call: str, role: str, degrees: str, seconds: str) -> Iterator[Label]:
-    """Ways to write on the box of a call."""
+    """List the ways to label the box of a call."""
     words = tuple(call.split("."))
     yield Label((call, f"{degrees} · {seconds}"))
     yield from (Label(lines) for lines in ((call, seconds), (*words, seconds), (call,)))
@@ -208,7 +222,7 @@ def _labels(call: str, role: str, degrees: str, seconds: str) -> Iterator[Label]
 
 
 def _ticks(seconds: float) -> Iterator[Tick]:
-    """Round times, at most ten of them at level 0, and five or so between each two at the next level."""
+    """List round times, at most ten at level 0, and about five between each two at the next level."""
     size: float = 10 ** floor(log10(seconds))
     first = next(size * f for f in (0.1, 0.2, 0.5, 1, 2, 5) if seconds / (size * f) <= 10)
     shown: set[float] = set()

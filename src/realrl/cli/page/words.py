@@ -1,4 +1,4 @@
-"""How to read a plan's page, and how its figures were computed."""
+"""Explanations on a plan's page: how to read it, and how its numbers were computed."""
 
 from typing import TYPE_CHECKING
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from realrl.planner.report.report import PlanReport
 
 
-def legend(report: "PlanReport") -> list[tuple[str, str]]:
-    """CSS classes and meaning of what the picture of a step shows."""
+def list_legend(report: "PlanReport") -> list[tuple[str, str]]:
+    """List the CSS classes of the picture of a step with their meaning."""
     graph = report.scenario.graph
     instructions = {type(s.instruction) for rank in report.chosen.slices for s in rank}
     models = (call.call for call in report.chosen.calls.values() if not call.call.is_function)
@@ -28,8 +28,8 @@ def legend(report: "PlanReport") -> list[tuple[str, str]]:
     return [*found, ("wait", "waits for others, or exchanges data")]
 
 
-def remarks(plan: Plan) -> list[str]:
-    """What a plan does besides placing calls."""
+def list_remarks(plan: Plan) -> list[str]:
+    """List the decisions of a plan besides the placement of calls."""
     away = {"parameters": plan.offload, "gradients and optimizer": plan.offload_optimizer}
     texts = [f"{what} of {join(roles)}" for what, roles in away.items() if roles]
     found = [f"In host memory while not in use: {'; '.join(texts)}."] if texts else []
@@ -38,9 +38,9 @@ def remarks(plan: Plan) -> list[str]:
     return found
 
 
-def notes(report: "PlanReport", source: str) -> list[tuple[str, str]]:
-    """Headings and what they say. `source`: where times come from."""
-    options = report.options.values()
+def write_notes(report: "PlanReport", source: str) -> list[tuple[str, str]]:
+    """List headings with their text. `source`: origin of the times."""
+    options = report.candidates.values()
     ways = f"{min(options):,} to {max(options):,}" if min(options) < max(options) else f"{min(options):,}"
     return [
         (

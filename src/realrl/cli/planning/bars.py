@@ -1,4 +1,4 @@
-"""Bars of characters: what fills a device, and what its time goes into."""
+"""Bars of characters: the memory of devices, and the terms of their time."""
 
 from collections.abc import Mapping
 
@@ -6,25 +6,25 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from realrl.cli.page.text import format_share, largest, shortage
+from realrl.cli.page.text import describe_shortage, find_largest, format_share
 from realrl.config.units import format_bytes
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.simulate.estimate import DeviceMemory, Estimate
 
 _WIDTH = 30
 _SMALL = 0.01
-"""Of the devices' time; terms below are added up."""
+"""Fraction of the devices' time; terms below are added up."""
 KINDS: Mapping[str, str] = {
     "parameters": "█",
     "gradients and optimizer": "▓",
     "cache": "▒",
     "activations and the rest": "░",
 }
-"""What fills a device -> the character of its bar."""
+"""Kind of memory -> the character of its bar."""
 
 
-def time_bars(estimate: Estimate) -> Table:
-    """A line for each term of the devices' time, the largest first."""
+def format_time_bars(estimate: Estimate) -> Table:
+    """Format a line for each term of the devices' time, the largest first."""
     total = sum(estimate.terms.values())
     shares = {name: seconds / total for name, seconds in estimate.terms.items()}
     named = {name: share for name, share in shares.items() if share >= _SMALL}
@@ -36,8 +36,8 @@ def time_bars(estimate: Estimate) -> Table:
     return rows
 
 
-def memory_bars(estimate: Estimate, spec: ClusterSpec) -> RenderableType:
-    """A line for each phase of the fullest device of each group of nodes."""
+def format_memory_bars(estimate: Estimate, spec: ClusterSpec) -> RenderableType:
+    """Format a line for each phase of the fullest device of each group of nodes."""
     parts: list[RenderableType] = []
     first = 0
     for group in spec.groups:
@@ -49,7 +49,7 @@ def memory_bars(estimate: Estimate, spec: ClusterSpec) -> RenderableType:
         ]
         parts += [_device(fullest)]
         if fullest.peak.bytes > fullest.capacity:
-            parts.append(Text(f"does not fit: {shortage(fullest)}"))
+            parts.append(Text(f"does not fit: {describe_shortage(fullest)}"))
     legend = "   ".join(f"{character} {kind}" for kind, character in KINDS.items())
     return Group(*parts, Text(legend, style="dim"))
 
@@ -59,8 +59,8 @@ def _device(device: DeviceMemory) -> Table:
     rows.add_column(no_wrap=True)
     rows.add_column(no_wrap=True)
     phases = [(f.during, f.parts) for f in device.footprints]
-    for name, parts in [("between steps", device.resting), *_largest_of_each(phases)]:
-        most = largest(parts) if parts else ""
+    for name, parts in [("between steps", device.resident), *_largest_of_each(phases)]:
+        most = find_largest(parts) if parts else ""
         rows.add_row(
             name,
             _bar(parts, device.capacity),
@@ -71,7 +71,7 @@ def _device(device: DeviceMemory) -> Table:
 
 
 def _largest_of_each(phases: list[tuple[str, Mapping[str, int]]]) -> list[tuple[str, Mapping[str, int]]]:
-    """One of those that are called alike."""
+    """Keep the largest of the entries with the same name."""
     found: dict[str, Mapping[str, int]] = {}
     for name, parts in phases:
         if name not in found or sum(parts.values()) > sum(found[name].values()):
@@ -80,7 +80,7 @@ def _largest_of_each(phases: list[tuple[str, Mapping[str, int]]]) -> list[tuple[
 
 
 def _bar(parts: Mapping[str, int], capacity: int) -> str:
-    """As long as the device is full; dots are free. What does not fit is cut off at `>`."""
+    """Draw a bar as long as the device is full; dots are free. Overflow is cut off at `>`."""
     bar, before, position = "", 0.0, 0
     for kind, character in KINDS.items():
         before += sum(size for part, size in parts.items() if _kind(part) == kind) / capacity
@@ -91,5 +91,5 @@ def _bar(parts: Mapping[str, int], capacity: int) -> str:
 
 
 def _kind(part: str) -> str:
-    """Which kind of thing a part is, by the end of its name."""
+    """Find the kind of a memory part, by the end of its name."""
     return next((kind for kind in KINDS if part.endswith(kind)), "activations and the rest")

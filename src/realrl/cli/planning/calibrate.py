@@ -1,4 +1,4 @@
-"""`realrl plan --calibrate`: a run's measurements become part of a profile."""
+"""`realrl plan --calibrate`: correct a profile by the measurements of a run."""
 
 from typing import TYPE_CHECKING
 
@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from realrl.planner.profile.profile import Profile
 
 DEFAULT = "profile.json"
-"""The file that `realrl profile` writes unless told otherwise."""
+"""Default path of the profile that `realrl profile` writes."""
 
 
 def calibrate_profile(run_dir: str, path: str | None) -> str:
-    """Correct the profile in a file by a run, and say on stderr what has changed; the file's path. Where there is
-    no such file, one is written that corrects what data sheets say."""
-    from realrl.planner.calibration.calibrate import calibrate
+    """Correct the profile in a file by a run, report the changes on stderr, and return the path of the file.
+
+    Where there is no such file, one is written that corrects data-sheet specs.
+    """
+    from realrl.planner.calibration.calibrate import calibrate_profile
     from realrl.planner.calibration.comparison import Comparison
     from realrl.planner.profile.profile import Profile
 
@@ -27,7 +29,7 @@ def calibrate_profile(run_dir: str, path: str | None) -> str:
     check_file(f"profile {file}", file)
     run = Comparison.load(run_dir)
     before = Profile.load(file) if file.exists() else None
-    after = calibrate(before, run)
+    after = calibrate_profile(before, run)
     try:
         after.save(file)
     except OSError as error:

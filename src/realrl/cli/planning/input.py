@@ -1,4 +1,4 @@
-"""What `realrl plan` is given besides a recipe: a cluster, measured lengths, a profile, and files to write."""
+"""Input of `realrl plan` besides a recipe: cluster, measured lengths, profile, and files to write."""
 
 import re
 from dataclasses import dataclass
@@ -19,22 +19,25 @@ if TYPE_CHECKING:
     from realrl.planner.report.report import Objective
     from realrl.planner.simulate.scenario import Scenario
     from realrl.recipe.experiment import Experiment
+    from realrl.runtime.prepare.fit.change import Draft
 
 _DAY = 86400
-"""Seconds of it."""
+"""Seconds of a day."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of prompts and of answers, as they were measured; None where nothing was."""
+    """Measured tokens of prompts and of answers; None where nothing was measured."""
 
     prompts: tuple[int, ...] | None = None
     answers: tuple[int, ...] | None = None
 
 
 def read_lengths(path: str) -> Lengths:
-    """Lengths from a JSON file, `{"prompts": [..], "answers": [..]}`, or from the directory of a run, which has one
-    as `lengths.json`. UserError for anything else."""
+    """Read lengths from a JSON file, or from the `lengths.json` of a run's directory.
+
+    The form is `{"prompts": [..], "answers": [..]}`; UserError for anything else.
+    """
     file = local_path(path)
     file = file / "lengths.json" if file.is_dir() else file
     try:
@@ -47,8 +50,10 @@ def read_lengths(path: str) -> Lengths:
 
 
 def _check_lengths(lengths: Lengths, experiment: "Experiment") -> None:
-    """UserError for lengths that records of the recipe cannot have. Answers may be longer: generation cuts them
-    off."""
+    """Check that records of the recipe can have these lengths; else UserError.
+
+    Answers may be longer: generation cuts them off.
+    """
     generates = experiment.spec.generation is not None
     name = "max_prompt_tokens" if generates else "max_tokens"
     most = getattr(experiment.data, name)
@@ -60,7 +65,7 @@ def _check_lengths(lengths: Lengths, experiment: "Experiment") -> None:
 
 
 def _numbers(value: object, where: str) -> tuple[int, ...] | None:
-    """A list of lengths; None where nothing is given."""
+    """Check a list of lengths; None where nothing is given."""
     if value is None or value == []:
         return None
     if not isinstance(value, list) or any(type(n) is not int or n < 0 for n in value):
@@ -69,7 +74,7 @@ def _numbers(value: object, where: str) -> tuple[int, ...] | None:
 
 
 def parse_nodes(text: str | None) -> tuple[int, ...]:
-    """`1,2,4,8` as numbers; nothing for None. UserError for anything else."""
+    """Parse `1,2,4,8` as numbers; nothing for None. UserError for anything else."""
     if text is None:
         return ()
     if not re.fullmatch(r"\s*[1-9]\d{0,8}\s*(,\s*[1-9]\d{0,8}\s*)*", text):
@@ -83,11 +88,14 @@ def parse_nodes(text: str | None) -> tuple[int, ...]:
 
 
 def choose_devices(cluster: str | None, experiment: "Experiment") -> tuple["ClusterSpec", str]:
-    """The devices to plan for, and what to say of how they were chosen: those that are named, or that the recipe's
-    `cluster` names, else as many CPU processes as it has devices."""
+    """Choose the devices to plan for, and write a note on how they were chosen.
+
+    Those that are named, or that the recipe's `cluster` names, else as many CPU processes as it has devices.
+    """
     from realrl.plan.cluster import Cluster
     from realrl.planner.cluster.spec import ClusterSpec
-    from realrl.runtime.prepare.scenario import named_cluster, spec_of, with_memory, written_cluster
+    from realrl.runtime.prepare.cluster import named_cluster, written_cluster
+    from realrl.runtime.prepare.devices import spec_of, with_memory
 
     if cluster is not None:
         named, memory = ClusterSpec.parse(cluster), experiment.device_memory
@@ -102,25 +110,27 @@ def choose_devices(cluster: str | None, experiment: "Experiment") -> tuple["Clus
 
 def read_scenario(
     experiment: "Experiment", cluster: str | None, profile: str | None, lengths: str | None
-) -> tuple["Scenario", str]:
-    """What is to be planned, and where its times come from."""
+) -> tuple["Draft", "Scenario", str]:
+    """Read what is to be planned, as it is written and as it is predicted, and the source of its times."""
     from realrl.planner.calibration.coverage import describe_times
     from realrl.planner.profile.profile import Profile
-    from realrl.runtime.prepare.scenario import make_scenario
+    from realrl.runtime.prepare.fit.change import Draft
+    from realrl.runtime.prepare.scenarios import Measured
 
     spec, remark = choose_devices(cluster, experiment)
     known = read_lengths(lengths) if lengths else Lengths()
     _check_lengths(known, experiment)
     path = profile or experiment.profile
     measured = Profile.load(path) if path else None
-    scenario = make_scenario(experiment, spec, profile=measured, prompts=known.prompts, answers=known.answers)
+    draft = Draft(experiment, spec, measured=Measured(measured, known.prompts, known.answers))
+    scenario = draft.scenario()
     functions = [call.function for call in scenario.graph.functions if call.function is not None]
     source = describe_times(measured, path or "", spec, scenario.models, functions)
-    return scenario, "; ".join(filter(None, (*source, remark, _not_trainable(scenario))))
+    return draft, scenario, "; ".join(filter(None, (*source, remark, _not_trainable(scenario))))
 
 
 def _not_trainable(scenario: "Scenario") -> str:
-    """What to say of models of families that can be planned for alone; nothing where there are none."""
+    """Write a note on models of families that can only be planned for; empty where there are none."""
     families = {model.shape.family for model in scenario.models.values()} - set(TRAINABLE)
     if not families:
         return ""
@@ -129,21 +139,23 @@ def _not_trainable(scenario: "Scenario") -> str:
 
 
 def parse_objective(text: str) -> "Objective":
-    """`time` or `cost`; UserError for anything else."""
+    """Parse `time` or `cost`; UserError for anything else."""
     if text not in ("time", "cost"):
         raise UserError(f"--objective: {text!r} is neither time nor cost")
     return "time" if text == "time" else "cost"
 
 
 def check_seconds(seconds: float | None) -> None:
-    """UserError unless there is some time to search, and an end of it."""
+    """Check that the search time is above 0 and finite; else UserError."""
     if seconds is not None and not 0 < seconds <= _DAY:
         raise UserError(f"--seconds: {seconds:g} must be above 0 and at most {_DAY}, which is a day")
 
 
 def files_to_write(*sources: str | None, **paths: str | None) -> dict[str, Path]:
-    """Option -> the file that it names, for those that are given; UserError for one that cannot be written, or is
-    one of the `sources` that are read, or named twice."""
+    """Map options to the files that they name, for those that are given.
+
+    UserError for one that cannot be written, or is one of the `sources` that are read, or named twice.
+    """
     taken = {local_path(source).resolve(): source for source in sources if source is not None}
     files = {}
     for option, path in paths.items():

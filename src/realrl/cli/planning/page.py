@@ -1,4 +1,4 @@
-"""A plan as one page that any browser opens without a network, and its picture alone."""
+"""Page of a plan: one file that any browser opens without a network, or its picture alone."""
 
 from functools import cache
 from pathlib import Path
@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from realrl import __version__
-from realrl.cli.page.memory import memory_cards, parts_used
-from realrl.cli.page.sections import figures, models, terms_used, time_bars, verdict
+from realrl.cli.page.memory import list_parts, make_memory_cards
+from realrl.cli.page.sections import list_figures, list_models, list_terms, make_time_bars, write_verdict
 from realrl.cli.page.tables import (
-    alternatives_table,
-    bound_percent,
-    calls_table,
-    moves_table,
-    rivals,
-    sizes_table,
+    list_rivals,
+    make_alternatives_table,
+    make_calls_table,
+    make_moves_table,
+    make_sizes_table,
+    place_bound,
 )
-from realrl.cli.page.text import batch, devices
+from realrl.cli.page.text import format_batch, format_devices
 from realrl.cli.page.timeline import draw_timeline
-from realrl.cli.page.words import legend, notes, remarks
+from realrl.cli.page.words import list_legend, list_remarks, write_notes
 from realrl.config.files import write_whole
 
 if TYPE_CHECKING:
@@ -27,42 +27,45 @@ if TYPE_CHECKING:
 
 
 def write_page(report: "PlanReport", path: Path, title: str, *, source: str = "", command: str = "") -> None:
-    """Write the HTML page of a plan. `source` says where times come from; `command` is the command line that made
-    it. Neither is mentioned where it is empty."""
+    """Write the HTML page of a plan.
+
+    `source` is the origin of the times; `command` is the command line that made it. Neither is mentioned where it
+    is empty.
+    """
     page = _template("page.html.jinja").render(
         title=title,
         version=__version__,
         command=command,
         plan=report.chosen.plan.to_text(),
         fits=report.chosen.fits,
-        verdict=verdict(report),
-        models=models(report),
-        devices=devices(report.scenario.spec),
-        batch=batch(report.scenario),
-        figures=figures(report),
+        verdict=write_verdict(report),
+        models=list_models(report),
+        devices=format_devices(report.scenario.spec),
+        batch=format_batch(report.scenario),
+        figures=list_figures(report),
         timeline=draw_timeline(report),
-        legend=legend(report),
-        time_bars=time_bars(report),
-        terms=terms_used(report),
-        memory=memory_cards(report),
-        parts=parts_used(report),
-        rivals=rivals(report),
-        bound=bound_percent(report),
-        sizes=sizes_table(report),
+        legend=list_legend(report),
+        time_bars=make_time_bars(report),
+        terms=list_terms(report),
+        memory=make_memory_cards(report),
+        parts=list_parts(report),
+        rivals=list_rivals(report),
+        bound=place_bound(report),
+        sizes=make_sizes_table(report),
         objective={"time": "the fastest", "cost": "the cheapest"}[report.objective],
-        calls=calls_table(report),
-        remarks=remarks(report.chosen.plan),
-        moves=moves_table(report),
-        alternatives=alternatives_table(report),
-        notes=notes(report, source),
+        calls=make_calls_table(report),
+        remarks=list_remarks(report.chosen.plan),
+        moves=make_moves_table(report),
+        alternatives=make_alternatives_table(report),
+        notes=write_notes(report, source),
     )
     write_whole(path, page)
 
 
-def timeline_svg(report: "PlanReport", title: str) -> str:
-    """The picture of a step alone, as the text of an SVG file that needs nothing else."""
+def draw_timeline_svg(report: "PlanReport", title: str) -> str:
+    """Draw the picture of a step alone, as the text of a self-contained SVG file."""
     picture = _template("picture.svg.jinja")
-    return picture.render(timeline=draw_timeline(report), legend=legend(report), title=title)
+    return picture.render(timeline=draw_timeline(report), legend=list_legend(report), title=title)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The table of what plans take and cost on different numbers of nodes."""
+"""Table of the time and cost of plans on different numbers of nodes."""
 
 import math
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from realrl.cli.page.text import count_of, format_count, format_seconds, format_share
+from realrl.cli.page.text import format_count, format_count_of, format_seconds, format_share
 from realrl.planner.report.report import Objective, SizeReport
 
 
-def size_table(sizes: Sequence[SizeReport], chosen: int, objective: Objective) -> RenderableType:
-    """A row for each number of nodes; `chosen`: that of the plan that is shown.
+def make_size_table(sizes: Sequence[SizeReport], chosen: int, objective: Objective) -> RenderableType:
+    """Make a row for each number of nodes; `chosen`: that of the plan that is shown.
 
     Speed-up is relative to the fewest nodes that anything fits on, efficiency what of it more nodes give.
     """
@@ -29,7 +29,9 @@ def size_table(sizes: Sequence[SizeReport], chosen: int, objective: Objective) -
     note = "device-hours and price are of 1,000 steps" if priced else "device-hours are of 1,000 steps"
     reason = {"time": "fastest", "cost": "cheapest" if priced else "fewest device-hours"}[objective]
     refused = [
-        Text(f"does not fit {count_of(size.nodes, 'node')}: {size.refused}") for size in sizes if size.refused
+        Text(f"does not fit {format_count_of(size.nodes, 'node')}: {size.refused}")
+        for size in sizes
+        if size.refused
     ]
     return Group(rows, *refused, Text(f"→ {reason}, shown below; {note}", style="dim"))
 
@@ -50,5 +52,5 @@ def _figures(size: SizeReport, base: SizeReport, *, priced: bool) -> list[str]:
 
 
 def format_gap(gap: float) -> str:
-    """A percentage, rounded up: what is proven is not less than what is said."""
+    """Format a percentage, rounded up, so that it claims no more than is proven."""
     return f"{math.ceil(1000 * gap) / 10:.1f} %"

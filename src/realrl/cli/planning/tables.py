@@ -1,4 +1,4 @@
-"""What `realrl plan` prints: the plan, why it takes as long as it does, and what else could be done."""
+"""Output of `realrl plan`: the plan, the terms of its time, and alternatives."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -8,18 +8,18 @@ from rich.table import Table
 from rich.text import Text
 
 from realrl.cli.page.text import (
-    batch,
-    count_of,
-    devices,
+    find_largest,
+    format_batch,
     format_count,
+    format_count_of,
+    format_devices,
     format_seconds,
     format_share,
-    largest,
-    model_name,
+    name_model,
 )
-from realrl.cli.page.words import remarks
-from realrl.cli.planning.bars import memory_bars, time_bars
-from realrl.cli.planning.sizes import format_gap, size_table
+from realrl.cli.page.words import list_remarks
+from realrl.cli.planning.bars import format_memory_bars, format_time_bars
+from realrl.cli.planning.sizes import format_gap, make_size_table
 from realrl.config.units import format_bytes
 from realrl.config.words import join
 from realrl.plan.placement import Placement
@@ -27,13 +27,13 @@ from realrl.planner.report.report import Alternative, PlanReport, Preset
 from realrl.planner.simulate.estimate import CallEstimate, Estimate
 
 _WIDTH = 100
-"""Columns where the terminal does not say otherwise."""
+"""Columns where the terminal does not report its width."""
 _TERMS, _ALTERNATIVES = 3, 2
-"""Terms that are named of a call, and alternatives of it that are shown."""
+"""Number of terms named per call, and number of alternatives shown."""
 
 
 def print_report(report: PlanReport, source: str, console: Console | None = None) -> None:
-    """Print all of it. `source`: where times come from."""
+    """Print the whole report. `source`: origin of the times."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console.width = _WIDTH
@@ -47,12 +47,12 @@ def _parts(report: PlanReport, source: str) -> Iterator[RenderableType]:
     yield _headline(report)
     if report.sizes:
         yield _section(
-            "Numbers of nodes", size_table(report.sizes, report.scenario.spec.nodes, report.objective)
+            "Numbers of nodes", make_size_table(report.sizes, report.scenario.spec.nodes, report.objective)
         )
     yield _section("Calls", _calls(chosen))
     yield _section("Reallocations", _moves(chosen)) if chosen.moves else Text("Nothing is reallocated.\n")
-    yield _section("Where the devices' time goes", time_bars(chosen))
-    yield _section("Memory of the fullest device", memory_bars(chosen, report.scenario.spec))
+    yield _section("Where the devices' time goes", format_time_bars(chosen))
+    yield _section("Memory of the fullest device", format_memory_bars(chosen, report.scenario.spec))
     yield _section("Compared with", _presets(report))
     if report.alternatives:
         yield _section("Not chosen", _alternatives(report))
@@ -62,8 +62,8 @@ def _section(title: str, *parts: RenderableType) -> RenderableType:
     return Group(Text(title, style="bold"), *parts, Text(""))
 
 
-def table(*columns: str) -> Table:
-    """A table without lines. Columns whose name ends in `>` are aligned to the right."""
+def make_table(*columns: str) -> Table:
+    """Make a table without lines. Columns whose name ends in `>` are aligned to the right."""
     made = Table(box=None, pad_edge=False, header_style="italic")
     for name in columns:
         made.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left")
@@ -72,17 +72,20 @@ def table(*columns: str) -> Table:
 
 def _setting(report: PlanReport, source: str) -> Text:
     scenario = report.scenario
-    roles = {role: model_name(model) for role, model in scenario.models.items()}
+    roles = {role: name_model(model) for role, model in scenario.models.items()}
     models = [
         f"{name} ({', '.join(role for role in roles if roles[role] == name)})"
         for name in dict.fromkeys(roles.values())
     ]
-    return Text(f"{join(models)} on {devices(scenario.spec)}: {batch(scenario)}; {source}\n", style="dim")
+    return Text(
+        f"{join(models)} on {format_devices(scenario.spec)}: {format_batch(scenario)}; {source}\n",
+        style="dim",
+    )
 
 
 def _headline(report: PlanReport) -> Text:
     chosen = report.chosen
-    kinds = sum(report.options.values())
+    kinds = sum(report.candidates.values())
     gap = report.gap
     proof = f"proven within {format_gap(gap)} of the best" if gap > 1e-9 else "proven to be the best"
     return Text.assemble(
@@ -90,18 +93,18 @@ def _headline(report: PlanReport) -> Text:
         f" ({proof}), {chosen.tokens_per_second:,.0f} tokens/s,"
         f" {format_share(chosen.utilisation)} busy, {format_share(chosen.mfu)} MFU.\n",
         f"Found in {format_seconds(report.search_seconds)}: {report.evaluations:,} plans costed, made of"
-        f" {kinds:,} ways to run {count_of(len(report.options), 'call')}.\n",
+        f" {kinds:,} ways to run {format_count_of(len(report.candidates), 'call')}.\n",
     )
 
 
-def degrees(placement: Placement) -> str:
-    """For example `2×8×4`."""
+def format_degrees(placement: Placement) -> str:
+    """Format degrees of parallelism, for example `2×8×4`."""
     s = placement.strategy
     return f"{s.dp}×{s.tp}×{s.pp}"
 
 
 def _calls(chosen: Estimate) -> RenderableType:
-    rows = table("call", "devices", "dp×tp×pp", "micro-batch>", "", "time>", "where it goes")
+    rows = make_table("call", "devices", "dp×tp×pp", "micro-batch>", "", "time>", "where it goes")
     for name, call in chosen.calls.items():
         strategy = call.placement.strategy
         if call.call.is_function:
@@ -113,13 +116,13 @@ def _calls(chosen: Estimate) -> RenderableType:
         rows.add_row(
             name,
             str(call.placement.mesh),
-            degrees(call.placement),
+            format_degrees(call.placement),
             f"{strategy.micro_batch_tokens:,}",
             " ".join(filter(None, flags)),
             format_seconds(call.seconds),
             _largest_terms(call),
         )
-    return Group(rows, *map(Text, remarks(chosen.plan)))
+    return Group(rows, *map(Text, list_remarks(chosen.plan)))
 
 
 def _largest_terms(call: CallEstimate) -> str:
@@ -129,15 +132,15 @@ def _largest_terms(call: CallEstimate) -> str:
 
 
 def _moves(chosen: Estimate) -> Table:
-    rows = table("model", "before", "from", "to", "time>", "sent>", "between nodes>")
+    rows = make_table("model", "before", "from", "to", "time>", "sent>", "between nodes>")
     for move in chosen.moves:
         source, target = move.instruction.source, move.instruction.target
         into = move.instruction.into
         rows.add_row(
             move.instruction.role if into is None else f"{move.instruction.role} into {into}",
             move.before or "-",
-            f"{degrees(source)} @{source.mesh}",
-            f"{degrees(target)} @{target.mesh}",
+            f"{format_degrees(source)} @{source.mesh}",
+            f"{format_degrees(target)} @{target.mesh}",
             format_seconds(move.seconds),
             format_bytes(move.sent_bytes),
             format_bytes(move.network_bytes),
@@ -146,7 +149,7 @@ def _moves(chosen: Estimate) -> Table:
 
 
 def _presets(report: PlanReport) -> Table:
-    rows = table("plan", "step>", "slower>", "tokens/s>", "memory>", "")
+    rows = make_table("plan", "step>", "slower>", "tokens/s>", "memory>", "")
     chosen = report.chosen
     ordered = sorted(report.presets.items(), key=lambda item: _order(item[1]))
     rows.add_row("this one", *_figures(chosen, chosen), "")
@@ -163,9 +166,9 @@ def _presets(report: PlanReport) -> Table:
 
 
 def _blame(estimate: Estimate) -> str:
-    """What fills the fullest device most."""
-    peak = estimate.fullest.peak
-    return f"{largest(peak.parts)} {format_bytes(max(peak.parts.values()))} in {peak.during}"
+    """Name the largest memory part of the fullest device."""
+    peak = estimate.peak_device.peak
+    return f"{find_largest(peak.parts)} {format_bytes(max(peak.parts.values()))} in {peak.during}"
 
 
 def _order(preset: Preset) -> tuple[bool, bool, float]:
@@ -184,7 +187,7 @@ def _figures(estimate: Estimate, chosen: Estimate) -> tuple[str, str, str, str]:
 
 
 def _alternatives(report: PlanReport) -> Table:
-    rows = table("call", "devices", "dp×tp×pp", "micro-batch>", "why not")
+    rows = make_table("call", "devices", "dp×tp×pp", "micro-batch>", "why not")
     for name, found in groupby(report.alternatives, key=lambda other: other.call):
         for number, other in enumerate(_few(list(found))):
             strategy = other.placement.strategy
@@ -206,9 +209,9 @@ def _how(other: Alternative) -> tuple[str, str]:
     strategy = other.placement.strategy
     if other.function:
         return f"{strategy.dp}", "-"
-    return degrees(other.placement), f"{strategy.micro_batch_tokens:,}"
+    return format_degrees(other.placement), f"{strategy.micro_batch_tokens:,}"
 
 
 def _few(found: Sequence[Alternative]) -> Iterable[Alternative]:
-    """What would be faster but does not fit, and the nearest of the others."""
+    """Select the alternatives that would be faster but do not fit, and the nearest of the others."""
     return [*(o for o in found if not o.fits), *(o for o in found if o.fits)][:_ALTERNATIVES]

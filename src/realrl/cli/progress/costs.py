@@ -1,4 +1,4 @@
-"""Predicted and measured costs of a run as a table."""
+"""Table of the predicted and measured costs of a run."""
 
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,8 @@ _COLUMNS = ("predicted\nseconds", _MEASURED[0], "ratio", "predicted\nmemory", _M
 
 
 def costs_table(comparison: "Comparison") -> Table:
-    """A row for each call, one more for waiting for a function, and rows for all reallocations and for the step;
-    columns of predictions only where there are."""
+    """Make a row for each call, one more for waiting for a function, and rows for all reallocations and for the
+    step; predictions only where there are any."""
     predicted = comparison.spec is not None
     table = Table(box=box.SIMPLE)
     table.add_column("in a step", no_wrap=True, overflow="fold")
@@ -42,7 +42,7 @@ def costs_table(comparison: "Comparison") -> Table:
 
 
 def costs_note(comparison: "Comparison") -> str:
-    """What the figures of the table are."""
+    """Explain the columns of the table."""
     steps = comparison.step.steps
     measured = f"medians of {steps} steps" if steps > 1 else "one step"
     if comparison.spec is None:
@@ -51,7 +51,7 @@ def costs_note(comparison: "Comparison") -> str:
 
 
 def _seconds(value: float | None) -> str:
-    """At least three significant digits, without an exponent, down to a millisecond."""
+    """Format seconds with at least three significant digits, without an exponent, down to a millisecond."""
     return "" if value is None else f"{value:.{3 if value < 10 else 1 if value < 1000 else 0}f}"
 
 

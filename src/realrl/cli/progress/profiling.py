@@ -1,11 +1,11 @@
-"""What a person sees while a machine is measured."""
+"""Progress display of a measurement."""
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 
 class ProfileProgress:
-    """A bar for each part; in a log file, a line."""
+    """Progress of a measurement: a bar for each part; in a log file, a line."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
@@ -38,10 +38,10 @@ class ProfileProgress:
             self._console.print(f"{what}: {points} points", soft_wrap=True)
 
     def done(self) -> None:
-        """Move the bar."""
+        """Advance the bar."""
         if self._console.is_terminal:
             self._bars.advance(self._task)
 
     def end(self, file: str, seconds: float) -> None:
-        """Say where everything is."""
+        """Print where the profile is."""
         self._console.print(f"measured in {seconds:.0f} s; see {file}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on."""
+"""Progress display of a training run."""
 
 import time
 from typing import TYPE_CHECKING
@@ -13,14 +13,14 @@ from realrl.cli.progress.costs import costs_note, costs_table
 if TYPE_CHECKING:
     from realrl.planner.calibration.comparison import Comparison
     from realrl.recipe.experiment import Experiment
-    from realrl.runtime.train import Record
+    from realrl.runtime.train import MetricsRecord
 
 _QUIET_SECONDS = 10.0
-"""Without a terminal, training lines are at least this far apart, so that a log stays readable."""
+"""Minimum seconds between training lines without a terminal, so that a log stays readable."""
 
 
 class Progress:
-    """One bar, and one line per evaluation; in a log file, a line now and then instead of the bar."""
+    """Progress of a run: one bar, and a line per evaluation; a log file gets a line now and then."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
@@ -55,8 +55,8 @@ class Progress:
         """Print a line above the bar."""
         self._print(f"note: {text}")
 
-    def record(self, record: "Record") -> None:
-        """Move the bar, or print an evaluation."""
+    def record(self, record: "MetricsRecord") -> None:
+        """Advance the bar, or print an evaluation."""
         text = self._figures(record)
         if record.kind == "eval":
             self._print(f"step {record.step}/{self._steps} evaluation: {text}")
@@ -67,24 +67,24 @@ class Progress:
             self._print(f"step {record.step}/{self._steps} {record.seconds:.2f} s: {text}")
 
     def costs(self, comparison: "Comparison") -> None:
-        """Print what steps took beside what they were predicted to take."""
+        """Print the measured times of steps beside the predicted ones."""
         self._stop()
         self._console.print(costs_table(comparison))
         self._print(costs_note(comparison))
 
     def end(self, run_dir: str, seconds: float) -> None:
-        """Take the bar away and say where everything is."""
+        """Remove the bar and print where everything is."""
         self._stop()
         self._print(f"done in {seconds:.0f} s; results in {run_dir}")
 
     def _stop(self) -> None:
-        """Take the bar away, where there is one: else rich prints an empty line."""
+        """Remove the bar, where there is one: else rich prints an empty line."""
         if self._bars.live.is_started:
             self._bars.stop()
 
     def _print(self, line: str) -> None:
         self._console.print(line, soft_wrap=True)
 
-    def _figures(self, record: "Record") -> str:
+    def _figures(self, record: "MetricsRecord") -> str:
         shown = (name for name in self._headlines if name in record.figures)
         return "  ".join(f"{name.rpartition('/')[2]} {record.figures[name]:.4g}" for name in shown)

@@ -1,4 +1,4 @@
-"""The metrics that sum up runs, as kept in report.json and shown in a table."""
+"""Summary metrics of runs, as kept in report.json and shown in a table."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,16 +10,15 @@ from realrl.cli.reporting.runs import FinishedRun
 
 @dataclass(frozen=True)
 class ReportedMetric:
-    """A metric of one run: its key in report.json, what the table calls it, and its value, None where it was not
-    finite."""
+    """A metric of one run: its key in report.json, its label in the table, and its value, None if not finite."""
 
     key: str
     label: str
     value: float | None
 
 
-def reported_metrics(runs: Mapping[str, FinishedRun]) -> list[ReportedMetric]:
-    """What the algorithms of `runs` (algorithm -> run) sum up of them; without metrics that a run does not have.
+def list_metrics(runs: Mapping[str, FinishedRun]) -> list[ReportedMetric]:
+    """Collect the metrics that the algorithms of `runs` (algorithm -> run) sum up, as far as the runs have them.
 
     A key that several algorithms use begins with the algorithm's name and a dot.
     """

@@ -1,4 +1,4 @@
-"""The curves of runs in one picture."""
+"""Picture of the curves of runs."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Figures and samples of a finished run, read from its directory for a report."""
+"""Metrics and samples of a finished run, read from its directory for a report."""
 
 import json
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ LineKind = Literal["train", "eval"]
 
 @dataclass(frozen=True)
 class MetricLine:
-    """Figures of one training step, or of one evaluation; None for what is not a finite number."""
+    """Metrics of one training step, or of one evaluation; None for a number that is not finite."""
 
     step: int
     kind: str
@@ -29,7 +29,7 @@ class MetricLine:
 
 @dataclass(frozen=True)
 class Sample:
-    """A generated text with what the reward model (`score`) and the independent judge say of it."""
+    """Generated text with its score by the reward model and its rating by the independent judge."""
 
     prompt: str
     completion: str
@@ -39,7 +39,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """One run directory. samples: the sample files in the order they were written; seconds: wall time."""
+    """Finished run directory. samples: the sample files in the order they were written; seconds: wall time."""
 
     path: Path
     spec: AlgorithmSpec
@@ -48,14 +48,16 @@ class FinishedRun:
     seconds: float
 
     def series(self, kind: LineKind, figure: str) -> tuple[list[int], list[float]]:
-        """Steps and values of a figure. `figure` is a whole name or what follows its last slash."""
+        """List the steps and values of a metric, given by its name or by what follows its last slash."""
         points = [(line.step, _find(line.figures, figure)) for line in self.lines if line.kind == kind]
         known = [(step, value) for step, value in points if value is not None]
         return [step for step, _ in known], [value for _, value in known]
 
     def first_and_last(self, figure: str) -> tuple[float | None, float | None] | None:
-        """The figure at the first and at the last evaluation, None where it was no finite number; None if no
-        evaluation has it."""
+        """Find a metric at the first and the last evaluation; None if no evaluation has it.
+
+        A value is None where it was not finite.
+        """
         evaluations = (line.figures for line in self.lines if line.kind == "eval")
         values = [figures[name] for figures in evaluations if (name := _name(figures, figure))]
         return (values[0], values[-1]) if values else None
@@ -71,7 +73,7 @@ def _find(figures: dict[str, float | None], figure: str) -> float | None:
 
 
 def read_runs(directories: Sequence[str]) -> dict[str, FinishedRun]:
-    """Algorithm -> run. UserError for a directory without a finished run, or two runs of one algorithm."""
+    """Read runs by algorithm; UserError for a directory without a finished run, or two runs of one algorithm."""
     runs: dict[str, FinishedRun] = {}
     for directory in directories:
         run = read_run(directory)
@@ -110,16 +112,16 @@ def _read_run(path: Path) -> FinishedRun:
         for file in sorted((path / "samples").glob("step-*.jsonl"))
     )
     return FinishedRun(
-        path,
-        find_algorithm(read_yaml(str(path / "config.yaml"))["algorithm"])[0],
-        tuple(lines),
-        tuple(samples),
-        json.loads((path / "summary.json").read_text(encoding="utf-8"))["seconds"],
+        path=path,
+        spec=find_algorithm(read_yaml(str(path / "config.yaml"))["algorithm"])[0],
+        lines=tuple(lines),
+        samples=tuple(samples),
+        seconds=json.loads((path / "summary.json").read_text(encoding="utf-8"))["seconds"],
     )
 
 
 def _describe_unfinished(path: Path) -> str:
-    """Error message for a run that goes on, or that was interrupted."""
+    """Write the error message for a run that is still running, or that was interrupted."""
     experiment = load_experiment(str(path / "config.yaml"))
     graph = build_graph(experiment)
     saved = find_saved(path, [role for role in graph.roles if graph.trained(role)])

@@ -12,6 +12,7 @@ from realrl.engine.finite import NotFiniteLogitsError, all_finite
 from realrl.engine.generation.sampling import sample, uniform
 from realrl.engine.model import Model
 from realrl.engine.pipeline.messages import Coming
+from realrl.layout.limits import COMPACTION_SHARE
 from realrl.model.cache import KVCache
 from realrl.model.packing import Packing
 from realrl.recipe.settings import GenerationConfig
@@ -19,7 +20,7 @@ from realrl.recipe.settings import GenerationConfig
 
 @dataclass(frozen=True)
 class Noise:
-    """What sampling noise depends on besides the sequence and the position."""
+    """Seed of the sampling noise, besides the sequence and the position."""
 
     seed: int
     step: int
@@ -72,8 +73,11 @@ def generate(
 
 
 def _run_in_turn(continuations: "Sequence[Continuation]", turn: Callable[[], None], *, at_once: int) -> None:
-    """Advance several continuations step by step, `at_once` under way at a time: while one is on another
-    stage of the pipeline, this stage works on the next. Every stage goes through the same turns."""
+    """Advance several continuations step by step, `at_once` at a time.
+
+    While one is on another stage of the pipeline, this stage works on the next. Every stage goes through the same
+    turns.
+    """
     waiting, active = deque(continuations), deque[Iterator[None]]()
     while waiting or active:
         while waiting and len(active) < at_once:
@@ -89,7 +93,7 @@ _ENDED = object()
 
 
 class Continuation:
-    """Prompts that are continued together in one cache, as one stage of a pipeline sees them."""
+    """Decode batch: prompts that share one KV cache, as one stage of a pipeline sees them."""
 
     def __init__(
         self,
@@ -146,7 +150,7 @@ class Continuation:
     def _going_on(
         self, slots: Tensor, chosen: Tensor, cache: KVCache, position: int
     ) -> tuple[Tensor, Tensor]:
-        """The rows that get another token, and their last one."""
+        """List the rows that get another token, and their last one."""
         if position + 1 == self.sampling.max_new_tokens:
             return slots[:0], chosen[:0]
         # Rows that have ended cost as much as others until they are taken out; taking them out copies the
@@ -155,7 +159,7 @@ class Continuation:
             return slots, chosen
         alive = ~self.finished[slots]
         remaining = int(alive.sum())
-        if remaining > 0.8 * len(slots):
+        if remaining > COMPACTION_SHARE * len(slots):
             return slots, chosen
         kept = alive.nonzero().squeeze(-1)
         if remaining:
@@ -163,7 +167,7 @@ class Continuation:
         return slots[kept], chosen[kept]
 
     def prefill(self) -> tuple[Tensor, KVCache]:
-        """Hidden states of the prompts, on the last stage only at their ends, and their cache."""
+        """Compute the hidden states of the prompts, on the last stage only at their ends, and their cache."""
         model, prompts = self.model, self.prompts
         packing = Packing.of(prompts.lengths, model.device)
         cache = KVCache(
@@ -186,8 +190,7 @@ class Continuation:
         return hidden, cache
 
     def _draw(self, logits: Tensor, slots: Tensor, position: int) -> Tensor:
-        """Choose the next token of the sequences in `slots`, and record its log-probability. logits:
-        [len(slots), V]"""
+        """Sample the next token of the sequences in `slots`; record its log-probability. logits: [len(slots), V]"""
         allowed = logits
         if position < self.sampling.min_new_tokens:
             allowed = logits.index_fill(-1, self.ends, -torch.inf)
@@ -207,7 +210,7 @@ class Continuation:
         self.finished[slots] |= ended
 
     def rows(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """Per prompt: its sequence, aligned log-probabilities, and whether it ended by itself.
+        """List per prompt its sequence, aligned log-probabilities, and whether it ended by itself.
 
         NotFiniteLogitsError if a logit was not finite. Only here, since looking at each token makes a GPU wait.
         """

@@ -1,4 +1,4 @@
-"""Drawing tokens. The noise is a function of what is drawn, not of a generator's history."""
+"""Token sampling with counter-based noise: a function of what is sampled, not of a generator's history."""
 
 import torch
 from torch import Tensor
@@ -9,13 +9,13 @@ _MASK53 = (1 << 53) - 1
 
 
 def _signed(value: int) -> int:
-    """The 64-bit two's complement number with the low 64 bits of `value`."""
+    """Convert the low 64 bits of `value` to a two's complement number."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014), on int64 tensors with wrap-around."""
+    """Apply the finaliser of SplitMix64 (Steele, Lea and Flood 2014) to int64 tensors, with wrap-around."""
 
     def shift_right(value: Tensor, bits: int) -> Tensor:
         return (value >> bits) & ((1 << (64 - bits)) - 1)
@@ -26,7 +26,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def uniform(seed: int, step: int, sequences: Tensor, positions: Tensor) -> Tensor:
-    """Uniform numbers in [0, 1), float64, of the shape of `sequences` and `positions` (int64).
+    """Compute uniform numbers in [0, 1), float64, of the shape of `sequences` and `positions` (int64).
 
     A function of (seed, step, sequence, position) alone: the same under every plan, batch split and restart.
     """
@@ -38,7 +38,7 @@ def uniform(seed: int, step: int, sequences: Tensor, positions: Tensor) -> Tenso
 
 
 def sample(logits: Tensor, sampling: GenerationConfig, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw a token per row. logits: [B, V] float32, noise: [B] in [0, 1).
+    """Sample a token per row. logits: [B, V] float32, noise: [B] in [0, 1).
 
     Returns tokens [B] and their log-probabilities [B] at the temperature, over the whole vocabulary: top-k
     and top-p choose among tokens, but the trainer knows nothing of them.

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline send each other."""
+"""Messages between pipeline stages."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realrl.algorithms.method import Metrics
+from realrl.layout.limits import SENDS_PER_STAGE
 from realrl.model.group import Group
 
 _FORWARD, _BACKWARD, _TOKENS = 1, 2, 3  # tags, where the backend knows them
@@ -17,13 +18,13 @@ _FORWARD, _BACKWARD, _TOKENS = 1, 2, 3  # tags, where the backend knows them
 
 @dataclass(frozen=True)
 class Coming:
-    """Something that another stage sends, or will send."""
+    """Pending receive from another stage."""
 
     work: dist.Work
     tensor: Tensor
 
     def wait(self) -> Tensor:
-        """The tensor, once it is here."""
+        """Wait for the tensor and return it."""
         self.work.wait()
         return self.tensor
 
@@ -59,33 +60,33 @@ class Pipeline:
         return self.group.index == self.group.size - 1
 
     def expect(self, rows: int) -> Coming:
-        """Activations of the stage before. [rows, H]"""
+        """Post the receive of activations of the stage before. [rows, H]"""
         return self._expect(self._hidden(rows), self.group.index - 1, self.group.handle, _FORWARD)
 
     def send(self, hidden: Tensor) -> None:
-        """Activations to the next stage."""
+        """Send activations to the next stage."""
         self._post(hidden.detach().contiguous(), self.group.index + 1, self.group.handle, _FORWARD)
 
     def expect_gradient(self, rows: int) -> Coming:
-        """The gradient of what was sent, or will be, to the next stage. [rows, H]"""
+        """Post the receive of the gradient of what is sent to the next stage. [rows, H]"""
         return self._expect(self._hidden(rows), self.group.index + 1, self._back, _BACKWARD)
 
     def send_gradient(self, gradient: Tensor) -> None:
-        """The gradient of what came from the stage before."""
+        """Send the gradient of what came from the stage before."""
         self._post(gradient.contiguous(), self.group.index - 1, self._back, _BACKWARD)
 
     def expect_tokens(self, count: int) -> Coming:
-        """The other side of `tell`. [count] int64"""
+        """Post the receive of the tokens that `tell` broadcasts. [count] int64"""
         tokens = torch.empty(count, dtype=torch.int64, device=self._device)
         return self._expect(tokens, self.group.size - 1, self._back, _TOKENS)
 
     def tell(self, tokens: Tensor) -> None:
-        """From the last stage, the tokens it has drawn, to all others. [B] int64"""
+        """Broadcast the sampled tokens from the last stage to all others. [B] int64"""
         for stage in range(self.group.size - 1):
             self._post(tokens, stage, self._back, _TOKENS)
 
     def figures_from_last(self, figures: Metrics) -> Metrics:
-        """The last stage's figures, on every stage."""
+        """Broadcast the last stage's metrics to every stage."""
         if self.group.size == 1:
             return figures
         box = [figures.to_plain() if self.last else None]
@@ -129,13 +130,12 @@ class Pipeline:
         work = dist.isend(tensor, self.group.ranks[stage], group=handle, tag=tag)
         assert work is not None, "a stage is part of its pipeline"
         self._pending.append((work, tensor))
-        # Memory of what has surely arrived is given back: more than this many are never under way.
-        while len(self._pending) > 4 * self.group.size:
+        while len(self._pending) > SENDS_PER_STAGE * self.group.size:
             self._pending.popleft()[0].wait()
 
 
 def one_ahead(expect: Callable[[int], Coming], sizes: Iterable[int]) -> Iterator[Tensor]:
-    """What comes in so many rows at a time; while one is waited for or used, the next one is expected."""
+    """Yield received tensors of so many rows each, always with the next receive posted."""
     left = iter(sizes)
     coming = deque(expect(rows) for rows in islice(left, 1))
 

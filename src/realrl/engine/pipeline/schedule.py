@@ -1,4 +1,4 @@
-"""The order in which pipeline stages work on micro-batches; no torch, so that it can be dry-run anywhere."""
+"""Pipeline schedules: the order in which stages work on micro-batches. No torch, so that dry runs are cheap."""
 
 import re
 from collections.abc import Sequence
@@ -8,8 +8,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Action:
-    """One micro-batch through one stage: `F` forward or `B` backward. Its text is for example `2F0`: stage 2,
-    forward, micro-batch 0."""
+    """Forward (`F`) or backward (`B`) of one micro-batch on one stage.
+
+    Its text is for example `2F0`: stage 2, forward, micro-batch 0.
+    """
 
     stage: int
     kind: Literal["F", "B"]
@@ -27,7 +29,7 @@ class Action:
         return cls(int(match[1]), "F" if match[2] == "F" else "B", int(match[3]))
 
     def needs(self, stages: int) -> tuple["Action", ...]:
-        """The actions that must have ended before this one starts."""
+        """Actions that must have ended before this one starts."""
         if self.kind == "F":
             return (Action(self.stage - 1, "F", self.micro_batch),) if self.stage else ()
         own = Action(self.stage, "F", self.micro_batch)
@@ -37,12 +39,15 @@ class Action:
 
 
 Schedule = list[list[Action]]
-"""Per stage, its actions in order."""
+"""Actions of each stage, in order."""
 
 
 def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
-    """1F1B (PipeDream-Flush, arXiv 2006.09503): after a warm-up, each stage alternates, so that stage s never
-    holds activations of more than `stages - s` micro-batches."""
+    """Make a 1F1B schedule (PipeDream-Flush, arXiv 2006.09503).
+
+    After a warm-up, each stage alternates, so that stage s never holds activations of more than `stages - s`
+    micro-batches.
+    """
     schedule: Schedule = []
     for stage in range(stages):
         warmup = min(stages - stage - 1, micro_batches)

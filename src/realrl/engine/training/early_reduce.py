@@ -1,4 +1,4 @@
-"""Adding gradients up over data-parallel ranks while the backward pass still computes others."""
+"""Overlap of gradient reduction over data-parallel ranks with the backward pass."""
 
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.model import Model
@@ -6,7 +6,7 @@ from realrl.engine.training.optimizer import ShardedAdamW
 
 
 class EarlyReduce:
-    """Starts each bucket's reduce-scatter as soon as the last backward pass of a mini-batch has completed it.
+    """Gradient reduction that starts a bucket's reduce-scatter once its gradients are complete.
 
     Buckets start from the end of the buffer, where the gradients that come first lie, and always in that
     order, which is therefore the same on every rank.
@@ -28,11 +28,11 @@ class EarlyReduce:
             parameter.register_post_accumulate_grad_hook(lambda _, touched=touched: self._arrived(touched))
 
     def arm(self) -> None:
-        """The next backward pass is the last one of the mini-batch."""
+        """Announce that the next backward pass is the last one of the mini-batch."""
         self._missing, self._next = list(self._parts), len(self._parts) - 1
 
     def _arrived(self, touched: range) -> None:
-        """The gradient of a parameter that lies in these buckets is complete, if the pass is the last one."""
+        """Register a complete gradient of a parameter in these buckets, if the pass is the last one."""
         if self._missing is None:
             return
         for bucket in touched:

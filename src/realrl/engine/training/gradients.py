@@ -1,4 +1,4 @@
-"""What the flat gradients of a shard lack before they are those of the whole model, and what counts once."""
+"""Completion of gradients that several ranks hold in part, and elements that count once in norms."""
 
 from torch import Tensor
 
@@ -9,13 +9,13 @@ from realrl.layout.ranges import kv_heads
 
 
 def needs_completion(model: Model) -> bool:
-    """Whether `complete_gradients` has anything to do."""
+    """Check whether `complete_gradients` has anything to do."""
     tied = model.shape.tied_embeddings and model.head == "lm" and model.parallel.pipeline.size > 1
     return tied or model.shard.shares_keys or (model.parallel.tensor.size > 1 and model.sequence)
 
 
 def complete_gradients(model: Model, gradients: FlatBuffer) -> None:
-    """Add up, in place, gradients of parameters that several ranks hold but each computed only a part of:
+    """All-reduce, in place, gradients of parameters that several ranks hold and each computed in part:
 
     norms under sequence parallelism (each rank saw its own tokens), key/value heads that neighbouring tensor
     ranks share (each served its own query heads), and an embedding table tied to the head of another stage.
@@ -35,7 +35,7 @@ def complete_gradients(model: Model, gradients: FlatBuffer) -> None:
 
 
 def _sum_shared_heads(model: Model, gradient: Tensor) -> None:
-    """gradient: [local heads * D, H]"""
+    """Add up the gradients of shared key/value heads. gradient: [local heads * D, H]"""
     shape, keys = model.shape, model.shard.keys
     everyone = gradient.new_zeros(shape.kv_heads, shape.head_dim, gradient.shape[1])
     mine = gradient.view(len(keys), shape.head_dim, -1)
@@ -44,8 +44,10 @@ def _sum_shared_heads(model: Model, gradient: Tensor) -> None:
 
 
 def owned(model: Model, name: str) -> tuple[int, int]:
-    """Which elements of a local tensor, first and end, this rank counts in a sum over the placement's ranks,
-    so that what several tensor ranks or both ends of a pipeline hold is counted once."""
+    """Find the elements (first, end) of a local tensor that this rank counts in sums over the placement.
+
+    So what several TP ranks or both ends of a pipeline hold is counted once.
+    """
     spec = next(t for t in model.parameters.tensors if t.name == name)
     shard, end = model.shard, spec.numel
     if name == EMBEDDING and not shard.first:

@@ -1,4 +1,4 @@
-"""Learning rate over a run."""
+"""Learning rate schedules."""
 
 import math
 
@@ -6,7 +6,10 @@ from realrl.recipe.model import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """The rate of training step `step` (from 0) of `steps`: linear warm-up, then the schedule to its end."""
+    """Compute the learning rate of a step: linear warm-up, then the schedule to its end.
+
+    `step` counts from 0 to `steps`.
+    """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)

@@ -1,4 +1,4 @@
-"""AdamW whose state is sharded over data-parallel ranks."""
+"""AdamW with state sharded over data-parallel ranks."""
 
 from collections.abc import Iterator, Mapping
 from math import isfinite
@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realrl.engine.flat import FlatBuffer
-from realrl.families.tensors import SCALAR_HEAD, bucket_count
+from realrl.families.tensors import SCALAR_HEAD
 from realrl.model.group import Group, all_gather, reduce_scatter
 from realrl.recipe.model import OptimizerConfig
 
 
 class ShardedAdamW:
-    """Updates a flat parameter buffer from a flat float32 gradient buffer of the same length.
+    """Optimizer of a flat parameter buffer with a flat float32 gradient buffer of the same length.
 
     The buffers are cut into buckets, and every bucket into equal parts, one per rank. A step adds the gradients
     of each bucket up over the ranks (reduce-scatter, which can start while others are still being computed),
@@ -40,7 +40,7 @@ class ShardedAdamW:
         self._parameters, self._gradients = parameters, gradients.data
         self._group, self._everyone = group, everyone or group
         self._clip, self._decay = config.grad_clip, config.weight_decay
-        self.buckets = bucket_count(parameters.tensors)
+        self.buckets = parameters.buckets
         self.bucket_size = parameters.data.numel() // self.buckets
         self._part = self.bucket_size // group.size
         mine = parameters.data.new_empty(self.buckets * self._part, dtype=torch.float32)
@@ -56,12 +56,12 @@ class ShardedAdamW:
 
     @property
     def kept(self) -> list[Tensor]:
-        """What must survive between steps, besides the parameters themselves."""
+        """Tensors that must survive between steps, besides the parameters themselves."""
         return [*self._moments, *([] if self._master is None else [self._master])]
 
     @property
     def scratch(self) -> list[Tensor]:
-        """What is of use only during a step, and overwritten then."""
+        """Tensors that are used only during a step, and overwritten then."""
         return [self._gradient]
 
     def _slot(self, flat: Tensor, bucket: int) -> Tensor:
@@ -136,8 +136,10 @@ class ShardedAdamW:
         return "decay" if len(self._parameters[name].shape) > 1 else "no decay"
 
     def start_reduce(self, bucket: int) -> None:
-        """Begin to add up the gradients of a bucket, which must be complete. Every rank of the group starts
-        the buckets in the same order."""
+        """Start the reduce-scatter of a bucket, whose gradients must be complete.
+
+        Every rank of the group starts the buckets in the same order.
+        """
         whole = self._gradients[bucket * self.bucket_size : (bucket + 1) * self.bucket_size]
         self._reducing[bucket] = reduce_scatter(
             self._slot(self._gradient, bucket), whole, self._group, later=True
@@ -180,7 +182,7 @@ class ShardedAdamW:
         return norm
 
     def _update(self, bucket: int, lr: float, head_scale: float) -> dist.Work | None:
-        """Update a bucket and begin to collect it."""
+        """Update a bucket and start its all-gather."""
         optimizer, stored = self._optimizers[bucket], self._stored(bucket)
         *rest, head = optimizer.param_groups
         for settings in rest:
@@ -194,14 +196,14 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def discard(self) -> None:
-        """Forget the accumulated gradients."""
+        """Discard the accumulated gradients."""
         if self._reducing:
             self._finish_reduce()
         self._gradients.zero_()
 
 
 def _merged(runs: Iterator[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """Runs (kind, first, end), neighbours of the same kind joined."""
+    """Join neighbouring runs (kind, first, end) of the same kind."""
     joined: list[tuple[str, int, int]] = []
     for kind, low, high in runs:
         if joined and joined[-1][0] == kind and joined[-1][2] == low:

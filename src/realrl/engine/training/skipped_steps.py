@@ -1,4 +1,4 @@
-"""Optimizer steps that are skipped because a gradient is not finite: what was so first, and the error for many."""
+"""Skipped optimizer steps: gradients that are not finite, their first cause, and the error for too many."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from realrl.engine.model import Model
 
 
 class SkippedStepsError(Exception):
-    """Optimizer steps that were skipped since the gradient was not finite, too many to go on.
+    """Too many optimizer steps that were skipped because the gradient was not finite.
 
     call: the train call; what: how many were skipped, in words; quantity: the first quantity of the last mini-batch
     that was not finite; minibatch: this rank's part of the last one, with all that the loss was computed from, None
@@ -25,7 +25,7 @@ class SkippedStepsError(Exception):
 
 
 class SkippedSteps:
-    """The optimizer steps of a role that were skipped, and whether they are too many.
+    """Counter of the skipped optimizer steps of a role, and whether they are too many.
 
     Too many are `limit` in a row, or some in each of `limit` train calls in a row; None for no limit.
     """
@@ -38,18 +38,18 @@ class SkippedSteps:
         self._last: tuple[str, Batch | None] | None = None
 
     def begin(self, call: str) -> None:
-        """A train call of this name begins."""
+        """Begin a train call of this name."""
         self._call, self._applied = call, 0
         self._by_quantity.clear()
         self._last = None
 
     def applied(self) -> None:
-        """A step was made."""
+        """Count an applied step."""
         self._in_a_row = 0
         self._applied += 1
 
     def skipped(self, quantity: str, minibatch: Batch | None) -> None:
-        """A step was skipped; see SkippedStepsError, which is raised where that is once too often in a row."""
+        """Count a skipped step; SkippedStepsError where it is once too often in a row."""
         self._in_a_row += 1
         self._by_quantity[quantity] += 1
         self._last = quantity, minibatch
@@ -57,7 +57,7 @@ class SkippedSteps:
             raise self._error(f"{self._in_a_row} optimizer steps in a row were skipped")
 
     def end(self) -> dict[str, int]:
-        """A train call ends: figures of it by name. SkippedStepsError after too many calls with skipped steps."""
+        """End a train call: its metrics by name. SkippedStepsError after too many calls with skipped steps."""
         self._calls += 1
         self._calls_in_a_row = self._calls_in_a_row + 1 if self._by_quantity else 0
         if self._by_quantity and self._calls_in_a_row == self._limit:
@@ -68,7 +68,10 @@ class SkippedSteps:
         return figures | {f"skipped_for/{name}": count for name, count in self._by_quantity.items()}
 
     def check(self) -> None:
-        """SkippedStepsError if the last train call made no step at all, or each of several calls skipped some."""
+        """Check that training makes progress; else SkippedStepsError.
+
+        The last train call must have made a step, and not each of several calls may have skipped some.
+        """
         if not self._by_quantity:
             return
         if not self._applied:
@@ -106,7 +109,7 @@ def _names(model: Model, minibatch: Batch, figures: Metrics) -> Iterator[str]:
 
 
 def _suspects(model: Model, minibatch: Batch, figures: Metrics, gradients: FlatBuffer) -> Iterator[bool]:
-    """Whether each of `_names` is finite, as far as this rank holds it."""
+    """Check whether each of `_names` is finite, as far as this rank holds it."""
     held = {tensor.name for tensor in model.parameters.tensors}
     for field in minibatch.fields.values():
         yield all_finite(field.values)

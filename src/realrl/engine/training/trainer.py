@@ -17,7 +17,6 @@ from realrl.engine.training.early_reduce import EarlyReduce
 from realrl.engine.training.gradients import complete_gradients, needs_completion, owned
 from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.engine.training.skipped_steps import SkippedSteps, first_not_finite
-from realrl.families.tensors import bucket_count
 from realrl.model.packing import Packing
 from realrl.recipe.model import OptimizerConfig
 
@@ -30,7 +29,7 @@ class Trainer:
         self.model = model
         self._skipped = SkippedSteps(max_skipped)
         parameters, parallel = model.parameters, model.parallel
-        multiple = parallel.data.size * bucket_count(parameters.tensors)
+        multiple = parallel.data.size * parameters.buckets
         self.gradients = FlatBuffer(parameters.tensors, torch.float32, model.device, multiple_of=multiple)
         for name, parameter in model.transformer.named_parameters():
             parameter.requires_grad_(True)
@@ -47,7 +46,7 @@ class Trainer:
         )
         self._early = None if needs_completion(model) else EarlyReduce(model, self.gradients, self.optimizer)
         self.memory = Offloadable(self.optimizer.kept, [self.gradients.data, *self.optimizer.scratch])
-        """All that training needs besides the parameters."""
+        """Memory that training needs besides the parameters."""
 
     def train(
         self,
@@ -101,7 +100,7 @@ class Trainer:
         return metrics
 
     def check_learning(self) -> None:
-        """SkippedStepsError if what was trained last cannot be called learning; see `SkippedSteps.check`."""
+        """Check that the last training step was applied; SkippedStepsError, see `SkippedSteps.check`."""
         self._skipped.check()
 
     def _kept(self, minibatch: Batch) -> Batch | None:
@@ -112,7 +111,7 @@ class Trainer:
     def _gradients(
         self, batch: Batch, method: TrainMethod, budget: int, recompute: bool, turn: Callable[[], None]
     ) -> Metrics:
-        """Accumulate the gradient of one mini-batch; its figures over data-parallel ranks, on every stage."""
+        """Accumulate the gradient of one mini-batch; its metrics over data-parallel ranks, on every stage."""
         model = self.model
         weight = torch.tensor(float(method.weight(batch)), device=model.device)
         weight = model.parallel.data.sum(weight)
@@ -173,7 +172,7 @@ class Trainer:
 
 @dataclass(frozen=True, eq=False)
 class _Pass:
-    """A micro-batch between its forward and its backward: what came in, and what went out or was lost."""
+    """Micro-batch between its forward and its backward pass: its input, and its output or loss."""
 
     received: Tensor | None
     result: Tensor

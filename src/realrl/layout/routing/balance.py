@@ -1,4 +1,4 @@
-"""Sharing out divisible work so that the busiest does as little as possible."""
+"""Balancing of divisible work: minimises the largest load."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Task:
-    """Work that any of `options`, and where they are too busy any of `others`, can do in any proportion."""
+    """Work that `options` can do in any proportion, and `others` too where the options are too busy."""
 
     work: float
     options: tuple[int, ...]
@@ -19,18 +19,18 @@ class Task:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What is known of the options: work they have already, and their speeds where those are not 1."""
+    """Present work of the options, and their speeds where those are not 1."""
 
     busy: Mapping[int, float] = field(default_factory=dict)
     speed: Mapping[int, float] = field(default_factory=dict)
 
 
 def balance(tasks: Sequence[Task], floor: float, capacity: Capacity | None = None) -> list[dict[int, float]]:
-    """Per task, how much each of its options does; amounts of 0 are left out.
+    """Distribute each task over its options: per task, option -> amount; amounts of 0 are left out.
 
-    The largest load, which is work over speed, is the smallest possible, or at most `floor` where that is more:
-    loads up to it cost nothing, and few shares are better than even ones. Tasks with the same options are
-    shared out one after the other, so that most of them fall to a single option whole.
+    The largest load (work over speed) is the smallest possible, or at most `floor` where that is larger: loads
+    up to the floor cost nothing, and few shares are better than even ones. Tasks with the same options are
+    distributed one after the other, so most of them go to a single option whole.
     """
     groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for index, task in enumerate(tasks):
@@ -62,13 +62,13 @@ def _deal(works: Sequence[float], shares: dict[int, float]) -> Iterable[dict[int
             if amount - used > slack:
                 left.append((option, amount - used))
         if work > 0 and not part:
-            # Rounding hides it beside the others, but somebody has to do it.
+            # Too small beside the others to survive rounding, but it must not be lost.
             part[option] = work
         yield part
 
 
 class _Shared:
-    """Loads while they are being levelled."""
+    """Loads and shares during balancing."""
 
     def __init__(self, pools: Sequence[Task], floor: float, capacity: Capacity) -> None:
         self.pools = pools
@@ -79,7 +79,7 @@ class _Shared:
         self.shares: list[dict[int, float]] = [{} for _ in pools]
 
     def fill(self) -> None:
-        """A first distribution: those with the fewest options first, each over its least loaded options."""
+        """Distribute the work greedily: pools with the fewest options first, each over its least loaded options."""
         for index in sorted(range(len(self.pools)), key=lambda i: self._freedom(self.pools[i])):
             pool = self.pools[index]
             left = pool.work
@@ -108,7 +108,7 @@ class _Shared:
         return len(pool.options) + len(pool.others)
 
     def _pour(self, index: int, options: tuple[int, ...], amount: float) -> float:
-        """Raise the lowest loads among `options` to a common level by `amount` in all, which is returned."""
+        """Add `amount` of work to the least loaded of `options`, raising them to a common level; return it."""
         if amount <= 0:
             return 0.0
         order = sorted(options, key=self.loads.__getitem__)
@@ -128,24 +128,24 @@ class _Shared:
         self.loads[option] += amount / self.speed[option]
 
     def _reach(self, start: int) -> dict[int, tuple[int, int] | None]:
-        """Options that work of `start` can be passed on to, nearest first: how, as (giver, pool)."""
+        """Find the options that work of `start` can move to, nearest first: option -> (donor, pool)."""
         reached: dict[int, tuple[int, int] | None] = {start: None}
         queue = deque([start])
         seen: set[int] = set()
         while queue:
-            giver = queue.popleft()
+            donor = queue.popleft()
             for index, shares in enumerate(self.shares):
-                if index in seen or shares.get(giver, 0.0) <= 0:
+                if index in seen or shares.get(donor, 0.0) <= 0:
                     continue
                 seen.add(index)
                 for option in (*self.pools[index].options, *self.pools[index].others):
                     if option not in reached:
-                        reached[option] = (giver, index)
+                        reached[option] = (donor, index)
                         queue.append(option)
         return reached
 
     def _move(self, reached: dict[int, tuple[int, int] | None], free: int) -> None:
-        """Pass as much as possible along the chain from the busiest to `free`."""
+        """Move as much work as possible along the chain from the busiest option to `free`."""
         chain: list[tuple[int, int, int]] = []
         taker = free
         while (step := reached[taker]) is not None:
@@ -154,8 +154,8 @@ class _Shared:
         amount = min(
             (self.loads[taker] - self.limit) * self.speed[taker],
             (self.limit - self.loads[free]) * self.speed[free],
-            *(self.shares[index][giver] for giver, index, _ in chain),
+            *(self.shares[index][donor] for donor, index, _ in chain),
         )
-        for giver, index, receiver in chain:
-            self._give(index, giver, -amount)
+        for donor, index, receiver in chain:
+            self._give(index, donor, -amount)
             self._give(index, receiver, amount)

@@ -1,4 +1,4 @@
-"""What one rank sends, receives and copies in a reallocation: messages of bounded size, in terms of storage."""
+"""Messages and copies of one rank in a reallocation: messages are bounded, places are those of flat buffers."""
 
 import hashlib
 from collections import defaultdict
@@ -11,15 +11,14 @@ from realrl.layout.region import Region
 from realrl.layout.routing.routes import Reallocation
 
 CHUNK_BYTES = 8 << 20
-"""Most bytes in one message, unless a single row has more."""
+"""Maximum bytes of one message, unless a single row has more."""
 ALONE_BYTES = 1 << 20
-"""What is so large and lies in one piece gets a message of its own, because it need not be packed."""
+"""Bytes from which a contiguous run gets a message of its own, because it need not be packed."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Elements of a flat buffer: `rows` stretches of `width`, their starts `stride` apart, the first at
-    `start`."""
+    """Strided elements of a flat buffer: `rows` runs of `width` elements, `stride` apart, from `start`."""
 
     start: int
     rows: int
@@ -33,11 +32,11 @@ class Span:
 
     @property
     def contiguous(self) -> bool:
-        """Whether it is a single stretch."""
+        """Whether it is a single run."""
         return self.rows == 1
 
     def precedes(self, other: "Span") -> bool:
-        """Whether both are single stretches and `other` starts where this one ends."""
+        """Check that both are contiguous and that `other` starts where this one ends."""
         return self.contiguous and other.contiguous and self.start + self.width == other.start
 
 
@@ -50,26 +49,24 @@ class Message:
     sends: bool
     numel: int
     spans: tuple[Span, ...]
-    """Where the rank has the elements: in its source buffer for what it sends in stage 0, else in its target
-    buffer."""
+    """Place of the elements: in the source buffer for sends of stage 0, else in the target buffer."""
     regions: tuple[Region, ...]
-    """What they are."""
+    """Regions of the elements, in the same order."""
 
 
 @dataclass(frozen=True)
 class RankSchedule:
-    """Messages in an order in which no rank waits for another for ever, however few it has under way: all
-    ranks order what they exchange alike."""
+    """Messages in one global order, so that no number of messages in flight, however small, can deadlock."""
 
     copies: tuple[tuple[Span, Span], ...]
-    """From the source buffer to the target buffer."""
+    """(Span of the source buffer, span of the target buffer) of each copy."""
     messages: tuple[Message, ...]
     digests: dict[str, str]
     """`SENDER-RECEIVER` -> a hash of everything the two exchange, the same on both."""
 
 
 class Storage:
-    """Where the local tensors of a rank lie in a flat buffer that stores them back to back."""
+    """Offsets of a rank's local tensors in a flat buffer that stores them back to back."""
 
     def __init__(self, tensors: Sequence[LocalTensor]) -> None:
         self._tensors: dict[str, tuple[int, Region]] = {}
@@ -79,24 +76,24 @@ class Storage:
             end += tensor.stored.numel
 
     def span(self, region: Region) -> Span:
-        """Where a region lies that the rank holds."""
+        """Locate a region that the rank holds."""
         start, held = self._tensors[region.tensor]
         first = region.offset[0] - held.offset[0]
         assert first >= 0 and region.end[0] <= held.end[0], f"{region} is not held: {held}"
         row = prod(held.size[1:])
         if region.size[1:] == held.size[1:]:
-            return _stretch(start + first * row, region.numel)
+            return _contiguous_span(start + first * row, region.numel)
         column = region.offset[1] - held.offset[1]
         assert column >= 0 and region.end[1] <= held.end[1], f"{region} is not held: {held}"
         at = start + first * row + column
         rows, width = region.size
-        return Span(at, rows, width, row) if rows > 1 else _stretch(at, width)
+        return Span(at, rows, width, row) if rows > 1 else _contiguous_span(at, width)
 
 
-def rank_schedule(
+def schedule_rank(
     reallocation: Reallocation, rank: int, element_bytes: int, tensors: Collection[str] | None = None
 ) -> RankSchedule:
-    """What a rank does in a reallocation, by default of all tensors.
+    """List the messages and copies of a rank in a reallocation, by default of all tensors.
 
     `element_bytes` is the width of an element sent. With `tensors`, the target buffer holds only these; the
     source buffer always holds all that the source layout gives the rank.
@@ -127,7 +124,14 @@ def rank_schedule(
             mine = ends[0] if sender == rank else ends[1]
             spans = _merge(mine.span(region) for region in chunk)
             numel = sum(span.numel for span in spans)
-            message = Message(stage, peer, sender == rank, numel, spans, tuple(chunk))
+            message = Message(
+                stage=stage,
+                peer=peer,
+                sends=sender == rank,
+                numel=numel,
+                spans=spans,
+                regions=tuple(chunk),
+            )
             ordered.append(((stage, number, (receiver - sender) % ranks, sender), message))
     ordered.sort(key=lambda item: item[0])
     copies = [c.region for c in reallocation.copies if c.rank == rank and c.region.tensor in wanted]
@@ -138,7 +142,7 @@ def rank_schedule(
     )
 
 
-def _stretch(start: int, numel: int) -> Span:
+def _contiguous_span(start: int, numel: int) -> Span:
     return Span(start, 1, numel, numel)
 
 
@@ -146,14 +150,14 @@ def _merge(spans: Iterator[Span]) -> tuple[Span, ...]:
     merged: list[Span] = []
     for span in spans:
         if merged and merged[-1].precedes(span):
-            merged[-1] = _stretch(merged[-1].start, merged[-1].numel + span.numel)
+            merged[-1] = _contiguous_span(merged[-1].start, merged[-1].numel + span.numel)
         else:
             merged.append(span)
     return tuple(merged)
 
 
 def _runs(regions: Sequence[Region], storages: Sequence[Storage]) -> Iterator[list[Region]]:
-    """Regions in groups that are one stretch in all of the storages; those that are none stand alone."""
+    """Group consecutive regions that are contiguous in all of the storages; others stand alone."""
     run: list[Region] = []
     ends: list[Span] = []
     for region in regions:
@@ -176,10 +180,10 @@ def _copies(regions: Sequence[Region], before: Storage, after: Storage) -> Itera
 def _chunks(
     regions: Sequence[Region], sender: Storage, receiver: Storage, element_bytes: int
 ) -> Iterator[list[Region]]:
-    """The messages that regions are sent in.
+    """Divide regions into messages.
 
-    Alone goes a run that is large and one stretch on both sides, so that it is packed on neither; then, of what
-    is left, one that is packed on one side only; the rest goes together.
+    A large run that is contiguous on both sides gets messages of its own and is packed on neither; next, a large
+    run that is contiguous on one side and packed on the other; the rest is sent together.
     """
     for storages in ((sender, receiver), (sender,), (receiver,)):
         loose: list[Region] = []
@@ -212,9 +216,9 @@ def _cut(regions: Sequence[Region], limit: int) -> Iterator[list[Region]]:
         yield chunk
 
 
-def tensor_groups(target: Layout, element_bytes: int, limit: int) -> list[tuple[str, ...]]:
-    """All tensors in storage order, in groups of which no rank of the target layout holds more than `limit`
-    bytes, or than one tensor."""
+def group_tensors(target: Layout, element_bytes: int, limit: int) -> list[tuple[str, ...]]:
+    """Group all tensors in storage order so that no rank of the target layout holds more than `limit` bytes of
+    a group, or than one tensor."""
     groups: list[list[str]] = []
     used, tp = 0, target.placement.strategy.tp
     for spec in target.specs:

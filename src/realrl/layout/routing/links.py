@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Links:
-    """Each device has an in-port and an out-port inside its node, each node one of each to the other nodes.
+    """Bandwidths of the ports of devices and nodes, and the latency of a message.
 
-    Bytes that go from node to node pass four ports: the sender's device and node, the receiver's node and
-    device. The defaults of the bandwidths are those of ReaL (arXiv 2406.14088); the latency is the order of
+    Each device has an in-port and an out-port inside its node, each node one of each to the other nodes. Bytes
+    that go from node to node pass four ports: the sender's device and node, the receiver's node and device. The
+    defaults of the bandwidths are those of ReaL (arXiv 2406.14088); the latency is the order of
     magnitude of one point-to-point message between GPUs of different nodes.
     """
 

@@ -1,12 +1,12 @@
-"""What a schedule loads each port with."""
+"""Load of each port under a schedule."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from realrl.layout.routing.journeys import Relief
-from realrl.layout.routing.legs import Leg
+from realrl.layout.routing.hops import Hop
 from realrl.layout.routing.links import Links
+from realrl.layout.routing.transfer_routes import SpareCapacity
 from realrl.plan.cluster import Cluster
 
 
@@ -20,14 +20,14 @@ class PortLoads:
     node_in: Mapping[int, int]
 
     @classmethod
-    def of(cls, legs: Iterable[Leg], cluster: Cluster) -> "PortLoads":
-        """The loads of a schedule; every port of the cluster is listed."""
+    def of(cls, hops: Iterable[Hop], cluster: Cluster) -> "PortLoads":
+        """Count the elements that pass each port of the cluster, idle ones included."""
         device_out, device_in, node_out, node_in = (defaultdict[int, int](int) for _ in range(4))
-        for leg in legs:
-            size = leg.end - leg.begin
-            device_out[leg.sender] += size
-            device_in[leg.receiver] += size
-            sender, receiver = cluster.node(leg.sender), cluster.node(leg.receiver)
+        for hop in hops:
+            size = hop.end - hop.begin
+            device_out[hop.sender] += size
+            device_in[hop.receiver] += size
+            sender, receiver = cluster.node(hop.sender), cluster.node(hop.receiver)
             if sender != receiver:
                 node_out[sender] += size
                 node_in[receiver] += size
@@ -40,19 +40,19 @@ class PortLoads:
         )
 
     def sending_seconds(self, links: Links) -> float:
-        """Time of the busiest out-port, at a byte per element."""
+        """Compute the seconds of the busiest out-port, at one byte per element."""
         return _seconds(self.device_out, self.node_out, links)
 
     def receiving_seconds(self, links: Links) -> float:
-        """Time of the busiest in-port, at a byte per element."""
+        """Compute the seconds of the busiest in-port, at one byte per element."""
         return _seconds(self.device_in, self.node_in, links)
 
-    def relief(self, links: Links) -> Relief:
-        """What senders in other nodes can take over: those count as idle who stay so when they help."""
+    def find_spare_capacity(self, links: Links) -> SpareCapacity:
+        """Find ranks that stay below the busiest one when they also send to other nodes at full speed."""
         busiest = max(self.device_out.values())
         spare = links.node_bytes_per_s / links.device_bytes_per_s * busiest
         idle = frozenset(rank for rank, load in self.device_out.items() if load <= busiest - spare)
-        return Relief(idle, self.node_in, self.node_out)
+        return SpareCapacity(idle, self.node_in, self.node_out)
 
 
 def _seconds(devices: Mapping[int, int], nodes: Mapping[int, int], links: Links) -> float:

@@ -1,4 +1,4 @@
-"""From one layout of a model to another: what is sent between which ranks, and what that costs."""
+"""Reallocation of a model between two layouts: transfers between ranks, their bytes and their time."""
 
 import hashlib
 from collections import defaultdict
@@ -7,23 +7,22 @@ from functools import cached_property
 
 from realrl.layout.layout import Layout
 from realrl.layout.region import Region
-from realrl.layout.routing.journeys import Relief, journeys
-from realrl.layout.routing.legs import Leg, legs
+from realrl.layout.routing.hops import Hop, list_hops
 from realrl.layout.routing.links import Links
-from realrl.layout.routing.parcels import Parcel, parcels
 from realrl.layout.routing.ports import PortLoads
+from realrl.layout.routing.region_groups import RegionGroup, group_regions
+from realrl.layout.routing.transfer_routes import SpareCapacity, find_transfer_routes
 from realrl.plan.cluster import Cluster
 
 _CLOSE = 1.001
-"""Senders need no relief when the busiest is at most this much busier than the busiest receiver."""
+"""Ratio of the busiest sender to the busiest receiver up to which remote sources are not tried."""
 
 
 @dataclass(frozen=True, order=True)
 class Transfer:
     """A region sent from rank to rank.
 
-    What is sent in stage 0 its sender holds in the source layout; what is sent in a later stage it received
-    in one before.
+    In stage 0 the sender holds it in the source layout; in a later stage it received it in an earlier one.
     """
 
     stage: int
@@ -51,7 +50,7 @@ class RankBytes:
 
 @dataclass(frozen=True)
 class LinkBytes:
-    """Bytes by how far they go: inside a device, from device to device of a node, from node to node."""
+    """Bytes by class of link: inside a device, between devices of a node, between nodes."""
 
     device: int
     node: int
@@ -60,7 +59,7 @@ class LinkBytes:
 
 @dataclass(frozen=True)
 class Reallocation:
-    """What turns one layout of a model into another; made by `reallocate`.
+    """Schedule that turns one layout of a model into another; made by `reallocate`.
 
     Every region of the target layout is covered exactly once by the copies and the transfers to its rank;
     nothing else is sent. A node without a region takes it in at most once and spreads it.
@@ -69,26 +68,26 @@ class Reallocation:
     source: Layout
     target: Layout
     cluster: Cluster
-    parcels: tuple[Parcel, ...]
-    legs: tuple[Leg, ...]
+    groups: tuple[RegionGroup, ...]
+    hops: tuple[Hop, ...]
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """By stage, sender and receiver; between two ranks in storage order."""
+        """Transfers by stage, sender and receiver; between two ranks in storage order."""
         order = {spec.name: index for index, spec in enumerate(self.source.specs)}
         pieces: dict[tuple[int, int, int], list[Region]] = {}
         found = []
-        for leg in self.legs:
-            key = (leg.parcel, leg.begin, leg.end)
+        for hop in self.hops:
+            key = (hop.group, hop.begin, hop.end)
             if key not in pieces:
-                pieces[key] = list(self.parcels[leg.parcel].pieces(leg.begin, leg.end))
-            found += [Transfer(leg.stage, leg.sender, leg.receiver, region) for region in pieces[key]]
+                pieces[key] = list(self.groups[hop.group].pieces(hop.begin, hop.end))
+            found += [Transfer(hop.stage, hop.sender, hop.receiver, region) for region in pieces[key]]
         found.sort(key=lambda t: (t.stage, t.sender, t.receiver, order[t.region.tensor], t.region.offset))
         return tuple(found)
 
     @cached_property
     def copies(self) -> tuple[Copy, ...]:
-        """What ranks of both layouts need not be sent; by rank, in storage order."""
+        """Regions that ranks hold in both layouts; by rank, in storage order."""
         found = []
         for rank in sorted(set(self.source.placement.ranks) & set(self.target.placement.ranks)):
             before = {local.region.tensor: local.region for local in self.source.tensors(rank)}
@@ -102,15 +101,15 @@ class Reallocation:
     @cached_property
     def loads(self) -> PortLoads:
         """Elements that pass each port."""
-        return PortLoads.of(self.legs, self.cluster)
+        return PortLoads.of(self.hops, self.cluster)
 
     def bytes_by_rank(self, element_bytes: int) -> dict[int, RankBytes]:
-        """Exact bytes of every rank of either layout; `element_bytes` is the width of an element sent."""
+        """Count the bytes of every rank of either layout; `element_bytes` is the width of an element sent."""
         sent, received = self.loads.device_out, self.loads.device_in
         copied: defaultdict[int, int] = defaultdict(int)
-        for parcel in self.parcels:
-            for rank in parcel.keepers:
-                copied[rank] += parcel.elements
+        for group in self.groups:
+            for rank in group.resident:
+                copied[rank] += group.elements
         ranks = sorted({*self.source.placement.ranks, *self.target.placement.ranks})
         return {
             r: RankBytes(sent[r] * element_bytes, received[r] * element_bytes, copied[r] * element_bytes)
@@ -118,43 +117,43 @@ class Reallocation:
         }
 
     def bytes_by_link(self, element_bytes: int) -> LinkBytes:
-        """Exact bytes of every class of links; `element_bytes` is the width of an element sent."""
+        """Count the bytes on every class of links; `element_bytes` is the width of an element sent."""
         network = sum(self.loads.node_out.values())
         node = sum(self.loads.device_out.values()) - network
-        device = sum(parcel.elements * len(parcel.keepers) for parcel in self.parcels)
+        device = sum(group.elements * len(group.resident) for group in self.groups)
         return LinkBytes(device * element_bytes, node * element_bytes, network * element_bytes)
 
     def busiest_seconds(self, links: Links, element_bytes: int) -> float:
-        """Time that the most loaded port, of a device or of a node, needs for its bytes."""
+        """Compute the seconds that the most loaded port, of a device or of a node, needs for its bytes."""
         loads = self.loads
         return element_bytes * max(loads.sending_seconds(links), loads.receiving_seconds(links))
 
     def seconds(self, links: Links, element_bytes: int) -> float:
-        """Modelled time: that of the busiest port, and the latency of each message the busiest rank handles.
+        """Predict the seconds: those of the busiest port and the latency of each message of the busiest rank.
 
-        What one rank sends another in one stage is one message. Copies inside a device are not counted.
+        All that one rank sends another in one stage is one message. Copies inside a device are not counted.
         """
         messages: defaultdict[int, int] = defaultdict(int)
-        for _, sender, receiver in {(leg.stage, leg.sender, leg.receiver) for leg in self.legs}:
+        for _, sender, receiver in {(hop.stage, hop.sender, hop.receiver) for hop in self.hops}:
             messages[sender] += 1
             messages[receiver] += 1
         latency = links.latency_s * max(messages.values(), default=0)
         return self.busiest_seconds(links, element_bytes) + latency
 
     def digest(self) -> str:
-        """A hash of the schedule; ranks that compute the same one agree on every transfer."""
+        """Hash the schedule; ranks with the same hash agree on every transfer."""
         state = hashlib.sha256()
         for layout in (self.source, self.target):
             state.update(f"{layout.head} {layout.placement.layout} {layout.shape!r}\n".encode())
-        for parcel in self.parcels:
-            state.update(f"{parcel.holders} {parcel.targets} {parcel.boxes}\n".encode())
-        for leg in self.legs:
-            state.update(repr(tuple(leg)).encode())
+        for group in self.groups:
+            state.update(f"{group.holders} {group.targets} {group.boxes}\n".encode())
+        for hop in self.hops:
+            state.update(repr(tuple(hop)).encode())
         return state.hexdigest()
 
 
 def reallocate(source: Layout, target: Layout, cluster: Cluster, links: Links | None = None) -> Reallocation:
-    """The schedule that turns `source` into `target`, with the busiest port of `links` as idle as possible.
+    """Schedule the transfers that turn `source` into `target`, minimising the load of the busiest port.
 
     The bandwidths of `links` (default: `Links()`) decide how much sending inside a node counts against sending
     between nodes. Raises ValueError unless both layouts are of the same tensors.
@@ -162,14 +161,15 @@ def reallocate(source: Layout, target: Layout, cluster: Cluster, links: Links | 
     if source.specs != target.specs:
         raise ValueError("the two layouts of a reallocation must hold the same tensors")
     links = links or Links()
-    moving = tuple(parcels(source, target))
+    groups = tuple(group_regions(source, target))
 
-    def schedule(relief: Relief | None) -> Reallocation:
-        chosen = journeys(moving, cluster, links, relief)
-        return Reallocation(source, target, cluster, moving, tuple(leg for j in chosen for leg in legs(j)))
+    def schedule(spare: SpareCapacity | None) -> Reallocation:
+        routes = find_transfer_routes(groups, cluster, links, spare)
+        hops = tuple(hop for route in routes for hop in list_hops(route))
+        return Reallocation(source=source, target=target, cluster=cluster, groups=groups, hops=hops)
 
     plain = schedule(None)
     if plain.loads.sending_seconds(links) <= plain.loads.receiving_seconds(links) * _CLOSE:
         return plain
-    relieved = schedule(plain.loads.relief(links))
-    return min(plain, relieved, key=lambda r: r.busiest_seconds(links, 1))
+    with_remote_sources = schedule(plain.loads.find_spare_capacity(links))
+    return min(plain, with_remote_sources, key=lambda r: r.busiest_seconds(links, 1))

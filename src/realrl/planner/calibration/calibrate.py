@@ -9,7 +9,7 @@ from realrl.planner.profile.profile import FunctionTime, Profile
 from realrl.planner.workload.batching import records_per_rank
 
 
-def calibrate(profile: Profile | None, run: Comparison) -> Profile:
+def calibrate_profile(profile: Profile | None, run: Comparison) -> Profile:
     """The profile with which each call of the run is predicted to take what it took, in the median of its steps; of
     a function, what it took per item of the rank that had most.
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from realrl.config.words import join
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.profile.profile import Profile
-from realrl.planner.profile.versions import versions
+from realrl.planner.profile.versions import read_versions
 from realrl.program.memory import Stored
 
 _SHEETS = "times from data sheets (roofline)"
@@ -85,7 +85,7 @@ def _doubts(profile: Profile, spec: ClusterSpec) -> list[str]:
     group = next(group for group in spec.groups if group.device.name == profile.device)
     if group.device.cpu and profile.layers and profile.processes != group.devices_per_node:
         doubts.append(f"measured by {profile.processes} processes on a node, not {group.devices_per_node}")
-    here = versions()
+    here = read_versions()
     for name in ("realrl", "torch"):
         then = profile.software.get(name)
         if then is not None and then.partition("+")[0] != here[name].partition("+")[0]:

@@ -1,4 +1,4 @@
-"""Kinds of devices: what their data sheets say."""
+"""Data-sheet figures of device kinds."""
 
 import re
 from collections.abc import Mapping
@@ -11,37 +11,36 @@ from realrl.config.explain import nearest
 _GIB = 1 << 30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DeviceKind:
-    """Peak figures of a device. What of them is achieved is said in `efficiency`."""
+    """Peak performance of a device, by its data sheet; `efficiency` holds the fractions achieved in practice."""
 
     name: str
     memory_bytes: int
-    """As the driver reports it."""
+    """Device memory as the driver reports it, in bytes."""
     bf16_flops: float
-    """Dense matrix products in bfloat16 with float32 sums, per second."""
+    """Peak FLOP/s of dense matmuls in bfloat16 with float32 accumulation."""
     fp32_flops: float
-    """The same in float32, as torch computes it by default: without TF32."""
+    """Peak FLOP/s of dense matmuls in float32 as torch computes them by default, without TF32."""
     memory_bytes_per_s: float
-    """Bandwidth of its own memory."""
+    """Bandwidth of device memory, in bytes per second."""
     link_bytes_per_s: float
-    """To the other devices of its node, in each direction."""
+    """Bandwidth to the other devices of the node, per direction, in bytes per second."""
     link_latency_s: float
-    """Of one hop of a collective inside a node."""
+    """Latency of one hop of a collective inside a node, in seconds."""
     host_bytes_per_s: float
-    """Between its memory and the host's, in each direction."""
+    """Bandwidth between device and host memory, per direction, in bytes per second."""
     node_bytes_per_s: float
-    """Of the network of a node that is built around such devices, in each direction, where nothing else is
-    said."""
+    """Default network bandwidth of a node of such devices, per direction, in bytes per second."""
     node_latency_s: float = 10e-6
-    """Of one hop of a collective between nodes."""
+    """Latency of one hop of a collective between nodes, in seconds."""
     kernel_s: float = 8e-6
-    """What the host needs to hand the device one operation: about 5 µs inside torch and 3 µs of Python."""
+    """Host time to launch one kernel, in seconds: about 5 µs inside torch and 3 µs of Python."""
     cpu: bool = False
-    """Whether it is a process on a CPU, which has no driver and works in smaller chunks."""
+    """Whether the device is a process on a CPU, which has no driver and computes logits in smaller chunks."""
 
     def flops(self, element_bytes: int) -> float:
-        """Peak of matrix products with operands of this width, per second."""
+        """Peak matmul FLOP/s for operands of this width."""
         return self.bf16_flops if element_bytes == 2 else self.fp32_flops
 
 
@@ -58,52 +57,124 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
         for kind in (
             # NVIDIA A100 data sheet (SXM4): 312 / 19.5 TFLOP/s, 1,555 and 2,039 GB/s, NVLink 600 GB/s both ways.
             DeviceKind(
-                "a100-40g", int(39.4 * _GIB), 312e12, 19.5e12, 1555e9, 300e9, _NVLINK_HOP, _PCIE4, 25e9
+                name="a100-40g",
+                memory_bytes=int(39.4 * _GIB),
+                bf16_flops=312e12,
+                fp32_flops=19.5e12,
+                memory_bytes_per_s=1555e9,
+                link_bytes_per_s=300e9,
+                link_latency_s=_NVLINK_HOP,
+                host_bytes_per_s=_PCIE4,
+                node_bytes_per_s=25e9,
             ),
             DeviceKind(
-                "a100-80g", int(79.2 * _GIB), 312e12, 19.5e12, 2039e9, 300e9, _NVLINK_HOP, _PCIE4, 25e9
+                name="a100-80g",
+                memory_bytes=int(79.2 * _GIB),
+                bf16_flops=312e12,
+                fp32_flops=19.5e12,
+                memory_bytes_per_s=2039e9,
+                link_bytes_per_s=300e9,
+                link_latency_s=_NVLINK_HOP,
+                host_bytes_per_s=_PCIE4,
+                node_bytes_per_s=25e9,
             ),
-            # The A100 with NVLink cut to 400 GB/s both ways.
+            # The A100 with NVLink reduced to 400 GB/s both ways.
             DeviceKind(
-                "a800-80g", int(79.2 * _GIB), 312e12, 19.5e12, 2039e9, 200e9, _NVLINK_HOP, _PCIE4, 25e9
+                name="a800-80g",
+                memory_bytes=int(79.2 * _GIB),
+                bf16_flops=312e12,
+                fp32_flops=19.5e12,
+                memory_bytes_per_s=2039e9,
+                link_bytes_per_s=200e9,
+                link_latency_s=_NVLINK_HOP,
+                host_bytes_per_s=_PCIE4,
+                node_bytes_per_s=25e9,
             ),
             # NVIDIA H100 data sheet (SXM5): 989 / 67 TFLOP/s, 3.35 TB/s, NVLink 900 GB/s; DGX: 8 x 400 Gbit/s.
-            DeviceKind("h100", int(79.1 * _GIB), 989e12, 67e12, 3350e9, 450e9, _NVLINK_HOP, _PCIE5, 400e9),
+            DeviceKind(
+                name="h100",
+                memory_bytes=int(79.1 * _GIB),
+                bf16_flops=989e12,
+                fp32_flops=67e12,
+                memory_bytes_per_s=3350e9,
+                link_bytes_per_s=450e9,
+                link_latency_s=_NVLINK_HOP,
+                host_bytes_per_s=_PCIE5,
+                node_bytes_per_s=400e9,
+            ),
             # NVIDIA H200 data sheet: as the H100, with 141 GB at 4.8 TB/s.
-            DeviceKind("h200", int(139.8 * _GIB), 989e12, 67e12, 4800e9, 450e9, _NVLINK_HOP, _PCIE5, 400e9),
+            DeviceKind(
+                name="h200",
+                memory_bytes=int(139.8 * _GIB),
+                bf16_flops=989e12,
+                fp32_flops=67e12,
+                memory_bytes_per_s=4800e9,
+                link_bytes_per_s=450e9,
+                link_latency_s=_NVLINK_HOP,
+                host_bytes_per_s=_PCIE5,
+                node_bytes_per_s=400e9,
+            ),
             # NVIDIA HGX B200 data sheet, per device: 2.25 PFLOP/s dense, 75 TFLOP/s, 8 TB/s, NVLink 1.8 TB/s.
-            DeviceKind("b200", int(178.4 * _GIB), 2250e12, 75e12, 8000e9, 900e9, _NVLINK_HOP, _PCIE5, 400e9),
+            DeviceKind(
+                name="b200",
+                memory_bytes=int(178.4 * _GIB),
+                bf16_flops=2250e12,
+                fp32_flops=75e12,
+                memory_bytes_per_s=8000e9,
+                link_bytes_per_s=900e9,
+                link_latency_s=_NVLINK_HOP,
+                host_bytes_per_s=_PCIE5,
+                node_bytes_per_s=400e9,
+            ),
             # NVIDIA L40S data sheet: 362 / 91.6 TFLOP/s, 48 GB at 864 GB/s, PCIe 4 and no NVLink.
-            DeviceKind("l40s", int(44.4 * _GIB), 362e12, 91.6e12, 864e9, 32e9, _PCIE_HOP, _PCIE4, 25e9),
+            DeviceKind(
+                name="l40s",
+                memory_bytes=int(44.4 * _GIB),
+                bf16_flops=362e12,
+                fp32_flops=91.6e12,
+                memory_bytes_per_s=864e9,
+                link_bytes_per_s=32e9,
+                link_latency_s=_PCIE_HOP,
+                host_bytes_per_s=_PCIE4,
+                node_bytes_per_s=25e9,
+            ),
             # NVIDIA Ada white paper: 165 / 82.6 TFLOP/s, 24 GB at 1,008 GB/s; without peer-to-peer access, so that
             # what devices exchange passes PCIe twice.
             DeviceKind(
-                "rtx-4090", int(23.5 * _GIB), 165e12, 82.6e12, 1008e9, 16e9, _PCIE_HOP, _PCIE4, 1.25e9
+                name="rtx-4090",
+                memory_bytes=int(23.5 * _GIB),
+                bf16_flops=165e12,
+                fp32_flops=82.6e12,
+                memory_bytes_per_s=1008e9,
+                link_bytes_per_s=16e9,
+                link_latency_s=_PCIE_HOP,
+                host_bytes_per_s=_PCIE4,
+                node_bytes_per_s=1.25e9,
             ),
             # One process on one core of a 2-core AMD EPYC virtual machine, torch 2.13: about 105 and 325 GFLOP/s;
-            # gloo over loopback, a small all-reduce about 1 ms. A profile says it better.
+            # gloo over loopback, a small all-reduce about 1 ms. `realrl profile` replaces these rough numbers.
             DeviceKind(
-                "cpu",
-                8 * _GIB,
-                325e9,
-                105e9,
-                10e9,
-                3.5e9,
-                0.5e-3,
-                10e9,
-                1.25e9,
-                1e-3,
+                name="cpu",
+                memory_bytes=8 * _GIB,
+                bf16_flops=325e9,
+                fp32_flops=105e9,
+                memory_bytes_per_s=10e9,
+                link_bytes_per_s=3.5e9,
+                link_latency_s=0.5e-3,
+                host_bytes_per_s=10e9,
+                node_bytes_per_s=1.25e9,
+                node_latency_s=1e-3,
                 kernel_s=10e-6,
                 cpu=True,
             ),
         )
     }
 )
-"""Name -> kind."""
+"""Built-in kinds by name."""
 
 
-def device_kind(name: str) -> DeviceKind:
-    """The built-in kind of that name; UserError, naming those there are, for any other."""
+def find_device_kind(name: str) -> DeviceKind:
+    """Look up a built-in kind by name; UserError that lists all names for any other."""
     if name not in DEVICES:
         hint = nearest(name, DEVICES)
         suffix = f"; did you mean {hint}?" if hint else ""
@@ -111,10 +182,10 @@ def device_kind(name: str) -> DeviceKind:
     return DEVICES[name]
 
 
-def kind_of_gpu(name: str) -> DeviceKind | None:
-    """The built-in kind of a GPU that torch names, for example `NVIDIA A100-SXM4-80GB`; None for any other.
+def find_gpu_kind(name: str) -> DeviceKind | None:
+    """Look up the built-in kind of a GPU by torch's name for it, such as `NVIDIA A100-SXM4-80GB`, or return None.
 
-    Cards without the links of a kind, and parts of a card, are others.
+    PCIe and NVL cards lack the links of the built-in kinds, and MIG slices are parts of a card: None.
     """
     words = re.split(r"[^A-Z0-9]+", name.upper())
     if {"PCIE", "NVL", "MIG"} & set(words):

@@ -1,4 +1,4 @@
-"""The devices a plan is made for, with all that their cost depends on."""
+"""Cluster description: groups of homogeneous nodes, their devices, links and prices."""
 
 import re
 from bisect import bisect_right
@@ -18,21 +18,21 @@ from realrl.config.units import check_size, parse_bytes
 from realrl.config.yaml_file import read_yaml
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh
-from realrl.planner.cluster.devices import DeviceKind, device_kind
+from realrl.planner.cluster.devices import DeviceKind, find_device_kind
 
 MOST_DEVICES = 1 << 12
-"""Of a cluster. With four times as many, listing what there is to choose from alone takes minutes."""
+"""Largest cluster that can be planned. With four times as many devices, listing candidates alone takes minutes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NodeGroup:
-    """Equal nodes of a cluster."""
+    """Homogeneous nodes of a cluster."""
 
     nodes: int
     devices_per_node: int
     device: DeviceKind
     node_bytes_per_s: float
-    """Bandwidth between one node and the others, in each direction."""
+    """Bandwidth between one node and the others, per direction, in bytes per second."""
     price_per_device_hour: float | None = None
 
     def __post_init__(self) -> None:
@@ -50,8 +50,10 @@ class NodeGroup:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Groups of equal nodes. Ranks are numbered group by group, in a group node by node. A mesh stays inside
-    one group."""
+    """Cluster as groups of homogeneous nodes.
+
+    Ranks are numbered group by group and, inside a group, node by node. A mesh stays inside one group.
+    """
 
     name: str
     groups: tuple[NodeGroup, ...]
@@ -64,7 +66,7 @@ class ClusterSpec:
 
     @property
     def size(self) -> int:
-        """Number of devices, which is the number of ranks."""
+        """Number of devices, which equals the number of ranks."""
         return sum(group.size for group in self.groups)
 
     @property
@@ -74,7 +76,7 @@ class ClusterSpec:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """Nodes and devices per node; UserError where nodes have different numbers of devices."""
+        """Nodes and devices per node; UserError if nodes differ in their number of devices."""
         per_node = self.groups[0].devices_per_node
         if any(group.devices_per_node != per_node for group in self.groups):
             raise UserError(f"cluster {self.name}: all nodes must have the same number of devices")
@@ -85,29 +87,30 @@ class ClusterSpec:
         return list(accumulate(group.size for group in self.groups))
 
     def group_index(self, rank: int) -> int:
-        """Which group holds a rank."""
+        """Return the index of the group that a rank belongs to."""
         return bisect_right(self._ends, rank)
 
     def group(self, mesh: Mesh) -> NodeGroup:
-        """The group that holds a mesh; UserError if there is none."""
+        """Return the group that contains a mesh; UserError if no single group does."""
         index = self.group_index(mesh.first)
         if index >= len(self.groups) or mesh.first + mesh.size > self._ends[index]:
             raise UserError(f"mesh {mesh} does not lie inside one group of cluster {self.name}")
         return self.groups[index]
 
     def device(self, rank: int) -> DeviceKind:
-        """The kind of a rank's device."""
+        """Return the device kind of a rank."""
         return self.groups[self.group_index(rank)].device
 
     def node(self, rank: int) -> int:
-        """The node of a rank, counted over the whole cluster."""
+        """Return the index of a rank's node in the whole cluster."""
         index = self.group_index(rank)
-        group, first = self.groups[index], self._ends[index] - self.groups[index].size
-        before = sum(g.nodes for g in self.groups[:index])
-        return before + (rank - first) // group.devices_per_node
+        group = self.groups[index]
+        first_rank = self._ends[index] - group.size
+        first_node = sum(g.nodes for g in self.groups[:index])
+        return first_node + (rank - first_rank) // group.devices_per_node
 
     def meshes(self) -> Iterator[Mesh]:
-        """All meshes: aligned slices of a node by divisors of its size, and runs of whole nodes."""
+        """Enumerate all meshes: aligned slices of a node whose size divides the node's, and runs of whole nodes."""
         first = 0
         for group in self.groups:
             per = group.devices_per_node
@@ -119,7 +122,7 @@ class ClusterSpec:
 
     @property
     def price_per_hour(self) -> float | None:
-        """Price of all devices; None unless that of each is given."""
+        """Price of all devices per hour; None unless every group has a price."""
         total = 0.0
         for group in self.groups:
             if group.price_per_device_hour is None:
@@ -128,8 +131,11 @@ class ClusterSpec:
         return total
 
     def with_nodes(self, nodes: int) -> "ClusterSpec":
-        """The first `nodes` nodes; more of the same where there is one group. UserError for fewer than 1, and for
-        more than there are in several groups."""
+        """Return the cluster of the first `nodes` nodes.
+
+        A homogeneous cluster can also grow. UserError for fewer than 1 node, and for more than a heterogeneous
+        cluster has.
+        """
         if len(self.groups) > 1 and nodes > self.nodes:
             raise UserError(
                 f"cluster {self.name} has {self.nodes} nodes of several kinds, so {nodes} of them cannot be planned"
@@ -146,9 +152,9 @@ class ClusterSpec:
 
     @classmethod
     def parse(cls, text: str) -> "ClusterSpec":
-        """Read `KIND:NODESxDEVICES`, several joined by `+`, for example `a100-80g:16x8`, or a YAML file.
+        """Parse `KIND:NODESxDEVICES`, several joined by `+`, such as `a100-80g:16x8`, or read a YAML file.
 
-        UserError for anything else.
+        UserError for any other text.
         """
         if Path(text).suffix in (".yaml", ".yml"):
             return load_cluster(text)
@@ -160,18 +166,25 @@ class ClusterSpec:
                     f"cluster {brief(text)} is not understood; write kind:nodes x devices per node, for example"
                     " a100-80g:2x8, or name a .yaml file"
                 )
-            kind = device_kind(match[1].lower())
-            groups.append(NodeGroup(int(match[2]), int(match[3]), kind, kind.node_bytes_per_s))
+            kind = find_device_kind(match[1].lower())
+            groups.append(
+                NodeGroup(
+                    nodes=int(match[2]),
+                    devices_per_node=int(match[3]),
+                    device=kind,
+                    node_bytes_per_s=kind.node_bytes_per_s,
+                )
+            )
         return cls(text.replace(" ", ""), tuple(groups))
 
 
 class _Device(Settings):
-    """A kind of device in a cluster file. What is not given is that of the built-in kind `like`."""
+    """Device kind in a cluster file; fields that are not given are those of the built-in kind `like`."""
 
     like: str
-    """Name of a built-in kind."""
+    """Name of the built-in kind that supplies defaults."""
     name: str | None = None
-    """What to call it; the key of measured profiles."""
+    """Name of the kind; the key of measured profiles."""
     memory: str | None = None
     """Device memory, for example `80GiB`."""
     bf16_tflops: PositiveFloat | None = None
@@ -191,7 +204,7 @@ class _Device(Settings):
         return check_size(value)
 
     def kind(self) -> DeviceKind:
-        """The kind that this describes."""
+        """Build the device kind."""
         given: dict[str, Any] = {
             "name": self.name,
             "memory_bytes": None if self.memory is None else parse_bytes(self.memory),
@@ -202,14 +215,14 @@ class _Device(Settings):
             "host_bytes_per_s": _times(self.host_gb_per_s, 1e9),
         }
         changes = {name: value for name, value in given.items() if value is not None}
-        return replace(device_kind(self.like), **changes)
+        return replace(find_device_kind(self.like), **changes)
 
 
 class _Group(Settings):
-    """Equal nodes in a cluster file."""
+    """Homogeneous nodes in a cluster file."""
 
     device: Any
-    """Name of a built-in kind, or `{like: KIND, ...}` with what differs."""
+    """Name of a built-in kind, or `{like: KIND, ...}` with the fields that differ."""
     nodes: PositiveInt
     """Number of nodes."""
     devices_per_node: PositiveInt
@@ -220,28 +233,34 @@ class _Group(Settings):
     """Price of one device for an hour, in any currency."""
 
     def group(self) -> NodeGroup:
-        """The group that this describes."""
+        """Build the node group; UserError if `device` is neither a name nor a section."""
         given = self.device
         if not isinstance(given, str | dict):
             raise UserError(
                 f"{brief(given)} is neither the name of a kind, for example h100, nor a section of keys"
             )
-        kind = device_kind(given) if isinstance(given, str) else _Device.model_validate(given).kind()
+        kind = find_device_kind(given) if isinstance(given, str) else _Device.model_validate(given).kind()
         network = _times(self.node_gbit_per_s, 1e9 / 8) or kind.node_bytes_per_s
-        return NodeGroup(self.nodes, self.devices_per_node, kind, network, self.price_per_device_hour)
+        return NodeGroup(
+            nodes=self.nodes,
+            devices_per_node=self.devices_per_node,
+            device=kind,
+            node_bytes_per_s=network,
+            price_per_device_hour=self.price_per_device_hour,
+        )
 
 
 class _File(Settings):
     """A cluster file."""
 
     name: str | None = None
-    """What to call the cluster; the name of the file when not given."""
+    """Name of the cluster; by default that of the file."""
     groups: tuple[Any, ...] = Field(min_length=1, strict=False)
-    """Groups of equal nodes; validated one by one, so that errors say which."""
+    """Groups of homogeneous nodes; validated one by one, so that errors name the group."""
 
 
 def load_cluster(path: str) -> ClusterSpec:
-    """Read a cluster file. UserError with the file and the field that is wrong."""
+    """Read a cluster file; UserError that names the file and the field that is wrong."""
     content = read_yaml(path)
     with mistakes_in(f"cluster file {path}", _File):
         file = _File.model_validate(content)

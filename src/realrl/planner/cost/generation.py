@@ -1,24 +1,26 @@
-"""Seconds of generation: prompts at once, then token by token."""
+"""Time model of generate calls: prefill and decode steps."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import log
 
-from realrl.planner.cost.passes import Ends, forward_pass
-from realrl.planner.cost.setting import Setting
+from realrl.layout.limits import COMPACTION_SHARE
+from realrl.planner.cost.call_context import CallContext
+from realrl.planner.cost.passes import OutsideLayers, cost_forward_pass
 from realrl.planner.workload.batching import Chunks, split_work
 from realrl.planner.workload.workload import CallWork
 
 _SEGMENTS = 8
-"""Stretches of steps in which rows and context are taken to be constant."""
-_KEPT = 0.8
-"""Rows that have ended are taken out as soon as only so many of all go on (`engine.generate`)."""
+"""Segments of decode steps in which rows and context length are taken to be constant."""
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Some steps of a continuation, with the sequences that go on and the tokens they have in the cache, and how
-    often the cache is copied without those that have ended."""
+class DecodeSegment:
+    """Decode steps with a constant number of rows and context length.
+
+    `rows`: unfinished sequences; `context`: tokens per row in the KV cache; `drops`: how often the cache is
+    compacted to unfinished rows.
+    """
 
     steps: float
     rows: float
@@ -26,10 +28,10 @@ class Stretch:
     drops: float
 
 
-def stretches(work: CallWork, rows: float) -> Iterator[Stretch]:
-    """The steps of a continuation of `rows` sequences after the first token, until the longest of them ends.
+def split_decode_steps(work: CallWork, rows: float) -> Iterator[DecodeSegment]:
+    """Split the decode steps of `rows` sequences after the first token, until the longest of them ends.
 
-    Attention reads as far as the longest row that goes on.
+    Attention reads up to the longest unfinished row.
     """
     answers, prompts = sorted(work.answers), sorted(work.lengths)
     # Of n draws the largest is at the quantile n / (n + 1), on average.
@@ -39,75 +41,80 @@ def stretches(work: CallWork, rows: float) -> Iterator[Stretch]:
         begin, end = steps * i / _SEGMENTS, steps * (i + 1) / _SEGMENTS
         alive, left = (max(1 / rows, sum(a > n for a in answers) / len(answers)) for n in (begin, end))
         context = prompt + (begin + end + 1) / 2
-        yield Stretch(end - begin, max(1.0, rows * alive), context, log(alive / left) / -log(_KEPT))
+        yield DecodeSegment(
+            end - begin, max(1.0, rows * alive), context, log(alive / left) / -log(COMPACTION_SHARE)
+        )
 
 
-def generation(setting: Setting) -> Mapping[str, float]:
-    """Terms of a generate call.
+def cost_generation(context: CallContext) -> Mapping[str, float]:
+    """Cost a generate call, in seconds by term.
 
-    As many continuations as there are stages are under way at once; each of their tokens passes all stages one
-    after the other and comes back to the first.
+    One decode batch per pipeline stage is in flight at a time; each of its tokens passes all stages in turn and is
+    sent back to the first.
     """
-    timing, strategy, work = setting.timing, setting.strategy, setting.work
+    timing, strategy, work = context.timing, context.strategy, context.work
     chunks = split_work(work, strategy, timing.efficiency.generation_chunks_per_stage)
-    size = setting.size(chunks)
-    room = chunks.sequences * (max(work.lengths) + work.room)
-    enter = timing.enter(size)
-    ends = Ends(
-        enter + timing.allocate(_cache_bytes(setting, room)),
-        last=timing.start(size, chunks.sequences) - enter,
-        told_first=setting.exchanges(chunks.tokens).device / 2,
-        told_last=setting.sample_exchanges(chunks.sequences),
+    size = context.size(chunks)
+    capacity = chunks.sequences * (max(work.lengths) + work.room)
+    embedding = timing.enter(size)
+    outside = OutsideLayers(
+        every=embedding + timing.allocate(_cache_bytes(context, capacity)),
+        last=timing.start(size, chunks.sequences) - embedding,
+        comm_first=context.layer_communication(chunks.tokens).device / 2,
+        comm_last=context.sample_communication(chunks.sequences),
     )
-    terms = forward_pass(setting, chunks, timing.prefill(size), ends)
-    turns = -(-chunks.count // strategy.pp)
+    terms = cost_forward_pass(context, chunks, timing.prefill(size), outside)
+    rounds = -(-chunks.count // strategy.pp)
     terms["decode"] = 0.0
-    for stretch in stretches(work, chunks.sequences):
-        kept = timing.copy(_cache_bytes(setting, stretch.rows * stretch.context))
-        terms["decode"] += chunks.count * stretch.drops * kept
-        for name, seconds in _turn(setting, chunks, stretch).items():
-            terms[name] += turns * stretch.steps * seconds
+    for segment in split_decode_steps(work, chunks.sequences):
+        compaction = timing.copy(_cache_bytes(context, segment.rows * segment.context))
+        terms["decode"] += chunks.count * segment.drops * compaction
+        for name, seconds in _cost_decode_step(context, chunks, segment).items():
+            terms[name] += rounds * segment.steps * seconds
     return terms
 
 
-def _cache_bytes(setting: Setting, tokens: float) -> float:
-    """Of keys and values of so many tokens, on the stage with most layers."""
-    timing = setting.timing
-    return 2 * max(setting.layers) * tokens * timing.sizes.cached * timing.element_bytes
+def _cache_bytes(context: CallContext, tokens: float) -> float:
+    """KV-cache bytes of `tokens`, on the stage with most layers."""
+    timing = context.timing
+    return 2 * max(context.layers) * tokens * timing.sizes.cache_dim * timing.element_bytes
 
 
-def _turn(setting: Setting, chunks: Chunks, stretch: Stretch) -> dict[str, float]:
-    """Terms of one more token for each continuation that is under way, on the busiest stage.
+def _cost_decode_step(context: CallContext, chunks: Chunks, segment: DecodeSegment) -> dict[str, float]:
+    """Cost one decode step of all decode batches in flight, in seconds by term.
 
-    A token passes all stages before the next one is begun, and each stage works on one continuation at a time:
-    whichever takes longer.
+    A token passes all stages before the next one starts, and each stage works on one decode batch at a time; the
+    step takes as long as the slower of the two.
     """
-    timing, layers, rows = setting.timing, setting.layers, stretch.rows
-    layer, sample, exchanges = (
-        timing.decode(rows, stretch.context),
+    timing, layers, rows = context.timing, context.layers, segment.rows
+    layer, sample, layer_communication = (
+        timing.decode(rows, segment.context),
         timing.sample(rows),
-        setting.exchanges(rows),
+        context.layer_communication(rows),
     )
-    wait = max(0.0, layer.host + exchanges.host - layer.device - exchanges.device)
-    ends = Ends(
-        timing.turn(rows),
+    wait = max(0.0, layer.host + layer_communication.host - layer.device - layer_communication.device)
+    outside = OutsideLayers(
+        every=timing.decode_step_overhead(rows),
         last=sample.device,
-        told_first=exchanges.device / 2,
-        told_last=setting.sample_exchanges(rows),
+        comm_first=layer_communication.device / 2,
+        comm_last=context.sample_communication(rows),
     )
-    own = [n * layer.device + end for n, end in zip(layers, ends.own(len(layers)), strict=True)]
-    told = [n * exchanges.device + end for n, end in zip(layers, ends.told(len(layers)), strict=True)]
+    own = [n * layer.device + end for n, end in zip(layers, outside.own(len(layers)), strict=True)]
+    communication = [
+        n * layer_communication.device + end
+        for n, end in zip(layers, outside.communication(len(layers)), strict=True)
+    ]
     waits = [n * wait for n in layers]
     waits[-1] += sample.wait
-    # Each stage receives once and sends once; the last hop is that of the tokens drawn, back to the first stage.
-    hop = setting.hop(rows)
-    stages = [sum(parts) + hop for parts in zip(own, told, waits, strict=True)]
+    # Each stage receives once and sends once; the last hop sends the sampled tokens back to the first stage.
+    hop = context.hop(rows)
+    stages = [sum(parts) + hop for parts in zip(own, communication, waits, strict=True)]
     slowest = stages.index(max(stages))
-    under_way = min(chunks.count, len(layers))
+    in_flight = min(chunks.count, len(layers))
     return {
-        "decode": under_way * own[slowest],
-        "tensor": under_way * told[slowest],
-        "launch": under_way * waits[slowest],
-        "pipeline": under_way * hop,
-        "bubble": max(0.0, sum(stages) - under_way * stages[slowest]),
+        "decode": in_flight * own[slowest],
+        "tensor": in_flight * communication[slowest],
+        "launch": in_flight * waits[slowest],
+        "pipeline": in_flight * hop,
+        "bubble": max(0.0, sum(stages) - in_flight * stages[slowest]),
     }

@@ -1,4 +1,4 @@
-"""Seconds of communication between the ranks of a placement."""
+"""Time model of collectives and messages between the ranks of a placement."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -11,27 +11,27 @@ from realrl.planner.cluster.spec import NodeGroup
 from realrl.planner.profile.profile import CollectiveKind, Profile
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ring:
-    """Equal groups of ranks that each talk at the same time: bandwidth and latency of the slowest."""
+    """Process groups of equal size that communicate at the same time: bandwidth and latency of the slowest."""
 
     size: int
     bytes_per_s: float
     hop_s: float
     nodes: int = 1
-    """Most nodes that one of the groups lies on."""
+    """Most nodes that one of the groups spans."""
     profile: Profile | None = None
 
     def all_gather(self, number_bytes: float) -> float:
-        """Seconds until every rank has `number_bytes`, of which each brings an equal part."""
+        """Compute the seconds of an all-gather whose result has `number_bytes`."""
         return self._seconds("all_gather", 1, number_bytes)
 
     def reduce_scatter(self, number_bytes: float) -> float:
-        """Seconds until every rank has its part of the sum of `number_bytes`."""
+        """Compute the seconds of a reduce-scatter whose input has `number_bytes`."""
         return self._seconds("reduce_scatter", 1, number_bytes)
 
     def all_reduce(self, number_bytes: float) -> float:
-        """Seconds until every rank has the sum of `number_bytes`: a reduce-scatter and an all-gather."""
+        """Compute the seconds of an all-reduce of `number_bytes`: a reduce-scatter and an all-gather."""
         return self._seconds("all_reduce", 2, number_bytes)
 
     def _seconds(self, kind: CollectiveKind, rounds: int, number_bytes: float) -> float:
@@ -47,8 +47,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class Network:
-    """The links between the ranks of one call. Ranks are counted from 0 at the start of a node or an aligned
-    slice of it."""
+    """Links between the ranks of one call, counted from 0 at the start of a node or an aligned slice of it."""
 
     group: NodeGroup
     placement: Placement
@@ -59,14 +58,14 @@ class Network:
     def of(
         cls, group: NodeGroup, placement: Placement, efficiency: Efficiency, profile: Profile | None = None
     ) -> "Network":
-        """The network of a placement, wherever in the group it lies."""
+        """Build the network of a placement, which does not depend on its position in the node group."""
         s = placement.strategy
         ranks = Placement(Mesh(0, placement.mesh.size), Strategy(s.dp, s.tp, s.pp))
         return cls(group, ranks, efficiency, profile)
 
     @cached_property
-    def tensor(self) -> Ring:
-        """Ranks that share matrices."""
+    def tp_group(self) -> Ring:
+        """TP groups: ranks that shard the same matrices."""
         s = self.placement.strategy
         return self._ring(
             [self.placement.rank(dp=d, tp=t, pp=p) for t in range(s.tp)]
@@ -75,8 +74,8 @@ class Network:
         )
 
     @cached_property
-    def data(self) -> Ring:
-        """Ranks that hold the same parameters."""
+    def dp_group(self) -> Ring:
+        """DP groups: ranks that hold the same parameters."""
         s = self.placement.strategy
         return self._ring(
             [self.placement.rank(dp=d, tp=t, pp=p) for d in range(s.dp)]
@@ -85,13 +84,13 @@ class Network:
         )
 
     @cached_property
-    def everyone(self) -> Ring:
-        """All ranks of the placement."""
+    def mesh_group(self) -> Ring:
+        """Mesh group: all ranks of the placement."""
         return self._ring([list(self.placement.ranks)])
 
     @cached_property
-    def ends(self) -> Ring:
-        """First and last stages of its pipelines."""
+    def embedding_group(self) -> Ring:
+        """Embedding groups: first and last stage of each pipeline."""
         s = self.placement.strategy
         return self._ring(
             [self.placement.rank(dp=d, tp=t, pp=p) for p in sorted({0, s.pp - 1})]
@@ -100,7 +99,7 @@ class Network:
         )
 
     def hop(self, number_bytes: float) -> float:
-        """Seconds for every rank of a stage to send `number_bytes` to its peer on the next; the slowest."""
+        """Compute the seconds until all ranks of a stage have sent `number_bytes` to their peer on the next."""
         device = self.group.device
         crosses = self.placement.mesh.size > self.group.devices_per_node
         measured = self.profile.collective("send", 2, 1 + crosses, number_bytes) if self.profile else None
@@ -114,7 +113,7 @@ class Network:
 
     @cached_property
     def _most_leaving(self) -> int:
-        """Ranks of a node that send to another one's, on the node with most of them."""
+        """Most ranks of one node that send to another node."""
         step = self.placement.strategy.dp * self.placement.strategy.tp
         leaving = Counter(
             self._node(rank)
@@ -127,19 +126,25 @@ class Network:
         return rank // self.group.devices_per_node
 
     def _ring(self, groups: Iterable[list[int]]) -> Ring:
-        """Groups that work at the same time share the networks of the nodes they cross."""
+        """Build a ring; groups that communicate at the same time share the network of a node."""
         members = list(groups)
-        size, device = len(members[0]), self.group.device
-        through: defaultdict[int, int] = defaultdict(int)
-        most = 1
+        device = self.group.device
+        groups_through: defaultdict[int, int] = defaultdict(int)
+        max_nodes = 1
         for ranks in members:
             nodes = {self._node(rank) for rank in ranks}
-            most = max(most, len(nodes))
+            max_nodes = max(max_nodes, len(nodes))
             if len(nodes) > 1:
                 for node in nodes:
-                    through[node] += 1
+                    groups_through[node] += 1
         width, hop = device.link_bytes_per_s, device.link_latency_s
-        if through:
-            width = min(width, self.group.node_bytes_per_s / max(through.values()))
+        if groups_through:
+            width = min(width, self.group.node_bytes_per_s / max(groups_through.values()))
             hop = max(hop, device.node_latency_s)
-        return Ring(size, width * self.efficiency.link, hop, most, self.profile)
+        return Ring(
+            size=len(members[0]),
+            bytes_per_s=width * self.efficiency.link,
+            hop_s=hop,
+            nodes=max_nodes,
+            profile=self.profile,
+        )

@@ -1,153 +1,166 @@
-"""Seconds of training and inference: whole sequences, once or several times through the model."""
+"""Time model of train and inference calls."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from realrl.planner.cost.setting import Setting
-from realrl.planner.cost.timing import Part
+from realrl.layout.limits import bucket_count
+from realrl.planner.cost.call_context import CallContext
+from realrl.planner.cost.timing import DeviceHostTime
 from realrl.planner.workload.batching import Chunks, split_work
-from realrl.planner.workload.sizes import buckets
 
 _SMALL = 64
-"""Bytes of the sums of figures, of which ranks wait for a few in every optimizer step."""
+"""Bytes of the all-reduces of metrics and norms, a few of which every optimizer step waits for."""
 
 
-@dataclass(frozen=True)
-class Ends:
-    """Seconds of one chunk outside the layers: on every stage, on the first and on the last one, and what
-    tensor ranks tell each other on the first and on the last one."""
+@dataclass(frozen=True, kw_only=True)
+class OutsideLayers:
+    """Seconds of one chunk outside the layers.
+
+    Computation on every stage, the first and the last one, and TP communication on the first and the last one.
+    """
 
     every: float = 0.0
     first: float = 0.0
     last: float = 0.0
-    told_first: float = 0.0
-    told_last: float = 0.0
+    comm_first: float = 0.0
+    comm_last: float = 0.0
 
     def own(self, stages: int) -> list[float]:
-        """What each stage computes."""
+        """Return the seconds of computation by stage."""
         return _by_stage(stages, self.every, self.first, self.last)
 
-    def told(self, stages: int) -> list[float]:
-        """What its tensor ranks tell each other."""
-        return _by_stage(stages, 0.0, self.told_first, self.told_last)
+    def communication(self, stages: int) -> list[float]:
+        """Return the seconds of TP communication by stage."""
+        return _by_stage(stages, 0.0, self.comm_first, self.comm_last)
 
 
 def _by_stage(stages: int, every: float, first: float, last: float) -> list[float]:
-    found = [every] * stages
-    found[0] += first
-    found[-1] += last
-    return found
+    seconds = [every] * stages
+    seconds[0] += first
+    seconds[-1] += last
+    return seconds
 
 
-def training(setting: Setting) -> Mapping[str, float]:
-    """Terms of all optimizer steps of a train call, under the 1F1B schedule."""
-    timing, strategy, work = setting.timing, setting.strategy, setting.work
+def cost_training(context: CallContext) -> Mapping[str, float]:
+    """Cost all optimizer steps of a train call under the 1F1B schedule, in seconds by term."""
+    timing, strategy, work = context.timing, context.strategy, context.work
     chunks = split_work(work, strategy, timing.efficiency.pass_chunks_per_stage)
-    size = setting.size(chunks)
+    size = context.size(chunks)
     forward, backward = timing.forward(size), timing.backward(size)
-    exchanges = setting.exchanges(chunks.tokens)
+    layer_communication = context.layer_communication(chunks.tokens)
     rounds = 3 if strategy.recompute else 2
     device = backward.device + forward.device * (rounds - 1)
     host = backward.host + forward.host * (rounds - 1)
-    layer = Part(device, host + rounds * exchanges.host)
-    ends = Ends(
-        timing.enter(size),
-        timing.enter_backward(size),
-        timing.head(size) + timing.head_backward(size),
-        exchanges.device / 2,
-        setting.head_exchanges(chunks.tokens) + setting.head_exchanges_backward(chunks.tokens),
+    layer = DeviceHostTime(device, host + rounds * layer_communication.host)
+    outside = OutsideLayers(
+        every=timing.enter(size),
+        first=timing.enter_backward(size),
+        last=timing.head(size) + timing.head_backward(size),
+        comm_first=layer_communication.device / 2,
+        comm_last=context.head_communication(chunks.tokens)
+        + context.head_backward_communication(chunks.tokens),
     )
-    terms = _pipelined(setting, chunks, layer, rounds * exchanges.device, ends)
+    terms = _cost_pipeline(context, chunks, layer, rounds * layer_communication.device, outside)
     if strategy.pp > 1:
-        # Forward waits for backward of the next stage and the other way round, so that nothing hides transfers.
-        terms["pipeline"] = 2 * (chunks.count + strategy.pp - 1) * setting.hop(chunks.tokens)
-        terms["pipeline"] += 2 * setting.network.hop(_SMALL)
+        # Under 1F1B forward waits for backward of the next stage and vice versa, so that transfers are exposed.
+        terms["pipeline"] = 2 * (chunks.count + strategy.pp - 1) * context.hop(chunks.tokens)
+        terms["pipeline"] += 2 * context.network.hop(_SMALL)
     elements = max(timing.sizes.stage_elements(strategy.pp))
     update = timing.update(elements, strategy.dp)
-    terms["optimizer"] = update + setting.network.everyone.all_reduce(_SMALL)
-    last_pass = setting.layers[-1] * backward.device
-    terms["data"] = _gradients(setting, elements, last_pass) + _parameters(setting, elements, update)
+    terms["optimizer"] = update + context.network.mesh_group.all_reduce(_SMALL)
+    last_pass = context.layers[-1] * backward.device
+    terms["data"] = _cost_gradient_reduction(context, elements, last_pass) + _cost_parameter_gather(
+        context, elements, update
+    )
     steps = work.minibatches * work.passes
     total = {name: seconds * steps for name, seconds in terms.items()}
     total["compute"] += timing.prepare(work.sequences / strategy.dp, work.episode)
     return total
 
 
-def _gradients(setting: Setting, elements: int, last_pass: float) -> float:
-    """Adding float32 gradients up: while the last micro-batch goes backward, but for the last bucket.
+def _cost_gradient_reduction(context: CallContext, elements: int, last_pass: float) -> float:
+    """Exposed seconds of gradient reduction.
 
-    Parameters of which tensor ranks or stages each have a part of the gradient must be completed before.
+    It overlaps backward of the last micro-batch, but for the last bucket. Partial gradients of TP ranks or
+    stages are summed before it, and then nothing overlaps.
     """
-    network, parts = setting.network, buckets(elements)
-    seconds = parts * network.data.reduce_scatter(4 * elements / parts)
-    small = 3 * network.data.all_reduce(_SMALL)
-    completion = _completion(setting)
+    network, num_buckets = context.network, bucket_count(elements)
+    seconds = num_buckets * network.dp_group.reduce_scatter(4 * elements / num_buckets)
+    small = 3 * network.dp_group.all_reduce(_SMALL)
+    completion = _cost_partial_gradients(context)
     if completion:
         return small + completion + seconds
-    return small + max(seconds - last_pass * setting.overlap, seconds / parts)
+    return small + max(seconds - last_pass * context.overlap, seconds / num_buckets)
 
 
-def _completion(setting: Setting) -> float:
-    """Adding up gradients of what several ranks hold but each computed only a part of."""
-    sizes, network, shape = setting.timing.sizes, setting.network, setting.timing.sizes.shape
+def _cost_partial_gradients(context: CallContext) -> float:
+    """Seconds to sum gradients of replicated parameters of which each rank computed only a part."""
+    sizes, network, shape = context.timing.sizes, context.network, context.timing.sizes.shape
     seconds = 0.0
-    if setting.strategy.sequence_parallel:
-        seconds += 2 * max(setting.layers) * network.tensor.all_reduce(4 * shape.hidden_size)
-    if sizes.shares_keys:
+    if context.strategy.sequence_parallel:
+        seconds += 2 * max(context.layers) * network.tp_group.all_reduce(4 * shape.hidden_size)
+    if sizes.shares_kv_heads:
         keys = 4 * shape.kv_heads * shape.head_dim * shape.hidden_size
-        seconds += 2 * max(setting.layers) * network.tensor.all_reduce(keys)
-    if shape.tied_embeddings and sizes.head == "lm" and setting.strategy.pp > 1:
-        seconds += network.ends.all_reduce(4 * sizes.vocabulary * shape.hidden_size)
+        seconds += 2 * max(context.layers) * network.tp_group.all_reduce(keys)
+    if shape.tied_embeddings and sizes.head == "lm" and context.strategy.pp > 1:
+        seconds += network.embedding_group.all_reduce(4 * sizes.padded_vocab * shape.hidden_size)
     return seconds
 
 
-def _parameters(setting: Setting, elements: int, update: float) -> float:
-    """Collecting parameters: while the next bucket is updated."""
-    parts = buckets(elements)
-    seconds = parts * setting.network.data.all_gather(setting.timing.element_bytes * elements / parts)
-    return max(seconds - update * setting.overlap, seconds / parts)
+def _cost_parameter_gather(context: CallContext, elements: int, update: float) -> float:
+    """Exposed seconds of the parameter all-gather, which overlaps the update of the next bucket."""
+    num_buckets = bucket_count(elements)
+    bucket_bytes = context.timing.element_bytes * elements / num_buckets
+    seconds = num_buckets * context.network.dp_group.all_gather(bucket_bytes)
+    return max(seconds - update * context.overlap, seconds / num_buckets)
 
 
-def inference(setting: Setting) -> Mapping[str, float]:
-    """Terms of an inference call."""
-    timing, strategy = setting.timing, setting.strategy
-    chunks = split_work(setting.work, strategy, timing.efficiency.pass_chunks_per_stage)
-    size = setting.size(chunks)
-    ends = Ends(
-        timing.enter(size),
+def cost_inference(context: CallContext) -> Mapping[str, float]:
+    """Cost an inference call, in seconds by term."""
+    timing, strategy = context.timing, context.strategy
+    chunks = split_work(context.work, strategy, timing.efficiency.pass_chunks_per_stage)
+    size = context.size(chunks)
+    outside = OutsideLayers(
+        every=timing.enter(size),
         last=timing.head(size),
-        told_first=setting.exchanges(chunks.tokens).device / 2,
-        told_last=setting.head_exchanges(chunks.tokens),
+        comm_first=context.layer_communication(chunks.tokens).device / 2,
+        comm_last=context.head_communication(chunks.tokens),
     )
-    return forward_pass(setting, chunks, timing.forward(size), ends)
+    return cost_forward_pass(context, chunks, timing.forward(size), outside)
 
 
-def forward_pass(setting: Setting, chunks: Chunks, layer: Part, ends: Ends) -> dict[str, float]:
-    """Terms of chunks that go through all stages once."""
-    exchanges = setting.exchanges(chunks.tokens)
-    layer = Part(layer.device, layer.host + exchanges.host)
-    terms = _pipelined(setting, chunks, layer, exchanges.device, ends)
+def cost_forward_pass(
+    context: CallContext, chunks: Chunks, layer: DeviceHostTime, outside: OutsideLayers
+) -> dict[str, float]:
+    """Cost the forward pass of all chunks through all stages, in seconds by term."""
+    layer_communication = context.layer_communication(chunks.tokens)
+    layer = DeviceHostTime(layer.device, layer.host + layer_communication.host)
+    terms = _cost_pipeline(context, chunks, layer, layer_communication.device, outside)
     # Sends do not wait, and a stage works on the next chunk meanwhile.
-    terms["pipeline"] = (setting.strategy.pp - 1) * setting.hop(chunks.tokens)
+    terms["pipeline"] = (context.strategy.pp - 1) * context.hop(chunks.tokens)
     return terms
 
 
-def _pipelined(
-    setting: Setting, chunks: Chunks, layer: Part, exchanges: float, ends: Ends
+def _cost_pipeline(
+    context: CallContext,
+    chunks: Chunks,
+    layer: DeviceHostTime,
+    layer_communication: float,
+    outside: OutsideLayers,
 ) -> dict[str, float]:
-    """Terms of the busiest stage, and how long it waits while others start or end alone.
+    """Seconds of the busiest stage by term, and the bubble: its idle time while the pipeline fills and drains.
 
     A pipeline takes one chunk through all stages and all other chunks through the slowest one.
     """
-    wait = max(0.0, layer.host - layer.device - exchanges)
-    each = layer.device + exchanges + wait
-    own, told = ends.own(setting.strategy.pp), ends.told(setting.strategy.pp)
-    stages = [n * each + a + b for n, a, b in zip(setting.layers, own, told, strict=True)]
+    wait = max(0.0, layer.host - layer.device - layer_communication)
+    each = layer.device + layer_communication + wait
+    own, communication = outside.own(context.strategy.pp), outside.communication(context.strategy.pp)
+    stages = [n * each + a + b for n, a, b in zip(context.layers, own, communication, strict=True)]
     slowest = stages.index(max(stages))
-    layers = setting.layers[slowest]
+    layers = context.layers[slowest]
     return {
         "compute": chunks.count * (layers * layer.device + own[slowest]),
-        "tensor": chunks.count * (layers * exchanges + told[slowest]),
+        "tensor": chunks.count * (layers * layer_communication + communication[slowest]),
         "launch": chunks.count * layers * wait,
         "bubble": sum(stages) - stages[slowest],
     }

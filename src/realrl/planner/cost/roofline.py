@@ -1,4 +1,4 @@
-"""Seconds of a layer's arithmetic from peak figures, where nothing has been measured."""
+"""Roofline time model of a layer, for sizes that have not been measured."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.workload.sizes import LocalSizes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """A device that computes on one tensor rank's part of a model."""
+    """Time model of one TP rank from data-sheet figures and efficiencies, in seconds."""
 
     device: DeviceKind
     efficiency: Efficiency
@@ -17,78 +17,77 @@ class Roofline:
     element_bytes: int
     sequence_parallel: bool = False
 
-    def product(self, rows: float, outputs: float, inputs: float) -> float:
-        """[rows, inputs] times [inputs, outputs]: arithmetic, and the traffic of three matrices, in sum.
+    def matmul(self, rows: float, outputs: float, inputs: float) -> float:
+        """Time a matmul of [rows, inputs] and [inputs, outputs]: arithmetic plus the traffic of three matrices.
 
-        The sum rather than the larger of the two, because the first and last tiles hide nothing; it makes narrow
-        products as slow as they are: with 1/8 of 4096 columns an A100 loses a fifth.
+        The sum rather than the maximum, because the first and last tiles overlap nothing. It reproduces how slow
+        narrow matmuls are: with 1/8 of 4096 columns an A100 loses a fifth.
         """
         arithmetic = 2 * rows * outputs * inputs
         moved = self.element_bytes * (rows * inputs + inputs * outputs + rows * outputs)
-        peak = self.device.flops(self.element_bytes) * self.efficiency.product
+        peak = self.device.flops(self.element_bytes) * self.efficiency.matmul
         return arithmetic / peak + self.traffic(moved)
 
     def traffic(self, number_bytes: float) -> float:
-        """Reading and writing so many bytes of device memory."""
+        """Time reads and writes of `number_bytes` of device memory."""
         return number_bytes / (self.device.memory_bytes_per_s * self.efficiency.memory)
 
     def layer(self, tokens: float, squares: float) -> float:
-        """A layer forward. squares: sum of the squared lengths of the sequences."""
+        """Time a layer forward. `squares`: sum of squared sequence lengths."""
         return (
-            sum(self.product(tokens, *matrix) for matrix in self.sizes.products)
+            sum(self.matmul(tokens, *matrix) for matrix in self.sizes.matmul_shapes)
             + self._attention(squares)
             + self._elementwise(tokens)
         )
 
     def layer_backward(self, tokens: float, squares: float) -> float:
-        """A layer backward: two products for each, attention 2.5 times (arXiv 2307.08691, section 3.1)."""
+        """Time a layer backward: two matmuls for each, attention 2.5 times (arXiv 2307.08691, section 3.1)."""
         return (
-            2 * sum(self.product(tokens, *matrix) for matrix in self.sizes.products)
+            2 * sum(self.matmul(tokens, *matrix) for matrix in self.sizes.matmul_shapes)
             + 2.5 * self._attention(squares)
             + self.efficiency.backward_passes * self._elementwise(tokens)
         )
 
     def head(self, tokens: float) -> float:
-        """Log-probabilities, or values, of all tokens."""
+        """Time log-probabilities, or values, of all tokens."""
         if self.sizes.head == "scalar":
             return self.traffic(tokens * self.sizes.shape.hidden_size * self.element_bytes)
-        rows = self.sizes.vocabulary
+        rows = self.sizes.padded_vocab
         logits = self.traffic(self.efficiency.logit_bytes * tokens * rows)
-        return self.product(tokens, rows, self.sizes.shape.hidden_size) + logits
+        return self.matmul(tokens, rows, self.sizes.shape.hidden_size) + logits
 
     def head_backward(self, tokens: float) -> float:
-        """Their gradients; logits are computed again."""
+        """Time the gradients of log-probabilities, or values; logits are recomputed."""
         if self.sizes.head == "scalar":
             return 2 * self.head(tokens)
-        rows = self.sizes.vocabulary
+        rows = self.sizes.padded_vocab
         logits = self.traffic(self.efficiency.logit_backward_bytes * tokens * rows)
-        return 3 * self.product(tokens, rows, self.sizes.shape.hidden_size) + logits
+        return 3 * self.matmul(tokens, rows, self.sizes.shape.hidden_size) + logits
 
     def decode(self, rows: float, context: float) -> float:
-        """A layer for one more token of `rows` sequences with `context` tokens in the cache each."""
-        cache = 2 * rows * context * self.sizes.cached * self.element_bytes
-        products = sum(self.product(rows, *matrix) for matrix in self.sizes.products)
+        """Time a layer of a decode step of `rows` sequences with `context` tokens each in the KV cache."""
+        cache = 2 * rows * context * self.sizes.cache_dim * self.element_bytes
+        products = sum(self.matmul(rows, *matrix) for matrix in self.sizes.matmul_shapes)
         return products + self.traffic(cache) + self._elementwise(rows)
 
     def sample(self, rows: float) -> float:
-        """Logits and the next token of `rows` sequences."""
-        product = self.product(rows, self.sizes.vocabulary, self.sizes.shape.hidden_size)
-        return product + self.traffic(
-            self.efficiency.sampled_logit_bytes * rows * self.sizes.shape.vocab_size
-        )
+        """Time logits and sampling of the next token of `rows` sequences."""
+        logits = self.matmul(rows, self.sizes.padded_vocab, self.sizes.shape.hidden_size)
+        return logits + self.traffic(self.efficiency.sampled_logit_bytes * rows * self.sizes.shape.vocab_size)
 
     def _attention(self, squares: float) -> float:
-        """Scores and their product with the values, of which causality needs half: 2 * s² * width."""
+        """Seconds of causal attention, 2 * s² * query dimension FLOPs: half of scores and their product with
+        values."""
         peak = self.device.flops(self.element_bytes) * self.efficiency.attention
-        return 2 * squares * self.sizes.queries / peak
+        return 2 * squares * self.sizes.q_dim / peak
 
     def _elementwise(self, tokens: float) -> float:
         e, s = self.efficiency, self.sizes
         hidden = s.shape.hidden_size / (s.tp if self.sequence_parallel else 1)
         values = (
             e.normal_passes * hidden
-            + e.rotary_passes * (s.queries + s.keys)
-            + e.attention_passes * (2 * s.queries + 2 * s.keys)
-            + e.activation_passes * s.inner
+            + e.rotary_passes * (s.q_dim + s.kv_dim)
+            + e.attention_passes * (2 * s.q_dim + 2 * s.kv_dim)
+            + e.activation_passes * s.ffn_dim
         )
         return self.traffic(tokens * values * self.element_bytes)

@@ -1,4 +1,4 @@
-"""Seconds of the parts of a call on one rank: measured where a profile has them, else from the roofline."""
+"""Time of the parts of a call on one rank: measured if a profile has them, else from the roofline."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,37 +11,37 @@ from realrl.planner.workload.sizes import LocalSizes
 
 
 @dataclass(frozen=True)
-class Part:
-    """Seconds that the device works, and how much longer the host makes it take."""
+class DeviceHostTime:
+    """Seconds of device work, and of the host that launches it."""
 
     device: float
     host: float = 0.0
 
     @property
     def wait(self) -> float:
-        """How long the device waits for the host."""
+        """Seconds that the device waits for the host."""
         return max(0.0, self.host - self.device)
 
 
 @dataclass(frozen=True)
-class Size:
-    """A micro-batch as the model sees it."""
+class BatchSize:
+    """Size of a micro-batch."""
 
     tokens: float
     squares: float
-    """Sum of the squared lengths."""
+    """Sum of squared sequence lengths."""
     buckets: float = 1.0
-    """Groups of sequences of like length in which attention computes them."""
+    """Buckets of sequences of similar length, which attention on a CPU computes one by one."""
 
     @property
     def context(self) -> float:
-        """Length of the sequences, if all had the same."""
+        """Effective sequence length, weighted by tokens."""
         return self.squares / self.tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Times of one tensor rank of a model."""
+    """Time model of the parts of a call on one TP rank, in seconds."""
 
     device: DeviceKind
     efficiency: Efficiency
@@ -52,113 +52,123 @@ class Timing:
 
     @cached_property
     def roofline(self) -> Roofline:
-        """What is used where nothing was measured."""
-        return Roofline(self.device, self.efficiency, self.sizes, self.element_bytes, self.sequence_parallel)
+        """Time model of parts that were not measured."""
+        return Roofline(
+            device=self.device,
+            efficiency=self.efficiency,
+            sizes=self.sizes,
+            element_bytes=self.element_bytes,
+            sequence_parallel=self.sequence_parallel,
+        )
 
-    def enter(self, size: Size) -> float:
-        """What comes before the first layer; the roofline leaves it out."""
+    def enter(self, size: BatchSize) -> float:
+        """Time packing and embedding before the first layer; 0 in the roofline."""
         return (self._measured_of("enter", size) or 0.0) + self._more("bucket_enter", size)
 
-    def enter_backward(self, size: Size) -> float:
-        """The gradient of the embedding table; the roofline leaves it out."""
+    def enter_backward(self, size: BatchSize) -> float:
+        """Time the gradient of the embedding table; 0 in the roofline."""
         return self._measured_of("enter_backward", size) or 0.0
 
-    def forward(self, size: Size) -> Part:
-        """A layer forward."""
+    def forward(self, size: BatchSize) -> DeviceHostTime:
+        """Time a layer forward."""
         measured = self._measured_of("forward", size)
         if measured is not None:
-            return Part(measured + self._more("bucket", size))
-        return self._part(self.roofline.layer(size.tokens, size.squares), self.efficiency.forward_operations)
+            return DeviceHostTime(measured + self._more("bucket", size))
+        return self._device_host_time(
+            self.roofline.layer(size.tokens, size.squares), self.efficiency.forward_operations
+        )
 
-    def backward(self, size: Size) -> Part:
-        """A layer backward without recomputation, its gradient added to that of earlier micro-batches."""
+    def backward(self, size: BatchSize) -> DeviceHostTime:
+        """Time a layer backward without recomputation, gradient accumulation included."""
         measured = self._measured_of("backward", size)
         if measured is not None:
-            return Part(measured + self._more("bucket_backward", size))
-        elements = sum(outputs * inputs for outputs, inputs in self.sizes.products)
+            return DeviceHostTime(measured + self._more("bucket_backward", size))
+        elements = sum(outputs * inputs for outputs, inputs in self.sizes.matmul_shapes)
         adding = self.roofline.traffic(self.efficiency.gradient_bytes * elements)
         device = self.roofline.layer_backward(size.tokens, size.squares) + adding
-        return self._part(device, 2 * self.efficiency.forward_operations)
+        return self._device_host_time(device, 2 * self.efficiency.forward_operations)
 
-    def head(self, size: Size) -> float:
-        """The head forward."""
+    def head(self, size: BatchSize) -> float:
+        """Time the head forward."""
         measured = self._measured_of("scalar" if self._scalar else "head", size)
         return self.roofline.head(size.tokens) if measured is None else measured
 
-    def head_backward(self, size: Size) -> float:
-        """The head backward."""
+    def head_backward(self, size: BatchSize) -> float:
+        """Time the head backward."""
         measured = self._measured_of("scalar_backward" if self._scalar else "head_backward", size)
         return self.roofline.head_backward(size.tokens) if measured is None else measured
 
-    def prefill(self, size: Size) -> Part:
-        """A layer forward that fills the cache; the roofline leaves the filling out."""
+    def prefill(self, size: BatchSize) -> DeviceHostTime:
+        """Time a layer forward that fills the KV cache; the roofline ignores the cache."""
         measured = self._measured_of("prefill", size)
-        return self.forward(size) if measured is None else Part(measured + self._more("bucket", size))
+        return (
+            self.forward(size) if measured is None else DeviceHostTime(measured + self._more("bucket", size))
+        )
 
-    def start(self, size: Size, sequences: float) -> float:
-        """All of a generation but its layers, until the first token of each sequence."""
+    def start(self, size: BatchSize, sequences: float) -> float:
+        """Time all of a generate call but its layers, up to the first token of each sequence."""
         measured = self._measured_of("start", size)
         return (
             self.sample(sequences).device if measured is None else measured + self._more("bucket_enter", size)
         )
 
-    def decode(self, rows: float, context: float) -> Part:
-        """A layer for one more token of `rows` sequences."""
+    def decode(self, rows: float, context: float) -> DeviceHostTime:
+        """Time a layer of a decode step of `rows` sequences."""
         measured = self._measured("decode", rows, context)
         if measured is not None:
-            return Part(measured)
-        return self._part(self.roofline.decode(rows, context), self.efficiency.decode_operations)
+            return DeviceHostTime(measured)
+        return self._device_host_time(self.roofline.decode(rows, context), self.efficiency.decode_operations)
 
-    def turn(self, rows: float) -> float:
-        """What every stage does besides its layers; the roofline leaves it out."""
+    def decode_step_overhead(self, rows: float) -> float:
+        """Time the work of a decode step on every stage outside its layers; 0 in the roofline."""
         return self._measured("turn", rows) or 0.0
 
-    def sample(self, rows: float) -> Part:
-        """Head and sampling of one step."""
+    def sample(self, rows: float) -> DeviceHostTime:
+        """Time head and sampling of one decode step."""
         measured = self._measured("sample", rows)
         if measured is not None:
-            return Part(measured)
-        return self._part(self.roofline.sample(rows), self.efficiency.sampling_operations)
+            return DeviceHostTime(measured)
+        return self._device_host_time(self.roofline.sample(rows), self.efficiency.sampling_operations)
 
     def prepare(self, sequences: float, answer: float) -> float:
-        """What a train call does before its first mini-batch; the roofline leaves it out."""
+        """Time the work of a train call before its first mini-batch; 0 in the roofline."""
         return self._measured("prepare", sequences, answer) or 0.0
 
     def update(self, elements: float, dp: int) -> float:
-        """One optimizer step on a rank that stores `elements` parameters."""
+        """Time one optimizer step on a rank that stores `elements` parameters."""
         measured = self._measured("optimizer", elements / dp)
         clear = self._moved("clear", 4 * elements, self.efficiency.clear_bytes * elements)
         if measured is None:
             return clear + self.roofline.traffic(self.efficiency.update_bytes * elements / dp)
-        # Where nobody else has gradients, they are copied instead of added up.
+        # Without data parallelism, gradients are copied instead of reduced.
         return measured + clear + (self._moved("copy", 4 * elements, 8 * elements) if dp == 1 else 0.0)
 
     def copy(self, number_bytes: float) -> float:
-        """A copy inside device memory."""
+        """Time a copy inside device memory."""
         return self._moved("copy", number_bytes, 2 * number_bytes)
 
     def allocate(self, number_bytes: float) -> float:
-        """Memory that is taken from the system, and cleared."""
+        """Time an allocation of memory from the system, zeroing included."""
         return self._moved("allocate", number_bytes, number_bytes)
 
     @property
     def _scalar(self) -> bool:
         return self.sizes.head == "scalar"
 
-    def _part(self, device: float, operations: int) -> Part:
-        """Seconds of a device, and of the host that hands it so many operations; on a CPU they are the same one."""
+    def _device_host_time(self, device: float, operations: int) -> DeviceHostTime:
+        """Device seconds with those of the host to launch `operations`; on a CPU both run on the same cores."""
         host = operations * self.device.kernel_s
-        return Part(device + host) if self.device.cpu else Part(device, host)
+        return DeviceHostTime(device + host) if self.device.cpu else DeviceHostTime(device, host)
 
     def _moved(self, kind: CollectiveKind, number_bytes: float, traffic: float) -> float:
         measured = self.profile.collective(kind, 1, 1, number_bytes) if self.profile else None
         return self.roofline.traffic(traffic) if measured is None else measured
 
-    def _measured_of(self, kind: LayerKind, size: Size) -> float | None:
+    def _measured_of(self, kind: LayerKind, size: BatchSize) -> float | None:
         return self._measured(kind, size.tokens, size.context)
 
-    def _more(self, kind: LayerKind, size: Size) -> float:
-        """What groups of sequences after the first one add; the roofline leaves it out."""
+    def _more(self, kind: LayerKind, size: BatchSize) -> float:
+        """Seconds that buckets after the first one add; 0 in the roofline."""
         return (size.buckets - 1) * (self._measured(kind, size.tokens) or 0.0)
 
     def _measured(self, kind: LayerKind, size: float, context: float = 0) -> float | None:

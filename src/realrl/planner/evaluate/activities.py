@@ -6,57 +6,58 @@ from enum import IntEnum
 
 import numpy as np
 
-from realrl.dataflow.call import Kind as CallKind
-from realrl.planner.evaluate.tables import Bools, Columns, Following, Tables
+from realrl.dataflow.call import Kind
+from realrl.planner.evaluate.tables import Bools, Columns, EmaUpdate, Tables
 from realrl.planner.moves.transfers import Floats, Ints
 
 
-class Phase(IntEnum):
+class WavePhase(IntEnum):
     """What happens in a wave, in the order of programs (`program.lower`)."""
 
     START = 0
-    """Of a function."""
+    """A function is started on the host."""
     LOAD = 1
-    BRING = 2
-    UNLOAD = 3
+    REALLOCATE = 2
+    OFFLOAD_SOURCE = 3
     RUN = 4
-    TELL = 5
+    SHARE_LENGTHS = 5
     COLLECT = 6
-    """The outputs of a function are waited for, in the wave before the first call that needs them."""
-    TELL_COLLECTED = 7
-    LOAD_FOLLOWER = 8
-    FOLLOW = 9
-    PUT_CHANGED_BACK = 10
-    PUT_FOLLOWER_BACK = 11
+    """Outputs of a function are waited for, in the wave before the first call that needs them."""
+    SHARE_COLLECTED_LENGTHS = 7
+    LOAD_EMA = 8
+    UPDATE_EMA = 9
+    OFFLOAD_CHANGED = 10
+    OFFLOAD_EMA = 11
     RELEASE = 12
-    PUT_BACK = 13
+    OFFLOAD = 13
 
 
-_BLOCKS = {Phase.BRING: Phase.LOAD, Phase.TELL_COLLECTED: Phase.COLLECT} | dict.fromkeys(
-    range(Phase.LOAD_FOLLOWER, Phase.PUT_BACK), Phase.LOAD_FOLLOWER
-)
+_BLOCKS = {
+    WavePhase.REALLOCATE: WavePhase.LOAD,
+    WavePhase.SHARE_COLLECTED_LENGTHS: WavePhase.COLLECT,
+} | dict.fromkeys(range(WavePhase.LOAD_EMA, WavePhase.OFFLOAD), WavePhase.LOAD_EMA)
 """Of phases that are gone through call by call, the first."""
-_RENDEZVOUS = (Phase.BRING, Phase.RUN, Phase.FOLLOW)
+_RENDEZVOUS = (WavePhase.REALLOCATE, WavePhase.RUN, WavePhase.UPDATE_EMA)
 """Begins on all ranks at once; what else there is each rank does when it comes to it."""
 
 
 @dataclass(frozen=True)
-class Kind:
+class ActivityKind:
     """An activity that plans may have."""
 
-    phase: Phase
+    phase: WavePhase
     call: int
     """To the wave of which it belongs; what is collected belongs to a later one."""
-    following: Following | None = None
+    ema: EmaUpdate | None = None
     number: int = 0
-    """Of `following`."""
+    """Of `ema`."""
 
     @property
     def place(self) -> tuple[int, int, int, int, int]:
         """Where it comes among those of a wave."""
-        follower = self.phase in (Phase.LOAD_FOLLOWER, Phase.FOLLOW)
-        order = (self.number, self.phase) if follower else (self.phase, self.number)
-        return _BLOCKS.get(self.phase, self.phase), self.call, not follower, *order
+        of_ema = self.phase in (WavePhase.LOAD_EMA, WavePhase.UPDATE_EMA)
+        order = (self.number, self.phase) if of_ema else (self.phase, self.number)
+        return _BLOCKS.get(self.phase, self.phase), self.call, not of_ema, *order
 
     @property
     def rendezvous(self) -> bool:
@@ -66,45 +67,51 @@ class Kind:
     @property
     def collects(self) -> bool:
         """Whether it belongs to the wave in which outputs of a function are collected."""
-        return self.phase in (Phase.COLLECT, Phase.TELL_COLLECTED)
+        return self.phase in (WavePhase.COLLECT, WavePhase.SHARE_COLLECTED_LENGTHS)
 
 
-def kinds(tables: Tables) -> list[Kind]:
+def list_activities(tables: Tables) -> list[ActivityKind]:
     """What can take place; the calls themselves first, in their order."""
     calls = range(len(tables.calls))
-    found = [Kind(Phase.START if c in tables.functions else Phase.RUN, c) for c in calls]
+    found = [ActivityKind(WavePhase.START if c in tables.functions else WavePhase.RUN, c) for c in calls]
     for c in calls:
         if c in tables.functions:
-            found.append(Kind(Phase.COLLECT, c))
-            found += [Kind(Phase.TELL_COLLECTED, c)] * bool(tables.told[c])
+            shares = bool(tables.length_receivers[c])
+            found.append(ActivityKind(WavePhase.COLLECT, c))
+            found += [ActivityKind(WavePhase.SHARE_COLLECTED_LENGTHS, c)] * shares
             continue
         home = tables.home[c]
-        away, borrows = bool(tables.options(home).away.any()), home != c
-        changes = tables.calls[c].kind is CallKind.TRAIN
-        back = Phase.PUT_CHANGED_BACK if changes else Phase.PUT_BACK
-        found += [Kind(Phase.LOAD, c), Kind(back, c)] * away
-        found += [Kind(Phase.BRING, c), Kind(Phase.RELEASE, c)] * borrows
-        found += [Kind(Phase.UNLOAD, c)] * (away and borrows)
-        found += [Kind(Phase.TELL, c)] * bool(tables.told[c])
-    for number, following in enumerate(tables.followers):
-        f = following.after, following, number
-        found.append(Kind(Phase.FOLLOW, *f))
-        if tables.options(following.home).away.any():
-            found += [Kind(Phase.LOAD_FOLLOWER, *f), Kind(Phase.PUT_FOLLOWER_BACK, *f)]
+        offloaded, borrows = bool(tables.candidates(home).offloaded.any()), home != c
+        changes = tables.calls[c].kind is Kind.TRAIN
+        back = WavePhase.OFFLOAD_CHANGED if changes else WavePhase.OFFLOAD
+        found += [ActivityKind(WavePhase.LOAD, c), ActivityKind(back, c)] * offloaded
+        found += [ActivityKind(WavePhase.REALLOCATE, c), ActivityKind(WavePhase.RELEASE, c)] * borrows
+        found += [ActivityKind(WavePhase.OFFLOAD_SOURCE, c)] * (offloaded and borrows)
+        found += [ActivityKind(WavePhase.SHARE_LENGTHS, c)] * bool(tables.length_receivers[c])
+    for number, ema in enumerate(tables.ema_updates):
+        f = ema.after, ema, number
+        found.append(ActivityKind(WavePhase.UPDATE_EMA, *f))
+        if tables.candidates(ema.home).offloaded.any():
+            found += [ActivityKind(WavePhase.LOAD_EMA, *f), ActivityKind(WavePhase.OFFLOAD_EMA, *f)]
     return found
 
 
-def takes_time(tables: Tables, kind: Kind) -> bool:
+def takes_time(tables: Tables, kind: ActivityKind) -> bool:
     """Whether ranks may be kept by an activity."""
-    if kind.phase in (Phase.UNLOAD, Phase.PUT_BACK, Phase.PUT_CHANGED_BACK):
-        return bool(tables.options(tables.home[kind.call]).unload.any())
-    return kind.phase is not Phase.RELEASE
+    if kind.phase in (WavePhase.OFFLOAD_SOURCE, WavePhase.OFFLOAD, WavePhase.OFFLOAD_CHANGED):
+        return bool(tables.candidates(tables.home[kind.call]).unload.any())
+    return kind.phase is not WavePhase.RELEASE
 
 
-def stores(kind: Kind) -> bool:
+def stores(kind: ActivityKind) -> bool:
     """Whether devices hold more or less from it on, or meanwhile."""
-    still = (Phase.START, Phase.TELL, Phase.COLLECT, Phase.TELL_COLLECTED, Phase.FOLLOW)
-    return kind.phase not in still
+    return kind.phase not in (
+        WavePhase.START,
+        WavePhase.SHARE_LENGTHS,
+        WavePhase.COLLECT,
+        WavePhase.SHARE_COLLECTED_LENGTHS,
+        WavePhase.UPDATE_EMA,
+    )
 
 
 @dataclass(frozen=True)
@@ -140,14 +147,14 @@ class Facts:
         self.borrowed = np.array([columns.code[c] != columns.code[h] for c, h in enumerate(tables.home)])
         """Whether a call uses a copy that is made for the step."""
 
-    def activities(self, found: list[Kind]) -> Activities:
+    def activities(self, found: list[ActivityKind]) -> Activities:
         """All that can take place."""
         where, seconds, grows, change = zip(*(self._row(kind) for kind in found), strict=True)
         working = self.columns.working
-        needs = [working[k.call] if k.phase is Phase.RUN else np.zeros(working.shape[1]) for k in found]
+        needs = [working[k.call] if k.phase is WavePhase.RUN else np.zeros(working.shape[1]) for k in found]
         return Activities(*map(np.array, (where, seconds, grows, change, needs)))
 
-    def waves_of(self, kinds: list[Kind]) -> Ints:
+    def waves_of(self, kinds: list[ActivityKind]) -> Ints:
         """The wave that each activity belongs to, [activities, plans] (`order.collecting_wave`)."""
         collecting = {}
         for f, needing in self.tables.dependents.items():
@@ -167,59 +174,59 @@ class Facts:
             wave[c] = np.where(after, wave[:c] + 1, 0).max(axis=0)
         return wave
 
-    def _row(self, kind: Kind) -> tuple[Bools, Floats, Bools, Floats]:
+    def _row(self, kind: ActivityKind) -> tuple[Bools, Floats, Bools, Floats]:
         """Where it takes place, how long it takes, and what grows where by how many bytes."""
         columns, c, home = self.columns, kind.call, self.tables.home[kind.call]
         nothing = np.zeros(columns.first.shape[1])
-        if kind.following is not None:
-            return self._following(kind.phase, kind.following)
+        if kind.ema is not None:
+            return self._ema_row(kind.phase, kind.ema)
         match kind.phase:
-            case Phase.RUN:
+            case WavePhase.RUN:
                 return self.inside[c], columns.seconds[c], self.inside[c], nothing
-            case Phase.START | Phase.COLLECT:
+            case WavePhase.START | WavePhase.COLLECT:
                 return self.inside[c], nothing, np.zeros_like(self.inside[c]), nothing
-            case Phase.TELL | Phase.TELL_COLLECTED:
-                told = np.logical_or.reduce([self.inside[r] for r in self.tables.told[c]])
-                return told, nothing, told, nothing
-            case Phase.BRING:
+            case WavePhase.SHARE_LENGTHS | WavePhase.SHARE_COLLECTED_LENGTHS:
+                receivers = np.logical_or.reduce([self.inside[r] for r in self.tables.length_receivers[c]])
+                return receivers, nothing, receivers, nothing
+            case WavePhase.REALLOCATE:
                 first = self.borrowed[c] & ~self._meets(c, self.tables.sharers[c])
-                seconds = self.tables.bring[c](columns.layout[home], columns.layout[c])
+                seconds = self.tables.reallocation[c](columns.layout[home], columns.layout[c])
                 there = self.inside[c] & first
                 return there | self.inside[home] & first, seconds, there, columns.weights[c]
-            case Phase.RELEASE:
+            case WavePhase.RELEASE:
                 last = self.borrowed[c] & ~self._meets(c, self.tables.shared_by[c])
                 there = self.inside[c] & last
                 return there, nothing, there, -columns.weights[c]
-        there = self.inside[home] & (self._moved(kind) & columns.away[home])
-        loads = kind.phase is Phase.LOAD
+        there = self.inside[home] & (self._moved(kind) & columns.offloaded[home])
+        loads = kind.phase is WavePhase.LOAD
         seconds, weights = columns.load if loads else columns.unload, columns.weights[home]
         return there, seconds[home], there, weights if loads else -weights
 
-    def _moved(self, kind: Kind) -> Bools:
+    def _moved(self, kind: ActivityKind) -> Bools:
         """Whether a role's parameters, if they wait in host memory, are loaded or put back then. Calls of the same
         wave share what has been loaded."""
         c, borrowed = kind.call, self.borrowed
-        mates = {p: self.wave[p] == self.wave[c] for p in self.tables.mates[c]}
-        if kind.phase in (Phase.LOAD, Phase.UNLOAD):
-            moved = self._loads(c) & ~self._any(mates[p] & self._loads(p) for p in mates if p < c)
-        if kind.phase is Phase.LOAD:
+        same_role = {p: self.wave[p] == self.wave[c] for p in self.tables.same_role[c]}
+        if kind.phase in (WavePhase.LOAD, WavePhase.OFFLOAD_SOURCE):
+            moved = self._loads(c) & ~self._any(same_role[p] & self._loads(p) for p in same_role if p < c)
+        if kind.phase is WavePhase.LOAD:
             return moved
-        if kind.phase is Phase.UNLOAD:
-            return moved & borrowed[c] & ~self._any(mates[p] & ~borrowed[p] for p in mates)
-        return ~borrowed[c] & ~self._any(mates[p] & ~borrowed[p] for p in mates if p < c)
+        if kind.phase is WavePhase.OFFLOAD_SOURCE:
+            return moved & borrowed[c] & ~self._any(same_role[p] & ~borrowed[p] for p in same_role)
+        return ~borrowed[c] & ~self._any(same_role[p] & ~borrowed[p] for p in same_role if p < c)
 
     def _loads(self, c: int) -> Bools:
         """Whether a call needs the parameters at its role's home."""
         return ~self.borrowed[c] | ~self._meets(c, self.tables.sharers[c])
 
-    def _following(self, phase: Phase, following: Following) -> tuple[Bools, Floats, Bools, Floats]:
-        columns, home, source = self.columns, following.home, self.tables.home[following.after]
+    def _ema_row(self, phase: WavePhase, ema: EmaUpdate) -> tuple[Bools, Floats, Bools, Floats]:
+        columns, home, source = self.columns, ema.home, self.tables.home[ema.after]
         there, weights = self.inside[home], columns.weights[home]
-        if phase is Phase.FOLLOW:
-            seconds = following.table(columns.layout[source], columns.layout[home])
+        if phase is WavePhase.UPDATE_EMA:
+            seconds = ema.table(columns.layout[source], columns.layout[home])
             return there | self.inside[source], seconds, there, np.zeros_like(weights)
-        there = there & columns.away[home]
-        if phase is Phase.LOAD_FOLLOWER:
+        there = there & columns.offloaded[home]
+        if phase is WavePhase.LOAD_EMA:
             return there, columns.load[home], there, weights
         return there, columns.unload[home], there, -weights
 

@@ -39,7 +39,7 @@ class Scorer:
         self.best: Ints | None = None
         self.best_seconds = np.inf
         self.least_fill = np.inf
-        self.emptiest: Ints | None = None
+        self.nearest_to_fit: Ints | None = None
         """The plan that comes nearest to fitting."""
         self.history: list[Improvement] = []
 
@@ -48,25 +48,25 @@ class Scorer:
         """Seconds since the search started."""
         return time.perf_counter() - self.started
 
-    def used(self, part: float = 1.0) -> float:
+    def time_used(self, part: float = 1.0) -> float:
         """How much of this part of the time is over: 1 or more for all of it."""
         return self.elapsed / (part * self._allowed) if self._allowed > 0 else np.inf
 
-    def late(self, part: float = 1.0) -> bool:
+    def deadline_exceeded(self, part: float = 1.0) -> bool:
         """Whether this part of the time is over."""
-        return self.used(part) >= 1
+        return self.time_used(part) >= 1
 
-    def __call__(self, choice: Ints) -> Floats:
+    def __call__(self, assignment: Ints) -> Floats:
         """Scores of plans: their seconds, and more for those that do not fit."""
-        seconds, fill = self.timeline(choice)
+        seconds, fill = self.timeline(assignment)
         self.evaluations += len(seconds)
         fitting = np.where(fill <= 1, seconds, np.inf)
         i = int(fitting.argmin())
         if fitting[i] < self.best_seconds:
-            self.best, self.best_seconds = choice[:, i].copy(), float(fitting[i])
+            self.best, self.best_seconds = assignment[:, i].copy(), float(fitting[i])
             self.history.append(Improvement(self.elapsed, self.evaluations, self.best_seconds))
         if self.best is None:
             j = int(fill.argmin())
             if fill[j] < self.least_fill:
-                self.emptiest, self.least_fill = choice[:, j].copy(), float(fill[j])
+                self.nearest_to_fit, self.least_fill = assignment[:, j].copy(), float(fill[j])
         return seconds * (1 + _PENALTY * np.clip(fill - 1, 0, _WORST))

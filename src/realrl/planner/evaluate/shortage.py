@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from realrl.dataflow.call import Call
-from realrl.planner.evaluate.timeline import Evaluation
-from realrl.planner.space.problem import Choice, Option, Problem
+from realrl.planner.evaluate.timeline import PlanEvaluation
+from realrl.planner.space.problem import Assignment, Candidate, Problem
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,11 @@ class Shortage:
     needed_bytes: float
     call: str
     """During which the device is fullest."""
-    option: Option
+    candidate: Candidate
     """How that call runs."""
     resident_bytes: dict[str, float]
     """Role -> what it keeps on the device all the time."""
-    choice: Choice | None
+    assignment: Assignment | None
     """The plan; None where the call alone fits no device."""
     proven: bool = True
     """Whether no plan fits at all; if not, none was found in the time there was."""
@@ -41,31 +41,31 @@ class DoesNotFit(Exception):
         )
 
 
-def call_shortage(problem: Problem, call: Call, number: int) -> Shortage:
+def explain_call_shortage(problem: Problem, call: Call, number: int) -> Shortage:
     """Of a call that fits no device, which no function is; `number`: of the option that comes nearest."""
-    option = problem.options[call.name][number]
+    candidate = problem.candidates[call.name][number]
     is_home = problem.is_home(call)
-    resident = {call.model_role: option.resident_bytes} if is_home else {}
-    needed = option.bytes_alone(is_home=is_home)
-    rank = option.placement.mesh.first
-    return Shortage(rank, problem.limit(option.placement), needed, call.name, option, resident, None)
+    resident = {call.model_role: candidate.resident_bytes} if is_home else {}
+    needed = candidate.bytes_alone(is_home=is_home)
+    rank = candidate.placement.mesh.first
+    return Shortage(rank, problem.limit(candidate.placement), needed, call.name, candidate, resident, None)
 
 
-def plan_shortage(problem: Problem, choice: Choice, evaluation: Evaluation) -> Shortage:
+def explain_plan_shortage(problem: Problem, assignment: Assignment, evaluation: PlanEvaluation) -> Shortage:
     """Of a whole plan."""
-    options = problem.chosen(choice)
-    rank = evaluation.fullest_rank
-    homes = {role: options[problem.home(role).name] for role in problem.graph.roles}
+    candidates = problem.chosen_candidates(assignment)
+    rank = evaluation.peak_rank
+    homes = {role: candidates[problem.home(role).name] for role in problem.graph.roles}
     resident = {role: o.resident_bytes for role, o in homes.items() if rank in o.placement.ranks}
-    models = {call.name: options[call.name] for call in problem.graph.calls if not call.is_function}
+    models = {call.name: candidates[call.name] for call in problem.graph.calls if not call.is_function}
     here = {name: o for name, o in models.items() if rank in o.placement.ranks}
-    biggest = max(here, key=lambda name: here[name].working_bytes + _copy(problem, options, name))
-    limit, needed = problem.limit(options[biggest].placement), evaluation.peak_bytes
-    return Shortage(rank, limit, needed, biggest, options[biggest], resident, choice)
+    biggest = max(here, key=lambda name: here[name].working_bytes + _copy(problem, candidates, name))
+    limit, needed = problem.limit(candidates[biggest].placement), evaluation.peak_bytes
+    return Shortage(rank, limit, needed, biggest, candidates[biggest], resident, assignment)
 
 
-def _copy(problem: Problem, options: dict[str, Option], name: str) -> float:
+def _copy(problem: Problem, candidates: dict[str, Candidate], name: str) -> float:
     """Bytes of the parameters that a call brings to its devices."""
-    home = options[problem.home(problem.graph.call(name).model_role).name]
-    borrowed = options[name].layout != home.layout
-    return options[name].weights_bytes if borrowed or home.offload else 0.0
+    home = candidates[problem.home(problem.graph.call(name).model_role).name]
+    borrowed = candidates[name].layout != home.layout
+    return candidates[name].weights_bytes if borrowed or home.offload else 0.0

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.planner.moves.transfers import Floats, Ints, Layouts, TransferTable
-from realrl.planner.space.problem import Option, Problem
+from realrl.planner.space.problem import Candidate, Problem
 from realrl.program.order import changes, dependents, length_calls, producers
 
 Bools = NDArray[np.bool_]
@@ -31,9 +31,9 @@ class Columns:
     weights: Floats
     resident: Floats
     working: Floats
-    divided: Bools
+    sequence_parallel: Bools
     """Whether tensor ranks divide tokens, which changes what the ranks of a layout hold."""
-    away: Bools
+    offloaded: Bools
     """Whether parameters wait in host memory."""
     limit: Floats
     """Bytes of a device."""
@@ -43,7 +43,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Following:
+class EmaUpdate:
     """A role that follows a trained one: calls are numbers in the graph's order."""
 
     after: int
@@ -71,22 +71,22 @@ class Tables:
             c: [self.number[other.name] for other in dependents(graph, self.calls[c])] for c in self.functions
         }
         """Of each function, the calls that need its outputs."""
-        self.sizes = np.array([len(problem.options[call.name]) for call in self.calls])
+        self.sizes = np.array([len(problem.candidates[call.name]) for call in self.calls])
         self.offsets = np.concatenate([[0], np.cumsum(self.sizes)[:-1]])[:, None]
         self._layouts: list[Layouts] = []
-        columns = [self._columns(problem.options[call.name]) for call in self.calls]
+        columns = [self._columns(problem.candidates[call.name]) for call in self.calls]
         joined = zip(*(c.__dict__.values() for c in columns), strict=True)
         self.columns = Columns(*(np.concatenate(parts) for parts in joined))
-        self.bring = {c: self._table(h, c) for c, h in enumerate(self.home) if h != c}
+        self.reallocation = {c: self._table(h, c) for c, h in enumerate(self.home) if h != c}
         n = range(len(self.calls))
         self.sharers = [[p for p in range(c) if _shares(graph, self.calls[p], self.calls[c])] for c in n]
         """Of each call, earlier ones that can use the same copy of their role's parameters."""
         self.shared_by = [[q for q in n if c in self.sharers[q]] for c in n]
         """The same, later ones."""
-        self.mates = [[p for p in n if p != c and self.home[p] == self.home[c]] for c in n]
+        self.same_role = [[p for p in n if p != c and self.home[p] == self.home[c]] for c in n]
         """Of each call, the others of its role."""
-        self.followers = [
-            Following(c, self.home[r], self._table(self.home[c], self.home[r]))
+        self.ema_updates = [
+            EmaUpdate(c, self.home[r], self._table(self.home[c], self.home[r]))
             for c, call in enumerate(self.calls)
             for average in graph.averages
             if average.source == call.role and call.kind is Kind.TRAIN
@@ -94,33 +94,33 @@ class Tables:
         ]
         self._order(graph)
 
-    def gather(self, choice: Ints) -> Columns:
+    def gather(self, assignment: Ints) -> Columns:
         """Columns of plans. choice: [calls, plans], the option of each call."""
-        return self.columns[choice + self.offsets]
+        return self.columns[assignment + self.offsets]
 
-    def _columns(self, options: tuple[Option, ...]) -> Columns:
-        layouts = list(dict.fromkeys(option.layout for option in options))
+    def _columns(self, candidates: tuple[Candidate, ...]) -> Columns:
+        layouts = list(dict.fromkeys(candidate.layout for candidate in candidates))
         number = {layout: i for i, layout in enumerate(layouts)}
-        placements = {option.layout: option.placement for option in options}
+        placements = {candidate.layout: candidate.placement for candidate in candidates}
         self._layouts.append(Layouts.of(placements[layout] for layout in layouts))
-        first, size, tp, pp = np.array([option.layout for option in options], dtype=np.int64).T
+        first, size, tp, pp = np.array([candidate.layout for candidate in candidates], dtype=np.int64).T
         return Columns(
             first,
             first + size,
             Layouts(first, size, tp, pp).codes,
-            np.array([number[option.layout] for option in options]),
-            np.array([option.seconds for option in options], dtype=np.float64),
-            np.array([option.load_seconds if option.offload else 0.0 for option in options]),
-            np.array([option.unload_seconds if option.offload else 0.0 for option in options]),
-            np.array([option.weights_bytes for option in options], dtype=np.float64),
-            np.array([option.resident_bytes for option in options], dtype=np.float64),
-            np.array([option.working_bytes for option in options], dtype=np.float64),
-            np.array([option.placement.strategy.sequence_parallel for option in options]),
-            np.array([option.offload for option in options]),
-            np.array([self.problem.limit(option.placement) for option in options], dtype=np.float64),
+            np.array([number[candidate.layout] for candidate in candidates]),
+            np.array([candidate.seconds for candidate in candidates], dtype=np.float64),
+            np.array([candidate.load_seconds if candidate.offload else 0.0 for candidate in candidates]),
+            np.array([candidate.unload_seconds if candidate.offload else 0.0 for candidate in candidates]),
+            np.array([candidate.weights_bytes for candidate in candidates], dtype=np.float64),
+            np.array([candidate.resident_bytes for candidate in candidates], dtype=np.float64),
+            np.array([candidate.working_bytes for candidate in candidates], dtype=np.float64),
+            np.array([candidate.placement.strategy.sequence_parallel for candidate in candidates]),
+            np.array([candidate.offload for candidate in candidates]),
+            np.array([self.problem.limit(candidate.placement) for candidate in candidates], dtype=np.float64),
         )
 
-    def options(self, call: int) -> Columns:
+    def candidates(self, call: int) -> Columns:
         """Columns of one call's options."""
         start = int(self.offsets[call, 0])
         return self.columns[np.arange(start, start + int(self.sizes[call]))]
@@ -140,9 +140,9 @@ class Tables:
         """Whether a call comes after another in every plan."""
         self.feeds = [tuple(self.number[p.name] for p in producers(graph, call)) for call in self.calls]
         """Of each call, those that it receives its inputs from, one after the other."""
-        self.told = [self._told(graph, call) for call in self.calls]
+        self.length_receivers = [self._length_receivers(graph, call) for call in self.calls]
         """Of each call, those whose ranks learn row lengths from it."""
-        self.informed = np.zeros((n, n), dtype=bool)
+        self.knows_lengths = np.zeros((n, n), dtype=bool)
         """Whether ranks of a call have learnt row lengths from another, on which it depends, before it begins."""
         for c, call in enumerate(self.calls):
             for p, earlier in enumerate(self.calls[:c]):
@@ -150,9 +150,9 @@ class Tables:
                 depends = earlier in graph.dependencies(call)
                 needed = p in self.dependents and c in self.dependents[p]
                 self.ordered[c, p] = depends or changing or needed
-                self.informed[c, p] = depends and c in self.told[p]
+                self.knows_lengths[c, p] = depends and c in self.length_receivers[p]
 
-    def _told(self, graph: DataflowGraph, call: Call) -> list[int]:
+    def _length_receivers(self, graph: DataflowGraph, call: Call) -> list[int]:
         own = [key for key in call.outputs if graph.keys[key].length == "own"]
         names = {name for key in own for name in length_calls(graph, key)}
         return sorted({self.number[name] for name in names} | ({self.number[call.name]} if own else set()))

@@ -7,11 +7,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realrl.dataflow.call import Kind
-from realrl.planner.evaluate.activities import Activities, Facts, Phase, kinds, stores, takes_time
+from realrl.planner.evaluate.activities import (
+    Activities,
+    Facts,
+    WavePhase,
+    list_activities,
+    stores,
+    takes_time,
+)
 from realrl.planner.evaluate.hosts import Hosts
 from realrl.planner.evaluate.tables import Columns, Tables
 from realrl.planner.moves.transfers import Floats, Ints
-from realrl.planner.space.problem import Choice, Problem
+from realrl.planner.space.problem import Assignment, Problem
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -21,7 +28,7 @@ _AT_ONCE = 512
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class PlanEvaluation:
     """What a plan costs."""
 
     seconds: float
@@ -30,12 +37,12 @@ class Evaluation:
     """On the device that is fullest in relation to its memory."""
     fill: float
     """The part of that device's memory; more than 1 does not fit."""
-    fullest_rank: int
+    peak_rank: int
     """That device, or the first of several."""
     start: dict[str, float]
     """Call -> when it starts, in seconds after the step."""
     end: dict[str, float]
-    bring_seconds: dict[str, float]
+    reallocation_seconds: dict[str, float]
     """Call -> seconds of bringing its parameters, for those that need it."""
 
     @property
@@ -75,7 +82,7 @@ class Timeline:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.tables = tables = Tables(problem)
-        self._kinds = kinds(tables)
+        self._kinds = list_activities(tables)
         self._owner = np.array([kind.call for kind in self._kinds])
         self._timed = np.array([a for a, kind in enumerate(self._kinds) if takes_time(tables, kind)])
         self._storing = np.array([a for a, kind in enumerate(self._kinds) if stores(kind)])
@@ -83,34 +90,35 @@ class Timeline:
         places = sorted(range(len(self._kinds)), key=lambda a: self._kinds[a].place)
         self._place = np.argsort(places)[:, None]
         # Row lengths are told when the call has ended.
-        telling = [kind.phase in (Phase.TELL, Phase.TELL_COLLECTED) for kind in self._kinds]
+        sharing = (WavePhase.SHARE_LENGTHS, WavePhase.SHARE_COLLECTED_LENGTHS)
+        sharing_lengths = [kind.phase in sharing for kind in self._kinds]
         same = self._owner == np.arange(len(tables.calls))[:, None]
-        self._wait = np.where(same & telling, 0.0, _NEVER)
-        self._functions = {k.call: a for a, k in enumerate(self._kinds) if k.phase is Phase.COLLECT}
+        self._wait = np.where(same & sharing_lengths, 0.0, _NEVER)
+        self._functions = {k.call: a for a, k in enumerate(self._kinds) if k.phase is WavePhase.COLLECT}
 
-    def __call__(self, choice: Ints) -> tuple[Floats, Floats]:
+    def __call__(self, assignment: Ints) -> tuple[Floats, Floats]:
         """Seconds of plans, and the largest part of a device's memory that they use: more than 1 does not fit.
 
         choice: [calls, plans], for each call in the order of the graph the number of its option.
         """
-        parts = (choice[:, i : i + _AT_ONCE] for i in range(0, choice.shape[1], _AT_ONCE))
+        parts = (assignment[:, i : i + _AT_ONCE] for i in range(0, assignment.shape[1], _AT_ONCE))
         steps = [self._schedule(self.tables.gather(part)) for part in parts]
         seconds = [step.clock.max(axis=0) for step in steps]
         return np.concatenate(seconds), np.concatenate([step.fill.max(axis=0) for step in steps])
 
-    def evaluate(self, choice: Choice) -> Evaluation:
+    def evaluate(self, assignment: Assignment) -> PlanEvaluation:
         """One plan in detail."""
         names = [call.name for call in self.tables.calls]
-        columns = self.tables.gather(np.array([[choice[name]] for name in names]))
+        columns = self.tables.gather(np.array([[assignment[name]] for name in names]))
         steps = self._schedule(columns)
         parts = steps.fill[:, 0]
         fullest = int(parts.argmax())
         brought: dict[str, float] = {}
         for a, kind in enumerate(self._kinds):
-            if kind.phase in (Phase.LOAD, Phase.BRING) and steps.activities.where[a].any():
+            if kind.phase in (WavePhase.LOAD, WavePhase.REALLOCATE) and steps.activities.where[a].any():
                 name = names[kind.call]
                 brought[name] = brought.get(name, 0.0) + float(steps.activities.seconds[a, 0])
-        return Evaluation(
+        return PlanEvaluation(
             float(steps.clock.max()),
             float(parts[fullest] * columns.limit[fullest, 0]),
             float(parts[fullest]),
@@ -172,9 +180,11 @@ class Timeline:
         for c, home in enumerate(tables.home):
             if home != c and tables.calls[c].kind is Kind.TRAIN:
                 most += np.where(facts.borrowed[c], np.inf, 0.0)
-            for p in (p for p in tables.mates[c] if p < c):
+            for p in (p for p in tables.same_role[c] if p < c):
                 alike = columns.code[p] == columns.code[c]
-                most += np.where(alike & (columns.divided[p] != columns.divided[c]), np.inf, 0.0)
+                most += np.where(
+                    alike & (columns.sequence_parallel[p] != columns.sequence_parallel[c]), np.inf, 0.0
+                )
         return most
 
     def _receiving(self, columns: Columns) -> tuple[Floats, Floats]:

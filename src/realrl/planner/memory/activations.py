@@ -1,31 +1,30 @@
-"""Bytes of what calls compute on the way, on one rank.
+"""Activation memory of calls on one rank: layers, logits, KV cache, pipeline messages.
 
-Counted are the tensors that the engine allocates, at the moment when they take most: those of layers, of logits,
-of key/value caches, and what stages have sent to each other. Not counted are a few numbers per token (tokens,
-positions, log-probabilities and what a loss makes of them), and what libraries allocate outside torch.
+Counted are the tensors that the engine allocates, at the moment of their peak. Not counted are a few numbers per
+token (tokens, positions, log-probabilities and what a loss computes from them), and what libraries allocate outside
+torch.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from realrl.layout.limits import SENDS_PER_STAGE
 from realrl.plan.placement import Strategy
-from realrl.planner.memory.layer import Layer
+from realrl.planner.memory.layer import LayerMemory
 from realrl.planner.memory.logits import Logits
 from realrl.planner.workload.sizes import LocalSizes
 
 Parts = Mapping[str, int]
-"""activations, logits and cache: bytes, all at the same moment."""
-SENDS_PER_STAGE = 4
-"""Messages to other stages that are kept, times the number of stages (`engine.pipeline`)."""
+"""Bytes of `activations`, `logits` and `cache` at one moment."""
 
 
 @dataclass(frozen=True)
 class Activations:
-    """A model's activations under a strategy.
+    """Activation memory of a model under a strategy, in bytes per rank.
 
-    `lengths` are a sample of the sequences' lengths. In methods, `tokens` are those of the fullest micro-batch and
-    `chunks` the number of micro-batches, or of continuations.
+    `lengths` are a sample of sequence lengths. In methods, `tokens` are those of the largest micro-batch and
+    `chunks` is the number of micro-batches, or of decode batches.
     """
 
     sizes: LocalSizes
@@ -35,7 +34,7 @@ class Activations:
     lengths: tuple[int, ...]
 
     def inferring(self, tokens: float, *, stage: int, chunks: int) -> Parts:
-        """Of an inference call: in a layer, or at the logits."""
+        """Peak of an inference call: in a layer, or at the logits."""
         expected = self._expected(tokens, stage, chunks - 1)
         layer = {"activations": self._forward(tokens, stage, chunks) + expected}
         if stage < self._last:
@@ -43,24 +42,24 @@ class Activations:
         states = self.layer.bytes(tokens, self.layer.stream + self.layer.hidden) + self.layer.index_bytes(
             tokens
         )
-        return _fullest(layer, {"activations": states + expected, "logits": self.logits.scored(tokens)})
+        return _peak(layer, {"activations": states + expected, "logits": self.logits.scored(tokens)})
 
     def generating(
         self, tokens: float, *, rows: float, room: int, layers: int, stage: int, chunks: int
     ) -> Parts:
-        """Of a generate call: while prompts pass a layer, or when a token is drawn.
+        """Peak of a generate call: in a layer during prefill, or while a token is sampled.
 
-        `tokens` and `rows` are those of the prompts in a continuation; `room` is the most tokens of a sequence.
+        `tokens` and `rows` count the prompts of a decode batch; `room` is the most tokens of a sequence.
         """
         active = min(self.strategy.pp, chunks)
         cache = active * self.cache(rows, room, layers)
         forward = self._forward(tokens, stage, active)
         if stage < self._last:
             return {"activations": forward, "cache": cache}
-        # During the turn of the first continuation the prompts of the others are expected, without caches as yet.
+        # While the first decode batch samples, receives of the other prompts are posted; they have no cache yet.
         expected = (active - 1) * self._expected(tokens, stage, active - 1)
         logits = self.logits.sampled(rows)
-        return _fullest(
+        return _peak(
             {"activations": forward + expected, "cache": cache // active},
             {"activations": forward, "cache": cache},
             {"activations": expected, "cache": cache // active, "logits": logits},
@@ -68,68 +67,68 @@ class Activations:
         )
 
     def training(self, tokens: float, *, layers: int, stage: int, chunks: int) -> Parts:
-        """Of a train call: when the backward pass is at the logits, in a layer, or at the embedding."""
+        """Peak of a train call: in the backward pass of the logits, of a layer, or of the embedding."""
         layer, shape = self.layer, self.sizes.shape
         flying = min(chunks, self.strategy.pp - stage)
         sent = self._sent(tokens, chunks * ((stage > 0) + (stage < self._last)))
         sent += self._expected(tokens, stage, chunks - flying)
         if stage < self._last and chunks > 1:
-            sent += layer.bytes(tokens, layer.stream)  # the next gradient
+            sent += layer.bytes(tokens, layer.stream)  # the posted receive of the next gradient
         each = self.kept(tokens, layers)
         inside = layer.backward_bytes(tokens)
         if self.strategy.recompute:
-            # The whole layer; its input was there already, but there is an output, which is of no use.
+            # All of the layer, recomputed. Its input was kept anyway, but its output is held needlessly.
             inside += layer.bytes(tokens, layer.kept)
         waiting, moments = 0, []
         if stage == self._last:
-            # The input of the final norm, its output where a token is predicted, and that one's gradient.
+            # Input of the final norm, its output at predicted tokens, and the gradient of that output.
             states = layer.bytes(tokens, layer.stream + 2 * layer.hidden)
             kept = sent + flying * each + states
             moments.append({"activations": kept, "logits": self.logits.learnt(tokens)})
             if stage == 0 and shape.tied_embeddings and self.sizes.head == "lm":
-                # What the head adds to the gradient of the embedding table waits for what the embedding adds.
+                # The head's contribution to the tied embedding gradient is held until the embedding adds its own.
                 waiting = self.logits.table_bytes
         moments.append({"activations": sent + flying * each + inside, "logits": waiting})
         if stage == 0:
-            table = layer.matrix_bytes(self.sizes.vocabulary * shape.hidden_size)
+            table = layer.matrix_bytes(self.sizes.padded_vocab * shape.hidden_size)
             moments.append({"activations": sent + (flying - 1) * each + table, "logits": waiting})
-        return _fullest(*moments)
+        return _peak(*moments)
 
     def kept(self, tokens: float, layers: int) -> int:
-        """Of one micro-batch, until its backward pass: of each layer all that it needs, or its input alone."""
+        """Activations kept for backward by one micro-batch; with checkpointing only the input of each layer."""
         each = self.layer.stream if self.strategy.recompute else self.layer.kept
         return self.layer.bytes(tokens, layers * each) + self._shared(tokens)
 
     def cache(self, rows: float, room: int, layers: int) -> int:
-        """Keys and values of one continuation, whose rows all have room for the longest."""
-        return self.layer.bytes(rows * room, 2 * layers * self.sizes.cached)
+        """KV cache of one decode batch, whose rows all have capacity for the longest sequence."""
+        return self.layer.bytes(rows * room, 2 * layers * self.sizes.cache_dim)
 
     @cached_property
-    def layer(self) -> Layer:
-        """What a layer computes."""
-        return Layer(self.sizes, self.strategy, self.element_bytes, self.cpu, self.lengths)
+    def layer(self) -> LayerMemory:
+        """Activation sizes of one layer."""
+        return LayerMemory(self.sizes, self.strategy, self.element_bytes, self.cpu, self.lengths)
 
     @cached_property
     def logits(self) -> Logits:
-        """What is computed after the layers."""
+        """Activation sizes of the output head."""
         return Logits(self.sizes, self.element_bytes, self.cpu)
 
     def _forward(self, tokens: float, stage: int, chunks: int) -> int:
-        """In a stage's layers without gradients, when it has sent on all chunks but one."""
+        """Bytes in a stage's layers without gradients, when all chunks but one have been sent on."""
         sent = self._sent(tokens, 0 if stage == self._last else chunks - 1)
         received = self.layer.stream if stage else 0
         return sent + self.layer.bytes(tokens, received + self.layer.computed) + self._shared(tokens)
 
     def _expected(self, tokens: float, stage: int, later: int) -> int:
-        """Hidden states that a stage expects of the one before, if there is a later micro-batch."""
+        """Bytes of the posted receive from the previous stage, if there is a later micro-batch."""
         return self.layer.bytes(tokens, self.layer.stream) if stage and later > 0 else 0
 
     def _shared(self, tokens: float) -> int:
-        """For all layers once."""
+        """Bytes shared by all layers: rotary tables and padding indices."""
         return self.layer.rotation_bytes(tokens) + self.layer.index_bytes(tokens)
 
     def _sent(self, tokens: float, sends: int) -> int:
-        """Hidden states and gradients that a stage has sent and still keeps."""
+        """Bytes of sent hidden states and gradients whose sends have not completed."""
         sends = min(sends, SENDS_PER_STAGE * self.strategy.pp) if self.strategy.pp > 1 else 0
         return self.layer.bytes(tokens, sends * self.layer.stream)
 
@@ -138,5 +137,5 @@ class Activations:
         return self.strategy.pp - 1
 
 
-def _fullest(*moments: Parts) -> Parts:
+def _peak(*moments: Parts) -> Parts:
     return max(moments, key=lambda parts: sum(parts.values()))

@@ -1,7 +1,7 @@
-"""Bytes of what one layer computes, on one rank.
+"""Activation memory of one layer on one rank.
 
 Counted are the tensors that `model.transformer` and `model.attention` allocate, and those that operations with a
-gradient save. Where nothing else is said, sizes are numbers per token in the model's type.
+gradient save. Unless stated otherwise, sizes are elements per token in the model's type.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,11 @@ from realrl.planner.workload.sizes import LocalSizes
 
 
 @dataclass(frozen=True)
-class Layer:
-    """Activations of a layer. `lengths` are a sample of the sequences' lengths, which count where attention pads
-    sequences: on a CPU, and in float32."""
+class LayerMemory:
+    """Activation sizes of a layer.
+
+    `lengths` are a sample of sequence lengths; they matter where attention pads sequences, on a CPU and in float32.
+    """
 
     sizes: LocalSizes
     strategy: Strategy
@@ -25,39 +27,43 @@ class Layer:
 
     @property
     def hidden(self) -> int:
-        """Hidden states of all tokens."""
+        """Hidden size."""
         return self.sizes.shape.hidden_size
 
     @property
     def stream(self) -> float:
-        """Hidden states between layers, which sequence parallelism divides."""
+        """Elements of the residual stream per token, which sequence parallelism shards."""
         return self.hidden / (self.sizes.tp if self.strategy.sequence_parallel else 1)
 
     def rotation_bytes(self, tokens: float) -> int:
-        """Bytes of sines and cosines, once for all layers; on a CPU for each head."""
-        dims = self.sizes.queries + self.sizes.keys if self.cpu else self.sizes.shape.head_dim
+        """Bytes of the rotary tables, shared by all layers; on a CPU expanded to every head."""
+        dims = self.sizes.q_dim + self.sizes.kv_dim if self.cpu else self.sizes.shape.head_dim
         return self.bytes(tokens, 2 * dims)
 
     def index_bytes(self, tokens: float) -> int:
-        """Bytes of the way to padded heads and back, once for all layers: twice two 8-byte numbers a head; and of
-        masks, for the query heads that share a key."""
+        """Bytes of padding indices and attention masks, shared by all layers.
+
+        Indices to padded heads and back are two int64 each per head; masks are repeated per query head of a group.
+        """
         if not self._pads:
             return 0
-        heads = (self.sizes.queries + self.sizes.cached) / self.sizes.shape.head_dim
-        return int(4 * 8 * heads * tokens + 4 * self._padding.masks * self.sizes.queries / self.sizes.cached)
+        heads = (self.sizes.q_dim + self.sizes.cache_dim) / self.sizes.shape.head_dim
+        return int(4 * 8 * heads * tokens + 4 * self._padding.masks * self.sizes.q_dim / self.sizes.cache_dim)
 
     @cached_property
     def computed(self) -> float:
-        """Most there is at a time without gradients: at attention or in the feed-forward block.
+        """Peak elements per token without gradients: in attention or in the feed-forward block.
 
-        At attention there are the stream, queries, keys and values, and the output; where it pads, the three once
-        more, and for the output scores and their softmax, or two padded outputs and a packed one. In the block
-        there are the stream before and after attention, and either gate, up and their product, or what those are
-        computed from or turned into.
+        Attention holds the residual stream, queries, keys and values, and its output; where it pads, padded copies
+        of queries, keys and values too, and scores with their softmax, or two padded outputs and a packed one. The
+        feed-forward block holds the stream before and after attention, and gate, up and their product, or the
+        tensors that these are computed from or projected to.
         """
-        s, inner, queries = self.stream, self.sizes.inner, self.sizes.queries
-        attention = s + queries + 2 * self.sizes.keys
-        if self.sizes.cached != self.sizes.keys:
+        s = self.stream
+        inner = self.sizes.ffn_dim
+        queries = self.sizes.q_dim
+        attention = s + queries + 2 * self.sizes.kv_dim
+        if self.sizes.cache_dim != self.sizes.kv_dim:
             attention += self._read
         if self._pads:
             scores, output = self._heads * self._padding.scored_at_once, self._padding.rows * queries
@@ -71,44 +77,46 @@ class Layer:
 
     @cached_property
     def kept(self) -> float:
-        """Saved for the backward pass: inputs of the two norms, their outputs and their scales in float32; queries,
-        keys and values as attention reads them; its output; gate, up and their product.
+        """Elements per token saved for the backward pass.
 
-        Attention also saves a sum per head in float32, and where it pads its padded output, or scores instead of
-        both.
+        These are inputs of the two norms, their outputs and their scales in float32; queries, keys and values as
+        attention reads them; its output; gate, up and their product. Attention also saves a log-sum-exp per head in
+        float32, and where it pads its padded output, or scores instead of both.
         """
         norms = 2 * self.stream + 2 * self.hidden + 2 * self._float32
-        attention = self._padding.rows * self._read + self._scores + self.sizes.queries
+        attention = self._padding.rows * self._read + self._scores + self.sizes.q_dim
         attention += self._padding.long * self._heads * self._float32
         if self._pads:
-            attention += self._padding.long * self.sizes.queries
-        return norms + attention + 3 * self.sizes.inner
+            attention += self._padding.long * self.sizes.q_dim
+        return norms + attention + 3 * self.sizes.ffn_dim
 
     def backward_bytes(self, tokens: float) -> int:
-        """Bytes of gradients in the backward pass at most, less what the layer has kept and does not need then."""
-        s, hidden, inner = self.stream, self.hidden, self.sizes.inner
+        """Peak bytes of gradients in the backward pass, less saved tensors that have been freed by then."""
+        s = self.stream
+        hidden = self.hidden
+        inner = self.sizes.ffn_dim
         gathered = hidden if self.strategy.sequence_parallel else 0
-        copied = hidden if self.cpu else 0  # an operand of the product that is a weight's gradient
+        copied = hidden if self.cpu else 0  # oneDNN copies an operand of the matmul for the weight gradient
         moments = [
-            # The gradients of the product, of gate and up, and one number while they are computed.
+            # The gradients of the product, of gate and up, and one temporary.
             self.bytes(tokens, s + 3 * inner),
-            # Those of a matrix and of its input, when nothing that follows is needed any more.
+            # The gradients of a matrix and of its input, when saved tensors of later operations are freed.
             self.bytes(tokens, s + gathered + copied + inner) + self.matrix_bytes(inner * hidden),
             self.bytes(tokens, s + hidden + copied - inner) + self.matrix_bytes(2 * inner * hidden),
         ]
         if self._scores:
-            # Those of scores and of their softmax, when the feed-forward block is done.
-            padded = self._padding.rows * (self.sizes.queries + self.sizes.cached)
-            done = 3 * inner + hidden + self.sizes.queries
+            # The gradients of scores and of their softmax, when the feed-forward block is done.
+            padded = self._padding.rows * (self.sizes.q_dim + self.sizes.cache_dim)
+            done = 3 * inner + hidden + self.sizes.q_dim
             moments.append(self.bytes(tokens, padded + 2 * self._scores - done))
         return max(moments)
 
     def matrix_bytes(self, elements: int) -> int:
-        """Bytes of a parameter's gradient before it is added up: as it is computed, and in float32."""
+        """Bytes of a parameter gradient before accumulation: as computed, and cast to float32."""
         return elements * (self.element_bytes + (4 if self.element_bytes < 4 else 0))
 
     def bytes(self, tokens: float, numbers: float) -> int:
-        """Bytes of so many numbers per token."""
+        """Bytes of `numbers` elements per token."""
         return int(tokens * numbers * self.element_bytes)
 
     @cached_property
@@ -117,12 +125,12 @@ class Layer:
 
     @property
     def _pads(self) -> bool:
-        """Whether attention lays sequences side by side."""
+        """Whether attention pads sequences into a dense batch."""
         return self.cpu or self.element_bytes == 4
 
     @property
     def _heads(self) -> float:
-        return self.sizes.queries / self.sizes.shape.head_dim
+        return self.sizes.q_dim / self.sizes.shape.head_dim
 
     @property
     def _scores(self) -> float:
@@ -130,8 +138,9 @@ class Layer:
 
     @property
     def _read(self) -> int:
-        """Queries, keys and values as attention reads them: with a key for each query where groups are uneven."""
-        return self.sizes.queries + 2 * self.sizes.cached
+        """Elements of queries, keys and values as attention reads them; uneven groups expand keys to every
+        query."""
+        return self.sizes.q_dim + 2 * self.sizes.cache_dim
 
     @property
     def _float32(self) -> float:

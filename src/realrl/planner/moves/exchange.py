@@ -1,4 +1,4 @@
-"""Seconds of bringing rows from the ranks of one call to those of another, for many pairs of layouts at once."""
+"""Time of data exchange between calls, vectorised over pairs of layouts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,20 +14,20 @@ from realrl.program.order import keys_between, producers
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """What calls hand to each other.
+class ExchangeModel:
+    """Data exchange between the calls of a step.
 
-    Every data-parallel rank of the target gets its share, its tensor ranks and stages the same each, from one
-    sender after the other, over the hosts' network where they lie on several nodes.
+    Every DP rank of the target receives its share of the rows, and its TP ranks and stages a copy each, from one
+    sender after the other; over the hosts' network if the ranks span several nodes.
     """
 
     links: Links
     devices_per_node: int
     volumes: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """(producer, consumer) -> bytes of all records of a step."""
+    """Bytes of all records of a step, by (producer, consumer)."""
 
     def seconds(self, producer: str, consumer: str, source: Layouts, target: Layouts) -> Floats:
-        """Of each pair of layouts."""
+        """Compute the seconds of each pair of layouts."""
         volume, links, per = self.volumes.get((producer, consumer), 0.0), self.links, self.devices_per_node
         copies, senders = target.tp * target.pp, source.size // (source.tp * source.pp)
         busiest = volume * np.maximum(copies / target.size, copies / senders)
@@ -46,17 +46,19 @@ class Exchange:
         copies: Ints,
         rows: Ints,
     ) -> Floats:
-        """Seconds that pairs take at the least, of which only this is known: the fewest and the most `senders`, the
-        smallest `size` of the target and the fewest ranks that get the same rows, and the most that get different
-        ones."""
+        """Compute a lower bound on the seconds of pairs that are only partly known.
+
+        `senders`: fewest and most; `size`: smallest size of the target; `copies`: fewest ranks that receive the
+        same rows; `rows`: most ranks that receive different ones.
+        """
         volume, links = self.volumes.get((producer, consumer), 0.0), self.links
         busiest = volume * np.maximum(1 / rows, copies / senders[1])
         width = max(links.node_bytes_per_s, links.device_bytes_per_s)
         return np.asarray(busiest / width + (senders[0] + size) * links.latency_s)
 
 
-def exchanged_bytes(graph: DataflowGraph, workload: Workload) -> dict[tuple[str, str], float]:
-    """(producer, consumer) -> bytes that a step's records have in the keys that one reads of the other."""
+def count_exchanged_bytes(graph: DataflowGraph, workload: Workload) -> dict[tuple[str, str], float]:
+    """Count the bytes of a step's records that each consumer reads from each producer."""
     return {
         (producer.name, consumer.name): workload.items
         * sum(_row_bytes(graph, workload, key) for key in keys_between(graph, producer, consumer))

@@ -1,4 +1,4 @@
-"""Seconds of reallocations by what the ports of nodes and devices must carry, for many pairs of layouts at once."""
+"""Reallocation time from the load on node and device links, vectorised over pairs of layouts."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,43 +16,53 @@ from realrl.planner.workload.sizes import LocalSizes
 from realrl.program.memory import Stored
 
 _AT_ONCE = 1 << 16
-"""Nodes, or devices, times pairs that are looked at together."""
+"""Array elements (nodes or devices, times pairs) processed together, so that they stay in the caches."""
 _PAIR = tuple[Floats, Floats]
 
 
-@dataclass(frozen=True)
-class Weights:
-    """The parameters of a model, in bytes, by where a pipeline cuts them."""
+@dataclass(frozen=True, kw_only=True)
+class ParameterBytes:
+    """Parameter bytes of a model, by the parts that pipeline stages are made of."""
 
     layers: int
     layer: float
-    """Of each."""
+    """Bytes of each layer."""
     embedding: float
-    """Held by the first stage, and by the last one where it is also the head."""
+    """Bytes of the embedding table, on the first stage, and on the last one if it is tied to the head."""
     end: float
-    """What follows the layers."""
+    """Bytes of the final norm and the head, on the last stage."""
     tied: bool = False
 
     @classmethod
-    def of(cls, model: Stored, width: int) -> "Weights":
-        """Those of a model whose parameters have so many bytes each."""
+    def of(cls, model: Stored, width: int) -> "ParameterBytes":
+        """Build from a model whose parameters have `width` bytes each."""
         layer, embedding, end = LocalSizes(model.shape, model.head, 1).parts
         tied = model.shape.tied_embeddings and model.head == "lm"
-        return cls(model.shape.layers, layer * width, embedding * width, end * width, tied)
+        return cls(
+            layers=model.shape.layers,
+            layer=layer * width,
+            embedding=embedding * width,
+            end=end * width,
+            tied=tied,
+        )
 
     def cuts(self, pp: int) -> list[float]:
-        """Where the stages of a pipeline begin, and the last one ends, counted from the first layer on."""
+        """Return the bytes at which stages of a pipeline begin and the last one ends, counted from the first
+        layer."""
         bounds = [0.0]
-        for part in stage_layers(self.layers, pp):
-            bounds.append(bounds[-1] + len(part) * self.layer)
+        for stage in stage_layers(self.layers, pp):
+            bounds.append(bounds[-1] + len(stage) * self.layer)
         bounds[-1] += self.end
         return bounds
 
 
 @dataclass(frozen=True)
 class _Boxes:
-    """What blocks of neighbouring ranks hold, [blocks, pairs]: a stretch of layers by a part of the tensor
-    dimension, and of the embedding the same part, or nothing."""
+    """Parameters held by blocks of consecutive ranks, [blocks, pairs].
+
+    A box is a range of layers (`low` to `high`, in bytes) by a fraction of the TP dimension (`left` to `right`);
+    `embeds` is 1 where the same fraction of the embedding is held.
+    """
 
     low: Floats
     high: Floats
@@ -62,12 +72,12 @@ class _Boxes:
 
     @property
     def whole(self) -> _PAIR:
-        """Bytes of layers, and the part of the embedding."""
+        """Bytes of layers, and the fraction of the embedding."""
         width = self.right - self.left
         return (self.high - self.low) * width, self.embeds * width
 
     def common(self, other: "_Boxes") -> _PAIR:
-        """The same of what both hold."""
+        """Intersect with other boxes: common bytes of layers, and common fraction of the embedding."""
         width = _overlap(self.left, self.right, other.left, other.right)
         layers = _overlap(self.low, self.high, other.low, other.high)
         return layers * width, self.embeds * other.embeds * width
@@ -75,7 +85,7 @@ class _Boxes:
 
 @dataclass(frozen=True)
 class _Ports:
-    """Bytes per second that devices and nodes take in or send, and seconds of a message; of nodes, or of pairs."""
+    """Bandwidths in bytes per second and message latency in seconds, per node or per pair."""
 
     device: Floats
     node: Floats
@@ -84,40 +94,40 @@ class _Ports:
 
 @dataclass(frozen=True)
 class LinkTransfers:
-    """Transfers as `layout.reallocate` schedules them, whoever sends what.
+    """Time model of reallocations as `layout.routing` schedules them, without choosing senders.
 
-    A node takes in once what its devices need and none of them holds, a device what it needs and does not
-    hold. What is sent leaves the nodes that hold it in equal shares, and is passed on by all. Tensors are taken
-    to be cut evenly over tensor ranks. Values that are sent have the width of `weights`.
+    A node receives once what its devices need and none of them holds; a device receives what it needs and does not
+    hold. The nodes that hold the data send equal shares, and all nodes forward. Tensors are assumed to be sharded
+    evenly over TP ranks. Values travel in the width of `weights`.
     """
 
     cluster: Cluster
-    weights: Mapping[str, Weights]
-    """By role."""
+    weights: Mapping[str, ParameterBytes]
+    """Parameter bytes by role."""
     links: tuple[Links, ...]
-    """Of each node; the slower ones count between unlike nodes."""
+    """Links of each node; between heterogeneous nodes the slower ones count."""
     _cuts: dict[str, Floats] = field(default_factory=dict, compare=False, repr=False)
 
     def seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
         """See `Transfers`."""
-        found = np.zeros(len(source.first))
-        for part in self._parts(np.arange(len(found)), self.cluster.nodes):
-            found[part] = self._seconds(role, source[part], target[part])
-        return found
+        result = np.zeros(len(source.first))
+        for part in self._parts(np.arange(len(result)), self.cluster.nodes):
+            result[part] = self._seconds(role, source[part], target[part])
+        return result
 
     def one(self, role: str, source: Placement, target: Placement) -> float:
-        """Seconds of one pair."""
+        """Compute the seconds of one pair."""
         return float(self.seconds(role, Layouts.of([source]), Layouts.of([target]))[0])
 
     def at_least(self, role: str, source: Layouts, target: Layouts) -> Floats:
         """See `Transfers`."""
-        found = np.zeros(len(source.first))
-        for part in self._parts(np.arange(len(found)), self.cluster.nodes):
-            found[part] = self._least(role, source[part], target[part])
-        return found
+        result = np.zeros(len(source.first))
+        for part in self._parts(np.arange(len(result)), self.cluster.nodes):
+            result[part] = self._least(role, source[part], target[part])
+        return result
 
     def sent(self, role: str, source: Layouts, target: Layouts) -> _PAIR:
-        """Bytes that devices receive, and bytes that nodes do, in all."""
+        """Compute the bytes that all devices receive, and those that enter another node."""
         received, _ = self._lacking(role, source, target, 1)
         entering, _ = self._lacking(role, source, target, self.cluster.devices_per_node)
         return np.asarray(received.sum(axis=0)), np.asarray(entering.sum(axis=0))
@@ -128,7 +138,7 @@ class LinkTransfers:
         return _Ports(*np.array(rows).T)
 
     def _slower(self, source: Layouts, target: Layouts) -> _Ports:
-        """Of the nodes where both meshes of pairs begin; a mesh lies on like nodes."""
+        """Slower links of each pair's source and target node; a mesh lies on homogeneous nodes."""
         ports, per_node = self._ports_of_nodes, self.cluster.devices_per_node
         nodes = source.first // per_node, target.first // per_node
         return _Ports(
@@ -139,7 +149,7 @@ class LinkTransfers:
 
     @staticmethod
     def _parts(pairs: Ints, blocks: int) -> Iterator[Ints]:
-        """So few pairs at a time that what is computed of them and so many blocks stays in the caches."""
+        """Split pairs so that arrays of [blocks, pairs] stay in the caches."""
         step = max(1, _AT_ONCE // blocks)
         return (pairs[i : i + step] for i in range(0, len(pairs), step))
 
@@ -150,7 +160,7 @@ class LinkTransfers:
         leaving = np.maximum(distinct / self._nodes(source), everything / self._nodes(source, target))
         network = np.maximum(entering.max(axis=0), leaving) / ports.node
         device = self._needed(role, target) / ports.device
-        # Nothing that a device needs can take longer.
+        # `device` is an upper bound so far: compute it exactly only where it exceeds the network's time.
         for part in self._parts(np.flatnonzero(device > network), self.cluster.size):
             device[part] = self._ports(role, source[part], target[part])
         seconds = np.maximum(network, device)
@@ -175,7 +185,7 @@ class LinkTransfers:
         return np.where(_same(source, target, where=False), 0.0, np.maximum(network, device))
 
     def _ports(self, role: str, source: Layouts, target: Layouts) -> Floats:
-        """Seconds of the busiest port of a device inside its node."""
+        """Seconds of the busiest device link inside a node."""
         received, distinct = self._lacking(role, source, target, 1)
         first = np.minimum(source.first, target.first)
         last = np.maximum(source.first + source.size, target.first + target.size)
@@ -184,13 +194,13 @@ class LinkTransfers:
         return np.asarray(np.maximum(received.max(axis=0), out) / self._slower(source, target).device)
 
     def _latency(self, source: Layouts, target: Layouts) -> Floats:
-        """Of the messages that a rank gets: one for each stage and tensor rank that has some of its part."""
+        """Latency of the messages to a rank: one per stage and TP rank that holds some of its shard."""
         stages = -(-source.pp // target.pp) + 1 + (target.pp < 3)
         ranks = np.minimum(np.lcm(source.tp, target.tp) // target.tp, source.tp)
         return np.asarray(2 * stages * ranks * self._slower(source, target).latency)
 
     def _nodes(self, *places: Layouts) -> Ints:
-        """Nodes that meshes lie on, from the first to the last."""
+        """Number of nodes that meshes span, from the first to the last."""
         per = self.cluster.devices_per_node
         first = np.minimum.reduce([p.first // per for p in places])
         last = np.maximum.reduce([(p.first + p.size - 1) // per for p in places])
@@ -198,8 +208,8 @@ class LinkTransfers:
         return np.minimum(alone, last - first + 1)
 
     def _lacking(self, role: str, source: Layouts, target: Layouts, block: int) -> _PAIR:
-        """Bytes that blocks of so many devices need and do not hold, [blocks, pairs], and at most how many of
-        them are different ones."""
+        """Bytes that blocks of `block` devices need and do not hold, [blocks, pairs], and a bound on distinct
+        ones."""
         weights = self.weights[role]
         held, needed = self._boxes(role, source, block), self._boxes(role, target, block)
         (layers, embedding), (layers_held, embedding_held) = needed.whole, needed.common(held)
@@ -208,7 +218,7 @@ class LinkTransfers:
         return layers + embedding, distinct + np.minimum(embedding.sum(axis=0), weights.embedding)
 
     def _boxes(self, role: str, layouts: Layouts, block: int) -> _Boxes:
-        """What each block of devices holds; empty where it holds nothing. The same layout is often there."""
+        """Boxes of each block of devices, empty if it holds nothing; computed once per distinct layout."""
         _, first, where = np.unique(layouts.codes, return_index=True, return_inverse=True)
         boxes = self._different_boxes(role, layouts[first], block)
         return _Boxes(*(values.take(where, axis=1) for values in boxes.__dict__.values()))
@@ -229,7 +239,7 @@ class LinkTransfers:
         return _Boxes(low, np.where(present, high, low), left, np.where(present, right, left), 1.0 * ends)
 
     def _needed(self, role: str, layouts: Layouts) -> Floats:
-        """Bytes of the fullest device, at most."""
+        """Upper bound on the bytes of any device."""
         return (self._largest(role, layouts.pp) + self.weights[role].embedding) / layouts.tp
 
     def _largest(self, role: str, pp: Ints) -> Floats:
@@ -243,7 +253,7 @@ class LinkTransfers:
         return np.asarray(np.where(stages > 0, stages, np.inf).min(axis=1)[pp])
 
     def _bounds(self, role: str, most: int) -> Floats:
-        """[degree of a pipeline, stage] -> where the stage begins; beyond the last one, where that ends."""
+        """Table [PP degree, stage] of the bytes at which stages begin; past the last stage, where it ends."""
         if role not in self._cuts or len(self._cuts[role]) <= most:
             most = min(max(most, self.cluster.size), self.weights[role].layers)
             table = np.zeros((most + 1, most + 1))
@@ -255,10 +265,10 @@ class LinkTransfers:
         return self._cuts[role]
 
 
-def _into_empty(held: _Boxes, needed: _Boxes, weights: Weights) -> Floats:
-    """Bytes of layers that some node must take in or send because nodes where nothing is held need some.
+def _into_empty(held: _Boxes, needed: _Boxes, weights: ParameterBytes) -> Floats:
+    """Lower bound on the layer bytes that some node receives or sends because nodes hold none of what they need.
 
-    At best those are the nodes that need the least.
+    At best the nodes without data are those that need the least.
     """
     layers = np.sort(needed.whole[0], axis=0)
     holding = (held.right > held.left).sum(axis=0)
@@ -276,6 +286,6 @@ def _overlap(a: Floats, b: Floats, c: Floats, d: Floats) -> Floats:
 
 
 def _same(source: Layouts, target: Layouts, *, where: bool) -> NDArray[np.bool_]:
-    """Whether pairs are equal; `where`: in position, too."""
+    """Whether pairs have equal layouts; with `where`, also at equal positions."""
     equal = (source.size == target.size) & (source.tp == target.tp) & (source.pp == target.pp)
     return equal & (source.first == target.first) if where else equal

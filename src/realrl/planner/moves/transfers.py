@@ -1,4 +1,4 @@
-"""Seconds of bringing a role's parameters from layout to layout, for many pairs of layouts at once."""
+"""Interface of reallocation time models, vectorised over pairs of layouts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Layouts:
-    """Layouts as columns: first rank and size of the mesh, tensor and pipeline degrees."""
+    """Layouts as columns: first rank and size of the mesh, TP and PP degrees."""
 
     first: Ints
     size: Ints
@@ -24,7 +24,7 @@ class Layouts:
 
     @classmethod
     def of(cls, placements: Iterable[Placement]) -> "Layouts":
-        """The layouts of placements, in their order."""
+        """Build columns from placements, in their order."""
         rows = [(p.mesh.first, p.mesh.size, p.strategy.tp, p.strategy.pp) for p in placements]
         columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
         return cls(*(np.ascontiguousarray(column) for column in columns))
@@ -34,42 +34,45 @@ class Layouts:
 
     @property
     def codes(self) -> Ints:
-        """A number for each, equal exactly where layouts are."""
+        """Integer code of each layout; equal codes mean equal layouts."""
         return ((self.first * 65536 + self.size) * 4096 + self.tp) * 4096 + self.pp
 
     def placements(self) -> list[Placement]:
-        """As placements, whose micro-batches say nothing."""
+        """Convert to placements; their micro-batch sizes are defaults and carry no meaning."""
         rows = zip(*(c.tolist() for c in (self.first, self.size, self.tp, self.pp)), strict=True)
         return [Placement(Mesh(f, n), Strategy(n // (tp * pp), tp, pp)) for f, n, tp, pp in rows]
 
 
 class Transfers(Protocol):
-    """What reallocation costs."""
+    """Time model of reallocations."""
 
     def seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
-        """Seconds of each pair; 0 for two equal layouts."""
+        """Compute the seconds of each pair; 0 for two equal layouts."""
         ...
 
     def at_least(self, role: str, source: Layouts, target: Layouts) -> Floats:
-        """Seconds that each pair takes at the least, wherever meshes of these sizes lie."""
+        """Compute a lower bound on the seconds of each pair, wherever meshes of these sizes lie."""
         ...
 
 
 class TransferTable:
-    """Transfers between two lists of layouts of a role, each pair computed when it is first asked for."""
+    """Reallocation times between two lists of layouts of a role, computed on first use."""
 
     def __init__(self, transfers: Transfers, role: str, sources: Layouts, targets: Layouts) -> None:
-        self._transfers, self._role, self._sources, self._targets = transfers, role, sources, targets
-        # 1 + seconds; 0 is not known yet: memory that stays 0 costs nothing, and most pairs are never asked for.
+        self._transfers = transfers
+        self._role = role
+        self._sources = sources
+        self._targets = targets
+        # Holds 1 + seconds, with 0 for unknown: untouched zero pages take no memory, and most pairs are never used.
         self._known = np.zeros((len(sources.first), len(targets.first)))
 
     def __call__(self, source: Ints, target: Ints) -> Floats:
-        """Seconds of pairs of indices."""
-        found = self._known[source, target]
-        missing = found == 0
+        """Return the seconds of pairs of indices."""
+        known = self._known[source, target]
+        missing = known == 0
         if missing.any():
-            wanted = np.unique(source[missing] * self._known.shape[1] + target[missing])
-            i, j = np.divmod(wanted, self._known.shape[1])
+            constraints = np.unique(source[missing] * self._known.shape[1] + target[missing])
+            i, j = np.divmod(constraints, self._known.shape[1])
             self._known[i, j] = 1 + self._transfers.seconds(self._role, self._sources[i], self._targets[j])
-            found = self._known[source, target]
-        return found - 1
+            known = self._known[source, target]
+        return known - 1

@@ -1,4 +1,4 @@
-"""How far predictions were off in runs, and what that says of others."""
+"""Correction factors for predicted call times, measured in runs."""
 
 import math
 from collections.abc import Iterable
@@ -13,14 +13,13 @@ from realrl.plan.placement import Strategy
 from realrl.program.memory import Stored
 
 _PARALLEL = 8
-"""How unlike two strategies are if only one of them is data-, tensor- or pipeline-parallel; a difference in all
-else together weighs less."""
+"""Distance between two strategies of which only one uses a parallel dimension; all else together weighs less."""
 _DEGREE = 2
-"""The same for another degree above 1."""
+"""Distance between two different degrees above 1 of one parallel dimension."""
 
 
 class Correction(Settings):
-    """Seconds of a call in a run, in relation to what a profile without corrections predicts for it."""
+    """Measured time of a call relative to its prediction from a profile without corrections."""
 
     call: str
     kind: Kind = Field(strict=False)
@@ -34,13 +33,13 @@ class Correction(Settings):
     sequence_parallel: bool
     recompute: bool
     ratio: PositiveFloat
-    """Measured over predicted."""
+    """Measured over predicted seconds."""
     steps: PositiveInt
     """Steps that were measured."""
 
     @classmethod
     def of(cls, call: Call, model: Stored, strategy: Strategy, ratio: float, steps: int) -> Self:
-        """Of a call as it ran."""
+        """Build the correction of a call as it ran."""
         return cls(
             call=call.name,
             kind=call.kind,
@@ -59,11 +58,11 @@ class Correction(Settings):
 
     @property
     def about(self) -> tuple[object, ...]:
-        """What was measured; a newer correction of the same takes its place."""
+        """Key of the measured call; a newer correction replaces an older one of equal key."""
         return tuple(getattr(self, name) for name in type(self).model_fields if name not in _OUTCOME)
 
     def distance(self, call: Call, model: Stored, strategy: Strategy) -> int | None:
-        """How unlike a call of the same kind and model is, 0 for the very same; None for any other call."""
+        """Rate the distance to another call: 0 for an identical one, None for another kind of call or model."""
         same = (self.kind, _sizes(self.shape), self.head, self.element_bytes)
         if same != (call.kind, _sizes(model.shape), model.head, model.width(strategy)):
             return None
@@ -83,20 +82,25 @@ _OUTCOME = ("ratio", "steps")
 
 
 def _sizes(shape: ModelShape) -> tuple[object, ...]:
-    """What the time of a call depends on."""
+    """Sizes that the time of a call depends on."""
     s = shape
     widths = (s.hidden_size, s.intermediate_size, s.heads, s.kv_heads, s.head_dim)
     return (*widths, s.layers, s.vocab_size, s.tied_embeddings)
 
 
-def correction(corrections: Iterable[Correction], call: Call, model: Stored, strategy: Strategy) -> float:
-    """The factor for a prediction: that of the nearest correction of the same kind of call with the same model,
-    1 where there is none. Several that are equally near are averaged by their steps, in logarithms."""
+def find_correction(
+    corrections: Iterable[Correction], call: Call, model: Stored, strategy: Strategy
+) -> float:
+    """Find the factor for a predicted time: that of the nearest correction, or 1 if there is none.
+
+    Only corrections of the same kind of call with the same model count. Several that are equally near are averaged
+    geometrically, weighted by their steps.
+    """
     distances = [(c.distance(call, model, strategy), c) for c in corrections]
-    found = [(distance, c) for distance, c in distances if distance is not None]
-    if not found:
+    comparable = [(distance, c) for distance, c in distances if distance is not None]
+    if not comparable:
         return 1.0
-    least = min(distance for distance, _ in found)
-    nearest = [c for distance, c in found if distance == least]
+    least = min(distance for distance, _ in comparable)
+    nearest = [c for distance, c in comparable if distance == least]
     weight = sum(c.steps for c in nearest)
     return math.exp(sum(c.steps * math.log(c.ratio) for c in nearest) / weight)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Curve:
-    """Times by size, both above 0: exact at the points, between them linear, as the sum of an overhead and of work
-    in proportion is.
+    """Time as a piecewise linear function of size; both are above 0.
 
-    Below the first point the time is that of the first, since what is left there is overhead. Above the last one
-    it goes on as in the last stretch, but there each unit takes between half and all of the mean so far.
+    Below the first point the time is that of the first, since it consists of overhead there. Above the last one the
+    last segment is extrapolated, with a slope between half of the mean time per unit so far and all of it.
     """
 
     sizes: tuple[float, ...]
@@ -19,7 +18,7 @@ class Curve:
 
     @classmethod
     def of(cls, points: Sequence[tuple[float, float]]) -> "Curve":
-        """From (size, seconds) in any order; of a size measured several times the median counts.
+        """Build a curve from (size, seconds) in any order; the median counts of a size measured several times.
 
         ValueError for no points.
         """
@@ -32,13 +31,14 @@ class Curve:
         return cls(tuple(size for size, _ in ordered), tuple(seconds for _, seconds in ordered))
 
     def __call__(self, size: float) -> float:
-        sizes, seconds = self.sizes, self.seconds
+        sizes = self.sizes
+        seconds = self.seconds
         if size <= sizes[0]:
             return seconds[0]
         i = bisect_right(sizes, size) - 1
         if i + 1 < len(sizes):
-            part = (size - sizes[i]) / (sizes[i + 1] - sizes[i])
-            return seconds[i] + (seconds[i + 1] - seconds[i]) * part if part else seconds[i]
+            fraction = (size - sizes[i]) / (sizes[i + 1] - sizes[i])
+            return seconds[i] + (seconds[i + 1] - seconds[i]) * fraction if fraction else seconds[i]
         mean = seconds[i] / sizes[i]
         slope = (seconds[i] - seconds[i - 1]) / (sizes[i] - sizes[i - 1]) if i else mean
         return seconds[i] + (size - sizes[i]) * min(mean, max(mean / 2, slope))
@@ -46,9 +46,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class Surface:
-    """Times by context and size: a curve per context, between which times are linear in the context.
+    """Time as a function of context length and size: a curve per context, interpolated linearly between contexts.
 
-    Outside the measured contexts the nearest stretch goes on, but never below half of the nearest curve.
+    Outside the measured contexts the nearest segment is extrapolated, but never below half of the nearest curves.
     """
 
     contexts: tuple[float, ...]
@@ -56,7 +56,7 @@ class Surface:
 
     @classmethod
     def of(cls, points: Sequence[tuple[float, float, float]]) -> "Surface":
-        """From (context, size, seconds) in any order."""
+        """Build a surface from (context, size, seconds) in any order."""
         groups: dict[float, list[tuple[float, float]]] = {}
         for context, size, seconds in points:
             groups.setdefault(context, []).append((size, seconds))
@@ -68,6 +68,6 @@ class Surface:
             return self.curves[0](size)
         i = min(max(bisect_right(self.contexts, context) - 1, 0), len(self.contexts) - 2)
         low, high = self.curves[i](size), self.curves[i + 1](size)
-        part = (context - self.contexts[i]) / (self.contexts[i + 1] - self.contexts[i])
-        value = high if part == 1 else low + (high - low) * part
+        fraction = (context - self.contexts[i]) / (self.contexts[i + 1] - self.contexts[i])
+        value = high if fraction == 1 else low + (high - low) * fraction
         return max(value, min(low, high) / 2)

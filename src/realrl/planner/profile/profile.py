@@ -1,10 +1,11 @@
-"""Measured times, in a file that can be read, reused and compared.
+"""Profile file: measured times of model parts, collectives and copies on one kind of device.
 
-A profile is of one kind of device, one number of processes that share a node, and one set of software versions. It
-holds times of parts of calls for any number of model shapes, as one tensor rank computes them without
-communication, and times of what depends on bytes alone: collectives, messages and copies.
+A profile belongs to one kind of device, one number of processes per node, and one set of software versions. It
+holds times of parts of calls for any number of model shapes, as one TP rank computes them without communication,
+and times that depend on bytes alone: collectives, point-to-point messages and copies.
 
-What a process reaches on a CPU depends on how many others compute meanwhile, so all of them measure together.
+The speed of a process on a CPU depends on how many others compute at the same time, so all of them measure
+together.
 """
 
 import json
@@ -29,7 +30,7 @@ from realrl.planner.profile.curves import Curve, Surface
 
 FORMAT: Literal["realrl profile"] = "realrl profile"
 VERSION: Literal[1] = 1
-"""Of the file format; a file of another version is refused."""
+"""Version of the file format; files of other versions are rejected."""
 
 LayerKind = Literal[
     "enter",
@@ -51,31 +52,34 @@ LayerKind = Literal[
     "prepare",
     "optimizer",
 ]
-"""What takes the time, of a micro-batch of `tokens` in sequences of `context` tokens where nothing else is said.
+"""Parts of calls that are measured. Unless stated otherwise, of a micro-batch of `tokens` in sequences of
+`context`.
 
-enter: what comes before the first layer, packing and embedding. forward: one layer. head, scalar: what comes after
-the last one, log-probabilities or values, and what the method of the call makes of them. These are of inference
-calls; enter_backward, backward, head_backward and scalar_backward are what train calls add to them, so that the
-two together are forward, loss and backward. bucket_enter, bucket, bucket_backward: what each further group of
-sequences of like length, which attention on a CPU computes one by one, adds to enter, forward and backward.
-prefill: one layer, its keys and values stored. start: all else of a generate call until it has the first token of
-each sequence. decode: one layer, one token for each of `sequences` with `context` tokens in the cache. turn: what
-every pipeline stage does besides. sample: what the last one does, to draw the tokens. prepare: what a train call
-does with `sequences` before its first mini-batch, for answers of `context` tokens. optimizer: update of `tokens`
-parameters whose gradients have been added up and still are to be cleared."""
+enter: packing and embedding, before the first layer. forward: one layer. head, scalar: log-probabilities or values
+after the last layer, and what the method of the call computes from them. These are the times of inference calls;
+enter_backward, backward, head_backward and scalar_backward are what train calls add to them, so that both together
+are forward, loss and backward. bucket_enter, bucket, bucket_backward: increments of enter, forward and backward per
+further bucket of sequences of similar length, which attention on a CPU computes one by one. prefill: one layer that
+stores its keys and values. start: all of a generate call up to the first token of each sequence, but for its
+layers. decode: one layer of a decode step of `sequences` with `context` tokens each in the KV cache. turn: overhead
+of a decode step on every pipeline stage. sample: head and sampling of a decode step, on the last stage. prepare:
+work of a train call on `sequences` before its first mini-batch, for answers of `context` tokens. optimizer: update
+of `tokens` parameters, after gradient reduction and without zeroing gradients."""
 
 WHOLE: tuple[LayerKind, ...] = ("prepare", "optimizer")
-"""Measured without tensor parallelism, which they do not depend on."""
+"""Kinds that do not depend on tensor parallelism and are measured without it."""
 
 CollectiveKind = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "send", "host", "copy", "clear", "allocate"
 ]
-"""send: from one rank to another. host: from device to host memory or back. copy, clear: inside device memory.
-allocate: memory that is taken from the system, and cleared."""
+"""Collectives, messages and copies that are measured.
+
+send: from one rank to another. host: between device and host memory. copy, clear: inside device memory. allocate:
+memory that is requested from the system and zeroed."""
 
 
 class ShapeKey(Settings):
-    """Sizes that the time of a layer, of the head and of sampling depend on."""
+    """Model sizes that the times of layers, head and sampling depend on."""
 
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
@@ -86,37 +90,37 @@ class ShapeKey(Settings):
 
     @classmethod
     def of(cls, shape: ModelShape) -> "ShapeKey":
-        """The key of a model."""
+        """Return the key of a model."""
         return cls(**{name: getattr(shape, name) for name in cls.model_fields})
 
 
 class Measurement(Settings):
-    """One time. What does not matter for its kind is 0."""
+    """Measured time of one part of a call; sizes that do not matter for its kind are 0."""
 
     kind: LayerKind
     tp: PositiveInt = 1
-    """Tensor-parallel degree; what one of so many ranks computes was measured."""
+    """TP degree; the time is that of one TP rank."""
     tokens: NonNegativeInt = 0
-    """Of a micro-batch; parameters of an update."""
+    """Tokens of a micro-batch, or parameters of an optimizer update."""
     sequences: NonNegativeInt = 0
-    """That get one more token, or are prepared."""
+    """Sequences of a decode step, or sequences that are prepared."""
     context: NonNegativeInt = 0
-    """Tokens of each sequence."""
+    """Context length: tokens of each sequence."""
     seconds: PositiveFloat
 
     @property
     def size(self) -> int:
-        """What the time grows with."""
+        """Sequences or tokens, whichever the time grows with."""
         return self.sequences if self.kind in _BY_SEQUENCES else self.tokens
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What was measured."""
+        """Key of the measurement; a newer one replaces an older one of equal key."""
         return *self.series, self.tokens, self.sequences, self.context
 
     @property
     def series(self) -> tuple[object, ...]:
-        """Equal for what differs in sizes alone."""
+        """Key shared by measurements that differ in sizes alone."""
         return self.kind, self.tp
 
 
@@ -124,7 +128,7 @@ _BY_SEQUENCES = ("decode", "turn", "sample", "prepare")
 
 
 class LayerTimes(Settings):
-    """All times of one shape in one precision."""
+    """Measured times of one model shape in one precision."""
 
     shape: ShapeKey
     dtype: Dtype
@@ -132,7 +136,7 @@ class LayerTimes(Settings):
 
     @cached_property
     def surfaces(self) -> Mapping[tuple[str, int], Surface]:
-        """(kind, tp) -> its times."""
+        """Interpolated times by (kind, TP degree)."""
         groups: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
         for m in self.measurements:
             groups.setdefault((m.kind, m.tp), []).append((m.context, m.size, m.seconds))
@@ -140,25 +144,25 @@ class LayerTimes(Settings):
 
 
 class CollectiveTime(Settings):
-    """One time of what depends on bytes alone: a collective, a message or a copy."""
+    """Measured time of a collective, a message or a copy."""
 
     kind: CollectiveKind
     ranks: PositiveInt
-    """Ranks that take part."""
+    """Number of participating ranks."""
     nodes: PositiveInt = 1
-    """Nodes that they lie on."""
+    """Number of nodes that the ranks span."""
     bytes: PositiveInt
-    """Of the whole tensor."""
+    """Bytes of the whole tensor."""
     seconds: PositiveFloat
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What was measured."""
+        """Key of the measurement; a newer one replaces an older one of equal key."""
         return *self.series, self.bytes
 
     @property
     def series(self) -> tuple[object, ...]:
-        """Equal for what differs in size alone."""
+        """Key shared by times that differ in bytes alone."""
         return self.kind, self.ranks, self.nodes
 
 
@@ -174,22 +178,22 @@ class FunctionTime(Settings):
 
 
 class Profile(Settings):
-    """What was measured. Write it with `save`, read it with `load`."""
+    """Measured times of one kind of device; written by `save`, read by `load`."""
 
     format: Literal["realrl profile"] = FORMAT
     version: Literal[1] = VERSION
     device: str
-    """Name of the kind of device, as in a cluster description."""
+    """Name of the device kind, as in a cluster description."""
     processes: PositiveInt = 1
-    """That measured side by side on each node."""
+    """Processes per node that measured at the same time."""
     software: dict[str, str]
-    """Package -> version; a profile of other versions is used, and that is said."""
+    """Versions by package; a profile of other versions is used with a note."""
     layers: tuple[LayerTimes, ...] = Field(default=(), strict=False)
     collectives: tuple[CollectiveTime, ...] = Field(default=(), strict=False)
     corrections: tuple[Correction, ...] = Field(default=(), strict=False)
-    """What runs have measured, in relation to what the rest predicts for them (`calibrate`)."""
+    """Call times measured in runs, relative to predictions from the other fields (`calibrate_profile`)."""
     functions: tuple[FunctionTime, ...] = Field(default=(), strict=False)
-    """What runs have measured of functions (`calibrate`)."""
+    """What runs have measured of functions (`calibrate_profile`)."""
 
     def function_seconds(self, reference: str) -> float | None:
         """Seconds per item of a function; None where no run has measured it."""
@@ -204,7 +208,7 @@ class Profile(Settings):
         size: float,
         context: float = 0,
     ) -> float | None:
-        """Interpolated time; None where this kind was not measured for the shape, precision and degree.
+        """Interpolate a measured time; None if the kind was not measured for this shape, precision and degree.
 
         Exact at measured points; between them linear in size and in context.
         """
@@ -212,26 +216,26 @@ class Profile(Settings):
         return None if surface is None else surface(context, size)
 
     def collective(self, kind: CollectiveKind, ranks: int, nodes: int, number_bytes: float) -> float | None:
-        """Interpolated time; None where it was not measured among so many ranks on so many nodes."""
+        """Interpolate a measured time; None if it was not measured for this number of ranks and nodes."""
         curve = self._curves.get((kind, ranks, nodes))
         return None if curve is None else curve(number_bytes)
 
     def degrees(self, shape: ModelShape, element_bytes: int) -> set[int]:
-        """Tensor-parallel degrees of which layers of a model were measured in a precision."""
+        """Return the TP degrees for which layers of a model were measured in a precision."""
         key = (_key(shape), element_bytes, "forward")
-        return {tp for *found, tp in self._surfaces if tuple(found) == key}
+        return {tp for *measured, tp in self._surfaces if tuple(measured) == key}
 
     def save(self, path: str | Path) -> None:
         """Write the file that `load` reads."""
         content = {"format": self.format, "version": self.version}
         text = json.dumps(content | self.model_dump(mode="json", exclude_defaults=True), indent=1)
-        # A measurement on each line.
-        text = re.sub(r"\{[^{}]*\}", lambda found: re.sub(r"\s*\n\s*", " ", found[0]), text)
+        # One measurement per line, so that files can be compared with diff.
+        text = re.sub(r"\{[^{}]*\}", lambda match: re.sub(r"\s*\n\s*", " ", match[0]), text)
         write_whole(Path(path), text + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a file; UserError where it is not a profile of this version."""
+        """Read a profile file; UserError if it is none of this version."""
         try:
             content = read_json(local_path(str(path)))
         except UserError as error:
@@ -247,13 +251,13 @@ class Profile(Settings):
             raise UserError(f"profile {path}: {explain(error, cls)}") from None
 
     def merged(self, layers: Iterable[LayerTimes], collectives: Iterable[CollectiveTime] = ()) -> Self:
-        """With further measurements, which replace older ones of the same thing."""
+        """Return a profile with further measurements, which replace older ones of equal key."""
         times: dict[tuple[ShapeKey, Dtype], dict[object, Measurement]] = {}
         for part in (*self.layers, *layers):
             times.setdefault((part.shape, part.dtype), {}).update((m.key, m) for m in part.measurements)
         parts = (
-            LayerTimes(shape=shape, dtype=dtype, measurements=tuple(found.values()))
-            for (shape, dtype), found in times.items()
+            LayerTimes(shape=shape, dtype=dtype, measurements=tuple(by_key.values()))
+            for (shape, dtype), by_key in times.items()
         )
         everything = {c.key: c for c in (*self.collectives, *collectives)}
         changes = {"layers": tuple(parts), "collectives": tuple(everything.values())}

@@ -1,4 +1,4 @@
-"""What measurements depend on besides the machine."""
+"""Software versions that measurements depend on."""
 
 import platform
 from importlib.metadata import version
@@ -6,6 +6,6 @@ from importlib.metadata import version
 from realrl import __version__
 
 
-def versions() -> dict[str, str]:
-    """Package -> version. No torch is loaded."""
+def read_versions() -> dict[str, str]:
+    """Return the version of Python and of each relevant package, by name, without loading torch."""
     return {"python": platform.python_version(), "realrl": __version__, "torch": version("torch")}

@@ -11,12 +11,12 @@ from realrl.config.units import format_bytes
 from realrl.dataflow.call import Call, Kind
 from realrl.plan.placement import Placement, Strategy
 from realrl.plan.plan import Plan
-from realrl.planner.evaluate.shortage import Shortage, plan_shortage
-from realrl.planner.evaluate.timeline import Evaluation, Timeline
+from realrl.planner.evaluate.shortage import Shortage, explain_plan_shortage
+from realrl.planner.evaluate.timeline import PlanEvaluation, Timeline
 from realrl.planner.report.report import Alternative
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.space.build import Choices, build_problem
-from realrl.planner.space.problem import Choice, Option, Problem
+from realrl.planner.space.build import SearchSpace, build_problem
+from realrl.planner.space.problem import Assignment, Candidate, Problem
 
 _PER_CALL = 3
 _NOTHING = 5e-4
@@ -25,38 +25,38 @@ _WORTH_SAYING, _NAMED = 0.15, 2
 """Part of the difference in seconds that a term must make to be named, and most that are."""
 
 
-def alternatives(
-    scenario: Scenario, problem: Problem, choice: Choice, step_seconds: float, *, offload: bool
+def find_alternatives(
+    scenario: Scenario, problem: Problem, assignment: Assignment, step_seconds: float, *, offload: bool
 ) -> tuple[Alternative, ...]:
     """For each call, the best of those that differ in one respect: devices, degrees, micro-batch, recomputation,
     or what is offloaded; and the fastest of those that would be faster and do not fit.
 
-    `step_seconds`: of the plan that `choice` stands for; those of others differ from it as their time lines do.
+    `step_seconds`: of the plan that `assignment` stands for; those of others differ from it as their time lines do.
     `offload`: whether it frees anything.
     """
     found: list[Alternative] = []
-    choices = Choices(micro_batch_tokens=(), offload=offload)
+    search_space = SearchSpace(micro_batch_tokens=(), offload=offload)
     for call in scenario.graph.order:
-        extended = _with_neighbours(scenario, problem, choice, call, choices)
-        view = _View(scenario, extended, dict.fromkeys(choice, 0), call, step_seconds)
+        extended = _with_neighbours(scenario, problem, assignment, call, search_space)
+        view = _View(scenario, extended, dict.fromkeys(assignment, 0), call, step_seconds)
         found += view.alternatives()
     return tuple(found)
 
 
 def _with_neighbours(
-    scenario: Scenario, problem: Problem, choice: Choice, call: Call, choices: Choices
+    scenario: Scenario, problem: Problem, assignment: Assignment, call: Call, search_space: SearchSpace
 ) -> Problem:
     """The problem with only what was chosen for other calls, and for this one, the first of all, besides what
     there is, its neighbours whether they fit or not."""
-    fixed = {name: (option,) for name, option in problem.chosen(choice).items()}
-    plan = problem.plan(choice)
+    fixed = {name: (candidate,) for name, candidate in problem.chosen_candidates(assignment).items()}
+    plan = problem.plan(assignment)
     plans = [
         replace(plan, placements={**plan.placements, call.name: placement})
         for placement in _neighbours(scenario, call, plan[call.name])
     ]
-    extra = build_problem(scenario, choices=choices, include=_possible(scenario, plans))
-    everything = (*fixed[call.name], *problem.options[call.name], *extra.options[call.name])
-    return replace(problem, options={**fixed, call.name: tuple(dict.fromkeys(everything))})
+    extra = build_problem(scenario, search_space=search_space, include=_possible(scenario, plans))
+    everything = (*fixed[call.name], *problem.candidates[call.name], *extra.candidates[call.name])
+    return replace(problem, candidates={**fixed, call.name: tuple(dict.fromkeys(everything))})
 
 
 def _possible(scenario: Scenario, plans: Iterable[Plan]) -> Iterator[Plan]:
@@ -94,42 +94,42 @@ class _View:
 
     scenario: Scenario
     problem: Problem
-    choice: Choice
+    assignment: Assignment
     call: Call
     step_seconds: float
 
     @property
-    def options(self) -> tuple[Option, ...]:
+    def candidates(self) -> tuple[Candidate, ...]:
         """Of the call."""
-        return self.problem.options[self.call.name]
+        return self.problem.candidates[self.call.name]
 
     def alternatives(self) -> list[Alternative]:
         """The informative ones, the fastest first."""
         timeline = Timeline(self.problem)
         calls = [call.name for call in timeline.tables.calls]
-        plans = np.array([np.full(len(self.options), self.choice[name]) for name in calls])
-        plans[calls.index(self.call.name)] = np.arange(len(self.options))
+        plans = np.array([np.full(len(self.candidates), self.assignment[name]) for name in calls])
+        plans[calls.index(self.call.name)] = np.arange(len(self.candidates))
         seconds, fill = timeline(plans)
-        picked = _pick(self.options, seconds.tolist(), fill.tolist())
-        base = timeline.evaluate(self.choice)
+        picked = _pick(self.candidates, seconds.tolist(), fill.tolist())
+        base = timeline.evaluate(self.assignment)
         return [self._alternative(timeline, base, number) for number in picked]
 
-    def _alternative(self, timeline: Timeline, base: Evaluation, number: int) -> Alternative:
-        choice = {**self.choice, self.call.name: number}
-        other, option, chosen = timeline.evaluate(choice), self.options[number], self.options[0]
+    def _alternative(self, timeline: Timeline, base: PlanEvaluation, number: int) -> Alternative:
+        assignment = {**self.assignment, self.call.name: number}
+        other, candidate, chosen = timeline.evaluate(assignment), self.candidates[number], self.candidates[0]
         slower = other.seconds - base.seconds
         away = {
-            "parameters": (chosen.offload, option.offload),
-            "optimizer": (chosen.offload_optimizer, option.offload_optimizer),
+            "parameters": (chosen.offload, candidate.offload),
+            "optimizer": (chosen.offload_optimizer, candidate.offload_optimizer),
         }
         reason = (
-            self._where_slower(base, other, option)
+            self._where_slower(base, other, candidate)
             if other.fits
-            else shortage_text(self.scenario, plan_shortage(self.problem, choice, other))
+            else describe_shortage(self.scenario, explain_plan_shortage(self.problem, assignment, other))
         )
         return Alternative(
             self.call.name,
-            option.placement,
+            candidate.placement,
             tuple(name for name, (before, after) in away.items() if after and not before),
             self.step_seconds + slower,
             other.fits,
@@ -138,9 +138,9 @@ class _View:
             function=self.call.is_function,
         )
 
-    def _where_slower(self, base: Evaluation, other: Evaluation, option: Option) -> str:
+    def _where_slower(self, base: PlanEvaluation, other: PlanEvaluation, candidate: Candidate) -> str:
         slower = other.seconds - base.seconds
-        terms = _difference(self._terms(other, option), self._terms(base, self.options[0]))
+        terms = _difference(self._terms(other, candidate), self._terms(base, self.candidates[0]))
         # Calls that now need the same devices, or that depend on this one, run later.
         terms["waiting"] = slower - sum(terms.values())
         said = [
@@ -150,11 +150,11 @@ class _View:
         ]
         return f"{_seconds(slower)} slower" + (f": {', '.join(said[:_NAMED])}" if said else "")
 
-    def _terms(self, evaluation: Evaluation, option: Option) -> dict[str, float]:
+    def _terms(self, evaluation: PlanEvaluation, candidate: Candidate) -> dict[str, float]:
         """Seconds of the call and of bringing parameters to all calls."""
-        terms = dict(self.scenario.call_cost(self.call, option.placement).terms)
-        terms["offload"] = option.seconds - sum(terms.values())
-        terms["reallocation"] = sum(evaluation.bring_seconds.values())
+        terms = dict(self.scenario.call_cost(self.call, candidate.placement).terms)
+        terms["offload"] = candidate.seconds - sum(terms.values())
+        terms["reallocation"] = sum(evaluation.reallocation_seconds.values())
         return terms
 
 
@@ -162,14 +162,14 @@ def _difference(terms: Mapping[str, float], others: Mapping[str, float]) -> dict
     return {name: terms.get(name, 0.0) - others.get(name, 0.0) for name in {**terms, **others}}
 
 
-def _pick(options: tuple[Option, ...], seconds: list[float], fill: list[float]) -> list[int]:
+def _pick(candidates: tuple[Candidate, ...], seconds: list[float], fill: list[float]) -> list[int]:
     """Numbers of options: the fastest in each respect that is not as fast as option 0, and of those that would be
     much faster but do not fit, the one that comes nearest to fitting."""
-    others = range(1, len(options))
+    others = range(1, len(candidates))
     slower, faster = seconds[0] * (1 + _NOTHING), seconds[0] * (1 - _NOTHING)
     best: dict[str, int] = {}
     for number in others:
-        respect = _respect(options[0], options[number])
+        respect = _respect(candidates[0], candidates[number])
         if fill[number] <= 1 and seconds[number] > slower and respect is not None:
             best[respect] = min(best.get(respect, number), number, key=lambda i: seconds[i])
     tempting = [number for number in others if fill[number] > 1 and seconds[number] < faster]
@@ -179,7 +179,7 @@ def _pick(options: tuple[Option, ...], seconds: list[float], fill: list[float]) 
     return sorted([*best.values(), *nearest], key=lambda number: seconds[number])[:_PER_CALL]
 
 
-def _respect(chosen: Option, other: Option) -> str | None:
+def _respect(chosen: Candidate, other: Candidate) -> str | None:
     """In what an option differs first of all; None if it only offloads more."""
     a, b = chosen.placement, other.placement
     if a.mesh.size != b.mesh.size:
@@ -196,11 +196,11 @@ def _respect(chosen: Option, other: Option) -> str | None:
     return "micro-batch"
 
 
-def shortage_text(scenario: Scenario, shortage: Shortage) -> str:
+def describe_shortage(scenario: Scenario, shortage: Shortage) -> str:
     """What does not fit, for example `needs 93 GiB of 79 GiB in actor.train, most of it activations`; a function
     always fits."""
     graph = scenario.graph
-    call, strategy = graph.call(shortage.call), shortage.option.placement
+    call, strategy = graph.call(shortage.call), shortage.candidate.placement
     need = scenario.memory.call(call, scenario.models[call.model_role], strategy, scenario.workload)
     parts = Counter(need.dynamic)
     parts[f"{call.role} parameters"] = need.static["parameters"]

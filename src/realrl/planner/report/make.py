@@ -4,10 +4,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from realrl.config.errors import UserError
-from realrl.planner.report.alternatives import alternatives
+from realrl.planner.report.alternatives import find_alternatives
 from realrl.planner.report.report import Objective, PlanReport, Preset
-from realrl.planner.report.sizes import compare_sizes, on_cluster, size_report
-from realrl.planner.search.plan_search import BestPlan, Wanted, best_plan, enough_seconds
+from realrl.planner.report.sizes import compare_sizes, make_size_report
+from realrl.planner.search.plan_search import (
+    BestPlan,
+    UserConstraints,
+    default_search_seconds,
+    find_best_plan,
+)
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.scenario import Scenario
 
@@ -17,7 +22,7 @@ def make_report(
     *,
     seconds: float | None = None,
     seed: int = 0,
-    wanted: Wanted | None = None,
+    constraints: UserConstraints | None = None,
     nodes: Sequence[int] = (),
     objective: Objective = "time",
 ) -> PlanReport:
@@ -29,33 +34,39 @@ def make_report(
     all together that look for the cheapest number. DoesNotFit if no plan fits; UserError where a call cannot run
     on the cluster at all.
     """
-    wanted = wanted or Wanted()
+    constraints = constraints or UserConstraints()
     if not nodes and objective == "time":
-        return _report(scenario, best_plan(scenario, seconds=seconds, seed=seed, wanted=wanted), wanted)
+        return _report(
+            scenario,
+            find_best_plan(scenario, seconds=seconds, seed=seed, constraints=constraints),
+            constraints,
+        )
     counts = sorted(set(nodes)) or range(1, scenario.spec.nodes + 1)
     largest = scenario.spec.with_nodes(counts[-1])
-    seconds = enough_seconds(largest) if seconds is None else seconds
+    seconds = default_search_seconds(largest) if seconds is None else seconds
     each = seconds if nodes else seconds / len(counts)
-    scenario = on_cluster(scenario, largest)
-    sizes = compare_sizes(scenario, counts, seconds=each, seed=seed, wanted=wanted)
+    scenario = scenario.on(largest)
+    sizes = compare_sizes(scenario, counts, seconds=each, seed=seed, constraints=constraints)
     best = min(sizes, key=lambda size: size.step_seconds if objective == "time" else size.cost)
-    scenario = on_cluster(scenario, scenario.spec.with_nodes(best.nodes))
-    found = best_plan(scenario, seconds=seconds, seed=seed, wanted=wanted, start=best.plan)
-    report = _report(scenario, found, wanted)
-    row = size_report(scenario, report.chosen, report.gap)
+    scenario = scenario.on(scenario.spec.with_nodes(best.nodes))
+    found = find_best_plan(scenario, seconds=seconds, seed=seed, constraints=constraints, start=best.plan)
+    report = _report(scenario, found, constraints)
+    row = make_size_report(scenario, report.chosen, report.gap)
     sizes = tuple(row if size.nodes == row.nodes else size for size in sizes)
     return replace(report, sizes=sizes, objective=objective)
 
 
-def _report(scenario: Scenario, best: BestPlan, wanted: Wanted) -> PlanReport:
+def _report(scenario: Scenario, best: BestPlan, constraints: UserConstraints) -> PlanReport:
     found, result, plan = best.found, best.found.result, best.estimate.plan
     # A preset that is better may have no place in the problem, so that nothing is known of its neighbours.
-    choice = result.choice if plan == found.plan else found.problem.choice(plan)
+    assignment = result.assignment if plan == found.plan else found.problem.find_assignment(plan)
     step_seconds = best.estimate.step_seconds
     others = (
         ()
-        if choice is None
-        else alternatives(scenario, found.problem, choice, step_seconds, offload=wanted.choices.offload)
+        if assignment is None
+        else find_alternatives(
+            scenario, found.problem, assignment, step_seconds, offload=constraints.search_space.offload
+        )
     )
     return PlanReport(
         scenario,
@@ -64,14 +75,14 @@ def _report(scenario: Scenario, best: BestPlan, wanted: Wanted) -> PlanReport:
         best.gap,
         best.seconds,
         result.evaluations,
-        {name: len(options) for name, options in found.problem.options.items()},
-        {name: _preset(preset, wanted) for name, preset in best.presets.items()},
+        {name: len(candidates) for name, candidates in found.problem.candidates.items()},
+        {name: _preset(preset, constraints) for name, preset in best.presets.items()},
         others,
     )
 
 
-def _preset(found: Estimate | UserError, wanted: Wanted) -> Preset:
+def _preset(found: Estimate | UserError, constraints: UserConstraints) -> Preset:
     if isinstance(found, UserError):
         return Preset(None, str(found))
     recomputes = any(placement.strategy.recompute for placement in found.plan.placements.values())
-    return Preset(found, None, recompute=recomputes and not wanted.recompute)
+    return Preset(found, None, recompute=recomputes and not constraints.recompute)

@@ -101,7 +101,7 @@ class PlanReport:
     """With everything: candidates costed, search and proof."""
     evaluations: int
     """Plans costed."""
-    options: Mapping[str, int]
+    candidates: Mapping[str, int]
     """Call -> ways to run it that were considered."""
     presets: Mapping[str, Preset]
     alternatives: tuple[Alternative, ...]

@@ -1,52 +1,37 @@
 """What plans take and cost on different numbers of nodes."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from realrl.config.errors import UserError
-from realrl.planner.cluster.spec import ClusterSpec
-from realrl.planner.cost.model import CostModel
 from realrl.planner.evaluate.shortage import DoesNotFit
-from realrl.planner.memory.model import MemoryModel
-from realrl.planner.report.alternatives import shortage_text
+from realrl.planner.report.alternatives import describe_shortage
 from realrl.planner.report.report import SizeReport
-from realrl.planner.search.nodes import ClusterSize, by_nodes
-from realrl.planner.search.plan_search import Wanted, find_plan
+from realrl.planner.search.nodes import ClusterSize, search_node_counts
+from realrl.planner.search.plan_search import UserConstraints, find_plan
 from realrl.planner.simulate.estimate import Estimate
-from realrl.planner.simulate.predict import estimate
+from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import build_problem
 
 
 def compare_sizes(
-    scenario: Scenario, nodes: Sequence[int], *, seconds: float, seed: int, wanted: Wanted
+    scenario: Scenario, nodes: Sequence[int], *, seconds: float, seed: int, constraints: UserConstraints
 ) -> tuple[SizeReport, ...]:
     """The best plans on the first so many nodes, for each of `nodes`, which ascend to all of the scenario's.
 
     `seconds`: of the search, for each. DoesNotFit if there is none even on all nodes.
     """
-    spec, problem = scenario.spec, build_problem(scenario, choices=wanted.choices)
-    parts = by_nodes(problem, nodes, seconds=seconds, seed=seed)
+    spec, problem = scenario.spec, build_problem(scenario, search_space=constraints.search_space)
+    parts = search_node_counts(problem, nodes, seconds=seconds, seed=seed)
     if parts[-1].shortage is not None:
         raise DoesNotFit(parts[-1].shortage)
     return tuple(
-        _part_report(on_cluster(scenario, spec.with_nodes(part.nodes)), part, wanted=wanted, seconds=seconds)
+        _part_report(scenario.on(spec.with_nodes(part.nodes)), part, constraints=constraints, seconds=seconds)
         for part in parts
     )
 
 
-def on_cluster(scenario: Scenario, spec: ClusterSpec) -> Scenario:
-    """The same step on other devices."""
-    cost, memory = scenario.cost, scenario.memory
-    return replace(
-        scenario,
-        spec=spec,
-        cost=CostModel(spec, cost.profile, cost.efficiency),
-        memory=MemoryModel(spec, memory.efficiency),
-    )
-
-
-def size_report(
+def make_size_report(
     scenario: Scenario, found: Estimate | None, gap: float | None, refused: str | None = None
 ) -> SizeReport:
     """The row of a scenario's number of nodes."""
@@ -54,20 +39,22 @@ def size_report(
     return SizeReport(spec.nodes, spec.size, found, gap, refused, spec.price_per_hour)
 
 
-def _part_report(scenario: Scenario, part: ClusterSize, *, wanted: Wanted, seconds: float) -> SizeReport:
+def _part_report(
+    scenario: Scenario, part: ClusterSize, *, constraints: UserConstraints, seconds: float
+) -> SizeReport:
     if part.problem is not None and part.result is not None:
-        plan = part.problem.plan(part.result.choice)
-        return size_report(scenario, estimate(scenario, plan), part.result.gap)
+        plan = part.problem.plan(part.result.assignment)
+        return make_size_report(scenario, estimate_plan(scenario, plan), part.result.gap)
     shortage = part.shortage
     if shortage is None:
         # So few nodes have no part in the candidates of so many.
         try:
-            found = find_plan(scenario, seconds=seconds, wanted=wanted)
+            found = find_plan(scenario, seconds=seconds, constraints=constraints)
         except DoesNotFit as error:
             shortage = error.shortage
         except UserError as error:
-            return size_report(scenario, None, None, str(error))
+            return make_size_report(scenario, None, None, str(error))
         else:
-            return size_report(scenario, estimate(scenario, found.plan), found.result.gap)
+            return make_size_report(scenario, estimate_plan(scenario, found.plan), found.result.gap)
     unsure = "" if shortage.proven else "; this is the plan nearest to fitting of those that were tried"
-    return size_report(scenario, None, None, shortage_text(scenario, shortage) + unsure)
+    return make_size_report(scenario, None, None, describe_shortage(scenario, shortage) + unsure)

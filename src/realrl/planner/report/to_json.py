@@ -11,15 +11,15 @@ from realrl.planner.simulate.estimate import CallEstimate, Estimate, MoveEstimat
 from realrl.planner.simulate.scenario import Scenario
 
 
-def report_json(report: PlanReport) -> dict[str, Any]:
+def report_to_json(report: PlanReport) -> dict[str, Any]:
     """All of a report. Made of dicts, lists, text, numbers and None only."""
     found = {
-        **estimate_json(report.chosen),
+        **estimate_to_json(report.chosen),
         "lower_bound_seconds": report.lower_bound_seconds,
         "gap": report.gap,
         "search_seconds": report.search_seconds,
         "evaluations": report.evaluations,
-        "options": dict(report.options),
+        "options": dict(report.candidates),
         "objective": report.objective,
         "presets": {name: _preset(preset) for name, preset in report.presets.items()},
         "alternatives": [_alternative(of) for of in report.alternatives],
@@ -29,7 +29,7 @@ def report_json(report: PlanReport) -> dict[str, Any]:
     return found | ({"nodes": [_size(size) for size in report.sizes]} if report.sizes else {})
 
 
-def estimate_json(estimate: Estimate) -> dict[str, Any]:
+def estimate_to_json(estimate: Estimate) -> dict[str, Any]:
     """What is to be expected of one plan."""
     return {
         "plan": yaml.safe_load(estimate.plan.to_text()),
@@ -50,7 +50,7 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
 def _preset(preset: Preset) -> dict[str, Any]:
     if preset.estimate is None:
         return {"refused": preset.refused}
-    return {**estimate_json(preset.estimate), "recompute_added": preset.recompute}
+    return {**estimate_to_json(preset.estimate), "recompute_added": preset.recompute}
 
 
 def _call(call: CallEstimate) -> dict[str, Any]:
@@ -96,13 +96,13 @@ def _move(move: MoveEstimate) -> dict[str, Any]:
 
 
 def _memory(estimate: Estimate) -> dict[str, Any]:
-    device = estimate.fullest
+    device = estimate.peak_device
     return {
         "rank": device.rank,
         "capacity": device.capacity,
         "during": device.peak.during,
         "parts": dict(device.peak.parts),
-        "resting": dict(device.resting),
+        "resting": dict(device.resident),
     }
 
 

@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from realrl.planner.evaluate.tables import Bools, Tables
 from realrl.planner.moves.transfers import Floats, Ints
-from realrl.planner.search.groups import ALONE, KIND, Groups, groups
+from realrl.planner.search.groups import ALONE, KIND, CandidateGroups, group_candidates
 
 Numbers = NDArray[np.int32]
 """Of groups; there may be millions of nodes."""
@@ -28,7 +28,7 @@ class Bound:
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
-        self.groups = [groups(tables, c) for c in range(len(tables.calls))]
+        self.groups = [group_candidates(tables, c) for c in range(len(tables.calls))]
         self.devices = tables.problem.cluster.size
         uses = np.array([not call.is_function for call in tables.calls])
         self._compete = (uses[:, None] & uses)[:, :, None]
@@ -54,7 +54,7 @@ class Bound:
             for p in range(c):
                 np.maximum(ready, np.where(meets[c, p], tail[p], 0.0), out=ready)
             if c in self._least:
-                start, cost = self._bringing(c, nodes, tail, meets)
+                start, cost = self._reallocation(c, nodes, tail, meets)
                 np.maximum(ready, start + cost, out=ready)
                 home = self.tables.home[c]
                 load = self.groups[home].load[nodes[home]]
@@ -95,12 +95,12 @@ class Bound:
         certain = known[:, None] & known & ~apart
         return (certain | (size[:, None] + size > self.devices)) & self._compete
 
-    def _bringing(self, c: int, nodes: Numbers, tail: Floats, meets: Bools) -> tuple[Floats, Floats]:
+    def _reallocation(self, c: int, nodes: Numbers, tail: Floats, meets: Bools) -> tuple[Floats, Floats]:
         """Earliest start and least seconds of bringing parameters to call `c`."""
         tables, home = self.tables, self.tables.home[c]
         start, there = np.zeros(nodes.shape[1]), np.zeros(nodes.shape[1])
         for p in range(c):
-            if tables.informed[c, p]:
+            if tables.knows_lengths[c, p]:
                 np.maximum(start, tail[p], out=start)
             np.maximum(start, np.where(meets[p, c], tail[p], 0.0), out=start)
             if tables.ordered[c, p]:
@@ -109,15 +109,15 @@ class Bound:
         seconds = self._least[c][self._row(source, nodes[home]), self._row(target, nodes[c])]
         both = (source.level[nodes[home]] == ALONE) & (target.level[nodes[c]] == ALONE)
         if both.any():
-            mine = tables.options(c).layout[target.option[nodes[c, both]]]
-            its = tables.options(home).layout[source.option[nodes[home, both]]]
-            seconds[both] = tables.bring[c](its, mine)
+            mine = tables.candidates(c).layout[target.candidate[nodes[c, both]]]
+            its = tables.candidates(home).layout[source.candidate[nodes[home, both]]]
+            seconds[both] = tables.reallocation[c](its, mine)
         # Devices of the home that send nothing are not waited for.
         start = np.where(seconds > 0, np.maximum(start, there), start)
         return start, seconds + source.load[nodes[home]]
 
     @staticmethod
-    def _row(found: Groups, numbers: Numbers) -> Ints:
+    def _row(found: CandidateGroups, numbers: Numbers) -> Ints:
         """Of groups, their row in `_least`: those of one option are in that of their kind."""
         before = int((found.level < KIND).sum())
         return np.where(found.level[numbers] == ALONE, before + found.kind[numbers], numbers)

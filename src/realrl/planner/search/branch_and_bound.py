@@ -9,7 +9,7 @@ from realrl.planner.evaluate.scorer import Scorer
 from realrl.planner.moves.transfers import Floats
 from realrl.planner.search.bound import Bound, Numbers
 from realrl.planner.search.groups import ALONE, KIND, SIZE
-from realrl.planner.search.local import descend
+from realrl.planner.search.local import improve_locally
 
 _PARENTS, _CHILDREN = 512, 1 << 15
 """Nodes that are divided, and bounded, at once: enough for numpy, few enough for the caches."""
@@ -42,14 +42,14 @@ class Proof:
     """Sets of plans that had to be looked at."""
 
 
-def prove(scorer: Scorer, *, tolerance: float, most_nodes: int, seed: int = 0, part: float = 1.0) -> Proof:
+def prove(scorer: Scorer, *, tolerance: float, max_nodes: int, seed: int = 0, part: float = 1.0) -> Proof:
     """Search best first until the best plan is within `tolerance` (relative) of the bound.
 
     Calls are divided one after the other, the longest first: by size, then by kind, and all of them then into
     single options; a node of single options is a plan. Now and then it polishes a plan of the most promising
-    set, so that more sets can be given up. Stops early after `most_nodes`, or when `part` of the time is over.
+    set, so that more sets can be given up. Stops early after `max_nodes`, or when `part` of the time is over.
     """
-    return _Search(scorer, tolerance, seed).run(most_nodes, part)
+    return _Search(scorer, tolerance, seed).run(max_nodes, part)
 
 
 class _Search:
@@ -74,12 +74,12 @@ class _Search:
         """Nodes with a bound from here on need not be divided."""
         return self.scorer.best_seconds * (1 - self.tolerance)
 
-    def run(self, most_nodes: int, part: float) -> Proof:
-        next_dive = _DIVES
-        while self.pools and self.looked_at < most_nodes and not self.scorer.late(part):
-            if self.looked_at >= next_dive:
-                self._dive(part)
-                next_dive = self.looked_at + self.looked_at // 2
+    def run(self, max_nodes: int, part: float) -> Proof:
+        next_heuristic = _DIVES
+        while self.pools and self.looked_at < max_nodes and not self.scorer.deadline_exceeded(part):
+            if self.looked_at >= next_heuristic:
+                self._run_primal_heuristic(part)
+                next_heuristic = self.looked_at + self.looked_at // 2
             pool = heapq.heappop(self.pools)
             if pool.bound >= self.goal:
                 self.pools.append(pool)
@@ -105,18 +105,18 @@ class _Search:
             nodes[call] = child[part]
             self._add(pool.depth + 1, nodes)
 
-    def _dive(self, part: float) -> None:
+    def _run_primal_heuristic(self, part: float) -> None:
         """Look for a better plan among those of the node with the lowest bound of the most divided ones."""
         deepest = max(pool.depth for pool in self.pools)
         node = min(pool for pool in self.pools if pool.depth == deepest).nodes[:, 0]
-        options = []
+        candidates = []
         for groups, number in zip(self.bound.groups, node.tolist(), strict=True):
             low, high = number, number + 1
             while groups.level[low] < ALONE:
                 low, high = int(groups.child[low]), int(groups.child_end[high - 1])
-            options.append(groups.option[self.rng.integers(low, high, _SAMPLES)])
-        plans = np.array(options)
-        descend(self.scorer, plans[:, int(self.scorer(plans).argmin())], part=part)
+            candidates.append(groups.candidate[self.rng.integers(low, high, _SAMPLES)])
+        plans = np.array(candidates)
+        improve_locally(self.scorer, plans[:, int(self.scorer(plans).argmin())], part=part)
 
     def _add(self, depth: int, nodes: Numbers) -> None:
         """Bound nodes and keep those that are worth it; plans are costed."""
@@ -125,8 +125,8 @@ class _Search:
         if depth == len(self.steps):
             fitting = nodes[:, bounds < self.scorer.best_seconds]
             if fitting.shape[1]:
-                options = [g.option[row] for g, row in zip(self.bound.groups, fitting, strict=True)]
-                self.scorer(np.array(options))
+                candidates = [g.candidate[row] for g, row in zip(self.bound.groups, fitting, strict=True)]
+                self.scorer(np.array(candidates))
             return
         worth = bounds < self.goal
         given_up = bounds[~worth & np.isfinite(bounds)]

@@ -16,7 +16,7 @@ ALL, SIZE, KIND, ALONE = range(4)
 
 
 @dataclass(frozen=True)
-class Groups:
+class CandidateGroups:
     """Groups of one call. Each is described by what none of its options is below."""
 
     level: Ints
@@ -25,7 +25,7 @@ class Groups:
     child_end: Ints
     kind: Ints
     """Number of the kind, of groups that are one or part of one."""
-    option: Ints
+    candidate: Ints
     """Number of the option, of groups of one."""
     seconds: Floats
     area: Floats
@@ -51,15 +51,15 @@ class Groups:
     """Per level down to `KIND`, the first kind of each group."""
 
 
-def groups(tables: Tables, call: int) -> Groups:
+def group_candidates(tables: Tables, call: int) -> CandidateGroups:
     """The groups of a call's options; group 0 holds them all."""
-    columns = tables.options(call)
+    columns = tables.candidates(call)
     size = columns.end - columns.first
     layouts = tables.layouts(call)[columns.layout]
     copies = layouts.tp * layouts.pp
     busy = np.zeros_like(columns.seconds) if tables.calls[call].is_function else columns.seconds
     facts = (columns.seconds, columns.load, columns.weights, columns.resident, columns.working, columns.limit)
-    table = np.stack([size, layouts.tp, layouts.pp, *facts, columns.away], axis=1)
+    table = np.stack([size, layouts.tp, layouts.pp, *facts, columns.offloaded], axis=1)
     _, kind = np.unique(table, axis=0, return_inverse=True)
     order = np.lexsort((columns.first, kind.reshape(-1)))  # kinds are numbered by size before all else
     sorted_kind, sorted_size = kind.reshape(-1)[order], size[order]
@@ -78,12 +78,12 @@ def groups(tables: Tables, call: int) -> Groups:
     def least(values: NDArray[Scalar]) -> NDArray[Scalar]:
         return np.concatenate([np.minimum.reduceat(values[order], s) for s in starts])
 
-    return Groups(
+    return CandidateGroups(
         level=np.repeat(np.arange(4), counts),
         child=np.concatenate([*child, nothing]),
         child_end=np.concatenate([*ends, nothing]),
         kind=np.concatenate([np.full(counts[0] + counts[1], -1), np.arange(counts[KIND]), sorted_kind]),
-        option=np.concatenate([np.full(offsets[ALONE], -1), order]),
+        candidate=np.concatenate([np.full(offsets[ALONE], -1), order]),
         seconds=least(columns.seconds),
         area=least(busy * size),
         size=least(size),

@@ -8,25 +8,28 @@ from realrl.planner.evaluate.scorer import Scorer
 from realrl.planner.moves.transfers import Ints
 
 
-def descend(scorer: Scorer, choice: Ints, *, part: float = 1.0) -> Ints:
-    """A plan that no such change improves, from `choice` [calls]; a worse one when `part` of the time is over."""
+def improve_locally(scorer: Scorer, assignment: Ints, *, part: float = 1.0) -> Ints:
+    """Return a plan that no such change improves, starting from `assignment`, [calls].
+
+    When `part` of the time is over, returns the best plan so far.
+    """
     moves = [*_call_moves(scorer), *_role_moves(scorer)]
     score, unchanged = np.inf, 0
     while unchanged < len(moves):
-        for calls, options in moves:
-            if scorer.late(part):
-                return choice
-            plans = np.repeat(choice[:, None], options.shape[1] + 1, axis=1)
-            plans[calls, 1:] = options
+        for calls, candidates in moves:
+            if scorer.deadline_exceeded(part):
+                return assignment
+            plans = np.repeat(assignment[:, None], candidates.shape[1] + 1, axis=1)
+            plans[calls, 1:] = candidates
             scores = scorer(plans)
             best = int(scores.argmin())
             unchanged += 1
             if scores[best] < min(score, scores[0]):
-                choice, unchanged = plans[:, best], 0
+                assignment, unchanged = plans[:, best], 0
             score = min(score, float(scores[best]))
             if unchanged >= len(moves):
                 break
-    return choice
+    return assignment
 
 
 def _call_moves(scorer: Scorer) -> list[tuple[list[int], Ints]]:
@@ -42,7 +45,7 @@ def _role_moves(scorer: Scorer) -> list[tuple[list[int], Ints]]:
         calls = [c for c, h in enumerate(tables.home) if h == home]
         fastest: dict[int, dict[int, int]] = defaultdict(dict)
         for c in calls:
-            columns = tables.options(c)
+            columns = tables.candidates(c)
             for i in np.argsort(-columns.seconds, kind="stable").tolist():
                 fastest[int(columns.code[i])][c] = i
         shared = [[found[c] for c in calls] for found in fastest.values() if len(found) == len(calls)]

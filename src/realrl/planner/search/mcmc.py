@@ -25,15 +25,15 @@ def anneal(scorer: Scorer, starts: Ints, *, rounds: int, chains: int, seed: int,
     sizes, each = tables.sizes, np.arange(chains)
     order = [_similar(scorer, c) for c in range(len(sizes))]
     place = np.full((len(sizes), sizes.max()), 0)
-    options = np.zeros_like(place)
+    candidates = np.zeros_like(place)
     for c, numbers in enumerate(order):
-        options[c, : len(numbers)] = numbers
+        candidates[c, : len(numbers)] = numbers
         place[c, numbers] = np.arange(len(numbers))
     plans = starts[:, rng.integers(0, starts.shape[1], chains)].copy()
     scores = scorer(plans)
-    before = scorer.used(part)
+    before = scorer.time_used(part)
     for i in range(rounds):
-        if (used := scorer.used(part)) >= 1:
+        if (used := scorer.time_used(part)) >= 1:
             break
         late = (used - before) / (1 - before)
         done = late if late > (i + 1) / rounds else i / rounds
@@ -41,7 +41,7 @@ def anneal(scorer: Scorer, starts: Ints, *, rounds: int, chains: int, seed: int,
         far = np.exp(rng.random(chains) * np.log(sizes[call])).astype(np.int64)
         moved = (place[call, plans[call, each]] + far * rng.choice((-1, 1), chains)) % sizes[call]
         trial = plans.copy()
-        trial[call, each] = options[call, moved]
+        trial[call, each] = candidates[call, moved]
         tried = scorer(trial)
         temperature = _HOT * (_COLD / _HOT) ** done * scores.min()
         accept = tried < scores - temperature * np.log(1 - rng.random(chains))
@@ -56,6 +56,6 @@ def anneal(scorer: Scorer, starts: Ints, *, rounds: int, chains: int, seed: int,
 def _similar(scorer: Scorer, call: int) -> Ints:
     """Numbers of a call's options, similar ones side by side: by size, strategy and position."""
     tables = scorer.timeline.tables
-    layouts, which = tables.layouts(call), tables.options(call).layout
+    layouts, which = tables.layouts(call), tables.candidates(call).layout
     keys = (layouts.first, layouts.pp, layouts.tp, layouts.size)
     return np.lexsort(tuple(key[which] for key in keys))

@@ -11,31 +11,31 @@ from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.evaluate.shortage import DoesNotFit
-from realrl.planner.search.search import Effort, SearchResult, search
+from realrl.planner.search.search import SearchBudget, SearchResult, search_plans
 from realrl.planner.simulate.estimate import Estimate
-from realrl.planner.simulate.predict import estimate
+from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.space.build import Choices, build_problem
-from realrl.planner.space.candidates import micro_batches
+from realrl.planner.space.build import SearchSpace, build_problem
+from realrl.planner.space.candidates import list_micro_batches
 from realrl.planner.space.problem import Problem
 from realrl.planner.workload.workload import Workload
 from realrl.program.lower import home_placements, kept_copies, offloaded
 from realrl.program.memory import Memory
 
-_LITTLE, _SECONDS_FOR_PRESET = Effort(chains=32, rounds=20, nodes=20_000), 1.0
+_LITTLE, _SECONDS_FOR_PRESET = SearchBudget(chains=32, rounds=20, nodes=20_000), 1.0
 """For a preset, of which only micro-batches and recomputation are open."""
 _FEW_DEVICES = 128
 
 
 @dataclass(frozen=True)
-class Wanted:
+class UserConstraints:
     """What a recipe says about plans that it does not give."""
 
     micro_batch_tokens: int = 8192
     """Of presets."""
     recompute: bool = False
     """Whether presets compute activations again."""
-    choices: Choices = field(default_factory=Choices)
+    search_space: SearchSpace = field(default_factory=SearchSpace)
     """What a search may vary besides."""
     own: Mapping[str, Plan] = field(default_factory=dict)
     """Plans of the recipe's author by the names of their files, compared with presets as they are."""
@@ -73,32 +73,33 @@ class BestPlan:
         return 1 - self.lower_bound / self.estimate.step_seconds
 
 
-def best_plan(
+def find_best_plan(
     scenario: Scenario,
     *,
     seconds: float | None = None,
     seed: int = 0,
-    wanted: Wanted | None = None,
+    constraints: UserConstraints | None = None,
     start: Plan | None = None,
 ) -> BestPlan:
     """The best of what `find_plan` finds, beginning with the presets and with `start`, and of the presets that
-    fit, in so many `seconds`; without them, in `enough_seconds`. Raises as `find_plan`."""
+    fit, in so many `seconds`; without them, in `default_search_seconds`. Raises as `find_plan`."""
     begin = time.monotonic()
     if seconds is None:
-        seconds = enough_seconds(scenario.spec)
-    presets = preset_plans(scenario, wanted)
+        seconds = default_search_seconds(scenario.spec)
+    presets = make_preset_plans(scenario, constraints)
     starts = presets | ({} if start is None else {"": start})
     left = seconds - (time.monotonic() - begin)
-    found = find_plan(scenario, seconds=left, seed=seed, wanted=wanted, presets=starts)
+    found = find_plan(scenario, seconds=left, seed=seed, constraints=constraints, presets=starts)
     estimates = {
-        name: estimate(scenario, plan) if isinstance(plan, Plan) else plan for name, plan in presets.items()
+        name: estimate_plan(scenario, plan) if isinstance(plan, Plan) else plan
+        for name, plan in presets.items()
     }
     fitting = [e for e in estimates.values() if isinstance(e, Estimate) and e.fits]
-    best = min([estimate(scenario, found.plan), *fitting], key=lambda e: e.step_seconds)
+    best = min([estimate_plan(scenario, found.plan), *fitting], key=lambda e: e.step_seconds)
     return BestPlan(best, found, estimates, time.monotonic() - begin)
 
 
-def enough_seconds(spec: ClusterSpec) -> float:
+def default_search_seconds(spec: ClusterSpec) -> float:
     """How long a search for a plan of a cluster is worth its while."""
     return 8.0 if spec.size <= _FEW_DEVICES else 45.0
 
@@ -108,31 +109,34 @@ def find_plan(
     *,
     seconds: float = 10.0,
     seed: int = 0,
-    wanted: Wanted | None = None,
+    constraints: UserConstraints | None = None,
     presets: Mapping[str, Plan | UserError] | None = None,
-    effort: Effort | None = None,
+    budget: SearchBudget | None = None,
 ) -> FoundPlan:
-    """Search for the plan with the shortest step, beginning with the presets; `seconds` for everything.
+    """Search for the plan with the shortest step, starting from the presets.
 
-    `presets` are those of `preset_plans` where the caller has them. Raises DoesNotFit if no plan fits the memory of
-    the devices, and UserError where a call cannot run on the cluster at all.
+    `seconds` bounds everything, candidates included. `presets`: the result of `make_preset_plans`, if the
+    caller has it already. Raises DoesNotFit if no plan fits into device memory, and UserError if a call cannot
+    run on the cluster at all.
     """
     begin = time.monotonic()
-    wanted = wanted or Wanted()
+    constraints = constraints or UserConstraints()
     if presets is None:
-        presets = preset_plans(scenario, wanted)
+        presets = make_preset_plans(scenario, constraints)
     plans = [_as_candidates(plan) for plan in presets.values() if isinstance(plan, Plan)]
-    problem = build_problem(scenario, choices=wanted.choices, include=plans)
-    starts = [choice for plan in plans if (choice := problem.choice(plan)) is not None]
+    problem = build_problem(scenario, search_space=constraints.search_space, include=plans)
+    starts = [assignment for plan in plans if (assignment := problem.find_assignment(plan)) is not None]
     left = max(0.1 * seconds, seconds - (time.monotonic() - begin))
-    result = search(problem, seconds=left, seed=seed, starts=starts, effort=effort)
-    return FoundPlan(problem.plan(result.choice), problem, result)
+    result = search_plans(problem, seconds=left, seed=seed, starts=starts, budget=budget)
+    return FoundPlan(problem.plan(result.assignment), problem, result)
 
 
-def preset_plans(scenario: Scenario, wanted: Wanted | None = None) -> dict[str, Plan | UserError]:
+def make_preset_plans(
+    scenario: Scenario, constraints: UserConstraints | None = None
+) -> dict[str, Plan | UserError]:
     """Every preset by name, at its best, and plans of one's own as they are; or why there is no such plan: it needs
     more devices, or fewer data-parallel ranks."""
-    wanted, graph, models = wanted or Wanted(), scenario.graph, scenario.models
+    constraints, graph, models = constraints or UserConstraints(), scenario.graph, scenario.models
     shapes = {role: stored.shape for role, stored in models.items()}
     found: dict[str, Plan | UserError] = {}
     for name in PRESETS:
@@ -141,27 +145,27 @@ def preset_plans(scenario: Scenario, wanted: Wanted | None = None) -> dict[str, 
                 name,
                 graph,
                 scenario.spec.cluster,
-                wanted.micro_batch_tokens,
+                constraints.micro_batch_tokens,
                 shapes,
-                recompute=wanted.recompute,
+                recompute=constraints.recompute,
             )
             _check_calls(scenario, plan)
-            found[name] = at_its_best(scenario, plan)
+            found[name] = tune_plan(scenario, plan)
         except UserError as error:
             found[name] = error
-    for name, own in wanted.own.items():
+    for name, own in constraints.own.items():
         try:
-            found[name] = _checked(scenario, own, wanted)
+            found[name] = _checked(scenario, own, constraints)
         except UserError as error:
             found[name] = error
     return found
 
 
-def _checked(scenario: Scenario, plan: Plan, wanted: Wanted) -> Plan:
+def _checked(scenario: Scenario, plan: Plan, constraints: UserConstraints) -> Plan:
     """The plan; UserError where it is for something else."""
     if plan.cluster != scenario.spec.cluster:
         raise UserError(f"it is for cluster {plan.cluster}; this is {scenario.spec.cluster}")
-    if offloaded(plan) and not wanted.choices.offload:
+    if offloaded(plan) and not constraints.search_space.offload:
         raise UserError("it offloads, which frees nothing where host and devices share their memory")
     plan.check(scenario.graph, {role: stored.shape for role, stored in scenario.models.items()})
     _check_calls(scenario, plan)
@@ -176,24 +180,26 @@ def _check_calls(scenario: Scenario, plan: Plan) -> None:
         scenario.call_cost(call, place)
 
 
-def at_its_best(scenario: Scenario, plan: Plan) -> Plan:
+def tune_plan(scenario: Scenario, plan: Plan) -> Plan:
     """A plan with the micro-batches, and recomputation in training, that make its step shortest, all else as it
     is; the plan itself where none of them fits the memory of the devices."""
     variants = [plan]
-    options = {
+    candidates = {
         call.name: tuple(_variants(call, plan[call.name], scenario.workload)) for call in scenario.graph.calls
     }
-    for i in range(max(map(len, options.values()))):
-        placements = {name: found[min(i, len(found) - 1)] for name, found in options.items()}
+    for i in range(max(map(len, candidates.values()))):
+        placements = {name: found[min(i, len(found) - 1)] for name, found in candidates.items()}
         variants.append(replace(plan, placements=placements))
-    problem = build_problem(scenario, choices=Choices(micro_batch_tokens=(), offload=False), include=variants)
+    problem = build_problem(
+        scenario, search_space=SearchSpace(micro_batch_tokens=(), offload=False), include=variants
+    )
     if plan.keep:
         problem = _with_kept_copies(problem, scenario, plan)
     try:
-        result = search(problem, seconds=_SECONDS_FOR_PRESET, effort=_LITTLE)
+        result = search_plans(problem, seconds=_SECONDS_FOR_PRESET, budget=_LITTLE)
     except DoesNotFit:
         return plan
-    best = problem.plan(result.choice)
+    best = problem.plan(result.assignment)
     placements = {
         name: replace(
             place,
@@ -223,16 +229,16 @@ def _with_kept_copies(problem: Problem, scenario: Scenario, plan: Plan) -> Probl
             and item.layout not in (memory.home(item.role), place.layout if item.role == call.role else None)
         )
 
-    options = {}
+    candidates = {}
     for call in graph.calls:
         if call.is_function:
-            options[call.name] = problem.options[call.name]
+            candidates[call.name] = problem.candidates[call.name]
             continue
         place = plan[call.name]
         more = max(unused(call, place, rank) for rank in place.ranks)
-        given = problem.options[call.name]
-        options[call.name] = tuple(replace(o, working_bytes=o.working_bytes + more) for o in given)
-    return replace(problem, options=options)
+        given = problem.candidates[call.name]
+        candidates[call.name] = tuple(replace(o, working_bytes=o.working_bytes + more) for o in given)
+    return replace(problem, candidates=candidates)
 
 
 def _variants(call: Call, place: Placement, workload: Workload) -> Iterator[Placement]:
@@ -240,7 +246,7 @@ def _variants(call: Call, place: Placement, workload: Workload) -> Iterator[Plac
     if call.is_function:
         yield place
         return
-    for tokens in micro_batches(call.kind, workload.work(call)):
+    for tokens in list_micro_batches(call.kind, workload.work(call)):
         for recompute in (False, True) if call.kind is Kind.TRAIN else (False,):
             strategy = replace(place.strategy, micro_batch_tokens=tokens, recompute=recompute)
             yield replace(place, strategy=strategy)

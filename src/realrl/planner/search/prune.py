@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from realrl.planner.evaluate.shortage import DoesNotFit, call_shortage
+from realrl.planner.evaluate.shortage import DoesNotFit, explain_call_shortage
 from realrl.planner.moves.transfers import Ints
-from realrl.planner.space.problem import Option, Problem
+from realrl.planner.space.problem import Candidate, Problem
 
 
-def prune(problem: Problem) -> tuple[Problem, dict[str, Ints]]:
+def prune_candidates(problem: Problem) -> tuple[Problem, dict[str, Ints]]:
     """The problem with fewer options, and for each call the numbers that those that stay had before.
 
     An option goes if it does not fit its devices even alone, or if another with the same layout, or just the
@@ -22,27 +22,27 @@ def prune(problem: Problem) -> tuple[Problem, dict[str, Ints]]:
     """
     kept: dict[str, Ints] = {}
     for call in problem.graph.calls:
-        options = problem.options[call.name]
+        candidates = problem.candidates[call.name]
         is_home = problem.is_home(call)
-        needs = np.array([option.bytes_alone(is_home=is_home) for option in options])
-        limits = np.array([problem.limit(option.placement) for option in options])
+        needs = np.array([candidate.bytes_alone(is_home=is_home) for candidate in candidates])
+        limits = np.array([problem.limit(candidate.placement) for candidate in candidates])
         fits = np.flatnonzero(needs <= limits)
         if not len(fits):
-            raise DoesNotFit(call_shortage(problem, call, int((needs / limits).argmin())))
+            raise DoesNotFit(explain_call_shortage(problem, call, int((needs / limits).argmin())))
         follows = any(call.role in (a.role, a.source) for a in problem.graph.averages)
         stays = call.role is None or (len(problem.graph.role_calls(call.role)) == 1 and not follows)
-        kept[call.name] = fits[_undominated([options[i] for i in fits], by_mesh=stays)]
-    options_kept = {name: tuple(problem.options[name][i] for i in kept[name]) for name in kept}
-    return replace(problem, options=options_kept), kept
+        kept[call.name] = fits[_undominated([candidates[i] for i in fits], by_mesh=stays)]
+    kept_candidates = {name: tuple(problem.candidates[name][i] for i in kept[name]) for name in kept}
+    return replace(problem, candidates=kept_candidates), kept
 
 
-def _undominated(options: Sequence[Option], *, by_mesh: bool) -> Ints:
+def _undominated(candidates: Sequence[Candidate], *, by_mesh: bool) -> Ints:
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for i, option in enumerate(options):
-        groups[_rows(option) if by_mesh else _layout(option)].append(i)
+    for i, candidate in enumerate(candidates):
+        groups[_rows(candidate) if by_mesh else _layout(candidate)].append(i)
     stay = []
     for members in groups.values():
-        costs = np.array([_costs(options[i]) for i in members])
+        costs = np.array([_costs(candidates[i]) for i in members])
         better = (costs[:, None] <= costs[None]).all(axis=2)
         equal = better & better.T
         # Of equal options the first stays.
@@ -51,17 +51,24 @@ def _undominated(options: Sequence[Option], *, by_mesh: bool) -> Ints:
     return np.array(sorted(stay))
 
 
-def _rows(option: Option) -> tuple[int, ...]:
+def _rows(candidate: Candidate) -> tuple[int, ...]:
     """Equal where rows come to, and are left on, equally many ranks of the same mesh."""
-    return *option.layout[:2], option.placement.strategy.dp
+    return *candidate.layout[:2], candidate.placement.strategy.dp
 
 
-def _layout(option: Option) -> tuple[int, ...]:
+def _layout(candidate: Candidate) -> tuple[int, ...]:
     """Equal where calls can share parameters."""
-    return *option.layout, option.placement.strategy.sequence_parallel
+    return *candidate.layout, candidate.placement.strategy.sequence_parallel
 
 
-def _costs(option: Option) -> tuple[float, ...]:
-    loaded = option.weights_bytes * option.offload
-    moves = option.load_seconds * option.offload, option.unload_seconds * option.offload
-    return option.seconds, option.resident_bytes, option.working_bytes, option.weights_bytes, loaded, *moves
+def _costs(candidate: Candidate) -> tuple[float, ...]:
+    loaded = candidate.weights_bytes * candidate.offload
+    moves = candidate.load_seconds * candidate.offload, candidate.unload_seconds * candidate.offload
+    return (
+        candidate.seconds,
+        candidate.resident_bytes,
+        candidate.working_bytes,
+        candidate.weights_bytes,
+        loaded,
+        *moves,
+    )

@@ -88,7 +88,7 @@ class DeviceMemory:
     rank: int
     capacity: int
     """Bytes that a plan may use."""
-    resting: Mapping[str, int]
+    resident: Mapping[str, int]
     """What it holds between steps, by the same names."""
     footprints: tuple[Footprint, ...]
     """In the order of the rank's program."""
@@ -96,7 +96,7 @@ class DeviceMemory:
     @cached_property
     def peak(self) -> Footprint:
         """The largest; what it holds between steps where it takes part in nothing."""
-        return max(self.footprints, key=lambda f: f.bytes, default=Footprint("rest", self.resting))
+        return max(self.footprints, key=lambda f: f.bytes, default=Footprint("rest", self.resident))
 
 
 @dataclass(frozen=True)
@@ -119,19 +119,19 @@ class Estimate:
     """By rank."""
 
     @cached_property
-    def fullest(self) -> DeviceMemory:
+    def peak_device(self) -> DeviceMemory:
         """The device that is fullest in relation to its memory."""
         return max(self.memory, key=lambda device: device.peak.bytes / device.capacity)
 
     @property
     def peak_bytes(self) -> int:
         """Of the fullest device."""
-        return self.fullest.peak.bytes
+        return self.peak_device.peak.bytes
 
     @property
     def fits(self) -> bool:
         """Whether no device has to hold more than it can."""
-        return self.peak_bytes <= self.fullest.capacity
+        return self.peak_bytes <= self.peak_device.capacity
 
     @property
     def tokens_per_second(self) -> float:

@@ -9,7 +9,9 @@ from realrl.program.instructions import Load, Program, Reallocate, Run
 from realrl.program.memory import Holdings, Item, Memory, Stored
 
 
-def footprints(scenario: Scenario, held: Memory, programs: Sequence[Program]) -> tuple[DeviceMemory, ...]:
+def compute_footprints(
+    scenario: Scenario, held: Memory, programs: Sequence[Program]
+) -> tuple[DeviceMemory, ...]:
     """The memory of every rank through a step of its program.
 
     `held` knows what lies where between steps, roles that the graph of `scenario` does not use among them. Models

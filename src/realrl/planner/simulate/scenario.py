@@ -1,7 +1,7 @@
 """A step to plan: what is computed, with which models, on which devices, at what cost."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from realrl.dataflow.call import Call
 from realrl.dataflow.graph import DataflowGraph
@@ -32,3 +32,8 @@ class Scenario:
         """Time of one execution of a call in a step; UserError where there are fewer records than data-parallel
         ranks."""
         return self.cost.call(call, self.model(call), placement, self.workload)
+
+    def on(self, spec: ClusterSpec) -> "Scenario":
+        """The same step on other devices."""
+        cost = CostModel(spec, self.cost.profile, self.cost.efficiency)
+        return replace(self, spec=spec, cost=cost, memory=MemoryModel(spec, self.memory.efficiency))

@@ -10,8 +10,8 @@ from realrl.dataflow.call import Call, Kind
 from realrl.plan.placement import Mesh, Placement, function_placement
 from realrl.plan.plan import Plan
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.space.candidates import meshes, micro_batches, strategies
-from realrl.planner.space.problem import Option, Problem
+from realrl.planner.space.candidates import list_meshes, list_micro_batches, list_strategies
+from realrl.planner.space.problem import Candidate, Problem
 from realrl.program.order import changes
 
 _WORTH_OFFLOADING = 0.05
@@ -19,7 +19,7 @@ _WORTH_OFFLOADING = 0.05
 
 
 @dataclass(frozen=True)
-class Choices:
+class SearchSpace:
     """What a search may vary, besides meshes and degrees."""
 
     micro_batch_tokens: tuple[int, ...] | None = None
@@ -32,7 +32,7 @@ class Choices:
 
 
 def build_problem(
-    scenario: Scenario, *, choices: Choices | None = None, include: Iterable[Plan] = ()
+    scenario: Scenario, *, search_space: SearchSpace | None = None, include: Iterable[Plan] = ()
 ) -> Problem:
     """The problem of planning a step.
 
@@ -40,14 +40,14 @@ def build_problem(
     of a type of its own.
     """
     graph, spec = scenario.graph, scenario.spec
-    builder = _Builder(scenario, choices or Choices())
+    builder = _Builder(scenario, search_space or SearchSpace())
     plans = tuple(include)
-    options = {call.name: builder.options(call, plans) for call in graph.calls}
+    candidates = {call.name: builder.candidates(call, plans) for call in graph.calls}
     first_ranks = [n * spec.cluster.devices_per_node for n in range(spec.cluster.nodes)]
     return Problem(
         graph,
         spec.cluster,
-        options,
+        candidates,
         scenario.cost.transfers({role: scenario.models[role] for role in graph.roles}),
         tuple(float(scenario.memory.capacity(rank)) for rank in first_ranks),
         scenario.cost.exchange(graph, scenario.workload),
@@ -57,89 +57,91 @@ def build_problem(
 @dataclass(frozen=True)
 class _Builder:
     scenario: Scenario
-    choices: Choices
+    search_space: SearchSpace
 
-    def options(self, call: Call, plans: Iterable[Plan]) -> tuple[Option, ...]:
+    def candidates(self, call: Call, plans: Iterable[Plan]) -> tuple[Candidate, ...]:
         """Candidates of a call, and what plans choose for it."""
         if call.is_function:
-            return self._function_options(call, plans)
-        work, given = self.scenario.workload.work(call), self.choices.micro_batch_tokens
-        found = self._candidates(call, micro_batches(call.kind, work) if given is None else given)
+            return self._function_candidates(call, plans)
+        work, given = self.scenario.workload.work(call), self.search_space.micro_batch_tokens
+        found = self._candidates_on_meshes(
+            call, list_micro_batches(call.kind, work) if given is None else given
+        )
         if given is None and not any(map(self._fits, found)):
             # The smallest micro-batches are slow, but may be all that fits.
-            found += self._candidates(call, (work.longest,))
+            found += self._candidates_on_meshes(call, (work.longest,))
         for placement in (plan[call.name] for plan in plans):
             if placement.strategy.dtype is None:  # layouts of a problem know nothing of types
-                found += self._variants(call, self._option(call, placement), 0.0)
+                found += self._variants(call, self._cost_candidate(call, placement), 0.0)
         return tuple(dict.fromkeys(found))
 
-    def _function_options(self, call: Call, plans: Iterable[Plan]) -> tuple[Option, ...]:
+    def _function_candidates(self, call: Call, plans: Iterable[Plan]) -> tuple[Candidate, ...]:
         """Every mesh with a record for each of its ranks, and what plans choose; of a function that no run has
         measured, and which may be slow, only the meshes with most ranks."""
-        candidates = [function_placement(mesh) for mesh in meshes(self.scenario.spec)]
-        if self.choices.micro_batch_tokens == ():  # only what plans choose
-            candidates = []
-        found = [*self._on_hosts(call, candidates)]
-        widest = max((option.placement.mesh.size for option, _ in found), default=0)
+        placements = [function_placement(mesh) for mesh in list_meshes(self.scenario.spec)]
+        if self.search_space.micro_batch_tokens == ():  # only what plans choose
+            placements = []
+        found = [*self._on_hosts(call, placements)]
+        widest = max((candidate.placement.mesh.size for candidate, _ in found), default=0)
         if all(measured for _, measured in found):
             found += self._on_hosts(call, [plan[call.name] for plan in plans])
         else:
             found = [pair for pair in found if pair[0].placement.mesh.size == widest]
-        return tuple(dict.fromkeys(option for option, _ in found))
+        return tuple(dict.fromkeys(candidate for candidate, _ in found))
 
-    def _on_hosts(self, call: Call, placements: Iterable[Placement]) -> Iterator[tuple[Option, bool]]:
-        """Options of a function, which holds no device memory, and whether a run has measured it."""
+    def _on_hosts(self, call: Call, placements: Iterable[Placement]) -> Iterator[tuple[Candidate, bool]]:
+        """Candidates of a function, which holds no device memory, and whether a run has measured it."""
         for placement in placements:
             try:
                 cost = self.scenario.call_cost(call, placement)
             except UserError:  # fewer records than data-parallel ranks
                 continue
-            option = Option(
+            candidate = Candidate(
                 placement, cost.seconds, weights_bytes=0.0, resident_bytes=0.0, working_bytes=0.0
             )
-            yield option, bool(cost.terms)
+            yield candidate, bool(cost.terms)
 
-    def _candidates(self, call: Call, tokens: tuple[int, ...]) -> list[Option]:
+    def _candidates_on_meshes(self, call: Call, tokens: tuple[int, ...]) -> list[Candidate]:
         """What they cost depends on the size and the devices of a mesh, so it is asked for once per such kind."""
         kinds: dict[tuple[int, int], list[Mesh]] = defaultdict(list)
         spec = self.scenario.spec
-        for mesh in meshes(spec):
+        for mesh in list_meshes(spec):
             kinds[mesh.size, spec.group_index(mesh.first)].append(mesh)
         found = []
         for alike in kinds.values():
-            for option in self._of_size(call, alike[0], tokens):
-                strategy = option.placement.strategy
-                found += [replace(option, placement=Placement(mesh, strategy)) for mesh in alike]
+            for candidate in self._candidates_of_size(call, alike[0], tokens):
+                strategy = candidate.placement.strategy
+                found += [replace(candidate, placement=Placement(mesh, strategy)) for mesh in alike]
         return found
 
-    def _of_size(self, call: Call, mesh: Mesh, tokens: tuple[int, ...]) -> list[Option]:
+    def _candidates_of_size(self, call: Call, mesh: Mesh, tokens: tuple[int, ...]) -> list[Candidate]:
         spec, shape = self.scenario.spec, self.scenario.models[call.model_role].shape
         per_node = spec.groups[spec.group_index(mesh.first)].devices_per_node
         limit = self.scenario.memory.capacity(mesh.first)
-        recompute = self.choices.recompute if call.kind is Kind.TRAIN else (False,)
+        recompute = self.search_space.recompute if call.kind is Kind.TRAIN else (False,)
         found = []
-        for strategy in strategies(mesh.size, per_node, shape.layers, shape.heads, tokens, recompute):
+        for strategy in list_strategies(mesh.size, per_node, shape.layers, shape.heads, tokens, recompute):
             try:
-                option = self._option(call, Placement(mesh, strategy))
+                candidate = self._cost_candidate(call, Placement(mesh, strategy))
             except UserError:  # fewer records than data-parallel ranks
                 continue
-            found += self._variants(call, option, limit)
+            found += self._variants(call, candidate, limit)
         fitting = list(filter(self._fits, found))
         # Where nothing fits, what comes nearest says by how much.
-        nearest = sorted(found, key=lambda option: option.bytes_alone(is_home=True))[:1]
-        return _worthwhile(fitting, self.choices.per_size) if fitting else nearest
+        nearest = sorted(found, key=lambda candidate: candidate.bytes_alone(is_home=True))[:1]
+        return _worthwhile(fitting, self.search_space.per_size) if fitting else nearest
 
-    def _fits(self, option: Option) -> bool:
+    def _fits(self, candidate: Candidate) -> bool:
         """Whether it fits its devices alone."""
-        limit = self.scenario.memory.capacity(option.placement.mesh.first)
-        return option.bytes_alone(is_home=True) <= limit
+        limit = self.scenario.memory.capacity(candidate.placement.mesh.first)
+        return candidate.bytes_alone(is_home=True) <= limit
 
-    def _option(self, call: Call, placement: Placement) -> Option:
+    def _cost_candidate(self, call: Call, placement: Placement) -> Candidate:
         scenario = self.scenario
         arguments = (call, scenario.models[call.model_role], placement, scenario.workload)
         needs = scenario.memory.stages(*arguments)
         resident = max(need.static_bytes for need in needs)
-        return Option(
+        return Candidate(
             placement,
             scenario.cost.call(*arguments).seconds,
             weights_bytes=max(need.static["parameters"] for need in needs),
@@ -148,28 +150,28 @@ class _Builder:
             working_bytes=max(need.bytes for need in needs) - resident,
         )
 
-    def _variants(self, call: Call, option: Option, limit: float) -> list[Option]:
+    def _variants(self, call: Call, candidate: Candidate, limit: float) -> list[Candidate]:
         """The option, and what offloading makes of it."""
         graph, cost, memory = self.scenario.graph, self.scenario.cost, self.scenario.memory
         model = self.scenario.models[call.model_role]
-        found = [option]
-        if graph.home(call.model_role) != call or not self.choices.offload:
+        found = [candidate]
+        if graph.home(call.model_role) != call or not self.search_space.offload:
             return found
-        rank = option.placement.mesh.first
-        state = option.resident_bytes - option.weights_bytes
+        rank = candidate.placement.mesh.first
+        state = candidate.resident_bytes - candidate.weights_bytes
         if state > _WORTH_OFFLOADING * limit:
-            moved = cost.offload(memory.kept_state(model, option.placement), rank)
+            moved = cost.offload(memory.kept_state(model, candidate.placement), rank)
             found.append(
                 replace(
-                    option,
-                    seconds=option.seconds + 2 * moved,
-                    resident_bytes=option.weights_bytes,
-                    working_bytes=option.working_bytes + state,
+                    candidate,
+                    seconds=candidate.seconds + 2 * moved,
+                    resident_bytes=candidate.weights_bytes,
+                    working_bytes=candidate.working_bytes + state,
                     offload_optimizer=True,
                 )
             )
-        if option.weights_bytes > _WORTH_OFFLOADING * limit:
-            load = cost.offload(option.weights_bytes, rank)
+        if candidate.weights_bytes > _WORTH_OFFLOADING * limit:
+            load = cost.offload(candidate.weights_bytes, rank)
             changing = any(call.role in changes(graph, other) for other in graph.calls)
             found += [
                 replace(
@@ -184,16 +186,16 @@ class _Builder:
         return found
 
 
-def _worthwhile(options: list[Option], most: int) -> list[Option]:
+def _worthwhile(candidates: list[Candidate], most: int) -> list[Candidate]:
     """The `most` fastest of them, and of the others as many that keep, or need, less memory than all faster ones:
     the leanest, and those at equal distances in between."""
-    ordered = sorted(options, key=lambda o: o.seconds + o.load_seconds + o.unload_seconds)
-    lean: list[Option] = []
+    ordered = sorted(candidates, key=lambda o: o.seconds + o.load_seconds + o.unload_seconds)
+    lean: list[Candidate] = []
     least_kept = least_needed = math.inf
-    for i, option in enumerate(ordered):
-        needed = option.resident_bytes + option.working_bytes
-        if i >= most and (option.resident_bytes < least_kept or needed < least_needed):
-            lean.append(option)
-        least_kept, least_needed = min(least_kept, option.resident_bytes), min(least_needed, needed)
+    for i, candidate in enumerate(ordered):
+        needed = candidate.resident_bytes + candidate.working_bytes
+        if i >= most and (candidate.resident_bytes < least_kept or needed < least_needed):
+            lean.append(candidate)
+        least_kept, least_needed = min(least_kept, candidate.resident_bytes), min(least_needed, needed)
     steps = min(most, len(lean))
     return ordered[:most] + [lean[len(lean) - 1 - i * len(lean) // steps] for i in range(steps)]

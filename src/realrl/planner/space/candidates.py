@@ -16,7 +16,7 @@ _SMALLEST = 128
 """Meshes with a smaller part of the cluster's devices than one in so many are left out."""
 
 
-def meshes(spec: ClusterSpec) -> list[Mesh]:
+def list_meshes(spec: ClusterSpec) -> list[Mesh]:
     """Candidate meshes: aligned slices of a node, and runs of whole nodes.
 
     On large clusters, runs have 1 to 7 times a power of two nodes, and begin or end where the cluster is cut into
@@ -34,7 +34,7 @@ def meshes(spec: ClusterSpec) -> list[Mesh]:
     return found
 
 
-def strategies(
+def list_strategies(
     size: int,
     devices_per_node: int,
     layers: int,
@@ -58,7 +58,7 @@ def strategies(
                 )
 
 
-def micro_batches(kind: Kind, work: CallWork) -> tuple[int, ...]:
+def list_micro_batches(kind: Kind, work: CallWork) -> tuple[int, ...]:
     """Most tokens of a micro-batch: sizes that keep a device busy, up to the whole of what is done at once.
 
     Of generation, where they count what the key/value cache has room for, and each token of a larger one costs

@@ -9,12 +9,12 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
-from realrl.planner.moves.exchange import Exchange
+from realrl.planner.moves.exchange import ExchangeModel
 from realrl.planner.moves.transfers import Transfers
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class Candidate:
     """A way to run a call, and what it costs. Bytes are those of the fullest device of the mesh."""
 
     placement: Placement
@@ -48,7 +48,7 @@ class Option:
         return p.mesh.first, p.mesh.size, p.strategy.tp, p.strategy.pp
 
 
-Choice = Mapping[str, int]
+Assignment = Mapping[str, int]
 """Call -> number of the option it runs with."""
 
 
@@ -62,31 +62,31 @@ class Problem:
 
     graph: DataflowGraph
     cluster: Cluster
-    options: Mapping[str, tuple[Option, ...]]
+    candidates: Mapping[str, tuple[Candidate, ...]]
     """Call -> what to choose from."""
     transfers: Transfers
     memory_bytes: tuple[float, ...]
     """Per node, what a plan may use of each of its devices. A mesh lies on nodes of which this is the same."""
-    exchange: Exchange
+    exchange: ExchangeModel
     """What bringing its inputs to a call takes."""
 
     def __post_init__(self) -> None:
         if len(self.memory_bytes) != self.cluster.nodes:
             raise ValueError(f"{len(self.memory_bytes)} memory sizes for {self.cluster.nodes} nodes")
         for call in self.graph.calls:
-            options = self.options.get(call.name, ())
-            if not options:
+            candidates = self.candidates.get(call.name, ())
+            if not candidates:
                 raise UserError(f"call {call.name} has no option to run with on cluster {self.cluster}")
-            if not self.is_home(call) and any(o.offload or o.offload_optimizer for o in options):
+            if not self.is_home(call) and any(o.offload or o.offload_optimizer for o in candidates):
                 raise ValueError(
                     f"{call.name} is not the home of a role, so it cannot decide what to offload"
                 )
-            for option in options:
+            for candidate in candidates:
                 if (
-                    option.seconds < 0
-                    or option.placement.mesh.first + option.placement.mesh.size > self.cluster.size
+                    candidate.seconds < 0
+                    or candidate.placement.mesh.first + candidate.placement.mesh.size > self.cluster.size
                 ):
-                    raise ValueError(f"{call.name} cannot run with {option}")
+                    raise ValueError(f"{call.name} cannot run with {candidate}")
 
     def home(self, role: str) -> Call:
         """The call whose option says where a role lives."""
@@ -100,11 +100,11 @@ class Problem:
         """Bytes a plan may use of each device of a placement."""
         return self.memory_bytes[self.cluster.node(placement.mesh.first)]
 
-    def chosen(self, choice: Choice) -> dict[str, Option]:
+    def chosen_candidates(self, assignment: Assignment) -> dict[str, Candidate]:
         """The option of each call."""
-        return {call.name: self.options[call.name][choice[call.name]] for call in self.graph.calls}
+        return {call.name: self.candidates[call.name][assignment[call.name]] for call in self.graph.calls}
 
-    def choice(self, plan: Plan) -> Choice | None:
+    def find_assignment(self, plan: Plan) -> Assignment | None:
         """The choice that a plan stands for; None if a call has no such option, or the plan keeps copies, which
         options do not."""
         if plan.keep:
@@ -115,8 +115,9 @@ class Problem:
             flags = (home and call.role in plan.offload, home and call.role in plan.offload_optimizer)
             alike = (
                 number
-                for number, option in enumerate(self.options[call.name])
-                if option.placement == plan[call.name] and (option.offload, option.offload_optimizer) == flags
+                for number, candidate in enumerate(self.candidates[call.name])
+                if candidate.placement == plan[call.name]
+                and (candidate.offload, candidate.offload_optimizer) == flags
             )
             number = next(alike, None)
             if number is None:
@@ -127,21 +128,21 @@ class Problem:
     def restricted(self, nodes: int) -> "Problem | None":
         """The same on the first `nodes` nodes; None if some call has no option there."""
         cluster = Cluster(nodes, self.cluster.devices_per_node)
-        options = {
+        candidates = {
             name: tuple(o for o in given if o.placement.mesh.first + o.placement.mesh.size <= cluster.size)
-            for name, given in self.options.items()
+            for name, given in self.candidates.items()
         }
-        if not all(options.values()):
+        if not all(candidates.values()):
             return None
-        return replace(self, cluster=cluster, options=options, memory_bytes=self.memory_bytes[:nodes])
+        return replace(self, cluster=cluster, candidates=candidates, memory_bytes=self.memory_bytes[:nodes])
 
-    def plan(self, choice: Choice) -> Plan:
+    def plan(self, assignment: Assignment) -> Plan:
         """The plan a choice stands for."""
-        options = self.chosen(choice)
-        homes = {role: options[self.home(role).name] for role in self.graph.roles}
+        candidates = self.chosen_candidates(assignment)
+        homes = {role: candidates[self.home(role).name] for role in self.graph.roles}
         return Plan(
             self.cluster,
-            {name: option.placement for name, option in options.items()},
-            offload=tuple(role for role, option in homes.items() if option.offload),
-            offload_optimizer=tuple(role for role, option in homes.items() if option.offload_optimizer),
+            {name: candidate.placement for name, candidate in candidates.items()},
+            offload=tuple(role for role, candidate in homes.items() if candidate.offload),
+            offload_optimizer=tuple(role for role, candidate in homes.items() if candidate.offload_optimizer),
         )

@@ -1,4 +1,4 @@
-"""How a call's sequences are split over ranks and into micro-batches, without naming them."""
+"""Split of a call's work into micro-batches from a length distribution, without concrete sequences."""
 
 import math
 from dataclasses import dataclass
@@ -9,44 +9,42 @@ from realrl.planner.workload.workload import CallWork
 
 
 @dataclass(frozen=True)
-class Fullest:
-    """The chunk that needs most memory: it has as many tokens as any, and the longest sequences."""
+class PeakChunk:
+    """Chunk with peak memory: as many tokens as any, and the longest sequences."""
 
     sequences: float
     lengths: tuple[int, ...]
-    """A sample of what is passed through the model at once."""
+    """Sample of the tokens per sequence of a forward pass: whole sequences, or prompts."""
 
     @property
     def tokens(self) -> float:
-        """Of the sequences as they are passed through the model at once."""
+        """Tokens of a forward pass of the chunk."""
         return self.sequences * sum(self.lengths) / len(self.lengths)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """What one data-parallel rank does at a time, several times in a row: all chunks are taken to be equal, where
-    it is not their memory that counts."""
+    """Micro-batches, or decode batches, of one DP rank; of equal size except for their peak memory."""
 
     count: int
     sequences: float
-    """Of one chunk, on the busiest rank."""
+    """Sequences of one chunk, on the busiest rank."""
     tokens: float
     squares: float
-    """Sum of the squared lengths."""
-    fullest: Fullest
+    """Sum of squared lengths."""
+    peak: PeakChunk
 
 
 def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
-    """Micro-batches of one mini-batch, or continuations, as `engine.model.Model.split` makes them.
+    """Split one mini-batch into micro-batches, or prompts into decode batches, as `engine.model.Model.split` does.
 
-    At most `micro_batch_tokens` tokens, counting for generation those that the cache has room for. `tokens` and
-    `squares` are those of what is passed through the model at once: of generation, the prompts. UserError where a
-    rank would get no record.
+    A chunk has at most `micro_batch_tokens` tokens; for generation these count the capacity of the KV cache.
+    `tokens` and `squares` are those of a forward pass: of the prompts, for generation. UserError if a rank
+    would get no record.
 
-    The sequences of a record stay together. The longest records come first. Those of one length fill chunks evenly;
-    short ones fill the gaps that long ones leave, so that all chunks but the last are as full as can be, near
-    enough. Of a pipeline all are equally full, and there are about `per_stage` for each stage, or equally many
-    more for each.
+    The sequences of a record stay together, and the longest records come first. Records of one length fill chunks
+    evenly; short ones fill the gaps that long ones leave, so that all chunks but the last are nearly full. In a
+    pipeline chunks are equally full, and there are about `per_stage` per stage, or a larger equal number per stage.
     """
     records = records_per_rank(work, strategy)
     costs = sorted((work.per_item * (length + work.room) for length in work.lengths), reverse=True)
@@ -61,7 +59,7 @@ def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
     if strategy.pp > 1:
         count = min(records, math.ceil(max(count / strategy.pp, per_stage)) * strategy.pp)
         budget = min(budget, max(longest, math.ceil(math.ceil(records / count) * mean)))
-        # As many could be no smaller where records are so few, or one of them so long.
+        # More chunks would not be smaller if there are few records, or one of them is long.
         enough = records / max(1, budget // longest) if alike else total / budget
         count = min(count, math.ceil(enough))
     first = costs[: math.ceil(len(costs) / count)]
@@ -70,13 +68,19 @@ def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
     else:
         most = max(longest, min(total, budget)) * len(first) / sum(first)
     long = tuple(cost // work.per_item - work.room for cost in first)
-    part = records * work.per_item / count
-    fullest = Fullest(most * work.per_item, long)
-    return Chunks(count, part, part * work.mean, part * work.mean_square, fullest)
+    sequences = records * work.per_item / count
+    peak = PeakChunk(most * work.per_item, long)
+    return Chunks(
+        count=count,
+        sequences=sequences,
+        tokens=sequences * work.mean,
+        squares=sequences * work.mean_square,
+        peak=peak,
+    )
 
 
 def records_per_rank(work: CallWork, strategy: Strategy) -> int:
-    """Records of a mini-batch on the rank that gets most."""
+    """Records of a mini-batch on the rank with most of them."""
     whole = work.items // work.minibatches
     if whole < strategy.dp:
         raise UserError(f"a mini-batch of {whole} records cannot be split over dp={strategy.dp}")

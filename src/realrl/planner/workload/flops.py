@@ -1,4 +1,4 @@
-"""Arithmetic of calls, as model FLOPs utilisation counts it."""
+"""Model FLOPs of calls, as model FLOPs utilisation (MFU) counts them."""
 
 from realrl.dataflow.call import Call, Kind
 from realrl.families.shape import Head, ModelShape
@@ -6,13 +6,13 @@ from realrl.planner.workload.workload import CallWork, Workload
 from realrl.program.memory import Stored
 
 
-def call_flops(call: Call, model: Stored | None, workload: Workload) -> float:
-    """Operations of a call in a step; 0 of a function, which has no model.
+def count_flops(call: Call, model: Stored | None, workload: Workload) -> float:
+    """Count the FLOPs of a call in a step; a function, which has no model, has none.
 
-    Of matrices 2 per parameter and token, and attention, which causality halves: 2 * s² per layer and element of a
-    token's queries; twice as much backward. Embeddings are looked up and count nothing, nor what is computed again.
-    As in PaLM (arXiv 2204.02311, appendix B), which does not halve attention. While generating, the head computes
-    only tokens to be drawn.
+    Matmuls take 2 per parameter and token, causal attention 2 * s² per layer and element of the query
+    dimension, and the backward pass twice as much. Embedding look-ups and recomputation do not count. As in
+    PaLM (arXiv 2204.02311, appendix B), which does not halve attention. In generation, the head counts only
+    sampled tokens.
     """
     if model is None:
         return 0.0
@@ -25,7 +25,7 @@ def call_flops(call: Call, model: Stored | None, workload: Workload) -> float:
 
 
 def _generated(model: Stored, work: CallWork) -> float:
-    """Of a sequence; every token but the last passes through the layers."""
+    """FLOPs per generated sequence; the head counts sampled tokens only."""
     lengths = [prompt + answer for prompt, answer in zip(work.lengths, work.answers, strict=True)]
     drawn = sum(work.answers) / len(work.answers)
     tokens = sum(lengths) / len(lengths)
@@ -35,12 +35,12 @@ def _generated(model: Stored, work: CallWork) -> float:
 def _forward(model: Stored, tokens: float, scored: float, squares: float) -> float:
     shape = model.shape
     attention = 2 * squares * shape.heads * shape.head_dim
-    layers = shape.layers * (2 * tokens * layer_products(shape) + attention)
+    layers = shape.layers * (2 * tokens * count_layer_weights(shape) + attention)
     return layers + 2 * scored * shape.hidden_size * _outputs(shape, model.head)
 
 
-def layer_products(shape: ModelShape) -> int:
-    """Parameters of the matrices of a layer."""
+def count_layer_weights(shape: ModelShape) -> int:
+    """Count the parameters of the matrices of a layer."""
     rotated = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     return shape.hidden_size * (rotated + 3 * shape.intermediate_size)
 

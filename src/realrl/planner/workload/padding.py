@@ -1,51 +1,44 @@
-"""How attention on a CPU lays sequences side by side (`model.packing`), without naming them."""
+"""Padding overhead of attention, which buckets sequences by length (`model.packing`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-DENSE_LENGTH = 128
-"""Up to this length float32 scores are computed whole."""
+from realrl.layout.padding import bucket_lengths
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Padding:
-    """Numbers per token of some sequences, where nothing else is said."""
+    """Padding overhead of a set of sequences, per token unless stated otherwise."""
 
     rows: float = 1.0
-    """Padded tokens."""
+    """Padded tokens per token."""
     long: float = 1.0
-    """Of them, those whose scores are never stored."""
+    """Padded tokens whose scores are never materialised, per token."""
     scores: float = 0.0
-    """Stored scores of one head, of all tokens."""
+    """Materialised scores of one head, per token."""
     scored_at_once: float = 0.0
-    """Of those, the most that are computed together."""
+    """Most materialised scores of one head at a time, per token."""
     masks: int = 0
-    """Numbers, all together, that say which keys a query sees."""
+    """Elements of all attention masks, in total."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], *, dense: bool) -> "Padding":
-        """That of sequences with these lengths; `dense` where short ones may have their scores stored."""
-        buckets = length_buckets(lengths)
-        masks = sum(length**2 for length, _ in buckets if length <= DENSE_LENGTH)
+        """Compute the overhead of sequences with these lengths; `dense`: short ones materialise their scores."""
+        buckets = bucket_lengths(lengths)
+        masks = sum(bucket.length**2 for bucket in buckets if bucket.dense)
         rows, long, scores = 0, 0, []
-        for length, count in buckets:
-            rows += count * length
-            if dense and length <= DENSE_LENGTH:
-                scores.append(count * length**2)
+        for bucket in buckets:
+            padded = len(bucket.sequences) * bucket.length
+            rows += padded
+            if dense and bucket.dense:
+                scores.append(padded * bucket.length)
             else:
-                long += count * length
+                long += padded
         tokens = sum(lengths)
-        return cls(rows / tokens, long / tokens, sum(scores) / tokens, max(scores, default=0) / tokens, masks)
-
-
-def length_buckets(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """(padded length, sequences), longest first: multiples of 8, with little difference within a bucket."""
-    found: list[tuple[int, int]] = []
-    shortest = 0
-    for length in sorted(lengths, reverse=True):
-        if not found or length < shortest:
-            longest = -(-length // 8) * 8
-            shortest = min(longest - 8, longest * 3 // 4) + 1
-            found.append((longest, 0))
-        found[-1] = (found[-1][0], found[-1][1] + 1)
-    return found
+        return cls(
+            rows=rows / tokens,
+            long=long / tokens,
+            scores=sum(scores) / tokens,
+            scored_at_once=max(scores, default=0) / tokens,
+            masks=masks,
+        )

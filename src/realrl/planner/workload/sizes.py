@@ -1,4 +1,4 @@
-"""Sizes of what one tensor rank computes with."""
+"""Shard sizes of a model on one TP rank."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,18 +9,10 @@ from realrl.layout.layout import local_tensor
 from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
 from realrl.layout.shard import Shard
 
-BUCKET_ELEMENTS = 2**24
-"""Of gradients and parameters, that travel in one collective (`engine.flat`)."""
-
-
-def buckets(elements: int) -> int:
-    """Buckets that so many elements are cut into."""
-    return max(1, round(elements / BUCKET_ELEMENTS))
-
 
 @dataclass(frozen=True)
 class LocalSizes:
-    """A model cut `tp` ways: widths, in elements, on the rank that has most of each."""
+    """Shard sizes under TP degree `tp`, in elements, each on the rank where it is largest."""
 
     shape: ModelShape
     head: Head
@@ -31,50 +23,50 @@ class LocalSizes:
         return [Shard(self.shape, self.head, self.tp, t) for t in range(self.tp)]
 
     @cached_property
-    def queries(self) -> int:
-        """Width of the queries."""
+    def q_dim(self) -> int:
+        """Query dimension: heads times head size."""
         return self.shape.head_dim * max(len(shard.queries) for shard in self._shards)
 
     @cached_property
-    def keys(self) -> int:
-        """Width of the keys; that of the values is the same."""
+    def kv_dim(self) -> int:
+        """Key dimension, which equals the value dimension."""
         return self.shape.head_dim * max(len(shard.keys) for shard in self._shards)
 
     @cached_property
-    def cached(self) -> int:
-        """Width of the keys as the key/value cache holds them."""
+    def cache_dim(self) -> int:
+        """Key dimension as stored in the KV cache: expanded to the queries where groups are uneven."""
         uneven = any(shard.uneven_groups is not None for shard in self._shards)
-        return self.queries if uneven else self.keys
+        return self.q_dim if uneven else self.kv_dim
 
     @cached_property
-    def inner(self) -> int:
-        """Width inside the feed-forward block."""
+    def ffn_dim(self) -> int:
+        """Feed-forward dimension."""
         return max(len(feed_forward(self.shape, self.tp, t)) for t in range(self.tp))
 
     @cached_property
-    def vocabulary(self) -> int:
-        """Rows of the embedding table, padding included."""
+    def padded_vocab(self) -> int:
+        """Vocabulary rows of the embedding table, padding included."""
         return padded_vocabulary(self.shape, self.tp)
 
     @cached_property
-    def products(self) -> tuple[tuple[int, int], ...]:
-        """(outputs, inputs) of the matrices of a layer, as they are multiplied."""
+    def matmul_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(outputs, inputs) of the matmuls of a layer: fused QKV, output, fused gate and up, down."""
         hidden = self.shape.hidden_size
         return (
-            (self.queries + 2 * self.keys, hidden),
-            (hidden, self.queries),
-            (2 * self.inner, hidden),
-            (hidden, self.inner),
+            (self.q_dim + 2 * self.kv_dim, hidden),
+            (hidden, self.q_dim),
+            (2 * self.ffn_dim, hidden),
+            (hidden, self.ffn_dim),
         )
 
     @cached_property
-    def shares_keys(self) -> bool:
-        """Whether some key/value head lies on more than one tensor rank."""
+    def shares_kv_heads(self) -> bool:
+        """Whether some key/value head is replicated on several TP ranks."""
         return self._shards[0].shares_keys
 
     @cached_property
     def _elements(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Per tensor rank, elements stored: of a layer, the embedding table, the final norm, and the head."""
+        """Stored elements by TP rank: of a layer, the embedding table, the final norm, and the head."""
         found: tuple[list[int], list[int], list[int], list[int]] = ([], [], [], [])
         few = self.shape.model_copy(update={"layers": 1, "tied_embeddings": False})
         for t in range(self.tp):
@@ -89,13 +81,13 @@ class LocalSizes:
 
     @cached_property
     def parts(self) -> tuple[int, int, int]:
-        """Elements of a layer, of the embedding table, and of what follows the layers, on the fullest rank."""
+        """Elements of a layer, of the embedding table, and of final norm and head, each on its largest rank."""
         layer, embedding, norm, head = self._elements
         tied = self.shape.tied_embeddings and self.head == "lm"
         return max(layer), max(embedding), max(norm) + (0 if tied else max(head))
 
     def stage_elements(self, pp: int) -> tuple[int, ...]:
-        """Elements that each stage of a pipeline stores on its fullest rank."""
+        """Compute the elements that each pipeline stage stores on its largest rank."""
         layer, embedding, norm, head = self._elements
         tied = self.shape.tied_embeddings and self.head == "lm"
         counts = [len(layers) for layers in stage_layers(self.shape.layers, pp)]

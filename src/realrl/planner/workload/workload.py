@@ -1,4 +1,4 @@
-"""How much work a step is: how many sequences, and how long they are."""
+"""Workload of a step: number of records and distribution of lengths."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.experiment import Experiment
 
 QUANTILES = 64
-"""Lengths by which a distribution is represented."""
+"""Sample size that represents a length distribution."""
 _GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, are spread evenly: pairs prompts with answers as if they were independent."""
 
 
 @dataclass(frozen=True)
 class CallWork:
-    """What one call processes in a step."""
+    """Sequences and passes of one call in a step."""
 
     items: int
     """Records in the whole step, over all mini-batches, once. Ranks share out records, not sequences."""
@@ -24,7 +24,7 @@ class CallWork:
     """Sample of tokens per sequence that is passed through the model at once: whole sequences, or prompts
     where the call generates."""
     answers: tuple[int, ...]
-    """Of the same sequences, tokens to generate one by one; empty unless the call generates."""
+    """Tokens to generate for the same sequences; empty unless the call generates."""
     room: int
     """Most tokens that are generated per sequence."""
     minibatches: int
@@ -38,7 +38,7 @@ class CallWork:
 
     @property
     def sequences(self) -> int:
-        """In the whole step, over all mini-batches, once."""
+        """Sequences of the whole step, over all mini-batches, each counted once."""
         return self.items * self.per_item
 
     @property
@@ -64,7 +64,7 @@ class CallWork:
 
 @dataclass(frozen=True)
 class Workload:
-    """A step's items. Lengths are samples, sorted: 64 quantiles say enough of any distribution."""
+    """Items of a step; lengths are sorted samples, 64 quantiles of their distribution."""
 
     items: int
     """Items per step: records (`data.batch`), each as often as it is sampled."""
@@ -87,7 +87,7 @@ class Workload:
         prompts: Sequence[int] | None = None,
         answers: Sequence[int] | None = None,
     ) -> "Workload":
-        """The workload of a recipe, with measured lengths where there are any.
+        """Build the workload of a recipe, with measured lengths if there are any.
 
         Without them every prompt has `max_prompt_tokens`, every answer `max_new_tokens`, and every training
         sequence `max_tokens`: the most there can be. Longer answers are cut off, as generation does it.
@@ -107,7 +107,7 @@ class Workload:
         )
 
     def work(self, call: Call) -> CallWork:
-        """What a call has to do. Each of its `work` keys is one sequence per record."""
+        """Compute the work of a call; each of its `work` keys is one sequence per record."""
         if call.kind is Kind.GENERATE:
             prompts, answers = zip(*self.pairs, strict=True)
             return CallWork(self.items, prompts, answers, self.max_new_tokens, 1, 1, per_item=len(call.work))
@@ -120,13 +120,13 @@ class Workload:
         )
 
     def tokens(self, graph: DataflowGraph) -> float:
-        """Mean tokens of a step of a graph, prompts and answers together, each sequence once."""
+        """Compute the mean tokens of a step of a graph, prompts and answers together, each sequence once."""
         mean = sum(self.prompts) / len(self.prompts) + sum(self.answers) / len(self.answers)
         return mean * max(self.work(call).sequences for call in graph.calls)
 
     @cached_property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """A sample of (prompt, answer), as if the two were independent."""
+        """Sample of (prompt, answer) lengths, as if the two were independent."""
         count = max(len(self.prompts), len(self.answers))
         shuffled = sorted(range(count), key=lambda i: i * _GOLDEN % 1)
         return tuple(
@@ -136,7 +136,7 @@ class Workload:
 
 
 def quantiles(lengths: Sequence[int], count: int = QUANTILES) -> tuple[int, ...]:
-    """A sorted sample of at most `count` lengths: the middles of equal parts of the sorted lengths.
+    """Reduce lengths to a sorted sample of at most `count`: the middles of equal parts of the sorted lengths.
 
     A single number where all are the same. ValueError for none.
     """

@@ -1,4 +1,4 @@
-"""Bytes that tensors take in host memory while something is computed."""
+"""Host memory that tensors take while a block of code runs."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from torch._C._profiler import (
 
 
 class Allocations:
-    """What a block of code allocates, or has allocated."""
+    """Allocations of a block of code."""
 
     def __init__(self) -> None:
         self.peak = 0
-        """Most bytes of tensors, allocated in the block, that were alive at a time, up to the last `fold`."""
+        """Maximum bytes of tensors, allocated in the block, that were alive at a time, up to the last `fold`."""
         self._alive: dict[int, int] = {}
         self._addresses: list[int] = []
-        """Of what is alive, sorted."""
+        """Addresses of live allocations, sorted."""
         self._now = 0
 
     def fold(self) -> None:
@@ -45,7 +45,7 @@ class Allocations:
             self.count(about.ptr, about.alloc_size)
 
     def count(self, address: int, size: int) -> None:
-        """`size` bytes are given out at an address; taken back, where it is negative."""
+        """Count an allocation of `size` bytes at an address, or its release where `size` is negative."""
         if size <= 0:
             # What was there before the block does not count when it goes.
             if address in self._alive:
@@ -66,7 +66,7 @@ class Allocations:
 
 
 @contextmanager
-def allocations() -> Iterator[Allocations]:
+def count_allocations() -> Iterator[Allocations]:
     """Count, exactly, what this thread allocates for tensors inside the block. No other profiler may be at work.
 
     What another thread gives back, after a collective, counts until any of its place is given out again.

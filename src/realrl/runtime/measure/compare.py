@@ -1,4 +1,4 @@
-"""The prediction for a run beside what it measured. No torch."""
+"""Comparison of the predicted costs of a run with the measured ones. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from realrl.planner.cost.model import CostModel
 from realrl.planner.memory.model import MemoryModel
 from realrl.planner.profile.profile import Profile
 from realrl.planner.simulate.estimate import Estimate
-from realrl.planner.simulate.predict import estimate
+from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Program, Reallocate
@@ -27,60 +27,60 @@ from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.compile import Compiled, stored_models
 
 if TYPE_CHECKING:
-    from realrl.runtime.measure.ledger import Ledger
+    from realrl.runtime.measure.timing_log import TimingLog
 
 
 @dataclass(frozen=True)
-class Facts:
-    """A run, as far as its costs depend on it."""
+class RunInfo:
+    """Description of a run, as far as its costs depend on it."""
 
     experiment: Experiment
     compiled: Compiled
     shapes: Mapping[str, ModelShape]
-    """By role."""
+    """Role -> shape of its model."""
     spec: ClusterSpec | None
-    """The devices; None where the planner does not know their kind."""
+    """Devices of the run; None where the planner does not know their kind."""
     software: Mapping[str, str]
     prompts: Sequence[int]
     answers: Sequence[int]
     """Lengths that occurred, in tokens."""
     reserved: int
-    """Most bytes that torch's allocator held on a GPU."""
+    """Peak bytes that torch's allocator reserved on a GPU."""
 
 
-def compare(facts: Facts, profile: Profile | None, ledger: "Ledger") -> Comparison:
-    """What the training steps took, and what they were to take with the lengths that occurred."""
-    graph, plan = facts.compiled.train.graph, facts.compiled.train.plan
-    stored = stored_models(facts.experiment, graph, facts.shapes)
-    workload = Workload.of(facts.experiment, prompts=facts.prompts, answers=facts.answers)
+def compare(info: RunInfo, profile: Profile | None, log: "TimingLog") -> Comparison:
+    """Compare the measured times of training steps with those predicted for the lengths that occurred."""
+    graph, plan = info.compiled.train.graph, info.compiled.train.plan
+    stored = stored_models(info.experiment, graph, info.shapes)
+    workload = Workload.of(info.experiment, prompts=info.prompts, answers=info.answers)
     expected: Estimate | None = None
-    if facts.spec is not None:
-        cost, memory = CostModel(facts.spec, profile), MemoryModel(facts.spec)
-        expected = estimate(Scenario(graph, stored, facts.spec, workload, cost, memory), plan)
+    if info.spec is not None:
+        cost, memory = CostModel(info.spec, profile), MemoryModel(info.spec)
+        expected = estimate_plan(Scenario(graph, stored, info.spec, workload, cost, memory), plan)
     return Comparison(
         cluster=str(plan.cluster),
-        spec=facts.spec,
-        software=dict(facts.software),
+        spec=info.spec,
+        software=dict(info.software),
         models=stored,
         workload=workload,
-        step=Seconds.of(ledger.step.counted),
+        step=Seconds.of(log.step.counted),
         predicted_step_seconds=expected.repeated_seconds if expected else None,
-        calls=tuple(_call(call, facts, expected, ledger) for call in graph.order),
+        calls=tuple(_call(call, info, expected, log) for call in graph.order),
         reallocations=tuple(
-            _move(text, expected, ledger) for text in _reallocations(facts.compiled.train.programs)
+            _move(text, expected, log) for text in _reallocations(info.compiled.train.programs)
         ),
-        reserved_bytes=facts.reserved or None,
+        reserved_bytes=info.reserved or None,
     )
 
 
-def _call(call: Call, facts: Facts, expected: Estimate | None, ledger: "Ledger") -> CallCosts:
-    placement, measured = facts.compiled.train.plan[call.name], ledger.spans[call.name]
+def _call(call: Call, info: RunInfo, expected: Estimate | None, log: "TimingLog") -> CallCosts:
+    placement, measured = info.compiled.train.plan[call.name], log.spans[call.name]
     terms = expected.calls[call.name].terms if expected else {}
     return CallCosts(
         call=call,
         placement=str(placement),
         seconds=Seconds.of(measured.counted),
-        waited=Seconds.of(ledger.spans[waiting_for(call.name)].counted) if call.is_function else None,
+        waited=Seconds.of(log.spans[waiting_for(call.name)].counted) if call.is_function else None,
         predicted_seconds=sum(terms.values()) or None,
         terms=dict(terms),
         bytes=measured.bytes,
@@ -89,21 +89,19 @@ def _call(call: Call, facts: Facts, expected: Estimate | None, ledger: "Ledger")
 
 
 def _peak(expected: Estimate, call: str) -> int:
-    """Bytes on the fullest device. What an allocator wastes is no tensor's."""
+    """Find the peak bytes of a call on any device, without the allocator's fragmentation."""
     footprints = (f for device in expected.memory for f in device.footprints if f.during == call)
     return max(f.bytes - f.parts.get("fragmentation", 0) for f in footprints)
 
 
-def _move(text: str, expected: Estimate | None, ledger: "Ledger") -> MoveCosts:
+def _move(text: str, expected: Estimate | None, log: "TimingLog") -> MoveCosts:
     seconds = None
     if expected is not None:
         seconds = sum(m.seconds for m in expected.moves if format_instruction(m.instruction) == text)
-    return MoveCosts(
-        instruction=text, seconds=Seconds.of(ledger.spans[text].counted), predicted_seconds=seconds
-    )
+    return MoveCosts(instruction=text, seconds=Seconds.of(log.spans[text].counted), predicted_seconds=seconds)
 
 
 def _reallocations(programs: Sequence[Program]) -> list[str]:
-    """Their texts, in the order in which the first rank that takes part does them."""
+    """List the reallocations as text, in the order in which the first rank that takes part executes them."""
     moves = (i for program in programs for i in program.instructions if isinstance(i, Reallocate))
     return list(dict.fromkeys(map(format_instruction, moves)))

@@ -1,4 +1,4 @@
-"""Notes of a run: what its user should know that is no figure."""
+"""Notes of a run: messages for the user that are no metrics."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,8 +10,8 @@ from realrl.recipe.model import TrainedModelConfig
 from realrl.runtime.prepare.compile import models
 
 
-def data_notes(sets: Mapping[str, Dataset | None]) -> Iterator[str]:
-    """Notes on records that were read, by the name of their data set; each is said once."""
+def list_data_notes(sets: Mapping[str, Dataset | None]) -> Iterator[str]:
+    """Yield notes on the records that were read, by the name of their data set, each once."""
     known = {name: records for name, records in sets.items() if records is not None}
     for name, records in known.items():
         if records.skipped:
@@ -19,8 +19,8 @@ def data_notes(sets: Mapping[str, Dataset | None]) -> Iterator[str]:
     yield from dict.fromkeys(note for records in known.values() for note in records.notes)
 
 
-def model_notes(experiment: Experiment, steps: int, fresh: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Notes on what a run of so many steps does to its models; `fresh`: role -> tensors it had to initialise."""
+def list_model_notes(experiment: Experiment, steps: int, fresh: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yield notes on the effects of a run on its models; `fresh`: role -> tensors it had to initialise."""
     for role, tensors in fresh.items():
         if tensors:
             yield f"models.{role} starts with a new scoring head ({', '.join(tensors)}), since its path has none"
@@ -33,31 +33,31 @@ def model_notes(experiment: Experiment, steps: int, fresh: Mapping[str, Sequence
 
 
 class StepNotes:
-    """Notes that figures of training steps give reason to, and how many optimizer steps were skipped."""
+    """Notes on the metrics of training steps, and the number of skipped optimizer steps."""
 
     def __init__(self, algorithm: Algorithm) -> None:
         self._algorithm = algorithm
         self._said: set[str] = set()
         self._skipped = Counter[str]()
 
-    def describe_step(self, step: int, figures: Mapping[str, float]) -> Iterator[str]:
-        """Notes on a step, counted from 1, with these figures by `call/name`."""
+    def describe_step(self, step: int, metrics: Mapping[str, float]) -> Iterator[str]:
+        """Yield notes on a step, counted from 1, with these metrics by `call/name`."""
         for call in self._algorithm.graph.calls:
-            skipped = int(figures.get(f"{call.name}/skipped_steps", 0))
+            skipped = int(metrics.get(f"{call.name}/skipped_steps", 0))
             before, self._skipped[call.name] = self._skipped[call.name], self._skipped[call.name] + skipped
             # Once is worth a line, and so is twice as often as at the last one.
             if skipped and before.bit_length() < self._skipped[call.name].bit_length():
                 start = f"{call.name}/skipped_for/"
-                causes = ", ".join(name.removeprefix(start) for name in figures if name.startswith(start))
+                causes = ", ".join(name.removeprefix(start) for name in metrics if name.startswith(start))
                 count = self._skipped[call.name]
                 steps = "1 optimizer step" if count == 1 else f"{count} optimizer steps so far"
                 yield f"step {step}: {call.name} has skipped {steps}; not finite: {causes}"
-        for text in self._algorithm.notes(figures):
+        for text in self._algorithm.notes(metrics):
             if text not in self._said:
                 self._said.add(text)
                 yield f"step {step}: {text}"
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Optimizer steps that were skipped in all, by call; nothing where there were none."""
+        """Skipped optimizer steps in all, by call; empty where there were none."""
         return dict(+self._skipped)

@@ -1,4 +1,4 @@
-"""Everything a run writes, in one directory."""
+"""Run directory: all files that a run writes."""
 
 import json
 import os
@@ -22,22 +22,27 @@ from realrl.recipe.load import dump_experiment
 from realrl.runtime.output.saved import METRICS, checkpoint_path, find_saved
 
 CONFIG, PLAN, PROGRAMS = "config.yaml", "plan.yaml", "programs"
-"""What every run's directory has. One without them is somebody else's and never deleted."""
+"""Files of every run's directory. A directory without them is not ours and never deleted."""
 BOARD = "tensorboard"
 
 
 class RunDirectory:
-    """Paths of a run, and its writers. Only the rank that writes may open one."""
+    """Paths of a run, and writers of its files. Only the rank that writes may open one."""
 
     def __init__(self, path: str, trained: Sequence[str] = ()) -> None:
-        """`trained` are the roles that the run saves."""
-        self.path, self._trained = local_path(path), trained
+        """Open the directory; `trained` are the roles that the run saves."""
+        self.path = local_path(path)
+        self._trained = trained
         self._metrics = self.path / METRICS
         self._board: Any = None
 
     def check(self, experiment: Experiment) -> None:
-        """UserError when the directory cannot be written, is in use and the recipe does not say `overwrite`, is not
-        a run's, or holds a model, data or another file that the run reads."""
+        """Check that the directory can be used; else UserError.
+
+        It must be writable, free (or the recipe says `overwrite`), a run's, and hold no model, data or other file
+        that
+        the run reads.
+        """
         if not self.path.is_file():
             check_directory(f"run_dir={self.path}", self.path)
         if not self.path.exists():
@@ -62,7 +67,7 @@ class RunDirectory:
                 )
 
     def mark(self) -> tuple[int, int] | None:
-        """Tells the run that lies here from an earlier one; None where there is none."""
+        """Identity of the run that lies here, to tell it from an earlier one; None where there is none."""
         try:
             status = (self.path / CONFIG).stat()
         except OSError:
@@ -89,15 +94,17 @@ class RunDirectory:
             raise UserError(f"run_dir={self.path} cannot be written: {reason_of(error)}") from None
 
     def open_tensorboard(self) -> None:
-        """Also write figures for TensorBoard from now on."""
+        """Also write metrics for TensorBoard from now on."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._board = SummaryWriter(str(self.path / BOARD))
 
-    def log(self, step: int, kind: str, seconds: float, figures: Mapping[str, float]) -> None:
-        """Append one line to metrics.jsonl; not-a-number and infinite figures become null there. RunError, and no
-        part of the line is left, when it cannot be written."""
-        line = {"step": step, "kind": kind, "seconds": round(seconds, 4), "figures": _finite(figures)}
+    def log(self, step: int, kind: str, seconds: float, metrics: Mapping[str, float]) -> None:
+        """Append one line to metrics.jsonl; metrics that are not finite become null there.
+
+        RunError, with no part of the line left, when it cannot be written.
+        """
+        line = {"step": step, "kind": kind, "seconds": round(seconds, 4), "figures": _finite(metrics)}
         rest = (json.dumps(line) + "\n").encode()
         # A buffer would be written once more when the file is closed.
         with self.writing(self._metrics), self._metrics.open("ab", buffering=0) as file:
@@ -110,7 +117,7 @@ class RunDirectory:
                 raise
         if self._board is not None:
             with self.writing(self.path / BOARD):
-                for name, value in figures.items():
+                for name, value in metrics.items():
                     self._board.add_scalar(f"{kind}/{name}", value, step)
 
     def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -121,7 +128,7 @@ class RunDirectory:
             write_whole(file, lines)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write the summary, the sign that the run ended well; RunError when that fails."""
+        """Write the summary, which marks a run that ended well; RunError when that fails."""
         file = self.path / "summary.json"
         with self.writing(file):
             write_whole(file, json.dumps(summary, indent=2) + "\n")
@@ -129,21 +136,22 @@ class RunDirectory:
                 self._board.close()
 
     def write_state(self, step: int | None, state: Mapping[str, float]) -> None:
-        """Write an algorithm's own numbers beside the checkpoint of a step, or the final one; RunError when that
-        fails."""
+        """Write an algorithm's own state beside a checkpoint, or the final one; RunError when that fails."""
         path = self.checkpoint(step)
         file = path.with_name(f"{path.name}-state.json")
         with self.writing(file):
             write_whole(file, json.dumps(state, indent=2) + "\n")
 
     def checkpoint(self, step: int | None, role: str = "") -> Path:
-        """The directory of a checkpoint, see `checkpoint_path`."""
+        """Find the directory of a checkpoint, see `checkpoint_path`."""
         return checkpoint_path(self.path, step, role)
 
     @contextmanager
     def writing(self, what: Path) -> Iterator[None]:
-        """A block that writes a file or directory of the run: a refusal of the operating system becomes a RunError
-        that says what there is, and what was half written is removed."""
+        """Turn errors of the operating system in the block into a RunError that says what is saved.
+
+        A file that was half written is removed.
+        """
         try:
             yield
         except Exception as error:
@@ -156,7 +164,7 @@ class RunDirectory:
 
 
 def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
-    """Everything that the run reads, by the name of its field. Not all are files: models may be on the hub."""
+    """List all that the run reads, by the name of its field. Not all are files: models may be on the hub."""
     if experiment.algorithm.endswith(".py"):
         yield "algorithm", experiment.algorithm
     for call in build_graph(experiment).functions:
@@ -181,5 +189,5 @@ def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers that JSON does not have become null."""
+    """Replace numbers that JSON does not have by null."""
     return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}

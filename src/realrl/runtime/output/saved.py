@@ -1,4 +1,4 @@
-"""Checkpoints and metrics of a run that has not come to its end. No torch."""
+"""Checkpoints and metrics of an unfinished run. No torch."""
 
 import json
 import shutil
@@ -13,20 +13,20 @@ METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
 
 @dataclass(frozen=True)
 class Saved:
-    """The last checkpoint with models of all trained roles, and the last step that has metrics."""
+    """Last checkpoint with models of all trained roles, and last step that has metrics."""
 
     checkpoint: Path | None
     metrics: Path
     step: int | None
 
     def describe_checkpoint(self) -> str:
-        """Part of an error message about something that could not be written."""
+        """Describe the checkpoint, as part of an error message about a failed write."""
         if self.checkpoint is None:
             return "there is no complete checkpoint"
         return f"the last complete checkpoint is {self.checkpoint}"
 
     def describe(self, steps: int | None) -> str:
-        """Part of a message about a run that was to do so many steps, if that is known."""
+        """Describe the progress of a run that was to do so many steps, if that is known, as part of a message."""
         if not self.step:
             return "before the end of the first step; nothing was saved"
         models = "no model was saved; training.save_every saves on the way"
@@ -37,8 +37,10 @@ class Saved:
 
 
 def checkpoint_path(run_dir: Path, step: int | None, role: str = "") -> Path:
-    """The directory of a checkpoint, of the final one for None. The first trained role's has this name, those of
-    others have theirs appended to it."""
+    """Name the directory of a checkpoint, or of the final one for None.
+
+    The first trained role's has this name; other roles' have theirs appended to it.
+    """
     top = run_dir / "final" if step is None else run_dir / CHECKPOINTS / f"step-{step:06}"
     return top.with_name(f"{top.name}-{role}") if role else top
 

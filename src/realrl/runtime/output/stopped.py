@@ -1,4 +1,4 @@
-"""The end of a run whose numbers are not finite: its error message and the mini-batch that is kept."""
+"""End of a run whose loss or gradients are not finite: error message, and the mini-batch that is kept."""
 
 from pathlib import Path
 
@@ -11,11 +11,11 @@ from realrl.data.batch import Batch
 from realrl.engine.training.skipped_steps import SkippedStepsError
 
 FOLDER = "minibatches"
-"""Where a run's directory keeps mini-batches that could not be learned from."""
+"""Folder of the run directory for mini-batches whose training failed."""
 
 
-def learning_stopped(error: SkippedStepsError, *, step: int, rank: int, run_dir: Path) -> RunError:
-    """The error to end a run with, the same on every rank; this rank's part of the mini-batch is kept.
+def make_stop_error(error: SkippedStepsError, *, step: int, rank: int, run_dir: Path) -> RunError:
+    """Make the error that ends a run, equal on all ranks, and save this rank's part of the mini-batch.
 
     step: the training step that could not be learned from, counted from 1.
     """

@@ -1,35 +1,34 @@
-"""What a launcher tells its processes through environment variables."""
+"""Environment variables by which launchers configure their processes."""
 
 import os
 import sys
 from typing import NoReturn
 
 STORE_VARIABLE = "REALRL_STORE"
-"""The file through which processes of the local launcher find each other."""
+"""Path of the file store by which processes of the local launcher rendezvous."""
 
 LAUNCHER_VARIABLE = "REALRL_LAUNCHER"
-"""The process id of the local launcher."""
+"""Process id of the local launcher."""
 
 SCRATCH_VARIABLE = "REALRL_SCRATCH"
-"""The directory where processes of the local launcher leave how they ended, and what they print."""
+"""Directory in which processes of the local launcher leave failures and logs."""
 
 PLAN_VARIABLE = "REALRL_PLAN"
-"""The file with the plan that the local launcher has searched for."""
+"""Path of the plan that the local launcher has searched for."""
 
 
 def quiet_profiler() -> None:
-    """Keep torch's profiler, which counts allocations on a CPU, from printing when it starts and ends. Only
-    before torch is loaded."""
+    """Silence torch's profiler, which counts allocations on a CPU. Call before torch is loaded."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 def under_launcher() -> bool:
-    """Whether torchrun, or our own launcher, started this process as one of several."""
+    """Check whether torchrun, or our own launcher, started this process as one of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def is_writer() -> bool:
-    """Whether this process is the one that prints and writes: rank 0, or the only one."""
+    """Check whether this process prints and writes: rank 0, or the only one."""
     return int(os.environ.get("RANK", 0)) == 0
 
 

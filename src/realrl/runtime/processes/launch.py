@@ -1,4 +1,4 @@
-"""The local launcher: several processes on this machine, as torchrun would start them."""
+"""Local launcher: several processes on this machine, as torchrun would start them."""
 
 import math
 import os
@@ -14,32 +14,32 @@ from pathlib import Path
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.plan.plan import Plan
-from realrl.runtime.processes.endings import (
-    CAUSE,
-    DEATH,
-    USER_STATUS,
-    Ending,
-    first_cause,
-    read_endings,
-    show,
-)
 from realrl.runtime.processes.environment import (
     LAUNCHER_VARIABLE,
     PLAN_VARIABLE,
     SCRATCH_VARIABLE,
     STORE_VARIABLE,
 )
-from realrl.runtime.processes.logs import keep_logs, log_file
+from realrl.runtime.processes.failures import (
+    CAUSE,
+    DEATH,
+    USER_STATUS,
+    Failure,
+    find_first_cause,
+    read_failures,
+    show,
+)
+from realrl.runtime.processes.logs import keep_logs, name_log_file
 from realrl.runtime.processes.signals import GRACE, show_cursor
 
 POLL = 0.05
-"""Seconds between looks at the processes."""
+"""Seconds between checks of the processes."""
 MOMENT = 2.0
-"""Seconds that ranks get, after one has failed, to find out and say so themselves."""
+"""Seconds that ranks get, after one has failed, to notice and report it themselves."""
 
 
 def check_local(cluster: Cluster) -> None:
-    """UserError if processes of this machine alone cannot be the cluster's devices."""
+    """Check that processes of this machine alone can be the cluster's devices; else UserError."""
     if cluster.nodes > 1:
         raise UserError(
             f"cluster={cluster} has {cluster.nodes} nodes; start it on each of them with"
@@ -53,7 +53,7 @@ def launch(
     plan: Plan | None = None,
     run_dir: Callable[[], Path | None] = lambda: None,
 ) -> int:
-    """Run `realrl ARGUMENTS` in one local process per device of `cluster`; the exit status of the run.
+    """Run `realrl ARGUMENTS` in one local process per device of `cluster`; return the exit status of the run.
 
     `plan` is what has been found for a recipe that says `plan: search`. When one process fails, the others are
     ended, and the first cause is printed, once. What else they print goes to `logs` in `run_dir()`, which may be
@@ -81,10 +81,10 @@ def launch(
             if logs is not None:
                 keep_logs(Path(scratch), logs)
             return 0
-        endings = {ending.rank: ending for ending in read_endings(Path(scratch))}
+        failures = {failure.rank: failure for failure in read_failures(Path(scratch))}
         for rank, noticed in failed.items():
-            endings.setdefault(rank, _death(rank, processes[rank].returncode, noticed))
-        cause = first_cause(endings.values())
+            failures.setdefault(rank, _death(rank, processes[rank].returncode, noticed))
+        cause = find_first_cause(failures.values())
         kept = None
         if cause.status != USER_STATUS or cause.trace:
             kept = keep_logs(Path(scratch), logs)
@@ -95,13 +95,16 @@ def launch(
 def _start(
     arguments: Sequence[str], environment: Mapping[str, str], rank: int, scratch: str
 ) -> "subprocess.Popen[bytes]":
-    """Start a rank. Only the first one has the screen, and none hears of Ctrl-C, which a terminal sends to all of
-    them: the launcher ends them."""
+    """Start a rank.
+
+    Only the first one has the screen, and none gets Ctrl-C, which a terminal sends to all: the launcher ends
+    them.
+    """
     command = [sys.executable, "-m", "realrl", *arguments]
     # Signals that are blocked here are blocked in what is started. One that comes meanwhile is not lost.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with nullcontext() if rank == 0 else log_file(scratch, rank).open("ab") as log:
+        with nullcontext() if rank == 0 else name_log_file(scratch, rank).open("ab") as log:
             return subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
@@ -130,8 +133,10 @@ def _environment(rank: int, world: int, scratch: str) -> dict[str, str]:
 
 
 def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> dict[int, float]:
-    """Wait for all; once one fails, give the rest a moment to fail for the same reason and say so. Rank -> when, of
-    those that failed, by the clock."""
+    """Wait for all processes; return rank -> time of failure, by the clock.
+
+    Once one fails, the others get a moment to fail for the same reason and report it.
+    """
     failed: dict[int, float] = {}
     deadline = math.inf
     while time.monotonic() < deadline:
@@ -147,20 +152,20 @@ def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> dict[int, float]:
     return failed
 
 
-def _death(rank: int, code: int, noticed: float) -> Ending:
-    """The ending of a rank that could not say anything itself."""
+def _death(rank: int, code: int, noticed: float) -> Failure:
+    """Describe the failure of a rank that could not report it."""
     if code > 0:
         message = f"the process of rank {rank} ended with status {code} and left no message"
-        return Ending(message, code, rank, noticed, DEATH)
+        return Failure(message=message, status=code, rank=rank, time=noticed, distance=DEATH)
     reason = signal.strsignal(-code) or "unknown"
     message = f"signal {-code} ({reason}) ended the process of rank {rank}"
     # Libraries abort a process whose peers have gone. It happened at some time since the look before.
     distance = DEATH if -code == signal.SIGABRT else CAUSE
-    return Ending(message, 128 - code, rank, noticed - 2 * POLL, distance)
+    return Failure(message=message, status=128 - code, rank=rank, time=noticed - 2 * POLL, distance=distance)
 
 
 def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Ask those that still run to end, and kill what has not after GRACE seconds."""
+    """Terminate processes that still run, and kill those that have not ended after GRACE seconds."""
     for action in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             if process.poll() is None:

@@ -1,4 +1,4 @@
-"""Where processes of the local launcher print what is not for the screen, and where that is kept. No torch."""
+"""Log files of the processes of the local launcher, and where they are kept. No torch."""
 
 import os
 import shutil
@@ -10,28 +10,33 @@ from pathlib import Path
 from realrl.runtime.processes.environment import SCRATCH_VARIABLE
 
 
-def log_file(scratch: str | Path, rank: int) -> Path:
-    """The file for what a rank prints."""
+def name_log_file(scratch: str | Path, rank: int) -> Path:
+    """Name the log file of a rank."""
     return Path(scratch) / f"rank-{rank}.log"
 
 
 def divert_errors() -> None:
-    """In the first rank, leave standard error to what we print ourselves: native libraries, which write to the file
-    descriptor, get the log. Other ranks have been started with a log in place of both."""
+    """Redirect output of native libraries in the first rank to its log, away from the screen.
+
+    They write to the file descriptor; our own messages still reach standard error. Other ranks have been started
+    with a log in place of both.
+    """
     scratch = os.environ.get(SCRATCH_VARIABLE)
     if scratch is None or int(os.environ["RANK"]) != 0:
         return
     sys.stderr.flush()
     screen = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
-    with log_file(scratch, 0).open("ab") as log:
+    with name_log_file(scratch, 0).open("ab") as log:
         os.dup2(log.fileno(), 2)
     # rich asks the second one how wide the terminal is.
     sys.stderr = sys.__stderr__ = screen  # type: ignore[misc]
 
 
 def keep_logs(scratch: Path, directory: Path | None) -> Path | None:
-    """Copy logs that are not empty to `directory`, or where there is none, or no room in it, to a new one for
-    temporary files; where they are, or None."""
+    """Copy logs that are not empty to `directory`; return where they are, or None.
+
+    Where there is no directory, or no room in it, they go to a new one for temporary files.
+    """
     files = [file for file in sorted(scratch.glob("rank-*.log")) if file.stat().st_size]
     if not files:
         return None
@@ -45,7 +50,7 @@ def keep_logs(scratch: Path, directory: Path | None) -> Path | None:
 
 
 def _copied(files: list[Path], directory: Path) -> bool:
-    """Whether all files could be copied; if not, none is left."""
+    """Copy all files; return False, leaving none behind, where that fails."""
     try:
         directory.mkdir(exist_ok=True)
         for file in files:

@@ -1,4 +1,4 @@
-"""This process among the others: its rank, its device, and the groups it belongs to."""
+"""Process of one rank: its rank, its device, and its process groups."""
 
 import os
 import shutil
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.model.group import Group
 from realrl.plan.cluster import Cluster
+from realrl.runtime.prepare.cluster import written_cluster
 from realrl.runtime.prepare.gpu import NO_GPU, Gpu
-from realrl.runtime.prepare.scenario import written_cluster
 from realrl.runtime.processes.environment import (
     LAUNCHER_VARIABLE,
     SCRATCH_VARIABLE,
@@ -47,8 +47,7 @@ class Process:
         return Gpu(properties.name, properties.total_memory)
 
     def groups(self, rank_sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Group]:
-        """The groups this rank is in, out of `rank_sets`, which must be the same sets in the same order on
-        every rank."""
+        """Make the groups this rank is in, out of `rank_sets`, the same sets in the same order on every rank."""
         found: dict[tuple[int, ...], Group] = {}
         for ranks in dict.fromkeys(rank_sets):
             handle = dist.new_group(sorted(ranks)) if len(ranks) > 1 else None
@@ -57,7 +56,7 @@ class Process:
         return found
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank passes, in the order of ranks, on every rank."""
+        """All-gather one object per rank: the list in the order of ranks, on every rank."""
         if self.control is None:
             return [value]
         everyone: list[Any] = [None] * self.world
@@ -66,8 +65,10 @@ class Process:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A block that ranks leave together: a UserError or RunError of one of them becomes that of all, so that
-        none is left waiting for one that has gone."""
+        """Share errors of the block: a UserError or RunError of one rank is raised on all.
+
+        So no rank waits for one that has gone.
+        """
         mine: UserError | RunError | None = None
         try:
             yield
@@ -83,8 +84,11 @@ class Process:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, *_: object) -> None:
-        """Leave the other ranks. Those who end well, or by a UserError that all know of, wait for each other, since
-        what one still sends is lost when it goes. After any other failure it just goes: others may be gone."""
+        """Leave the process group.
+
+        Ranks that end well, or by a UserError that all raise, wait for each other, since messages under way are
+        lost when their sender exits. After any other failure a rank leaves at once: others may be gone.
+        """
         alone = isinstance(error, UserCodeError) and error.alone
         if self.control is None or alone or (kind and not issubclass(kind, UserError)):
             return
@@ -99,14 +103,14 @@ class Process:
 
 
 def use_cuda(device: Device) -> bool:
-    """Whether ranks compute on GPUs; UserError when that was asked for and there is none."""
+    """Decide whether ranks compute on GPUs; UserError when that was asked for and there is none."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError(NO_GPU)
     return device != "cpu" and torch.cuda.is_available()
 
 
 def resolve_cluster(text: str, device: Device) -> Cluster:
-    """The cluster a recipe means by `text`; UserError when it contradicts the launcher."""
+    """Find the cluster a recipe means by `text`; UserError when it contradicts the launcher."""
     cluster = written_cluster(text)
     if not under_launcher():
         return cluster or Cluster(1, torch.cuda.device_count() if use_cuda(device) else 1)
@@ -124,7 +128,7 @@ def resolve_cluster(text: str, device: Device) -> Cluster:
 
 
 def connect(device: Device) -> Process:
-    """Join the other ranks, or be the only one; UserError when there are not enough GPUs for all."""
+    """Join the process group, or be the only rank; UserError when there are not enough GPUs for all."""
     cuda = use_cuda(device)
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if cuda and here > gpus:
@@ -172,7 +176,7 @@ def wait_to_be_scheduled() -> None:
 
 
 def _follow(launcher: int) -> None:
-    """End this process when the launcher is gone, however it went, and remove what it can no longer remove."""
+    """End this process when the launcher is gone, in whatever way, and clean up after it."""
 
     def watch() -> None:
         while os.getppid() == launcher:

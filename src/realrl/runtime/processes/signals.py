@@ -1,4 +1,4 @@
-"""Ctrl-C, and the SIGTERM that schedulers and containers send."""
+"""Handling of Ctrl-C, and of the SIGTERM that schedulers and containers send."""
 
 import os
 import select
@@ -12,41 +12,48 @@ from realrl.runtime.processes.environment import is_writer
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 PATIENCE = 10.0
-"""Seconds that a process may take to end by itself. It may be busy in code that is not Python, or wait for a rank
-that has gone."""
+"""Seconds that a process may take to end by itself.
+
+It may be busy in code that is not Python, or wait for a rank that has gone.
+"""
 
 GRACE = PATIENCE / 4
-"""Seconds that the local launcher waits for its processes, once after SIGTERM and once after SIGKILL. It is then
-still in time to say what was saved."""
+"""Seconds that the local launcher waits for its processes, once after SIGTERM and once after SIGKILL.
+
+It is then still in time to report what was saved.
+"""
 
 _interruption: "Interrupted | None" = None
-"""The exception that a handler has raised in this process."""
+"""Exception that a handler has raised in this process."""
 
 
 class Interrupted(BaseException):
-    """A signal asks the process to end. Not a KeyboardInterrupt, which the command line's library keeps for itself.
+    """Request by a signal to end the process.
+
+    Not a KeyboardInterrupt, which the command line's library keeps for itself.
 
     `saved` says what is left of what the command did.
     """
 
     def __init__(self, number: int, saved: str = "") -> None:
         super().__init__(number, saved)
-        self.number, self.saved = signal.Signals(number), saved
+        self.number = signal.Signals(number)
+        self.saved = saved
 
     @property
     def status(self) -> int:
-        """The exit status, as a shell gives it: 130 after Ctrl-C, 143 after SIGTERM."""
+        """Exit status, as a shell gives it: 130 after Ctrl-C, 143 after SIGTERM."""
         return 128 + self.number
 
     @property
     def message(self) -> str:
-        """The message to print; empty where nothing is known of what was saved."""
+        """Message to print; empty where nothing is known of what was saved."""
         verb = "interrupted" if self.number == signal.SIGINT else "ended by SIGTERM"
         return f"{verb} {self.saved}" if self.saved else ""
 
 
-def interruption() -> Interrupted | None:
-    """The exception raised because of a signal in this process, whatever became of it; None if there was none.
+def find_interruption() -> Interrupted | None:
+    """Find the exception raised because of a signal in this process; None if there was none.
 
     It may come out of a library as another exception, or be swallowed there.
     """
@@ -54,8 +61,9 @@ def interruption() -> Interrupted | None:
 
 
 def raise_signals() -> None:
-    """From now on the first of these signals raises Interrupted in the main thread; the next one ends the process
-    at once, and so does time.
+    """Raise Interrupted in the main thread on the first of these signals.
+
+    The next signal, or PATIENCE, ends the process at once.
 
     A signal that the parent has told this process to ignore stays ignored, as in a shell's background job.
     """
@@ -80,7 +88,7 @@ def raise_signals() -> None:
 
 
 def forget_signals() -> None:
-    """From now on signals end the process as if it had never asked for them."""
+    """Restore the default handling of signals."""
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -88,7 +96,7 @@ def forget_signals() -> None:
 
 
 def show_cursor() -> None:
-    """Give the terminal back its cursor, on a new line, after a process with a progress bar was killed."""
+    """Restore the cursor of the terminal, on a new line, after a process with a progress bar was killed."""
     if os.isatty(2):
         os.write(2, b"\x1b[?25h\n")
 
@@ -106,7 +114,7 @@ def _end_at_last(reader: int) -> None:
 
 
 def _await_signal(reader: int, seconds: float | None) -> int:
-    """The number of the next signal to end; 0 when there was none for so long."""
+    """Wait for the next signal; return its number, or 0 when there was none for so long."""
     while select.select([reader], [], [], seconds)[0]:
         number = os.read(reader, 1)[0]
         if number in SIGNALS:
@@ -115,6 +123,6 @@ def _await_signal(reader: int, seconds: float | None) -> int:
 
 
 def _pass_over_interruption(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Print no traceback when a signal comes while a destructor runs; `interruption` still knows of it."""
+    """Suppress the traceback of a signal during a destructor; `find_interruption` still finds it."""
     if not isinstance(unraisable.exc_value, Interrupted):
         sys.__unraisablehook__(unraisable)

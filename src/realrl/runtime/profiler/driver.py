@@ -1,4 +1,4 @@
-"""Measures what a request asks for and is not known yet, and writes the profile."""
+"""Profiler: measures the missing entries of a request and writes the profile."""
 
 import os
 import re
@@ -9,68 +9,77 @@ from typing import Protocol
 import torch
 
 from realrl.config.errors import UserError
-from realrl.planner.cluster.devices import kind_of_gpu
+from realrl.planner.cluster.devices import find_gpu_kind
 from realrl.planner.profile.profile import Profile, ShapeKey
-from realrl.planner.profile.versions import versions
+from realrl.planner.profile.versions import read_versions
 from realrl.runtime.processes.process import Process, connect
 from realrl.runtime.profiler.hardware import machine
 from realrl.runtime.profiler.models.shapes import ShapeMeasurements
 from realrl.runtime.profiler.points.bench import Bench
-from realrl.runtime.profiler.points.notebook import Notebook
-from realrl.runtime.profiler.points.point import Entry, Measurer, Pace, Point, medians
+from realrl.runtime.profiler.points.point import Entry, Measurer, Pace, Point, take_medians
+from realrl.runtime.profiler.points.results import ResultsStore
 from realrl.runtime.profiler.request import Request
 
 THOROUGH = Pace(5, 0.1, (1, 8), limit=2.0, total=60.0)
 QUICK = Pace(1, 0.05, (1, 5), limit=0.2, total=20.0)
 
 
-class Observer(Protocol):
-    """Who is told how it goes, on the rank that writes."""
+class MeasurementObserver(Protocol):
+    """Listener for the progress of a measurement, on the rank that writes."""
 
     def note(self, text: str) -> None:
-        """Something worth knowing."""
+        """Show a note."""
 
     def begin(self, what: str, points: int) -> None:
-        """So many points follow."""
+        """Begin a part with so many points."""
 
     def done(self) -> None:
-        """One of them has been measured, or need not be."""
+        """Count a point, measured or skipped."""
 
     def end(self, file: str, seconds: float) -> None:
-        """All of them; the profile is in a file."""
+        """End the measurement; the profile is in a file."""
 
 
-def profile(request: Request, observer: Observer | None) -> None:
+def profile(request: Request, observer: MeasurementObserver | None) -> None:
     """Measure as one of the ranks that the launcher has started, or alone; `observer` on the rank that writes.
 
     UserError where the file of an earlier profile is of another device or cannot be read.
     """
     with connect(request.device) as process:
         with process.together():
-            notebook = _notebook(request, process, observer)
-        _Profiler(request, process, notebook, observer).run()
+            results = _load_results(request, process, observer)
+        _Profiler(request, process, results, observer).run()
 
 
 class _Profiler:
     def __init__(
-        self, request: Request, process: Process, notebook: Notebook, observer: Observer | None
+        self, request: Request, process: Process, results: ResultsStore, observer: MeasurementObserver | None
     ) -> None:
-        self._request, self._process, self._notebook = request, process, notebook
+        self._request = request
+        self._process = process
+        self._results = results
         self._observer = observer
         self._pace = QUICK if request.sizes.thin else THOROUGH
         self._bench = Bench(process, patience=self._pace.patience, repetitions=self._pace.repetitions)
 
     def run(self) -> None:
-        """All of it; the file is written after each part."""
+        """Measure everything; the file is written after each part."""
         started = time.monotonic()
-        request, notebook, clock = self._request, self._notebook, self._bench.clock
-        per_node = local_processes(self._process.world)
-        rows = list(machine.rows(self._process, per_node, clock, thin=request.sizes.thin))
-        self._measure("links and memory", lambda: rows, notebook.collectives)
+        request, results, clock = self._request, self._results, self._bench.clock
+        per_node = count_local_processes(self._process.world)
+        rows = list(machine.make_rows(self._process, per_node, clock, thin=request.sizes.thin))
+        self._measure("links and memory", lambda: rows, results.collectives)
         for shape, dtype in request.models:
             degrees = request.degrees(per_node, shape)
-            part = ShapeMeasurements(shape, dtype, request.sizes, request.sampling, degrees, clock)
-            entries = notebook.layers(ShapeKey.of(shape), dtype)
+            part = ShapeMeasurements(
+                shape=shape,
+                dtype=dtype,
+                sizes=request.sizes,
+                sampling=request.sampling,
+                degrees=degrees,
+                clock=clock,
+            )
+            entries = results.layers(ShapeKey.of(shape), dtype)
             self._measure(f"hidden size {shape.hidden_size}, {dtype}", part.rows, entries)
         if self._observer is not None:
             self._observer.end(str(request.out), time.monotonic() - started)
@@ -81,8 +90,10 @@ class _Profiler:
         rows: Callable[[], Iterable[Sequence[Point[Entry]]]],
         entries: dict[Hashable, Entry],
     ) -> None:
-        """Add what is missing to `entries`; `rows` makes the points, which keep the models that they measure, anew
-        for each sweep."""
+        """Add the missing entries of one part.
+
+        `rows` makes the points, which hold the models that they measure, anew for each sweep.
+        """
         observer, sweeps = self._observer, self._pace.sweeps
         if observer is not None:
             observer.begin(what, sweeps * sum(map(len, rows())))
@@ -92,9 +103,9 @@ class _Profiler:
             for row in rows():
                 measurer.measure(row)
             found.append(measurer.entries)
-        entries |= medians(found)
+        entries |= take_medians(found)
         if observer is not None:
-            self._notebook.profile.save(self._request.out)
+            self._results.profile.save(self._request.out)
             left_out = sum(not point.known(entries) for row in rows() for point in row)
             if left_out:
                 observer.note(
@@ -106,21 +117,21 @@ class _Profiler:
             self._observer.done()
 
 
-def local_processes(world: int) -> int:
-    """Of all, those on this node."""
+def count_local_processes(world: int) -> int:
+    """Count the processes on this node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
-def _notebook(request: Request, process: Process, observer: Observer | None) -> Notebook:
-    """What is known already."""
-    software = versions()
+def _load_results(request: Request, process: Process, observer: MeasurementObserver | None) -> ResultsStore:
+    """Load the results of an earlier measurement."""
+    software = read_versions()
     fresh = Profile(
         device=_device_name(request, process.device),
-        processes=local_processes(process.world),
+        processes=count_local_processes(process.world),
         software=software,
     )
     if not request.out.exists():
-        return Notebook(fresh)
+        return ResultsStore(fresh)
     old = Profile.load(request.out)
     if old.device != fresh.device:
         raise UserError(
@@ -134,18 +145,18 @@ def _notebook(request: Request, process: Process, observer: Observer | None) -> 
             " replace this one"
         )
     if cpu and old.processes != fresh.processes:
-        return Notebook(fresh)
+        return ResultsStore(fresh)
     if old.software != fresh.software:
         if observer is not None:
             changed = ", ".join(n for n, v in software.items() if old.software.get(n) != v)
             observer.note(
                 f"{request.out} was measured with another {changed}, so all of it is measured again"
             )
-        return Notebook(fresh)
+        return ResultsStore(fresh)
     if request.again:
         # They correct what is measured anew.
         old = old.model_copy(update={"corrections": ()})
-    return Notebook(old, again=request.again)
+    return ResultsStore(old, again=request.again)
 
 
 def _processes(number: int) -> str:
@@ -153,12 +164,12 @@ def _processes(number: int) -> str:
 
 
 def _device_name(request: Request, device: torch.device) -> str:
-    """What was named; else the built-in kind of a device, or what its driver calls it in the same style."""
+    """Name the device: as requested, else its built-in kind, else by its driver, in the same style."""
     if request.group is not None:
         return request.group.device.name
     if device.type == "cpu":
         return "cpu"
     name = torch.cuda.get_device_name(device)
-    kind = kind_of_gpu(name)
+    kind = find_gpu_kind(name)
     plain = name.lower().removeprefix("nvidia ").removeprefix("geforce ")
     return kind.name if kind is not None else re.sub(r"[^a-z0-9.]+", "-", plain).strip("-")

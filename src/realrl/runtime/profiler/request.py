@@ -1,4 +1,4 @@
-"""What is asked of the profiler. No torch."""
+"""Requests to the profiler. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,27 +16,27 @@ from realrl.planner.cluster.spec import ClusterSpec, NodeGroup
 from realrl.planner.profile.profile import ShapeKey
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.settings import GenerationConfig
+from realrl.runtime.prepare.cluster import named_cluster
 from realrl.runtime.prepare.compile import models
-from realrl.runtime.prepare.scenario import named_cluster
 from realrl.runtime.profiler.points.sizes import Sizes
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure on this machine."""
+    """Models, devices and sizes to measure on this machine."""
 
     models: tuple[tuple[ModelShape, Dtype], ...]
     sizes: Sizes
     sampling: GenerationConfig
     group: NodeGroup | None
-    """The devices to measure for, where they were named."""
+    """Devices to measure for, where they were named."""
     device: Literal["auto", "cpu", "cuda"]
     out: Path
     again: bool = False
-    """Whether to measure what is known, too."""
+    """Whether to measure known entries again."""
 
     def degrees(self, per_node: int, shape: ModelShape) -> tuple[int, ...]:
-        """Of tensor parallelism, on nodes of the group, or of `per_node` devices where there is none."""
+        """Degrees of tensor parallelism on nodes of the group, or of `per_node` devices where there is none."""
         devices = per_node if self.group is None else self.group.devices_per_node
         return tuple(n for n in range(1, min(devices, shape.heads) + 1) if devices % n == 0)
 
@@ -51,8 +51,10 @@ def make_request(
     quick: bool,
     again: bool,
 ) -> Request:
-    """From a recipe, from names of shapes, or from both. `shapes` are measured besides the recipe's models, and
-    `dtypes` in place of theirs. UserError for what cannot be measured."""
+    """Make a request from a recipe, from names of shapes, or from both; UserError for what cannot be measured.
+
+    `shapes` are measured besides the recipe's models, and `dtypes` in place of theirs.
+    """
     if experiment is None and not shapes:
         raise UserError("there is nothing to measure: give a recipe, or --shape NAME, for example llama-2-7b")
     types = [_dtype(name) for name in dtypes]
@@ -72,13 +74,13 @@ def make_request(
     # What is measured depends on the number of layers hardly, and not on what else a key leaves out.
     deepest = {(ShapeKey.of(shape), dtype): shape for shape, dtype in sorted(found, key=_layers)}
     return Request(
-        tuple((shape, dtype) for (_, dtype), shape in deepest.items()),
-        Sizes.usual(thin=quick) if experiment is None else Sizes.of(experiment, thin=quick),
-        sampling,
-        group,
-        device,
-        file,
-        again,
+        models=tuple((shape, dtype) for (_, dtype), shape in deepest.items()),
+        sizes=Sizes.usual(thin=quick) if experiment is None else Sizes.of(experiment, thin=quick),
+        sampling=sampling,
+        group=group,
+        device=device,
+        out=file,
+        again=again,
     )
 
 
@@ -101,7 +103,7 @@ def _models(experiment: Experiment) -> list[tuple[ModelShape, Dtype]]:
 
 
 def _group(spec: ClusterSpec) -> NodeGroup:
-    """The devices of a cluster; UserError where they are of several kinds."""
+    """Find the devices of a cluster; UserError where they are of several kinds."""
     if len({group.device.name for group in spec.groups}) > 1:
         raise UserError(f"cluster {spec.name} has several kinds of devices; name one, for example h100:1x8")
     return spec.groups[0]

@@ -1,4 +1,4 @@
-"""Proof, before parameters move, that all ranks are about to do the same."""
+"""Agreement of ranks on a reallocation, checked before parameters move."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -14,14 +14,17 @@ _DIGEST_TAG, _PAIR_TAG, CHECKSUM_TAG = 1 << 22, 1 << 23, 1 << 24
 
 
 class ReallocationError(Exception):
-    """Ranks disagree on what is sent, or something else arrived: a fault of ours, or of the hardware."""
+    """Disagreement of ranks on what is sent, or data that arrived damaged: a bug, or a fault of the hardware."""
 
 
 def agree(
     process: Process, label: str, ranks: Sequence[int], schedule: str, pairs: Mapping[int, str]
 ) -> None:
-    """ReallocationError unless `schedule` is the same on all `ranks`, and what this rank says of each peer in
-    `pairs` is what that peer says of it. All of them call this together."""
+    """Check that `schedule` is the same on all `ranks`, and each pair agrees on its messages; else
+    ReallocationError.
+
+    `pairs`: peer -> hash of what is exchanged with it. All ranks call this together.
+    """
     mine, first = _digest(schedule), ranks[0]
     everyone = torch.empty(len(ranks), len(mine), dtype=torch.uint8)
     if process.rank == first:
@@ -48,7 +51,7 @@ def agree(
 def swap(
     process: Process, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int
 ) -> Mapping[int, Tensor]:
-    """Send small CPU tensors by rank, fill others, and return those."""
+    """Exchange small CPU tensors: send by rank, fill others, and return those."""
     works = [dist.isend(tensor, peer, group=process.control, tag=tag) for peer, tensor in sent.items()]
     for peer, tensor in received.items():
         dist.recv(tensor, peer, group=process.control, tag=tag)

@@ -1,4 +1,4 @@
-"""Moving rows between the ranks of two calls, and lengths to everyone who needs them."""
+"""Exchange of rows between the ranks of two calls, and of lengths."""
 
 import json
 
@@ -19,7 +19,7 @@ _FIGURES_TAG = 1 << 21
 
 
 class Exchange:
-    """Executes `Send`, `Receive` and `ShareLengths` for one rank.
+    """Executor of `Send`, `Receive` and `ShareLengths` on one rank.
 
     Which rows go where is computed from lengths on both sides alike, so messages carry nothing but rows: all
     keys of an exchange between two ranks are one message of bytes.
@@ -56,7 +56,7 @@ class Exchange:
                 store.put(key, ids, Ragged(values, lengths[key]))
 
     def share_lengths(self, share: ShareLengths, store: Store) -> None:
-        """Heads report to the first of them; it tells all readers."""
+        """Gather the lengths of the heads on the first of them; it broadcasts to all readers."""
         rank, first = self._process.rank, share.heads[0]
         call = store.graph.call(share.call)
         items = [store.items(call, dp) for dp in range(len(share.heads))]
@@ -77,7 +77,7 @@ class Exchange:
         store.lengths[share.key] = tuple(everything.tolist())
 
     def report(self, report: Report, figures: dict[str, Metrics]) -> None:
-        """Bring a call's figures from the senders to the receiver, which adds them to those it has."""
+        """Send a call's metrics from the senders to the receiver, which adds them to its own."""
         if self._process.rank in report.senders:
             plain = figures[report.call].to_plain()
             text = torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
@@ -99,7 +99,7 @@ class Exchange:
         self._pending.clear()
 
     def _moving(self, store: Store, producer: Call, source: int, consumer: Call, receiver: int) -> list[int]:
-        """Items that `producer` has on its data-parallel rank `source` and `consumer` needs on `receiver`."""
+        """List the items of `producer` on its DP rank `source` that `consumer` needs on `receiver`."""
         there = set(store.items(consumer, store.plan[consumer.name].dp_index(receiver)))
         return [i for i in store.items(producer, source) if i in there]
 

@@ -1,4 +1,4 @@
-"""Executes a reallocation for one rank: copies, and packed messages of bounded size with some under way."""
+"""Execution of a reallocation on one rank: copies, and packed messages of bounded size."""
 
 import zlib
 from collections import defaultdict, deque
@@ -11,30 +11,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realrl.engine.flat import FlatBuffer
-from realrl.layout.routing.chunks import CHUNK_BYTES, Message, RankSchedule, Span, rank_schedule
+from realrl.layout.limits import POSTED_BATCHES, POSTED_MESSAGES, STAGED_MESSAGES
+from realrl.layout.routing.chunks import CHUNK_BYTES, Message, RankSchedule, Span, schedule_rank
 from realrl.layout.routing.routes import Reallocation
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.agreement import CHECKSUM_TAG, ReallocationError, agree, swap
 
-BATCH, BATCHES = 4, 16
-"""Messages posted at a time, and how many times so many may be under way."""
-STAGED = 4
-"""No more batches are posted while more packed messages than this are under way."""
-
 
 @dataclass(frozen=True, eq=False)
 class _Flight:
-    """A message under way: what travels, and the flat buffer it comes from or belongs into."""
+    """Message in flight: its wire tensor, and the flat buffer it comes from or belongs into."""
 
     message: Message
     wire: Tensor
     data: Tensor
     packed: Tensor | None
-    """The buffer that `wire` is a part of; None where it lies inside `data`."""
+    """Buffer that `wire` is a part of; None where it lies inside `data`."""
 
 
 class Staging:
-    """Buffers that messages are packed in, one per message under way; kept, because fresh memory is slow."""
+    """Buffers of packed messages, one per message in flight; kept, because fresh memory is slow."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -44,11 +40,11 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Of the buffers that are kept and not in use."""
+        """Bytes of the buffers that are kept and not in use."""
         return CHUNK_BYTES * len(self._free)
 
     def take(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(the part of a buffer that so many elements fill, the buffer)"""
+        """Take a buffer: (the part of it that so many elements fill, the buffer)."""
         self.used += 1
         size = numel * dtype.itemsize
         if size > CHUNK_BYTES:
@@ -60,14 +56,14 @@ class Staging:
         return buffer[:size].view(dtype), buffer
 
     def give_back(self, buffer: Tensor) -> None:
-        """The buffer is not in use any more."""
+        """Return a buffer that is not in use any more."""
         self.used -= 1
         if len(buffer) == CHUNK_BYTES:
             self._free.append(buffer)
 
 
 class Reallocator:
-    """Turns a role's parameters from one layout into another on this rank; compiled once, run at will."""
+    """Executor of one reallocation of a role's parameters on this rank; compiled once, run at will."""
 
     def __init__(
         self,
@@ -92,7 +88,7 @@ class Reallocator:
         everything = [spec.name for spec in reallocation.source.specs]
         self.groups = [everything] if groups is None else list(groups)
         self._schedules = [
-            rank_schedule(reallocation, process.rank, self._wire.itemsize, group) for group in self.groups
+            schedule_rank(reallocation, process.rank, self._wire.itemsize, group) for group in self.groups
         ]
         ranks = {*reallocation.source.placement.ranks, *reallocation.target.placement.ranks}
         if len(ranks) > 1:
@@ -124,7 +120,7 @@ class Reallocator:
         stage = 0
         for batch in _batches(schedule.messages):
             # What is sent in a stage may be what arrives in the one before.
-            finish(*(BATCHES - 1, STAGED) if batch[0].stage == stage else (0, 0))
+            finish(*(POSTED_BATCHES - 1, STAGED_MESSAGES) if batch[0].stage == stage else (0, 0))
             stage = batch[0].stage
             under_way.append(self._post(batch, before, after, checksums))
         for a, b in schedule.copies:
@@ -136,7 +132,7 @@ class Reallocator:
             self._compare(schedule, checksums)
 
     def mix(self, source: FlatBuffer | None, target: FlatBuffer | None, factor: float) -> None:
-        """target = (1 - factor) * target + factor * incoming, group by group."""
+        """Update target = (1 - factor) * target + factor * incoming, group by group (EMA)."""
         for i, group in enumerate(self.groups):
             if target is None:
                 self.run(source, None, i)
@@ -156,7 +152,7 @@ class Reallocator:
         after: Tensor | None,
         checksums: defaultdict[tuple[int, bool], list[int]],
     ) -> tuple[list[dist.Work], list[_Flight]]:
-        """Start some messages."""
+        """Post some messages."""
         flights, operations = [], []
         for message in messages:
             data = before if message.sends and message.stage == 0 else after
@@ -215,19 +211,19 @@ class Reallocator:
 
 def _batches(messages: Sequence[Message]) -> Iterator[list[Message]]:
     for _, of_stage in groupby(messages, key=lambda message: message.stage):
-        while batch := list(islice(of_stage, BATCH)):
+        while batch := list(islice(of_stage, POSTED_MESSAGES)):
             yield batch
 
 
 def _view(data: Tensor, span: Span, rows: int) -> Tensor:
-    """A span of a flat buffer as a matrix of so many rows."""
+    """View a span of a flat buffer as a matrix of so many rows."""
     if span.contiguous:
         return data[span.start : span.start + span.width].view(rows, -1)
     return data.as_strided((span.rows, span.width), (span.stride, 1), span.start)
 
 
 def _parts(wire: Tensor, spans: Sequence[Span]) -> list[tuple[Span, Tensor]]:
-    """Spans with their parts of a message, in the shapes of their views."""
+    """Pair spans with their parts of a message, in the shapes of their views."""
     parts = wire.split([span.numel for span in spans])
     return [(span, part.view(span.rows, -1)) for span, part in zip(spans, parts, strict=True)]
 

@@ -1,4 +1,4 @@
-"""The models a rank holds: each role in its home layout, and copies in others while calls need them."""
+"""Models of a rank: each role in its home layout, and copies in others while calls need them."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -17,8 +17,8 @@ from realrl.engine.parallel import parallel
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import TensorSpec, model_tensors
-from realrl.layout.layout import Layout, layout
-from realrl.layout.routing.chunks import tensor_groups
+from realrl.layout.layout import Layout, build_layout
+from realrl.layout.routing.chunks import group_tensors
 from realrl.layout.routing.routes import reallocate
 from realrl.model.group import Group
 from realrl.model.init import initialise
@@ -30,11 +30,11 @@ from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.reallocation import Reallocator, Staging
 
 MIX_BYTES = 64 << 20
-"""Most bytes of parameters that a rank receives before it mixes them into its own, unless a tensor has more."""
+"""Maximum bytes of parameters received before they are mixed, unless a single tensor has more."""
 
 
 def role_shape(config: ModelConfig) -> ModelShape:
-    """The sizes of a role's model, from its recipe or from its directory."""
+    """Find the shape of a role's model, from its recipe or from its directory."""
     if config.shape is not None:
         return config.shape
     assert config.path is not None, "a recipe names a path or a shape"
@@ -89,7 +89,7 @@ class Roles:
         """role -> tensors that its checkpoint does not have and that are initialised instead"""
 
     def _check(self, role: str) -> list[str]:
-        """The tensors that a model's files do not have, if it has files; UserError if they cannot be loaded."""
+        """List the tensors that a model's files lack, if it has files; UserError if they cannot be loaded."""
         config = self._configs[role]
         if config.path is None:
             return []
@@ -101,8 +101,10 @@ class Roles:
         return missing
 
     def load_weights(self) -> None:
-        """Load or initialise every role whose home includes this rank, and offload what the plan says. UserError
-        when weights cannot be used."""
+        """Load or initialise every role whose home includes this rank, and offload what the plan says.
+
+        UserError when weights cannot be used.
+        """
         for role, home in self._homes.items():
             if self._process.rank in home.ranks:
                 self._build_home(role, home, self._seed)
@@ -137,7 +139,7 @@ class Roles:
         return model
 
     def _layout(self, role: str, placement: Placement) -> Layout:
-        return layout(self.shapes[role], self._heads[role], placement)
+        return build_layout(self.shapes[role], self._heads[role], placement)
 
     def _dtype(self, role: str, placement: Placement) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, placement.strategy.dtype or self._configs[role].dtype)
@@ -147,14 +149,13 @@ class Roles:
         return model_tensors(self.shapes[role], self._heads[role])
 
     def model(self, role: str, placement: Placement) -> Model:
-        """The role's model in the layout of a placement that includes this rank."""
+        """Find the role's model in the layout of a placement that includes this rank."""
         model = self._models[role, placement.layout]
         assert model.resident, f"{role} has no parameters in device memory"
         return model
 
     def reallocate(self, instruction: Reallocate) -> None:
-        """Bring the role's parameters from the source ranks to the target ranks, or mix them into those of
-        another role."""
+        """Reallocate the role's parameters to the target ranks, or mix them into another role's."""
         role, source, target = instruction.role, instruction.source, instruction.target
         into, rank = instruction.into or role, self._process.rank
         key = (role, source.layout, into, target.layout)
@@ -174,7 +175,7 @@ class Roles:
         dtypes = self._dtype(role, instruction.source), self._dtype(into, instruction.target)
         groups = None
         if instruction.mix is not None:
-            groups = tensor_groups(target, dtypes[1].itemsize, MIX_BYTES)
+            groups = group_tensors(target, dtypes[1].itemsize, MIX_BYTES)
         name = role if into == role else f"{role} into {into}"
         return self._compile(name, source, target, dtypes, groups)
 
@@ -197,7 +198,7 @@ class Roles:
         )
 
     def _copy(self, role: str, placement: Placement) -> Model:
-        """A model outside its home, with memory for its parameters."""
+        """Make a model outside its home, with memory for its parameters."""
         model = self._models.get((role, placement.layout))
         if model is None:
             return self._build(role, placement)
@@ -205,16 +206,16 @@ class Roles:
         return model
 
     def release(self, instruction: Release) -> None:
-        """Give back the memory of a reallocated copy."""
+        """Release the memory of a reallocated copy."""
         self.model(instruction.role, instruction.placement).free()
 
     def offload(self, instruction: Offload) -> None:
-        """Move what a role has here to host memory."""
+        """Offload one kind of state of a role here to host memory."""
         frozen = instruction.role not in self.trainers and instruction.role not in self._following
         self._memory(instruction).offload(changed=not frozen)
 
     def load(self, instruction: Load) -> None:
-        """Move it back."""
+        """Load offloaded state back."""
         self._memory(instruction).load()
 
     def _memory(self, instruction: Offload | Load) -> Offloadable:
@@ -223,13 +224,13 @@ class Roles:
         return self._models[instruction.role, instruction.placement.layout].memory
 
     def held(self) -> int:
-        """Bytes of device memory that parameters, gradients and optimizers take on this rank now."""
+        """Count the bytes of device memory that parameters, gradients and optimizers take on this rank now."""
         memories = [model.memory for model in self._models.values()]
         memories += [trainer.memory for trainer in self.trainers.values()]
         return sum(memory.nbytes for memory in memories)
 
     def staged(self) -> int:
-        """Bytes of device memory that message buffers take while nothing is moved."""
+        """Count the bytes of device memory that message buffers take while nothing is moved."""
         return self._staging.nbytes
 
     def save(

@@ -1,4 +1,4 @@
-"""What one rank knows of the items of a step: lengths of all of them, rows of some."""
+"""Store of the items of a step on one rank: lengths of all of them, rows of some."""
 
 import torch
 from torch import Tensor
@@ -13,18 +13,18 @@ DTYPES = {"int64": torch.int64, "float32": torch.float32}
 
 
 class Store:
-    """Rows by key and item. Who works on which item follows from lengths, the same on every rank."""
+    """Rows by key and item. The assignment of items follows from lengths, the same on every rank."""
 
     def __init__(self, graph: DataflowGraph, plan: Plan) -> None:
         self.graph, self.plan = graph, plan
         self.size = 0
-        """Items in the step's global batch."""
+        """Number of items in the step's global batch."""
         self.lengths: dict[str, tuple[int, ...]] = {}
         self._rows: dict[str, dict[int, Tensor]] = {}
         self._assignments: dict[str, list[list[list[int]]]] = {}
 
     def feed(self, batch: Batch) -> None:
-        """Take in the step's records: values and lengths of every item."""
+        """Add the step's records: values and lengths of every item."""
         self.size = len(batch)
         for key, field in batch.fields.items():
             self.put(key, batch.ids, field)
@@ -35,19 +35,19 @@ class Store:
         self._rows.setdefault(key, {}).update(zip(ids, rows.rows(), strict=True))
 
     def rows(self, key: str, ids: list[int]) -> Ragged:
-        """Rows of the items `ids`, which this rank must hold."""
+        """Select rows of the items `ids`, which this rank must hold."""
         held = self._rows[key]
         return Ragged.of([held[i] for i in ids], dtype=DTYPES[self.graph.keys[key].dtype])
 
     def row_lengths(self, key: str, ids: list[int]) -> tuple[int, ...]:
-        """How long rows of `key` are, held here or not."""
+        """Find the lengths of the rows of `key`, held here or not."""
         length_key = self.graph.length_key(key)
         if length_key is None:
             return (1,) * len(ids)
         return tuple(self.lengths[length_key][i] for i in ids)
 
     def assignment(self, call: Call) -> list[list[list[int]]]:
-        """[dp][mini-batch] -> ids of the items a data-parallel rank of `call` works on, ascending."""
+        """Assign items of `call` to ranks: [dp][mini-batch] -> ids, ascending."""
         if call.name not in self._assignments:
             everyone = list(range(self.size))
             columns = [self.row_lengths(key, everyone) for key in call.work]
@@ -58,10 +58,10 @@ class Store:
         return self._assignments[call.name]
 
     def items(self, call: Call, dp: int) -> list[int]:
-        """Ids of all items a data-parallel rank of `call` works on, ascending."""
+        """List the ids of all items that a data-parallel rank of `call` works on, ascending."""
         return sorted(i for minibatch in self.assignment(call)[dp] for i in minibatch)
 
     def batch(self, call: Call, dp: int) -> Batch:
-        """The call's inputs for a data-parallel rank."""
+        """Collect the call's inputs for a data-parallel rank."""
         ids = self.items(call, dp)
         return Batch(tuple(ids), {key: self.rows(key, ids) for key in call.inputs})

@@ -1,4 +1,4 @@
-"""The slices of one rank while it works."""
+"""Trace of the instructions of one rank."""
 
 import time
 from collections import deque
@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from realrl.program.trace import Event, make_event
 
 KEPT = 20_000
-"""Slices kept per rank: of a long run the last ones, so that memory stays bounded."""
+"""Maximum slices kept per rank: the latest ones, so that memory stays bounded."""
 
 
 class Trace:
-    """What this rank has done, as events of a trace file."""
+    """Trace events of this rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -20,8 +20,8 @@ class Trace:
 
     @contextmanager
     def slice(self, name: str, *, host: bool = False, **details: object) -> Iterator[dict[str, object]]:
-        """Record what happens inside as one slice, to whose details may be added; `host`: beside what the rank
-        does. May be used by several threads."""
+        """Record the block as one slice, to whose details it may add; `host`: of a function, which runs beside the
+        others. May be used by several threads."""
         start = time.time_ns()
         try:
             yield details

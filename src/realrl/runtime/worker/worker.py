@@ -1,4 +1,4 @@
-"""The interpreter of programs: one handler per instruction."""
+"""Worker: the interpreter of programs, with one handler per instruction."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ from realrl.program.instructions import (
     ShareLengths,
 )
 from realrl.program.text import format_instruction
-from realrl.runtime.measure.meter import Meter
+from realrl.runtime.measure.step_timer import StepTimer
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.exchange import Exchange
 from realrl.runtime.worker.functions import Functions
@@ -45,8 +45,10 @@ from realrl.runtime.worker.trace import Trace
 
 @dataclass(frozen=True)
 class StepInput:
-    """What a step depends on besides parameters: its records, its noise, and learning rates by role; `evaluation`
-    for one that trains nothing."""
+    """Inputs of a step besides parameters: records, noise, and learning rates by role.
+
+    `evaluation` is for a step that trains nothing.
+    """
 
     records: Batch
     noise: Noise
@@ -62,18 +64,18 @@ class _Step:
 
     store: Store
     input: StepInput
-    meter: Meter | None
+    timer: StepTimer | None
     figures: dict[str, Metrics]
     """By call."""
 
     def turn(self) -> None:
         """A token has been generated, or a micro-batch has gone through the model one way."""
-        if self.meter is not None:
-            self.meter.turn()
+        if self.timer is not None:
+            self.timer.turn()
 
 
 class Worker:
-    """Executes this rank's program, step after step."""
+    """Executor of this rank's program, step after step."""
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class Worker:
         trace: Trace,
         tokenizer: Any = None,
     ) -> None:
-        """`ends` are the tokens that end what is generated; `tokenizer` is for functions."""
+        """`ends` are the tokens that end generation; `tokenizer` is for functions."""
         self._process, self._roles, self._algorithm = process, roles, algorithm
         self._ends, self._trace, self._tokenizer = ends, trace, tokenizer
         self._exchange = Exchange(process)
@@ -103,14 +105,14 @@ class Worker:
                 self._movers[type(instruction)](instruction)
 
     def run(
-        self, program: Program, store: Store, step: StepInput, meter: Meter | None = None
+        self, program: Program, store: Store, step: StepInput, timer: StepTimer | None = None
     ) -> dict[str, Metrics]:
-        """Execute one step into an empty `store`, measured by `meter`.
+        """Execute one step into an empty `store`, measured by `timer`.
 
         Returns figures by call: all of them on the rank that writes, elsewhere those this rank took part in. Raises
         what a function has raised, where its outputs or figures are needed or the step ends.
         """
-        now = _Step(store, step, meter, {})
+        now = _Step(store, step, timer, {})
         handlers: dict[type[Instruction], Callable[..., None]] = {
             Feed: lambda _: store.feed(step.records),
             Run: lambda i: self._run(i, now),
@@ -125,7 +127,7 @@ class Worker:
                 self._start(instruction, now)
                 continue
             text = format_instruction(instruction)
-            measured = nullcontext() if meter is None else meter.instruction(instruction)
+            measured = nullcontext() if timer is None else timer.instruction(instruction)
             with self._trace.slice(text, step=step.noise.step) as details, measured:
                 function = self._needed(instruction)
                 if function is not None:
@@ -166,8 +168,8 @@ class Worker:
             store.put(key, ids, returned.outputs[key])
         # Those of other ranks may have come before.
         now.figures.setdefault(function, Metrics()).update(returned.metrics)
-        if now.meter is not None:
-            now.meter.function(function, returned.start, returned.end, waited=(before, after))
+        if now.timer is not None:
+            now.timer.function(function, returned.start, returned.end, waited=(before, after))
         return after - before
 
     def _run(self, run: Run, now: _Step) -> None:

@@ -1,4 +1,4 @@
-"""What ranks tell each other: collectives and messages."""
+"""Times of communication: collectives, and messages between two ranks."""
 
 import math
 import time
@@ -15,24 +15,27 @@ from realrl.runtime.profiler.points.clock import Clock
 
 _ELEMENT = 4  # all of it is measured with float32
 _MOMENT = 0.5e-3
-"""Seconds, about, for which ranks compute before they talk: on a CPU, threads that have waited for so long sleep,
-and take a while to wake up."""
+"""Approximate seconds that ranks compute before they communicate.
+
+On a CPU, threads that have waited for so long sleep, and take a while to wake up.
+"""
 _SQUARE = torch.ones(64, 64)
 _TURNS, _AT_ONCE = 8, 2
-"""Messages of a measurement, and how many are under way at once while ranks compute."""
+"""Number of messages of a measurement, and how many are in flight while ranks compute."""
 
 
-class Links:
-    """The links of one group of ranks, as this rank uses them together with the others."""
+class GroupLinks:
+    """Links of one group of ranks, as this rank uses them together with the others."""
 
     def __init__(self, group: Group, backward: Group, clock: Clock, products: int) -> None:
-        """`products`: of matrices, that ranks compute before they talk; all of them equally many."""
-        self._group, self._clock = group, clock
+        """`products`: number of matrix products that each rank computes before it communicates."""
+        self._group = group
+        self._clock = clock
         self._pair = Pipeline(group, backward, hidden_size=1, dtype=torch.float32, device=clock.device)
         self._products = products
 
     def collectives(self, number_bytes: int) -> Mapping[CollectiveKind, float]:
-        """Seconds of a tensor of so many bytes among all ranks."""
+        """Measure the seconds of collectives on a tensor of so many bytes."""
         clock, group = self._clock, self._group
         part = max(1, number_bytes // _ELEMENT // group.size)
         whole = torch.zeros(part * group.size, device=clock.device)
@@ -51,7 +54,7 @@ class Links:
         return found
 
     def message(self, number_bytes: int) -> Mapping[CollectiveKind, float]:
-        """Seconds that a message from one rank to the other adds to what the two compute.
+        """Measure the seconds that a message from one rank to the other adds to the computation of both.
 
         On a CPU both ranks compute while messages are under way, as the stages of a pipeline do; a GPU sends beside
         what it computes.
@@ -73,7 +76,7 @@ class Links:
         return {"send": (seconds - computed * (_TURNS + 1) / _TURNS) / _TURNS}
 
     def _go_round(self, message: Tensor, at_once: int) -> None:
-        """Messages to the second rank and back, both of which compute before they send."""
+        """Send messages to the second rank and back; both compute before they send."""
         pair = self._pair
         send: Callable[[Tensor], None] = pair.send if pair.first else pair.send_gradient
         coming = one_ahead(pair.expect_gradient if pair.first else pair.expect, [len(message)] * _TURNS)
@@ -87,14 +90,16 @@ class Links:
         pair.finish()
 
     def _compute(self) -> None:
-        """What ranks do between collectives, for a moment."""
+        """Compute for a moment, as ranks do between collectives."""
         for _ in range(self._products):
             _SQUARE @ _SQUARE
 
 
 def _moment(process: Process) -> int:
-    """How many products of a matrix take a moment, on the fastest rank; none on GPUs. All ranks call this
-    together."""
+    """Calibrate the number of matrix products in a moment, on the fastest rank; 0 on GPUs.
+
+    All ranks call this together.
+    """
     if process.device.type != "cpu":
         return 0
     begin, products = time.perf_counter(), 0
@@ -104,30 +109,35 @@ def _moment(process: Process) -> int:
     return max(process.gather(-(-products // 20)))
 
 
-def collective_links(process: Process, size: int, clock: Clock) -> Links:
-    """Where all ranks are cut into groups of `size` consecutive ones; `size` divides their number. All ranks call
-    this together."""
+def connect_groups(process: Process, size: int, clock: Clock) -> GroupLinks:
+    """Connect groups of `size` consecutive ranks; `size` divides their number.
+
+    All ranks call this together.
+    """
     found = _links(process, [tuple(range(i, i + size)) for i in range(0, process.world, size)], clock)
     assert found is not None, "every rank is in a group"
     return found
 
 
-def pair_links(process: Process, distance: int, clock: Clock) -> Links | None:
-    """Where ranks of this distance form pairs; None for a rank that is left over. All ranks call this together."""
+def connect_pairs(process: Process, distance: int, clock: Clock) -> GroupLinks | None:
+    """Connect pairs of ranks at this distance; None for a rank that is left over.
+
+    All ranks call this together.
+    """
     firsts = [r for r in range(process.world - distance) if r // distance % 2 == 0]
     return _links(process, [(first, first + distance) for first in firsts], clock)
 
 
-def _links(process: Process, rank_sets: list[tuple[int, ...]], clock: Clock) -> Links | None:
+def _links(process: Process, rank_sets: list[tuple[int, ...]], clock: Clock) -> GroupLinks | None:
     products = _moment(process)
     groups = process.groups(rank_sets)
     # A connection of its own for what flows back.
     backward = process.groups([ranks[::-1] for ranks in rank_sets])
     if not groups:
         return None
-    return Links(next(iter(groups.values())), next(iter(backward.values())), clock, products)
+    return GroupLinks(next(iter(groups.values())), next(iter(backward.values())), clock, products)
 
 
-def message(links: Links | None, number_bytes: int) -> Mapping[CollectiveKind, float]:
-    """Seconds from rank to rank; less than any on one that looks on."""
+def measure_message(links: GroupLinks | None, number_bytes: int) -> Mapping[CollectiveKind, float]:
+    """Measure the seconds from rank to rank; below any time on a rank without a pair."""
     return {"send": -math.inf} if links is None else links.message(number_bytes)

@@ -1,36 +1,36 @@
-"""All measurements of a machine that no model matters for."""
+"""Measurements of a machine that do not depend on a model."""
 
 from collections.abc import Iterator
 from functools import partial
 
 from realrl.planner.profile.profile import CollectiveKind, CollectiveTime
 from realrl.runtime.processes.process import Process
-from realrl.runtime.profiler.hardware.links import collective_links, message, pair_links
-from realrl.runtime.profiler.hardware.memory import copies
+from realrl.runtime.profiler.hardware.links import connect_groups, connect_pairs, measure_message
+from realrl.runtime.profiler.hardware.memory import measure_copies
 from realrl.runtime.profiler.points.bench import trimmed_mean
 from realrl.runtime.profiler.points.clock import Clock
 from realrl.runtime.profiler.points.point import UNKNOWN, Point
 from realrl.runtime.profiler.points.sizes import copy_sizes, transfer_sizes
 
-Row = list[Point[CollectiveTime]]
+MachineRow = list[Point[CollectiveTime]]
 
 _COPIES: tuple[CollectiveKind, ...] = ("copy", "clear", "allocate", "host")
 _COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 
 
-def rows(process: Process, per_node: int, clock: Clock, *, thin: bool) -> Iterator[Row]:
-    """Points that differ in size alone, smaller ones first. All ranks go through them together.
+def make_rows(process: Process, per_node: int, clock: Clock, *, thin: bool) -> Iterator[MachineRow]:
+    """Yield series of points that differ in size alone, smaller ones first. All ranks go through them together.
 
     Ranks of one node talk in groups of every size that divides their number, those of several nodes in groups of
     whole nodes.
     """
     copied = copy_sizes(thin=thin)
-    yield [Point(_blanks(_COPIES, 1, 1, size), partial(copies, size, clock), size) for size in copied]
+    yield [Point(_blanks(_COPIES, 1, 1, size), partial(measure_copies, size, clock), size) for size in copied]
     nodes, sizes = process.world // per_node, transfer_sizes(thin=thin)
     degrees = [n for n in range(2, per_node + 1) if per_node % n == 0]
     degrees += [n * per_node for n in range(2, nodes + 1) if nodes % n == 0]
     for ranks in degrees:
-        links, crossed = collective_links(process, ranks, clock), max(1, ranks // per_node)
+        links, crossed = connect_groups(process, ranks, clock), max(1, ranks // per_node)
         yield [
             Point(blanks, partial(links.collectives, size), size, average=trimmed_mean)
             for size in sizes
@@ -38,11 +38,11 @@ def rows(process: Process, per_node: int, clock: Clock, *, thin: bool) -> Iterat
         ]
     for crossed, distance in ((1, 1), (2, per_node)):
         if (per_node if crossed == 1 else nodes) > 1:
-            pair = pair_links(process, distance, clock)
+            pair = connect_pairs(process, distance, clock)
             yield [
                 Point(
                     _blanks(("send",), 2, crossed, size),
-                    partial(message, pair, size),
+                    partial(measure_message, pair, size),
                     size,
                     average=trimmed_mean,
                 )

@@ -1,4 +1,4 @@
-"""Copies inside a rank's memory, and the optimizer, which little else limits."""
+"""Times of memory: copies on a rank, and optimizer updates, which memory bandwidth limits."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,7 +7,8 @@ import torch
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.offload import Offloadable
 from realrl.engine.training.optimizer import ShardedAdamW
-from realrl.families.tensors import TensorSpec, bucket_count
+from realrl.families.tensors import TensorSpec
+from realrl.layout.limits import bucket_count
 from realrl.model.group import alone
 from realrl.planner.profile.profile import CollectiveKind
 from realrl.recipe.model import OptimizerConfig
@@ -16,8 +17,8 @@ from realrl.runtime.profiler.points.clock import Clock
 _ELEMENT = 4  # all of it is measured with float32
 
 
-def copies(number_bytes: int, clock: Clock) -> Mapping[CollectiveKind, float]:
-    """Seconds of what happens to so many bytes in the memory of one rank, and between it and the host's."""
+def measure_copies(number_bytes: int, clock: Clock) -> Mapping[CollectiveKind, float]:
+    """Measure the seconds of copies of so many bytes in a rank's memory, and to and from the host's."""
     source = torch.zeros(max(1, number_bytes // _ELEMENT), device=clock.device)
     target = torch.zeros_like(source)
     begin = clock.now()
@@ -40,17 +41,17 @@ def copies(number_bytes: int, clock: Clock) -> Mapping[CollectiveKind, float]:
 
 
 class Update:
-    """An optimizer of tensors that nobody else has."""
+    """Optimizer of tensors that are not sharded."""
 
     def __init__(self, tensors: Sequence[TensorSpec], dtype: torch.dtype, clock: Clock) -> None:
-        count = bucket_count(tensors)
+        count = bucket_count(sum(tensor.numel for tensor in tensors))
         self._clock = clock
         parameters = FlatBuffer(tensors, dtype, clock.device, multiple_of=count)
         self._gradients = FlatBuffer(tensors, torch.float32, clock.device, multiple_of=count)
         self._optimizer = ShardedAdamW(parameters, self._gradients, OptimizerConfig(), alone())
 
     def seconds(self) -> float:
-        """Of a step whose gradients have been added up, without clearing them."""
+        """Measure the seconds of an update whose gradients have been reduced, without clearing them."""
         clock, gradients = self._clock, self._gradients.data
         gradients.fill_(1.0)
         for bucket in range(self._optimizer.buckets):

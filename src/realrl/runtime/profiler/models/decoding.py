@@ -1,4 +1,4 @@
-"""Generation: what prompts take, and then each turn."""
+"""Times of generation: prefill, then decode steps."""
 
 from collections.abc import Mapping
 from statistics import median
@@ -13,31 +13,33 @@ from realrl.model.cache import KVCache
 from realrl.model.packing import Packing
 from realrl.planner.profile.profile import LayerKind
 from realrl.recipe.settings import GenerationConfig
-from realrl.runtime.profiler.models.passes import first_extra, typical
+from realrl.runtime.profiler.models.passes import find_first_extra, find_typical
 from realrl.runtime.profiler.points.clock import Clock, Moment
-from realrl.runtime.profiler.points.records import records
-from realrl.runtime.profiler.points.watch import Watch
+from realrl.runtime.profiler.points.layer_timer import LayerTimer
+from realrl.runtime.profiler.points.records import make_records
 
 TURNS = 8
-"""Tokens that are decoded at a time."""
+"""Number of tokens decoded in one measurement."""
 _NOISE = Noise(0, 0)
 _NO_ENDS = (-1,)
-"""Never drawn, so that nothing ends early."""
+"""Token that is never sampled, so that no sequence ends early."""
 
 
 class Decoding:
-    """A language model that generates."""
+    """Generation by a language model, measured."""
 
     def __init__(self, model: Model, sampling: GenerationConfig, clock: Clock) -> None:
-        self._model, self._sampling, self._clock = model, sampling, clock
-        self._watch = Watch(model, clock)
+        self._model = model
+        self._sampling = sampling
+        self._clock = clock
+        self._layer_timer = LayerTimer(model, clock)
 
     def start(self, tokens: int, context: int) -> Mapping[LayerKind, float]:
-        """Seconds until `tokens // context` prompts of `context` tokens each have their first new token."""
+        """Measure the seconds until `tokens // context` prompts of `context` tokens have their first new token."""
         clock, sampling = self._clock, self._limited(1)
         vocabulary, device = self._model.shape.vocab_size, self._model.device
-        batch = records([2 * context] * (tokens // context), vocabulary, device)
-        self._watch.clear()
+        batch = make_records([2 * context] * (tokens // context), vocabulary, device)
+        self._layer_timer.clear()
         begin = clock.now()
         generate(
             self._model,
@@ -49,23 +51,23 @@ class Decoding:
             budget=2 * tokens,
         )
         end = clock.now()
-        ((*marks,),) = self._watch.passes
+        ((*marks,),) = self._layer_timer.passes
         before, *layers, after = clock.between(begin, *marks, end)
-        return {"start": before + first_extra(layers) + after, "prefill": typical(layers)}
+        return {"start": before + find_first_extra(layers) + after, "prefill": find_typical(layers)}
 
     def turn(self, rows: int, context: int) -> Mapping[LayerKind, float]:
-        """Seconds of a token more for each of so many sequences, which have `context` tokens each, about."""
+        """Measure the seconds of one decode step of `rows` sequences, which have about `context` tokens each."""
         clock = self._clock
         prompts = Ragged(torch.zeros(rows, dtype=torch.int64), (1,) * rows)
         ids = torch.arange(rows, device=self._model.device)
         cached = max(1, context - TURNS // 2)
         running = _Cached(self._model, prompts, ids, self._limited(TURNS + 1), cached, clock)
-        self._watch.clear()
+        self._layer_timer.clear()
         for _ in running.run():
             pass
-        passes = self._watch.passes
+        passes = self._layer_timer.passes
         layers = [clock.between(*marks) for marks in passes]
-        # Before the first pass come tokens that are drawn from what the cache is said to hold.
+        # The first pass has no gap before it: its tokens are sampled from the pretended prefill.
         gaps = [
             clock.between(before[-1], drawn, after[0])
             for before, drawn, after in zip(passes, running.drawn[1:], passes[1:], strict=False)
@@ -84,7 +86,7 @@ class Decoding:
 
 
 class _Cached(Continuation):
-    """A continuation of sequences that are in the cache already."""
+    """Continuation of sequences that are in the KV cache already."""
 
     def __init__(
         self,
@@ -96,16 +98,17 @@ class _Cached(Continuation):
         clock: Clock,
     ) -> None:
         super().__init__(model, prompts, ids, sampling, _NO_ENDS, _NOISE)
-        self._cached, self._clock = cached, clock
+        self._cached = cached
+        self._clock = clock
         self.drawn: list[Moment] = []
-        """When the tokens of each turn had been drawn."""
+        """Moments at which the tokens of each decode step had been sampled."""
 
     def _record(self, chosen: Tensor, slots: Tensor, position: int) -> None:
         self.drawn.append(self._clock.now())
         super()._record(chosen, slots, position)
 
     def prefill(self) -> tuple[Tensor, KVCache]:
-        """A cache that claims to hold the sequences."""
+        """Make a KV cache that claims to hold the sequences."""
         model, rows = self.model, len(self.prompts)
         cache = KVCache(
             layers=len(model.shard.layers),

@@ -1,4 +1,4 @@
-"""Inference and training: what the parts of one micro-batch take."""
+"""Times of inference and training: the parts of one micro-batch."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -16,8 +16,8 @@ from realrl.families.shape import Head
 from realrl.planner.profile.profile import LayerKind
 from realrl.recipe.model import OptimizerConfig
 from realrl.runtime.profiler.points.clock import Clock, Moment
-from realrl.runtime.profiler.points.records import records
-from realrl.runtime.profiler.points.watch import Watch
+from realrl.runtime.profiler.points.layer_timer import LayerTimer
+from realrl.runtime.profiler.points.records import make_records
 
 PPO = PPOConfig()
 
@@ -26,25 +26,30 @@ ALIKE, UNLIKE = (72, 72, 72, 72), (120, 80, 56, 32)
 
 
 class Passes:
-    """The calls of a model, with the methods of PPO: log-probabilities and the policy loss with its entropy, or
-    values and the value loss."""
+    """Calls of a model, measured with the methods of PPO.
+
+    Log-probabilities and the policy loss with its entropy, or values and the value loss.
+    """
 
     def __init__(self, model: Model, clock: Clock) -> None:
-        self._model, self._clock = model, clock
-        self._watch = Watch(model, clock)
+        self._model = model
+        self._clock = clock
+        self._layer_timer = LayerTimer(model, clock)
         self._trainer = _Trainer(model, clock)
         scalar = model.head == "scalar"
         self._inference: InferenceMethod = CriticInference(PPO) if scalar else RefInference()
         self._training: TrainMethod = _CriticGradients(PPO) if scalar else _ActorGradients(PPO)
 
     def measure(self, lengths: Sequence[int]) -> dict[str, float]:
-        """Seconds of the parts of a micro-batch of sequences of so many tokens each, once without gradients and
-        once with them."""
-        batch = records(lengths, self._model.shape.vocab_size, self._model.device)
+        """Measure the seconds of the parts of a micro-batch, without gradients and with them.
+
+        `lengths`: tokens of each sequence.
+        """
+        batch = make_records(lengths, self._model.shape.vocab_size, self._model.device)
         return self._infer(batch) | self._train(batch)
 
     def measure_buckets(self) -> dict[str, float]:
-        """The same of sequences of one length, and of such that have unlike ones."""
+        """Measure the same for sequences of equal length and of unequal lengths."""
         return {
             f"{name} {part}": seconds
             for name, lengths in (("alike", ALIKE), ("unlike", UNLIKE))
@@ -52,34 +57,34 @@ class Passes:
         }
 
     def _infer(self, batch: Batch) -> dict[str, float]:
-        """Before the layers, of a layer, and after them."""
+        """Measure inference: before the layers, one layer, and after them."""
         clock, tokens = self._clock, len(batch["sequences"].values)
-        self._watch.clear()
+        self._layer_timer.clear()
         begin = clock.now()
         self._model.infer(batch, self._inference, tokens)
         end = clock.now()
-        ((*marks,),) = self._watch.passes
+        ((*marks,),) = self._layer_timer.passes
         before, *layers, after = clock.between(begin, *marks, end)
-        return {"enter": before + first_extra(layers), "layer": typical(layers), "head": after}
+        return {"enter": before + find_first_extra(layers), "layer": find_typical(layers), "head": after}
 
     def _train(self, batch: Batch) -> dict[str, float]:
-        """Before and after, of a layer and of the head, forward and backward, and of the embedding backward."""
+        """Measure training: before and after, a layer and the head both ways, and the embedding backward."""
         clock, trainer = self._clock, self._trainer
-        self._watch.clear()
+        self._layer_timer.clear()
         whole = [list(range(len(batch)))]
         trainer.train(batch, self._training, whole, lr=1e-6, budget=len(batch["sequences"].values))
-        ((*marks,),), back = self._watch.passes, self._watch.backward
+        ((*marks,),), back = self._layer_timer.passes, self._layer_timer.backward
         before, *forward, head = clock.between(trainer.begun, *marks, back[0])
         *backward, embedding, after = clock.between(*back, trainer.left, trainer.ended)
         return {
-            "trained enter": before + first_extra(forward) + embedding + after,
-            "trained layer": typical(forward) + typical(backward),
+            "trained enter": before + find_first_extra(forward) + embedding + after,
+            "trained layer": find_typical(forward) + find_typical(backward),
             "trained head": head,
         }
 
 
-def parts(seconds: Mapping[str, float], head: Head) -> dict[LayerKind, float]:
-    """What `measure` has found, as a profile holds it: what training adds to inference."""
+def convert_parts(seconds: Mapping[str, float], head: Head) -> dict[LayerKind, float]:
+    """Convert the results of `measure` to entries of a profile: inference, and what training adds."""
     heads: tuple[LayerKind, LayerKind] = ("head", "head_backward")
     if head == "scalar":
         heads = ("scalar", "scalar_backward")
@@ -94,8 +99,8 @@ def parts(seconds: Mapping[str, float], head: Head) -> dict[LayerKind, float]:
     return found
 
 
-def bucket_parts(seconds: Mapping[str, float]) -> dict[LayerKind, float]:
-    """What `measure_buckets` has found: what each length more adds."""
+def convert_bucket_parts(seconds: Mapping[str, float]) -> dict[LayerKind, float]:
+    """Convert the results of `measure_buckets` to entries of a profile: the cost of each further length."""
     kinds: Mapping[str, LayerKind] = {"enter": "bucket_enter", "layer": "bucket"}
 
     def added(part: str) -> float:
@@ -106,23 +111,23 @@ def bucket_parts(seconds: Mapping[str, float]) -> dict[LayerKind, float]:
 
 
 class _Trainer(Trainer):
-    """A trainer that notes when it computes gradients."""
+    """Trainer that records when it computes gradients."""
 
     def __init__(self, model: Model, clock: Clock) -> None:
         super().__init__(model, OptimizerConfig())
         self._clock = clock
-        # With nobody to add them up with, gradients would be copied away while the backward pass is timed.
+        # Without other ranks, overlapped gradient reduction would only add copies to the timed backward pass.
         self._early = None
         self.begun: Moment = 0.0
         self.left: Moment = 0.0
-        """When the last backward pass had ended."""
+        """Moment at which the last backward pass had ended."""
         self.ended: Moment = 0.0
 
     def _gradients(self, *args: Any, **options: Any) -> Metrics:
         self.begun = self._clock.now()
-        figures = super()._gradients(*args, **options)
+        metrics = super()._gradients(*args, **options)
         self.ended = self._clock.now()
-        return figures
+        return metrics
 
     def _backward(self, *args: Any) -> None:
         super()._backward(*args)
@@ -130,35 +135,35 @@ class _Trainer(Trainer):
 
 
 class _ActorGradients(ActorTrain):
-    """Without an update."""
+    """Training of the actor without an update."""
 
-    def stop(self, figures: dict[str, float]) -> bool:
-        """Always."""
-        super().stop(figures)
+    def stop(self, metrics: dict[str, float]) -> bool:
+        """Stop always, after the base class has seen the metrics."""
+        super().stop(metrics)
         return True
 
 
 class _CriticGradients(CriticTrain):
-    """Without an update."""
+    """Training of the critic without an update."""
 
-    def stop(self, figures: dict[str, float]) -> bool:
-        """Always."""
+    def stop(self, metrics: dict[str, float]) -> bool:
+        """Stop always."""
         return True
 
 
-def typical(layers: list[float]) -> float:
-    """A layer among others. The first one also prepares what all of them use."""
+def find_typical(layers: list[float]) -> float:
+    """Compute the seconds of a layer other than the first, which also prepares what all of them use."""
     return median(layers[1:] or layers)
 
 
-def first_extra(layers: list[float]) -> float:
-    """What the first layer takes more than others."""
-    return layers[0] - typical(layers)
+def find_first_extra(layers: list[float]) -> float:
+    """Compute the extra seconds of the first layer."""
+    return layers[0] - find_typical(layers)
 
 
-def prepare(sequences: int, answer: int, clock: Clock) -> float:
-    """Seconds of what `actor.train` and `critic.train` do before the first mini-batch, on average."""
-    batch = records([2 * answer] * sequences, 2, clock.device)
+def measure_preparation(sequences: int, answer: int, clock: Clock) -> float:
+    """Measure the seconds before the first mini-batch of `actor.train` and `critic.train`, on average."""
+    batch = make_records([2 * answer] * sequences, 2, clock.device)
     methods = ActorTrain(PPO), CriticTrain(PPO)
     begin = clock.now()
     for method in methods:

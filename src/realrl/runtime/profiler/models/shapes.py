@@ -11,39 +11,45 @@ import torch
 from realrl.engine.model import Model
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import TensorSpec, model_tensors
-from realrl.model.packing import DENSE_LENGTH
+from realrl.layout.padding import DENSE_LENGTH
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
 from realrl.planner.profile.profile import LayerKind, Measurement
 from realrl.planner.workload.sizes import LocalSizes
 from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.profiler.hardware.memory import Update
 from realrl.runtime.profiler.models.decoding import TURNS, Decoding
-from realrl.runtime.profiler.models.passes import UNLIKE, Passes, bucket_parts, parts, prepare
-from realrl.runtime.profiler.models.shard import tensor_rank
+from realrl.runtime.profiler.models.passes import (
+    UNLIKE,
+    Passes,
+    convert_bucket_parts,
+    convert_parts,
+    measure_preparation,
+)
+from realrl.runtime.profiler.models.shard import make_tensor_rank
 from realrl.runtime.profiler.points.clock import Clock
 from realrl.runtime.profiler.points.point import UNKNOWN, Point
 from realrl.runtime.profiler.points.sizes import Sizes
 
 _LAYERS = 2
-"""Of the models that sequences pass through: the first one prepares what all use, the second is as all others."""
+"""Layers of the models that sequences pass through: the first prepares for all, the second is typical."""
 _DECODED_BYTES = 256 << 20
-"""Of the layers that tokens pass through: more than caches hold, where the model has as much."""
+"""Bytes of the layers that tokens pass through: more than caches hold, where the model has as much."""
 _LARGEST_UPDATE = 1 << 27
-"""Parameters."""
+"""Maximum parameters of a measured optimizer update."""
 _PASSES: Mapping[Head, tuple[LayerKind, ...]] = {
     "lm": ("head", "head_backward"),
     "scalar": ("enter", "enter_backward", "forward", "backward", "scalar", "scalar_backward"),
 }
-"""What is measured with models of either head: with scalar ones what both share, since no vocabulary delays it."""
+"""Parts measured with each head; shared parts with the scalar one, which no vocabulary delays."""
 
 _BUCKETS: tuple[LayerKind, ...] = ("bucket_enter", "bucket", "bucket_backward")
 
-Row = list[Point[Measurement]]
+ShapeRow = list[Point[Measurement]]
 
 
 @dataclass(frozen=True)
 class ShapeMeasurements:
-    """What to measure of a shape. `degrees`: of tensor parallelism."""
+    """Measurements of a model shape. `degrees`: of tensor parallelism."""
 
     shape: ModelShape
     dtype: Dtype
@@ -52,8 +58,8 @@ class ShapeMeasurements:
     degrees: tuple[int, ...]
     clock: Clock
 
-    def rows(self) -> Iterator[Row]:
-        """Points that differ in size alone, smaller ones first.
+    def rows(self) -> Iterator[ShapeRow]:
+        """Yield series of points that differ in size alone, smaller ones first.
 
         Degrees take turns, so that a machine that becomes slower or faster does so for all of them.
         """
@@ -63,7 +69,7 @@ class ShapeMeasurements:
         for alike in zip_longest(*map(self._calls, self.degrees)):
             yield from (row for row in alike if row is not None)
 
-    def _calls(self, tp: int) -> Iterator[Row]:
+    def _calls(self, tp: int) -> Iterator[ShapeRow]:
         yield from self._passes("scalar", tp, self.sizes.passes(DENSE_LENGTH))
         yield from self._passes("lm", tp, self.sizes.few_passes())
         yield from self._starts(tp)
@@ -71,7 +77,9 @@ class ShapeMeasurements:
 
     def _preparation(self, rows: int, answer: int) -> Point[Measurement]:
         blank = Measurement(kind="prepare", sequences=rows, context=answer, seconds=UNKNOWN)
-        return Point((blank,), lambda: {"prepare": prepare(rows, answer, self.clock)}, rows, times=2)
+        return Point(
+            (blank,), lambda: {"prepare": measure_preparation(rows, answer, self.clock)}, rows, times=2
+        )
 
     def _update(self, layers: int) -> Point[Measurement]:
         tensors = _layer_tensors(self.shape, layers)
@@ -80,7 +88,7 @@ class ShapeMeasurements:
         blank = Measurement(kind="optimizer", tokens=elements, seconds=UNKNOWN)
         return Point((blank,), lambda: {"optimizer": update().seconds()}, elements)
 
-    def _passes(self, head: Head, tp: int, sizes: Iterable[tuple[int, int]]) -> Iterator[Row]:
+    def _passes(self, head: Head, tp: int, sizes: Iterable[tuple[int, int]]) -> Iterator[ShapeRow]:
         passes = cache(lambda: Passes(self._model(head, tp, _LAYERS), self.clock))
 
         def point(tokens: int, context: int) -> Point[Measurement]:
@@ -90,16 +98,18 @@ class ShapeMeasurements:
                 lambda: passes().measure([context] * (tokens // context)),
                 tokens,
                 times=_LAYERS,
-                derive=partial(parts, head=head),
+                derive=partial(convert_parts, head=head),
             )
 
         for context, group in _by_length(sizes):
             yield [point(tokens, context) for tokens in group]
         if head == "scalar":
             blanks = _blanks(_BUCKETS, tp=tp, tokens=sum(UNLIKE))
-            yield [Point(blanks, lambda: passes().measure_buckets(), sum(UNLIKE), derive=bucket_parts)]
+            yield [
+                Point(blanks, lambda: passes().measure_buckets(), sum(UNLIKE), derive=convert_bucket_parts)
+            ]
 
-    def _starts(self, tp: int) -> Iterator[Row]:
+    def _starts(self, tp: int) -> Iterator[ShapeRow]:
         decoding = cache(lambda: Decoding(self._model("lm", tp, _LAYERS), self.sampling, self.clock))
 
         def point(tokens: int, context: int) -> Point[Measurement]:
@@ -109,7 +119,7 @@ class ShapeMeasurements:
         for context, group in _by_length(self.sizes.starts()):
             yield [point(tokens, context) for tokens in group]
 
-    def _turns(self, tp: int) -> Iterator[Row]:
+    def _turns(self, tp: int) -> Iterator[ShapeRow]:
         layer_bytes = LocalSizes(self.shape, "lm", tp).parts[0] * ELEMENT_BYTES[self.dtype]
         layers = min(self.shape.layers, max(_LAYERS, -(-_DECODED_BYTES // layer_bytes)))
         decoding = cache(lambda: Decoding(self._model("lm", tp, layers), self.sampling, self.clock))
@@ -125,7 +135,7 @@ class ShapeMeasurements:
             yield [point(rows, context, first=i == 0) for rows in group]
 
     def _model(self, head: Head, tp: int, layers: int) -> Model:
-        return tensor_rank(
+        return make_tensor_rank(
             self.shape,
             head,
             tp,
@@ -141,7 +151,7 @@ class ShapeMeasurements:
 
 
 def _by_length(sizes: Iterable[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
-    """(size, length) with equal lengths together: each length with its sizes."""
+    """Group (size, length) pairs by length: each length with its sizes."""
     for length, group in groupby(sizes, itemgetter(1)):
         yield length, [size for size, _ in group]
 
@@ -151,7 +161,7 @@ def _blanks(kinds: Iterable[LayerKind], **at: int) -> tuple[Measurement, ...]:
 
 
 def _layer_tensors(shape: ModelShape, layers: int) -> list[TensorSpec]:
-    """Those of so many layers, but no more than `_LARGEST_UPDATE` elements unless one layer has more."""
+    """List the tensors of so many layers, up to `_LARGEST_UPDATE` elements, but at least one layer."""
     few = shape.model_copy(update={"layers": layers})
     tensors = [spec for spec in model_tensors(few, "lm") if spec.layer is not None]
     per_layer = sum(spec.numel for spec in tensors) // layers

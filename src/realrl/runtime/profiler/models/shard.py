@@ -1,4 +1,4 @@
-"""What one tensor rank computes, without the others."""
+"""Model shard of one TP rank, computed without the other ranks."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from realrl.engine.model import Model
 from realrl.engine.parallel import Parallel
 from realrl.families.shape import Head, ModelShape
-from realrl.layout.layout import layout
+from realrl.layout.layout import build_layout
 from realrl.layout.shard import Shard
 from realrl.model.group import Group, alone
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -16,18 +16,18 @@ from realrl.plan.placement import Mesh, Placement, Strategy
 
 @dataclass(frozen=True)
 class _Silent(Group):
-    """Ranks of which only this one exists: what it tells the others is what it gets back."""
+    """Group of TP ranks of which only this one exists: collectives return its own part."""
 
     def gather_columns(self, part: Tensor, columns: int) -> Tensor:
-        """As many columns as there would be."""
+        """Repeat the columns as often as there would be ranks."""
         width = -(-columns // self.size)
         return part.repeat(1, -(-width * self.size // part.shape[1]))[:, :columns].contiguous()
 
 
-def tensor_rank(
+def make_tensor_rank(
     shape: ModelShape, head: Head, tp: int, *, layers: int, dtype: torch.dtype, device: torch.device
 ) -> Model:
-    """A model of `layers` layers with the weights of the fullest of `tp` tensor ranks, fresh ones.
+    """Make a model of `layers` layers with fresh weights of the largest of `tp` TP ranks.
 
     Where it would talk to the others it goes on with what it has: it takes the time of the arithmetic, and its
     results mean nothing.
@@ -38,7 +38,7 @@ def tensor_rank(
     one = alone(rank)
     tensor = _Silent(placement.ranks, rank) if tp > 1 else one
     parallel = Parallel(data=one, tensor=tensor, pipeline=one, backward=one, everyone=one, ends=None)
-    whole = layout(shape, head, placement)
+    whole = build_layout(shape, head, placement)
     model = Model(whole, rank, parallel, dtype=dtype, device=device)
     # Numbers like those of a model, drawn where they are needed: on a CPU it would take minutes for a large one.
     model.parameters.data.normal_(0.0, shape.init_std)

@@ -14,30 +14,34 @@ from realrl.runtime.profiler.points.clock import Clock
 Kind = TypeVar("Kind")
 
 
-Average = Callable[[Sequence[float]], float]
+AverageFunction = Callable[[Sequence[float]], float]
 
 
 def trimmed_mean(times: Sequence[float]) -> float:
-    """Without the slowest twentieth. Of many that follow each other, what they take together counts, not what most
-    of them take."""
+    """Average the times without the slowest twentieth.
+
+    For events that follow each other the sum counts, hence no median.
+    """
     kept = sorted(times)[: max(1, len(times) * 19 // 20)]
     return sum(kept) / len(kept)
 
 
 class Bench:
-    """Repeats work until enough time has passed."""
+    """Repeated measurements, until enough time has passed."""
 
     def __init__(self, process: Process, *, patience: float, repetitions: tuple[int, int]) -> None:
-        """`patience`: seconds that one measurement may take if that gives at least the first and at most the
-        second number of repetitions."""
-        self.process, self.clock = process, Clock(process.device)
-        self._patience, self._repetitions = patience, repetitions
+        """`patience`: seconds for one measurement, within (minimum, maximum) `repetitions`."""
+        self.process = process
+        self.clock = Clock(process.device)
+        self._patience = patience
+        self._repetitions = repetitions
 
     def measure(
-        self, work: Callable[[], Mapping[Kind, float]], average: Average = median
+        self, work: Callable[[], Mapping[Kind, float]], average: AverageFunction = median
     ) -> dict[Kind, float] | None:
-        """Averages of what `work` says of its parts, each time on the rank where they are highest, since the others
-        will have to wait for it; None where some GPU has too little memory.
+        """Average the times of the parts of `work`, each time on the slowest rank; None where memory is too small.
+
+        The slowest rank counts, since the others have to wait for it.
 
         All ranks call this together, with work of the same parts.
         """
@@ -56,7 +60,7 @@ class Bench:
         }
 
     def _warm_up(self, work: Callable[[], object]) -> bool:
-        """Whether all ranks have memory enough."""
+        """Run the work once; return whether all ranks have enough memory."""
         fits = True
         try:
             work()
@@ -67,6 +71,6 @@ class Bench:
         return all(self.process.gather(fits))
 
     def wait(self) -> None:
-        """Until all ranks are here."""
+        """Wait until all ranks are here."""
         if self.process.control is not None:
             dist.barrier(group=self.process.control)

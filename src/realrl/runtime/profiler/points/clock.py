@@ -1,4 +1,4 @@
-"""Time as the device sees it."""
+"""Clock of a device."""
 
 import time
 from itertools import pairwise
@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 
 Moment = float | torch.cuda.Event
-"""On a GPU, when it gets there, not when the host has handed it the work."""
+"""Point in time: on a GPU, when the device gets there, not when the host has launched the work."""
 
 
 class Clock:
@@ -16,7 +16,7 @@ class Clock:
         self.device = device
 
     def now(self) -> Moment:
-        """This moment."""
+        """Record the present moment."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -24,7 +24,7 @@ class Clock:
         return event
 
     def between(self, *moments: Moment) -> list[float]:
-        """Seconds from each moment to the next."""
+        """Compute the seconds from each moment to the next."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return [_seconds(a, b) for a, b in pairwise(moments)]

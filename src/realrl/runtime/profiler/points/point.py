@@ -1,4 +1,4 @@
-"""Measurements that are to be made."""
+"""Measurements to make, and the loop that makes them."""
 
 import time
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
@@ -7,84 +7,85 @@ from statistics import median
 from typing import Any, Generic, TypeVar
 
 from realrl.planner.profile.profile import CollectiveTime, Measurement
-from realrl.runtime.profiler.points.bench import Average, Bench
+from realrl.runtime.profiler.points.bench import AverageFunction, Bench
 
 Entry = TypeVar("Entry", Measurement, CollectiveTime)
 
 LEAST = 1e-9
-"""Seconds; a difference of two measured times may be less, or below 0."""
+"""Minimum seconds of an entry; the difference of two measured times may be less, or below 0."""
 UNKNOWN = 1.0
-"""Seconds of an entry that has not been measured."""
+"""Placeholder seconds of an entry that has not been measured."""
 
 
 @dataclass(frozen=True)
 class Point(Generic[Entry]):
-    """What to measure at one size."""
+    """Measurement at one size."""
 
     blanks: tuple[Entry, ...]
-    """Entries of a profile, their times unknown, each of another kind."""
+    """Entries of a profile, times unknown, each of another kind."""
     work: Callable[[], Mapping[Any, float]]
-    """Gives seconds of its parts."""
+    """Function that returns the seconds of its parts."""
     size: int
-    """What the times grow with."""
+    """Size that the times grow with."""
     times: int = 1
-    """How often the parts that are measured come in one execution of `work`, about."""
-    average: Average = median
-    """Of several executions."""
+    """Approximate number of times the measured parts occur in one execution of `work`."""
+    average: AverageFunction = median
+    """Average over several executions."""
     derive: Callable[[Mapping[Any, float]], Mapping[Any, float]] = dict
-    """From averages of the parts to seconds by kind."""
+    """Conversion of the averages of the parts to seconds by kind."""
 
     def known(self, entries: Container[Hashable]) -> bool:
-        """Whether it has been measured."""
+        """Check whether it has been measured."""
         return all(blank.key in entries for blank in self.blanks)
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long to measure."""
+    """Time to spend on measurements."""
 
     sweeps: int
-    """How often everything is measured, one after the other, so that a moment in which a machine is busy with
-    something else does not spoil all that is known of some sizes."""
+    """Number of sweeps over all points, so that a busy moment of the machine cannot spoil some sizes."""
     patience: float
-    """Seconds that one measurement of a sweep may take, if that gives repetitions enough."""
+    """Seconds that one measurement of a sweep may take, if that gives enough repetitions."""
     repetitions: tuple[int, int]
-    """At least, and at most."""
+    """Minimum and maximum number of repetitions."""
     limit: float
-    """Seconds; what takes longer each time is not measured."""
+    """Maximum seconds of one execution; slower points are skipped."""
     total: float
-    """Seconds of a sweep after which only the smallest sizes of what is left are measured."""
+    """Seconds of a sweep after which only the smallest size of each remaining series is measured."""
 
 
 class Measurer(Generic[Entry]):
-    """Adds what is missing of points to entries of a profile. All ranks do the same together."""
+    """Loop that adds missing points to entries of a profile. All ranks run it together."""
 
     def __init__(
         self, entries: dict[Hashable, Entry], bench: Bench, pace: Pace, done: Callable[[], None]
     ) -> None:
-        """`done` is told of each point, measured or not."""
+        """`done` is called after each point, measured or not."""
         self.entries: dict[Hashable, Entry] = entries
-        self._bench, self._pace, self._done = bench, pace, done
+        self._bench = bench
+        self._pace = pace
+        self._done = done
         self._rates: dict[tuple[object, ...], float] = {}
-        """Series that are measured together -> seconds per unit of size, at last."""
+        """Entries that are measured together -> latest seconds per unit of size."""
         self._started = time.monotonic()
 
     def measure(self, row: Sequence[Point[Entry]]) -> None:
-        """Points that differ in size alone, smaller ones first; when one is left out, so are the larger ones."""
-        going_on = True
+        """Measure a series, smaller points first; once one is skipped, so are the larger ones."""
+        continuing = True
         for point in row:
             series = tuple(blank.series for blank in point.blanks)
             expected = point.size * self._rates.get(series, 0.0)
-            if going_on and not point.known(self.entries):
+            if continuing and not point.known(self.entries):
                 late = point is not row[0] and self._late()
-                going_on = expected <= self._pace.limit and not late and self._one(point)
+                continuing = expected <= self._pace.limit and not late and self._one(point)
             if point.known(self.entries):
                 seconds = sum(self.entries[blank.key].seconds for blank in point.blanks)
                 self._rates[series] = point.times * seconds / point.size
             self._done()
 
     def _one(self, point: Point[Entry]) -> bool:
-        """Whether it could be measured."""
+        """Measure a point; return whether it could be measured."""
         found = self._bench.measure(point.work, point.average)
         if found is None:
             return False
@@ -98,8 +99,8 @@ class Measurer(Generic[Entry]):
         return max(self._bench.process.gather(passed)) > self._pace.total
 
 
-def medians(sweeps: Sequence[Mapping[Hashable, Entry]]) -> dict[Hashable, Entry]:
-    """Of each entry its time in the middle, over the sweeps that measured it."""
+def take_medians(sweeps: Sequence[Mapping[Hashable, Entry]]) -> dict[Hashable, Entry]:
+    """Take the median of each entry over the sweeps that measured it."""
     found: dict[Hashable, list[Entry]] = {}
     for entries in sweeps:
         for key, entry in entries.items():

@@ -1,4 +1,4 @@
-"""Records to measure with."""
+"""Synthetic records to measure with."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,11 @@ import torch
 from realrl.data.batch import Batch, Ragged
 
 
-def records(lengths: Sequence[int], vocabulary: int, device: torch.device) -> Batch:
-    """What the calls of a PPO step find in a batch of sequences of so many tokens each, of which the first half is
-    the prompt; a single token is both."""
+def make_records(lengths: Sequence[int], vocabulary: int, device: torch.device) -> Batch:
+    """Make a batch as the calls of a PPO step find it, with sequences of these lengths.
+
+    The first half of a sequence is the prompt; a single token is both.
+    """
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(0, vocabulary, (sum(lengths),), generator=generator)
     sequences = Ragged(drawn, tuple(lengths))

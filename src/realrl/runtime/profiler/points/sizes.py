@@ -1,4 +1,4 @@
-"""At which sizes to measure: those that a run's own lie between."""
+"""Sizes to measure: a grid around the sizes of a run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,28 +8,28 @@ from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 
 LEAST_TOKENS = 64
-"""Smaller micro-batches take as long as this one, nearly."""
+"""Tokens of the smallest micro-batch; smaller ones take nearly as long."""
 LEAST_LENGTH = 32
 STEP = 4
-"""From one size to the next. In between, times are taken to grow in a line."""
+"""Ratio of one size to the one before; times in between are interpolated linearly."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The largest sizes there are, in tokens; `prompt` and `answer` are 0 where nothing is generated."""
+    """Largest sizes of a run, in tokens; `prompt` and `answer` are 0 where nothing is generated."""
 
     micro_batch: int
     length: int
     prompt: int
     answer: int
     rows: int
-    """Most sequences that are generated at once."""
+    """Maximum number of sequences generated at once."""
     thin: bool = False
-    """Whether to measure only at the largest and at few smaller sizes."""
+    """Whether to measure only the largest and a few smaller sizes."""
 
     @classmethod
     def of(cls, experiment: Experiment, *, thin: bool = False) -> "Sizes":
-        """Those of a recipe."""
+        """Find the sizes of a recipe."""
         data, spec = experiment.data, experiment.spec
         per_item = max(len(call.work) for call in build_graph(experiment).calls)
         items = data.batch * spec.samples_per_prompt(experiment)
@@ -43,12 +43,14 @@ class Sizes:
 
     @classmethod
     def usual(cls, *, thin: bool = False) -> "Sizes":
-        """Those of no recipe in particular."""
+        """Make sizes for no recipe in particular."""
         return cls(8192, 1024, 512, 512, 64, thin)
 
     def passes(self, jump: int) -> Iterator[tuple[int, int]]:
-        """(tokens of a micro-batch, of each of its sequences) for training and inference. Attention to sequences
-        of more than `jump` tokens is computed in another way."""
+        """List (tokens of a micro-batch, tokens of each sequence) for training and inference.
+
+        Attention to sequences of more than `jump` tokens is computed in another way.
+        """
         lengths = {*self._lengths(LEAST_LENGTH, self.length)}
         if not self.thin and LEAST_LENGTH < jump < jump + 8 < self.length:
             lengths |= {jump, jump + 8}
@@ -56,18 +58,18 @@ class Sizes:
             yield from self._batches(length, self.micro_batch)
 
     def few_passes(self) -> Iterator[tuple[int, int]]:
-        """Those with the shortest sequences."""
+        """List the sizes with the shortest sequences."""
         yield from self._batches(self._lengths(LEAST_LENGTH, self.length)[0], self.micro_batch)
 
     def starts(self) -> Iterator[tuple[int, int]]:
-        """The same for prompts."""
+        """List the sizes of prefill, likewise."""
         if self.prompt:
             most = max(self.prompt, min(self.micro_batch, self.rows * self.prompt))
             for length in self._lengths(LEAST_LENGTH // 2, self.prompt):
                 yield from self._batches(length, most)
 
     def turns(self) -> Iterator[tuple[int, int]]:
-        """(sequences, tokens of each in the cache) while tokens are generated one by one."""
+        """List (sequences, cached tokens of each) of decode steps."""
         contexts = self._lengths(LEAST_LENGTH, self.prompt + self.answer) if self.answer else []
         for context in contexts:
             for rows in self._spread(1, self.rows, 8 if self.thin else 2):
@@ -75,13 +77,13 @@ class Sizes:
                     yield rows, context
 
     def preparations(self) -> Iterator[tuple[int, int]]:
-        """(sequences, tokens of each answer) of a train call."""
+        """List (sequences, tokens of each answer) of train calls."""
         for answer in self._lengths(8, self.answer) if self.answer else []:
             for rows in self._spread(1, self.rows):
                 yield rows, answer
 
     def layers(self, most: int) -> list[int]:
-        """Numbers of layers, to update their parameters."""
+        """List the numbers of layers whose parameters are updated."""
         return self._spread(1, most)
 
     def _batches(self, length: int, most: int) -> Iterator[tuple[int, int]]:
@@ -89,12 +91,12 @@ class Sizes:
         yield from ((tokens, length) for tokens in sorted(found - {0}))
 
     def _lengths(self, low: int, high: int) -> list[int]:
-        """The same, fewer of them: times grow with lengths in a line."""
+        """List fewer lengths, since times grow linearly with them."""
         found = self._spread(low, high)
         return sorted({found[0], found[-1]}) if self.thin else found
 
     def _spread(self, low: int, high: int, step: int = STEP) -> list[int]:
-        """From low, or from high if that is less, to high."""
+        """Spread sizes from low, or from high if that is less, to high."""
         found = {min(low, high), high}
         while high > low:
             found.add(high)
@@ -105,11 +107,11 @@ class Sizes:
 
 SMALLEST_BYTES, LARGEST_BYTES = 64, 1 << 26
 MAPPED_BYTES = 1 << 25
-"""From this size on, the launcher has memory taken from the system anew each time."""
+"""Bytes from which the launcher has memory mapped anew each time."""
 
 
 def transfer_sizes(*, thin: bool = False) -> list[int]:
-    """Bytes of collectives and messages."""
+    """List the bytes of collectives and messages."""
     step, largest = (64, LARGEST_BYTES // 4) if thin else (8, LARGEST_BYTES)
     found = [largest]
     while found[-1] > SMALLEST_BYTES:
@@ -119,6 +121,6 @@ def transfer_sizes(*, thin: bool = False) -> list[int]:
 
 
 def copy_sizes(*, thin: bool = False) -> list[int]:
-    """Bytes of copies."""
+    """List the bytes of copies."""
     around = MAPPED_BYTES >> 5
     return sorted({*transfer_sizes(thin=thin), MAPPED_BYTES - around, MAPPED_BYTES + around})

@@ -1,4 +1,4 @@
-"""What has been measured so far."""
+"""Results store: the entries of a profile measured so far."""
 
 from collections.abc import Hashable
 
@@ -6,11 +6,11 @@ from realrl.plan.placement import Dtype
 from realrl.planner.profile.profile import CollectiveTime, LayerTimes, Measurement, Profile, ShapeKey
 
 
-class Notebook:
-    """A profile that grows."""
+class ResultsStore:
+    """Growing profile."""
 
     def __init__(self, profile: Profile, *, again: bool = False) -> None:
-        """With `again`, what `profile` holds is kept until it has been measured again, but not relied on."""
+        """Start from `profile`; with `again`, its entries are replaced as they are measured again."""
         self._old = profile
         self.collectives: dict[Hashable, CollectiveTime] = {}
         self._layers: dict[tuple[ShapeKey, Dtype], dict[Hashable, Measurement]] = {}
@@ -19,12 +19,12 @@ class Notebook:
             self._layers |= {(p.shape, p.dtype): {m.key: m for m in p.measurements} for p in profile.layers}
 
     def layers(self, shape: ShapeKey, dtype: Dtype) -> dict[Hashable, Measurement]:
-        """Times of a shape in a precision, by what was measured."""
+        """Find the times of a shape in a data type, by what was measured."""
         return self._layers.setdefault((shape, dtype), {})
 
     @property
     def profile(self) -> Profile:
-        """All of it."""
+        """Profile of all results."""
         parts = [
             LayerTimes(shape=shape, dtype=dtype, measurements=tuple(times.values()))
             for (shape, dtype), times in self._layers.items()

@@ -1,48 +1,50 @@
-"""Times of all ranks, put together: what a step, each call and each reallocation took."""
+"""Timing log: measured times of steps, calls and reallocations, merged from all ranks."""
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from realrl.runtime.measure.meter import Span, StepTimes
+from realrl.runtime.measure.step_timer import StepTimes, TimedSpan
 
 KEPT_STEPS = 10_000
-"""Of a longer run the first and the last ones, so that memory stays bounded."""
+"""Maximum number of steps kept; of a longer run, the first and the latest, so that memory stays bounded."""
 
 
 @dataclass
 class Times:
-    """Seconds of one thing in each step, and the most memory that it took on a device."""
+    """Seconds of a step, a call or a reallocation in each step, and its peak memory on a device."""
 
     seconds: list[float] = field(default_factory=list)
     bytes: int | None = None
 
     @property
     def counted(self) -> list[float]:
-        """Without the first step, which warms up, where there are others."""
+        """Seconds without the first step, which warms up, if there are others."""
         return self.seconds[1:] or self.seconds
 
     def add(self, seconds: float) -> None:
-        """One more step."""
+        """Append the seconds of a step."""
         self.seconds.append(seconds)
         del self.seconds[1 : 1 - KEPT_STEPS]
 
 
-class Ledger:
-    """What has been measured so far."""
+class TimingLog:
+    """Measured times of a run so far."""
 
     def __init__(self) -> None:
         self.step = Times()
-        """From when the last rank has ended the step before, or from when the first has begun where nobody had
-        by then, until the last rank has ended it."""
+        """Times of steps, each from the end of the step before to its own end, on the last rank.
+        
+        A step begins with the start on the first rank where that is later than the end of the step before."""
         self.spans: defaultdict[str, Times] = defaultdict(Times)
-        """The same by call, and by the text of a reallocation: from when the last rank that takes part has begun
-        until the last one has ended. Of functions, and of waiting for them, what it was on the rank where it was
-        longest."""
+        """Times by call, and by the text of a reallocation.
+
+        From the start on the last rank that takes part to the end on the last one; of functions, and of waiting for
+        them, on the rank where it took longest."""
         self._ended = float("-inf")
 
     def add(self, ranks: Sequence[Sequence[StepTimes]], offsets: Sequence[float]) -> None:
-        """Steps that every rank has measured, by rank. offsets: by rank, how far its clock is ahead."""
+        """Add the steps of all ranks, by rank. offsets: seconds by which the clock of each rank is ahead."""
         for step in zip(*ranks, strict=True):
             end = max(times.end - ahead for times, ahead in zip(step, offsets, strict=True))
             start = min(times.start - ahead for times, ahead in zip(step, offsets, strict=True))
@@ -51,7 +53,7 @@ class Ledger:
             self._add_spans(step, offsets)
 
     def _add_spans(self, step: Sequence[StepTimes], offsets: Sequence[float]) -> None:
-        found: defaultdict[tuple[str, int], list[tuple[Span, float]]] = defaultdict(list)
+        found: defaultdict[tuple[str, int], list[tuple[TimedSpan, float]]] = defaultdict(list)
         for times, ahead in zip(step, offsets, strict=True):
             # A reallocation may be done several times in a step.
             seen: defaultdict[str, int] = defaultdict(int)

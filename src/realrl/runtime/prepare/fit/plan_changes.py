@@ -1,62 +1,41 @@
-"""What could be changed in a recipe, or in its plan file, so that devices hold less. No torch."""
+"""Changes of a recipe, or of its plan file, so that devices hold less under its plan. No torch."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.placement import Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.planner.simulate.estimate import Footprint
-from realrl.recipe.experiment import Experiment
-from realrl.recipe.load import apply_override, parse_experiment
 from realrl.recipe.model import ModelConfig
 from realrl.runtime.prepare.compile import models
+from realrl.runtime.prepare.fit.change import Change, Draft, halves, set_fields
 
-
-@dataclass(frozen=True)
-class Draft:
-    """A recipe, with the content of its plan file, or what a search has found; None for a preset."""
-
-    experiment: Experiment
-    plan: Plan | None
-
-
-@dataclass(frozen=True)
-class Change:
-    """Something a user can write; what it makes of a draft may be impossible."""
-
-    text: str
-    apply: Callable[[Draft], Draft]
-
-
-Group = Sequence[Change]
+Degrees = Sequence[Change]
 """Degrees of one change, the mildest first."""
 
 
-def changes(draft: Draft, graph: DataflowGraph, peak: Footprint, *, offload: bool = True) -> Iterator[Group]:
+def plan_changes(
+    draft: Draft, graph: DataflowGraph, peak: Footprint, *, offload: bool = True
+) -> Iterator[Degrees]:
     """What could help a device that holds `peak` during a call of `graph`, in the order of what it costs in time,
     and last what changes the results. `offload`: whether the host has other memory than the device."""
     longest = draft.experiment.data.max_tokens
     if draft.plan is None:
         tokens = draft.experiment.micro_batch_tokens
-        yield [field(f"micro_batch_tokens={n}") for n in _halves(tokens, longest)]
-        yield [] if draft.experiment.recompute else [field("recompute=true")]
+        yield [set_fields(f"micro_batch_tokens={n}") for n in halves(tokens, longest)]
+        yield [] if draft.experiment.recompute else [set_fields("recompute=true")]
     else:
-        yield from _plan_changes(draft.plan, graph, peak, longest, offload)
+        yield from _file_changes(draft.plan, graph, peak, longest, offload)
     for role, config in models(draft.experiment).items():
         if not graph.trained(role) and f"{role} parameters" in " ".join(peak.parts) and _wide(config):
-            yield [field(f"models.{role}.dtype=bfloat16")]
+            yield [set_fields(f"models.{role}.dtype=bfloat16")]
 
 
-def smaller_batches(experiment: Experiment) -> Group:
-    """Fewer records per step, which changes what is learnt."""
-    return [field(f"data.batch={n}") for n in _halves(experiment.data.batch, 1)]
-
-
-def _plan_changes(
+def _file_changes(
     plan: Plan, graph: DataflowGraph, peak: Footprint, longest: int, offload: bool
-) -> Iterator[Group]:
+) -> Iterator[Degrees]:
     call = next((call for call in graph.calls if call.name == peak.during), None)
     if call is not None and call.name in plan.placements:
         together = [c.name for c in graph.role_calls(call.model_role) if c.name in plan.placements]
@@ -66,7 +45,7 @@ def _plan_changes(
             yield [_strategy("sequence_parallel: true", together, sequence_parallel=True)]
         yield [
             _strategy(f"micro_batch_tokens: {n}", [call.name], micro_batch_tokens=n)
-            for n in _halves(strategy.micro_batch_tokens, longest)
+            for n in halves(strategy.micro_batch_tokens, longest)
         ]
         if call.kind is Kind.TRAIN and not strategy.recompute:
             yield [_strategy("recompute: true", [call.name], recompute=True)]
@@ -89,16 +68,6 @@ def _plan_changes(
             _strategy(f"dp: {s.dp}, tp: {s.tp}, pp: {s.pp}", together, dp=s.dp, tp=s.tp, pp=s.pp)
             for s in _more_parts(plan[call.name], plan.cluster.devices_per_node)
         ]
-
-
-def field(override: str) -> Change:
-    """A field of the recipe."""
-
-    def apply(draft: Draft) -> Draft:
-        document = draft.experiment.model_dump(mode="json")
-        return replace(draft, experiment=parse_experiment(apply_override(document, override)))
-
-    return Change(override, apply)
 
 
 def _strategy(text: str, calls: Sequence[str], **fields: object) -> Change:
@@ -149,15 +118,6 @@ def _more_parts(place: Placement, devices_per_node: int) -> list[Strategy]:
             pp *= 2
         tp *= 2
     return sorted((s for s in found if s != old), key=lambda s: (-s.dp, s.pp))
-
-
-def _halves(number: int, least: int) -> list[int]:
-    """Half of it, a quarter, ... down to `least`."""
-    found = []
-    while number // 2 >= least:
-        number //= 2
-        found.append(number)
-    return found
 
 
 def _wide(config: ModelConfig) -> bool:

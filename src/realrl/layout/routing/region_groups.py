@@ -1,4 +1,4 @@
-"""What has to move between two layouts, sorted by who holds it and who needs it."""
+"""Regions to move between two layouts, grouped by the ranks that hold them and the ranks that need them."""
 
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from realrl.layout.layout import Layout, local_tensor
 from realrl.layout.region import Region
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offset and size of a region of a tensor that the context names."""
+"""Offset and size of a region; the context names its tensor."""
 _Atom = tuple[Box, tuple[int, ...], tuple[int, ...]]
-"""A box that neither layout cuts, and the tensor ranks of either that hold it."""
+"""A box that neither layout cuts, and the TP ranks that hold it in the source and in the target."""
 
 
 @dataclass
-class Parcel:
-    """Regions that the same ranks hold and the same ranks are to have, as one line of elements.
+class RegionGroup:
+    """Regions with the same source ranks and the same target ranks, as one line of elements.
 
     Positions count elements from the start of the first region to the end of the last; a line is cut at the
     boundaries of rows only, so that every piece is again a list of regions.
@@ -29,30 +29,30 @@ class Parcel:
     holders: tuple[int, ...]
     targets: tuple[int, ...]
     boxes: list[tuple[str, Box]] = field(default_factory=list)
-    """Tensor and box of each region. There are many and few are asked for, hence no `Region` yet."""
+    """Tensor and box of each region; `Region` objects are made on demand, because few of many are used."""
     starts: list[int] = field(default_factory=list)
     elements: int = 0
 
     def add(self, tensor: str, box: Box, elements: int) -> None:
-        """Lengthen the line."""
+        """Append a region to the line."""
         self.boxes.append((tensor, box))
         self.starts.append(self.elements)
         self.elements += elements
 
     @cached_property
-    def needers(self) -> tuple[int, ...]:
+    def receivers(self) -> tuple[int, ...]:
         """Targets that do not hold the regions already."""
         holders = set(self.holders)
         return tuple(rank for rank in self.targets if rank not in holders)
 
     @cached_property
-    def keepers(self) -> tuple[int, ...]:
+    def resident(self) -> tuple[int, ...]:
         """Targets that hold the regions already."""
         holders = set(self.holders)
         return tuple(rank for rank in self.targets if rank in holders)
 
     def nearest_row(self, position: float) -> int:
-        """The boundary between rows nearest to a position."""
+        """Round a position to the nearest boundary between rows."""
         if position >= self.elements:
             return self.elements
         index = bisect_right(self.starts, position) - 1
@@ -61,7 +61,7 @@ class Parcel:
         return start + round((position - start) / row) * row
 
     def pieces(self, begin: int, end: int) -> Iterator[Region]:
-        """The regions between two boundaries."""
+        """Yield the regions between two row boundaries."""
         for index in range(bisect_right(self.starts, begin) - 1, len(self.boxes)):
             (tensor, (offset, size)), start = self.boxes[index], self.starts[index]
             if start >= end:
@@ -71,28 +71,31 @@ class Parcel:
             yield Region(tensor, (offset[0] + first, *offset[1:]), (last - first, *size[1:]))
 
 
-def parcels(source: Layout, target: Layout) -> list[Parcel]:
-    """All regions of a model, cut wherever either layout cuts, by their holders and targets.
+def group_regions(source: Layout, target: Layout) -> list[RegionGroup]:
+    """Group all regions of a model, cut wherever either layout cuts, by their holders and targets.
 
-    Tensors that differ only in the layer they belong to are cut alike, so that it is done once for all of them.
+    Tensors that differ only in the layer they belong to are cut alike, so each kind of tensor is cut once.
     """
-    found: dict[tuple[tuple[int, ...], tuple[int, ...]], Parcel] = {}
-    ranks_before, ranks_after = cache(partial(_ranks, source)), cache(partial(_ranks, target))
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...]], RegionGroup] = {}
+    source_ranks = cache(partial(_ranks, source))
+    target_ranks = cache(partial(_ranks, target))
     atoms: dict[str, list[_Atom]] = {}
-    sorted_out: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[Box, int, Parcel]]] = {}
+    boxes_by_stage: dict[
+        tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[Box, int, RegionGroup]]
+    ] = {}
     for spec, before, after in zip(source.specs, source.stages, target.stages, strict=True):
         kind = spec.name if spec.layer is None else spec.name.split(".", 3)[3]
         if kind not in atoms:
             atoms[kind] = list(_atoms(_shards(source, spec), _shards(target, spec)))
-        if (kind, before, after) not in sorted_out:
+        if (kind, before, after) not in boxes_by_stage:
             by_ranks = []
-            for box, ts_before, ts_after in atoms[kind]:
-                ranks = ranks_before(ts_before, before), ranks_after(ts_after, after)
-                by_ranks.append((box, prod(box[1]), found.setdefault(ranks, Parcel(*ranks))))
-            sorted_out[kind, before, after] = by_ranks
-        for box, elements, parcel in sorted_out[kind, before, after]:
-            parcel.add(spec.name, box, elements)
-    return list(found.values())
+            for box, source_tps, target_tps in atoms[kind]:
+                ranks = source_ranks(source_tps, before), target_ranks(target_tps, after)
+                by_ranks.append((box, prod(box[1]), groups.setdefault(ranks, RegionGroup(*ranks))))
+            boxes_by_stage[kind, before, after] = by_ranks
+        for box, elements, group in boxes_by_stage[kind, before, after]:
+            group.add(spec.name, box, elements)
+    return list(groups.values())
 
 
 def _ranks(layout: Layout, ts: tuple[int, ...], stages: tuple[int, ...]) -> tuple[int, ...]:
@@ -102,14 +105,14 @@ def _ranks(layout: Layout, ts: tuple[int, ...], stages: tuple[int, ...]) -> tupl
 
 
 def _shards(layout: Layout, spec: TensorSpec) -> list[tuple[Box, int]]:
-    """Per tensor rank that holds any of it, its box of a tensor."""
+    """Box of a tensor on each TP rank that holds a part of it."""
     tp = layout.placement.strategy.tp
     regions = [local_tensor(layout.shape, spec, tp, t).region for t in range(tp)]
     return [((region.offset, region.size), t) for t, region in enumerate(regions) if region.numel]
 
 
 def _atoms(source: list[tuple[Box, int]], target: list[tuple[Box, int]]) -> Iterator[_Atom]:
-    """The coarsest boxes that no shard of either side cuts, each with the tensor ranks that hold it."""
+    """Coarsest boxes that no shard of either side cuts, each with the TP ranks that hold it."""
     edges = [
         sorted({edge for (offset, size), _ in source + target for edge in (offset[d], offset[d] + size[d])})
         for d in range(len(source[0][0][0]))

@@ -5,16 +5,16 @@ from collections.abc import Mapping, Sequence
 from realrl.plan.plan import Plan
 from realrl.planner.simulate.durations import Durations
 from realrl.planner.simulate.estimate import CallEstimate, Estimate, MoveEstimate, Slice
-from realrl.planner.simulate.footprints import footprints
+from realrl.planner.simulate.footprints import compute_footprints
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.simulate.simulator import Simulation, simulate
-from realrl.planner.workload.flops import call_flops
+from realrl.planner.workload.flops import count_flops
 from realrl.program.instructions import Program, Reallocate, Run
 from realrl.program.lower import home_placements, kept_copies, lower, offloaded
 from realrl.program.memory import Memory
 
 
-def estimate(scenario: Scenario, plan: Plan) -> Estimate:
+def estimate_plan(scenario: Scenario, plan: Plan) -> Estimate:
     """What a step takes under a plan that `Plan.check` accepts.
 
     UserError where a call has fewer records than data-parallel ranks, or a mesh lies on unlike nodes.
@@ -34,7 +34,7 @@ def estimate(scenario: Scenario, plan: Plan) -> Estimate:
         _calls(scenario, plan, durations, simulation),
         tuple(_moves(scenario, programs, simulation)),
         simulation.slices(0),
-        footprints(scenario, memory, programs),
+        compute_footprints(scenario, memory, programs),
     )
 
 
@@ -46,7 +46,7 @@ def _calls(
         if isinstance(event.instruction, Run):
             call = scenario.graph.call(event.instruction.call)
             model, place = scenario.model(call), plan[call.name]
-            flops, peak = call_flops(call, model, scenario.workload), 0.0
+            flops, peak = count_flops(call, model, scenario.workload), 0.0
             if model is not None:
                 width = model.width(place.strategy)
                 peak = sum(group.size * group.device.flops(width) for group in scenario.spec.groups)

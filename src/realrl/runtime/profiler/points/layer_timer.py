@@ -1,4 +1,4 @@
-"""When a model's layers begin and end while calls run."""
+"""Layer timer: when a model's layers begin and end while calls run."""
 
 from typing import Any
 
@@ -8,15 +8,15 @@ from realrl.engine.model import Model
 from realrl.runtime.profiler.points.clock import Clock, Moment
 
 
-class Watch:
-    """Notes moments of every pass through the layers of a model."""
+class LayerTimer:
+    """Recorder of every pass through the layers of a model."""
 
     def __init__(self, model: Model, clock: Clock) -> None:
         self._clock = clock
         self.passes: list[list[Moment]] = []
-        """Of each pass forward, the beginning of the first layer and the end of every layer."""
+        """Moments of each forward pass: the start of the first layer, and the end of every layer."""
         self.backward: list[Moment] = []
-        """When the gradient of the last layer's output is known, of the one's before, and of the first's input."""
+        """Moments at which gradients are known: of each layer's output, last layer first, then of the input."""
         layers = model.transformer.layers
         layers[0].register_forward_pre_hook(self._begin)
         for layer in layers:

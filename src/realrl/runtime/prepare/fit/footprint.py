@@ -4,14 +4,15 @@ from dataclasses import dataclass
 
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.simulate.estimate import DeviceMemory
-from realrl.planner.simulate.footprints import footprints
+from realrl.planner.simulate.footprints import compute_footprints
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.compile import Compiled
-from realrl.runtime.prepare.scenario import host_is_device, phase_scenarios
+from realrl.runtime.prepare.devices import host_is_device
+from realrl.runtime.prepare.scenarios import phase_scenarios
 
 
 @dataclass(frozen=True)
-class Fullest:
+class PeakDevice:
     """The device that is nearest to running over, or runs over furthest."""
 
     phase: str
@@ -19,7 +20,7 @@ class Fullest:
     device: DeviceMemory
 
     @property
-    def missing(self) -> int:
+    def shortfall(self) -> int:
         """Bytes by which it is too small; negative where it is not."""
         return self.device.peak.bytes - self.device.capacity
 
@@ -35,12 +36,13 @@ def device_memory(
     if host_is_device(experiment, spec):
         memory = memory.in_host_memory()
     return {
-        name: footprints(scenarios[name], memory, phase.programs) for name, phase in compiled.phases.items()
+        name: compute_footprints(scenarios[name], memory, phase.programs)
+        for name, phase in compiled.phases.items()
     }
 
 
-def fullest(experiment: Experiment, compiled: Compiled, spec: ClusterSpec) -> Fullest:
-    """Of all devices, in steps of every kind."""
+def find_peak_device(experiment: Experiment, compiled: Compiled, spec: ClusterSpec) -> PeakDevice:
+    """The device with least memory to spare, of all devices in steps of every kind."""
     found = device_memory(experiment, compiled, spec)
-    devices = (Fullest(phase, device) for phase, devices in found.items() for device in devices)
-    return max(devices, key=lambda one: one.missing)
+    devices = (PeakDevice(phase, device) for phase, devices in found.items() for device in devices)
+    return max(devices, key=lambda one: one.shortfall)

@@ -1,0 +1,116 @@
+"""Inputs of the per-call time model."""
+
+from dataclasses import dataclass
+from math import ceil
+
+from realrl.layout.limits import max_logits
+from realrl.layout.padding import bucket_lengths
+from realrl.layout.ranges import stage_layers
+from realrl.plan.placement import Strategy
+from realrl.planner.cost.network import Network
+from realrl.planner.cost.timing import BatchSize, DeviceHostTime, Timing
+from realrl.planner.workload.batching import Chunks
+from realrl.planner.workload.workload import CallWork
+
+
+@dataclass(frozen=True)
+class CallContext:
+    """Inputs of the time model of one call on the ranks of its placement."""
+
+    timing: Timing
+    network: Network
+    strategy: Strategy
+    work: CallWork
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Number of layers by stage."""
+        return tuple(len(stage) for stage in stage_layers(self.timing.sizes.shape.layers, self.strategy.pp))
+
+    @property
+    def overlap(self) -> float:
+        """Fraction of compute that can overlap communication; 0 on a CPU, where the same cores do both."""
+        return 0.0 if self.timing.device.cpu else self.timing.efficiency.overlap
+
+    def size(self, chunks: Chunks) -> BatchSize:
+        """Compute the size of a chunk.
+
+        On a CPU attention pads sequences to buckets of similar length (`model.packing`); sequences of a chunk are
+        similar, since the longest are packed first.
+        """
+        lengths = self.work.lengths
+        if not self.timing.device.cpu or lengths[0] == lengths[-1]:
+            return BatchSize(chunks.tokens, chunks.squares)
+        each = max(1, round(chunks.sequences))
+        squares, groups, tokens = 0, 0, 0
+        for i in range(chunks.count):
+            part = lengths[len(lengths) * i // chunks.count : len(lengths) * (i + 1) // chunks.count]
+            part = part or lengths[i * len(lengths) // chunks.count :][:1]
+            held = [part[(2 * j + 1) * len(part) // (2 * each)] for j in range(each)]
+            buckets = bucket_lengths(held)
+            squares += sum(len(bucket.sequences) * bucket.length**2 for bucket in buckets)
+            groups, tokens = groups + len(buckets), tokens + sum(held)
+        return BatchSize(chunks.tokens, chunks.tokens * squares / tokens, groups / chunks.count)
+
+    def layer_communication(self, tokens: float) -> DeviceHostTime:
+        """Time the TP communication of a layer, forward or backward: two all-reduces of the hidden states.
+
+        With sequence parallelism, which generation does not use, an all-gather and a reduce-scatter each. The
+        embedding takes half of it.
+        """
+        if self.strategy.tp == 1:
+            return DeviceHostTime(0.0)
+        ring, size = self.network.tp_group, self._hidden(tokens)
+        if self.strategy.sequence_parallel and not self.work.answers:
+            return DeviceHostTime(2 * (ring.all_gather(size) + ring.reduce_scatter(size)), 2 * self._host)
+        return DeviceHostTime(2 * ring.all_reduce(size), 2 * self._host)
+
+    def head_communication(self, tokens: float) -> float:
+        """Time the TP communication of the head forward.
+
+        The maximum and the sum of each row of logits are all-reduced chunk by chunk, log-probabilities at once.
+        """
+        if self._head_is_local:
+            return 0.0
+        rows, count = self._logit_chunks(tokens)
+        return 2 * count * self.network.tp_group.all_reduce(4 * rows) + self.network.tp_group.all_reduce(
+            4 * tokens
+        )
+
+    def head_backward_communication(self, tokens: float) -> float:
+        """Time the TP communication of the head backward: the hidden gradient, and logits that are recomputed."""
+        if self._head_is_local:
+            return 0.0
+        rows, count = self._logit_chunks(tokens)
+        again = 2 * count * self.network.tp_group.all_reduce(4 * rows) if count > 1 else 0.0
+        return again + self.network.tp_group.all_reduce(self._hidden(tokens))
+
+    def sample_communication(self, rows: float) -> float:
+        """Time the all-gather of the next tokens' logits to every TP rank."""
+        if self._head_is_local:
+            return 0.0
+        return self.network.tp_group.all_gather(4 * rows * self.timing.sizes.padded_vocab * self.strategy.tp)
+
+    def hop(self, tokens: float) -> float:
+        """Time sending hidden states, or their gradient, to the next stage; the receiving host blocks on it."""
+        if self.strategy.pp == 1:
+            return 0.0
+        rows = tokens / (self.strategy.tp if self.strategy.sequence_parallel else 1)
+        return self.network.hop(self._hidden(rows)) + self._host
+
+    @property
+    def _head_is_local(self) -> bool:
+        return self.strategy.tp == 1 or self.timing.sizes.head == "scalar"
+
+    @property
+    def _host(self) -> float:
+        """Host seconds per collective; on a CPU they are part of the collective itself."""
+        return 0.0 if self.timing.device.cpu else self.timing.efficiency.collective_host_s
+
+    def _logit_chunks(self, tokens: float) -> tuple[float, int]:
+        """Rows of logits per chunk, and number of chunks."""
+        rows = max(1, max_logits(cpu=self.timing.device.cpu) // self.timing.sizes.padded_vocab)
+        return min(rows, tokens), ceil(tokens / rows)
+
+    def _hidden(self, tokens: float) -> float:
+        return tokens * self.timing.sizes.shape.hidden_size * self.timing.element_bytes

@@ -1,0 +1,23 @@
+"""What the `cluster` of a recipe says. No torch."""
+
+from pathlib import Path
+
+from realrl.plan.cluster import Cluster
+from realrl.planner.cluster.spec import ClusterSpec
+
+
+def named_cluster(text: str) -> ClusterSpec | None:
+    """The devices that a recipe's `cluster` names by their kind or in a file; None where it only counts them.
+
+    UserError where it does so wrongly.
+    """
+    names = ":" in text or Path(text).suffix in (".yaml", ".yml")
+    return ClusterSpec.parse(text) if names else None
+
+
+def written_cluster(text: str) -> Cluster | None:
+    """Nodes and devices per node that a recipe's `cluster` says; None for `auto`. UserError for nonsense."""
+    if text == "auto":
+        return None
+    named = named_cluster(text)
+    return Cluster.parse(text) if named is None else named.cluster

@@ -1,0 +1,119 @@
+"""The devices that a recipe is for, and what is known of them. No torch."""
+
+from dataclasses import replace
+
+from realrl.config.errors import UserError
+from realrl.config.units import parse_bytes
+from realrl.plan.cluster import Cluster
+from realrl.planner.cluster.devices import DEVICES, DeviceKind, find_gpu_kind
+from realrl.planner.cluster.spec import ClusterSpec, NodeGroup
+from realrl.planner.memory.model import MemoryModel
+from realrl.recipe.experiment import Experiment
+from realrl.runtime.prepare.cluster import named_cluster
+from realrl.runtime.prepare.gpu import NO_GPU, Gpu, Here
+from realrl.runtime.prepare.host import host_memory
+
+_ANY_GPU = replace(DEVICES["a100-80g"], name="gpu", memory_bytes=1 << 60)
+"""Stands for a GPU that is not known, where only memory counts."""
+
+
+def spec_of(experiment: Experiment, cluster: Cluster, here: Here | None = None) -> ClusterSpec | None:
+    """The devices of a recipe with what is known of them.
+
+    Their kind is what the recipe's `cluster` names; else `cpu` where it computes on CPUs; else that of `here`,
+    which is what the machine computes with. None where none of them says it. Their memory is the recipe's
+    `device_memory`; else, if devices here may be of the kind, that of the GPU or a process's part of the
+    machine's; else that of the kind.
+    """
+    spec = named_cluster(experiment.cluster)
+    if spec is None:
+        kind = find_gpu_kind(here.name) if isinstance(here, Gpu) else _cpu(experiment, cluster, here)
+        if kind is None:
+            return None
+        spec = _spec(cluster, kind)
+    if experiment.device_memory is not None:
+        return with_memory(spec, parse_bytes(experiment.device_memory))
+    if here is None or len(spec.groups) > 1 or not _may_be(here, spec.groups[0].device):
+        return spec
+    size = here.memory_bytes if isinstance(here, Gpu) else host_memory() // cluster.devices_per_node
+    return with_memory(spec, size)
+
+
+def _may_be(here: Here, kind: DeviceKind) -> bool:
+    """Whether it may be of a kind that a recipe names; a kind of the user's own has a name of its own."""
+    if here == "cpu" or kind.cpu:
+        return here == "cpu" and kind.cpu
+    known = find_gpu_kind(here.name)
+    return known is None or known.name == kind.name
+
+
+def memory_spec(experiment: Experiment, cluster: Cluster, here: Here | None = None) -> ClusterSpec:
+    """The devices of a recipe, for questions about memory alone: a GPU of unknown kind is like any other, and
+    without limit where its memory is not known."""
+    spec = spec_of(experiment, cluster, here)
+    if spec is not None:
+        return spec
+    if experiment.device_memory is not None:
+        return with_memory(_spec(cluster, _ANY_GPU), parse_bytes(experiment.device_memory))
+    size = here.memory_bytes if isinstance(here, Gpu) else _ANY_GPU.memory_bytes
+    return with_memory(_spec(cluster, _ANY_GPU), size)
+
+
+def check_kind(experiment: Experiment, cluster: Cluster, here: Here) -> None:
+    """UserError where a recipe that is about to run wants GPUs and there are none; or names GPUs but computes on
+    CPUs, or the other way round: what is predicted and calibrated would be something else."""
+    if experiment.device == "cuda" and here == "cpu":
+        raise UserError(NO_GPU)
+    named = named_cluster(experiment.cluster)
+    if named is None or {group.device.cpu for group in named.groups} == {here == "cpu"}:
+        return
+    kinds = " and ".join(dict.fromkeys(group.device.name for group in named.groups))
+    what = "CPUs" if here == "cpu" else here.name
+    raise UserError(
+        f"cluster={experiment.cluster} names {kinds}, but this run computes on {what}; set cluster={cluster}"
+    )
+
+
+def host_is_device(experiment: Experiment, spec: ClusterSpec) -> bool:
+    """Whether devices are processes that share a machine's memory, so that offloading frees nothing."""
+    return experiment.device_memory is None and spec.groups[0].device.cpu
+
+
+def search_spec(experiment: Experiment, cluster: Cluster, here: Here) -> ClusterSpec:
+    """The devices of a recipe, for a search; UserError where their kind is not known."""
+    spec = spec_of(experiment, cluster, here)
+    if spec is None:
+        assert isinstance(here, Gpu), "a CPU is known"
+        raise UserError(
+            f"plan: search knows no device like {here.name}; write a cluster YAML file that says which kind it is"
+            " `like`, and name the file in cluster"
+        )
+    return spec
+
+
+def _cpu(experiment: Experiment, cluster: Cluster, here: Here | None) -> DeviceKind | None:
+    """A process on this machine, if that is what computes."""
+    if here is None and experiment.device != "cpu":
+        return None
+    return replace(DEVICES["cpu"], memory_bytes=max(1, host_memory() // cluster.devices_per_node))
+
+
+def _spec(cluster: Cluster, kind: DeviceKind) -> ClusterSpec:
+    group = NodeGroup(
+        nodes=cluster.nodes,
+        devices_per_node=cluster.devices_per_node,
+        device=kind,
+        node_bytes_per_s=kind.node_bytes_per_s,
+    )
+    return ClusterSpec(str(group), (group,))
+
+
+def with_memory(spec: ClusterSpec, size: int) -> ClusterSpec:
+    """The same devices with so many bytes of memory each. UserError if it is less than drivers take."""
+    groups = (replace(group, device=replace(group.device, memory_bytes=size)) for group in spec.groups)
+    spec = replace(spec, groups=tuple(groups))
+    try:
+        MemoryModel(spec)
+    except UserError as error:
+        raise UserError(f"device_memory: {error}") from None
+    return spec

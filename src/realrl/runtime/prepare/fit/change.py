@@ -1,0 +1,73 @@
+"""Changes of what a user has written. No torch."""
+
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field, replace
+
+from realrl.plan.plan import Plan
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.simulate.scenario import Scenario
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.load import apply_override, parse_experiment
+from realrl.runtime.prepare.scenarios import Measured, make_scenario
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A run as its user has written it, and may write it otherwise."""
+
+    experiment: Experiment
+    spec: ClusterSpec
+    """The devices."""
+    plan: Plan | None = None
+    """The content of the plan file; None where the recipe names a preset, or leaves the plan to a search."""
+    measured: Measured = field(default_factory=Measured)
+
+    def scenario(self) -> Scenario:
+        """The training step. UserError if the size of a model cannot be found out."""
+        return make_scenario(self.experiment, self.spec, self.measured)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that a user can write, and what it makes of a draft.
+
+    `apply` raises UserError where the change is not possible.
+    """
+
+    text: str
+    """What to write, for example `data.batch=32`, or the devices to use."""
+    apply: Callable[[Draft], Draft]
+    preposition: str = "with"
+
+
+Attempts = Generator[Change, bool, None]
+"""Changes of one kind, the mildest first. Each is answered by whether everything fits with it; a source may then
+look for something milder, and what it last found counts."""
+
+
+def in_order(changes: Iterable[Change]) -> Attempts:
+    """Changes of which the first that helps is constraints."""
+    for change in changes:
+        if (yield change):
+            return
+
+
+def set_fields(*overrides: str) -> Change:
+    """Fields of the recipe, each as `key=value`."""
+
+    def apply(draft: Draft) -> Draft:
+        document = draft.experiment.model_dump(mode="json")
+        for override in overrides:
+            document = apply_override(document, override)
+        return replace(draft, experiment=parse_experiment(document))
+
+    return Change(" ".join(overrides), apply)
+
+
+def halves(number: int, least: int) -> list[int]:
+    """Half of a number, a quarter, and so on down to `least`."""
+    found = []
+    while number // 2 >= least:
+        number //= 2
+        found.append(number)
+    return found

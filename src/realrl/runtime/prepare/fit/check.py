@@ -1,0 +1,127 @@
+"""Check that a plan fits: the error message about one that does not, with the change that helps. No torch."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from realrl.config.errors import UserError
+from realrl.config.units import format_bytes
+from realrl.plan.presets import PRESETS, SEARCH
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.recipe.experiment import Experiment
+from realrl.runtime.prepare.compile import Compiled, compile_recipe
+from realrl.runtime.prepare.devices import host_is_device, memory_spec, spec_of
+from realrl.runtime.prepare.fit.change import Attempts, Draft, in_order, set_fields
+from realrl.runtime.prepare.fit.footprint import PeakDevice, find_peak_device
+from realrl.runtime.prepare.fit.plan_changes import plan_changes
+from realrl.runtime.prepare.fit.remedies import Outcome, Remedy, Trials, describe
+from realrl.runtime.prepare.fit.search import search_plan
+from realrl.runtime.prepare.fit.search_changes import smaller_batches
+from realrl.runtime.prepare.gpu import Here
+from realrl.runtime.prepare.scenarios import read_constraints
+
+_NAMED = 3
+"""Parts of what a device holds that are named."""
+_SECONDS = 5.0
+"""For a search, to see whether any plan fits; and for single changes, and for several together, each of which takes
+seconds where there are a thousand devices."""
+
+
+def check_fit(experiment: Experiment, compiled: Compiled, here: Here | None = None) -> None:
+    """UserError if a device has to hold more than it can: which, when, what of, and what to change.
+
+    `here`: what the machine computes with, if that is known.
+    """
+    cluster = compiled.train.plan.cluster
+    known = spec_of(experiment, cluster, here)
+    spec = known or memory_spec(experiment, cluster, here)
+    worst = find_peak_device(experiment, compiled, spec)
+    if worst.shortfall <= 0:
+        return
+    draft = Draft(experiment, spec, None if experiment.plan in PRESETS else compiled.train.plan)
+    searchable = known is not None and experiment.plan != SEARCH and not compiled.unknown
+    helps = _find_help(draft, _outcome(worst, compiled), searchable=searchable)
+    raise UserError(f"plan {experiment.plan}: {_shortage(experiment, spec, worst)}; {helps}")
+
+
+def _shortage(experiment: Experiment, spec: ClusterSpec, worst: PeakDevice) -> str:
+    """Which device lacks memory, when, and what it holds then."""
+    device, peak = worst.device, worst.device.peak
+    biggest = sorted(peak.parts, key=lambda name: -peak.parts[name])
+    parts = ", ".join(f"{name} {format_bytes(peak.parts[name])}" for name in biggest[:_NAMED])
+    rest = f" and {len(biggest) - _NAMED} more" if len(biggest) > _NAMED else ""
+    when = f"the evaluation's {peak.during}" if worst.phase == "eval" else peak.during
+    return (
+        f"device {device.rank} needs {format_bytes(peak.bytes)} of"
+        f" {format_bytes(max(0, device.capacity))}{_source(experiment, spec)} during {when} ({parts}{rest})"
+    )
+
+
+def _source(experiment: Experiment, spec: ClusterSpec) -> str:
+    """How it is known what a device has, where that can be changed."""
+    if not host_is_device(experiment, spec):
+        return ""
+    return f" (this machine's memory over {spec.cluster.devices_per_node} processes, as device_memory is not given)"
+
+
+@dataclass(frozen=True)
+class _Peak(Outcome):
+    """How a draft with a plan turns out."""
+
+    worst: PeakDevice
+    compiled: Compiled
+
+
+def _outcome(worst: PeakDevice, compiled: Compiled) -> _Peak:
+    needs = f"needs {format_bytes(worst.device.peak.bytes)}"
+    return _Peak(worst.shortfall, needs, worst=worst, compiled=compiled)
+
+
+def _assess(draft: Draft, seconds: float = 0.0) -> _Peak:
+    """How a draft turns out that has a plan or names a preset; takes the time it takes."""
+    compiled = compile_recipe(draft.experiment, draft.spec.cluster, draft.plan)
+    return _outcome(find_peak_device(draft.experiment, compiled, draft.spec), compiled)
+
+
+def _find_help(draft: Draft, outcome: _Peak, *, searchable: bool) -> str:
+    """The change that costs least and makes everything fit; else several that do together, or what there is to say
+    where nothing does."""
+    single = Trials(_assess, _SECONDS).remedies(draft, _sources(draft, outcome), most=1)
+    if single:
+        return describe(single)
+    if searchable and (found := _search(draft)):
+        return found
+    presets = in_order(set_fields(f"plan={name}") for name in PRESETS)
+    other = Trials(_assess, _SECONDS).remedies(replace(draft, plan=None), [presets], most=1)
+    if other:
+        return describe(other)
+    several = Trials(_assess, _SECONDS).together(draft, outcome, _all_sources)
+    if several is not None:
+        return describe([several])
+    return f"spread {outcome.worst.device.peak.during} over more devices; `realrl plan` finds over how many"
+
+
+def _sources(draft: Draft, outcome: _Peak) -> Iterator[Attempts]:
+    """Changes by which only the time of a step changes, the cheapest first, and the precision of frozen roles."""
+    offload = not host_is_device(draft.experiment, draft.spec)
+    worst, phases = outcome.worst, outcome.compiled.phases
+    for changes in plan_changes(draft, phases[worst.phase].graph, worst.device.peak, offload=offload):
+        yield in_order(changes)
+
+
+def _all_sources(draft: Draft, outcome: _Peak) -> Iterable[Attempts]:
+    """Those, and last what changes the results."""
+    yield from _sources(draft, outcome)
+    yield in_order(smaller_batches(draft.experiment))
+
+
+def _search(draft: Draft) -> str:
+    """What a search finds, or why it finds nothing; empty where that does not fit either."""
+    change = set_fields(f"plan={SEARCH}")
+    constraints = replace(read_constraints(draft.experiment, draft.spec), own={})
+    try:
+        found = search_plan(replace(draft, plan=None), constraints, seconds=_SECONDS)
+        after = _assess(replace(draft, plan=found.plan))
+    except UserError as error:
+        return str(error)
+    figures = f"{after.figures}, step {found.step_seconds:.3g} s"
+    return describe([Remedy((change,), Outcome(after.shortfall, figures))]) if after.fits else ""

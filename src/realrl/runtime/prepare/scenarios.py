@@ -1,0 +1,89 @@
+"""From a recipe to the steps that the planner predicts. No torch."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from realrl.checkpoint.directory import shape_of
+from realrl.config.errors import UserError
+from realrl.config.paths import local_path
+from realrl.dataflow.graph import DataflowGraph
+from realrl.plan.plan import Plan
+from realrl.plan.presets import PRESETS, SEARCH, load_plan
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cost.model import CostModel
+from realrl.planner.memory.model import MemoryModel
+from realrl.planner.profile.profile import Profile
+from realrl.planner.search.plan_search import UserConstraints
+from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.space.build import SearchSpace
+from realrl.planner.workload.workload import Workload
+from realrl.program.memory import Stored
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.graphs import build_graph
+from realrl.runtime.prepare.compile import Compiled, models, stored_models
+from realrl.runtime.prepare.devices import host_is_device
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is known of a step by measurement."""
+
+    profile: Profile | None = None
+    """Times of devices; counts for those of its kind."""
+    prompts: tuple[int, ...] | None = None
+    """Lengths in tokens; None where each prompt is to be as long as it may be."""
+    answers: tuple[int, ...] | None = None
+    """Lengths in tokens; None where each answer is to be as long as it may be."""
+
+
+def make_scenario(experiment: Experiment, spec: ClusterSpec, measured: Measured | None = None) -> Scenario:
+    """The training step of a recipe on a cluster. UserError if the size of a model cannot be found out."""
+    measured, graph = measured or Measured(), build_graph(experiment)
+    workload = Workload.of(experiment, prompts=measured.prompts, answers=measured.answers)
+    stored = _all_stored(experiment, graph)
+    return Scenario(graph, stored, spec, workload, CostModel(spec, measured.profile), MemoryModel(spec))
+
+
+def phase_scenarios(experiment: Experiment, compiled: Compiled, spec: ClusterSpec) -> dict[str, Scenario]:
+    """Training and evaluation steps by the names of `Compiled.phases`, for questions about memory.
+
+    Roles whose sizes are not known here have no model in them.
+    """
+    cost, memory, found = CostModel(spec), MemoryModel(spec), {}
+    for name, phase in compiled.phases.items():
+        workload = Workload.of(experiment)
+        if name != "train":
+            # As `Evaluation` has it: with fewer records a rank could be left without any.
+            dp = max(place.strategy.dp for place in phase.plan.placements.values())
+            items = experiment.data.eval_batch or experiment.data.batch
+            workload = replace(workload, items=max(items, 2 * dp), samples=1)
+        found[name] = Scenario(phase.graph, compiled.memory.stored, spec, workload, cost, memory)
+    return found
+
+
+def _all_stored(experiment: Experiment, graph: DataflowGraph) -> dict[str, Stored]:
+    shapes = {}
+    for role, config in models(experiment).items():
+        try:
+            shapes[role] = shape_of(config)
+        except UserError as error:
+            raise UserError(
+                f"models.{role}: planning needs the size of the model: {error}; or set models.{role}.path=null and"
+                f" models.{role}.shape to a size, for example llama-2-7b"
+            ) from None
+    return stored_models(experiment, graph, shapes)
+
+
+def read_constraints(experiment: Experiment, spec: ClusterSpec, out: Path | None = None) -> UserConstraints:
+    """What a recipe asks of plans that it does not give. `out`: the plan file that is going to be written.
+
+    UserError where it names neither a preset nor a plan file that can be read, unless that is `out`.
+    """
+    search_space = SearchSpace(offload=not host_is_device(experiment, spec))
+    own: dict[str, Plan] = {}
+    name = experiment.plan
+    if name not in (*PRESETS, SEARCH) and not (
+        out is not None and out == local_path(name) and not out.exists()
+    ):
+        own = {name: load_plan(name, experiment.micro_batch_tokens)}
+    return UserConstraints(experiment.micro_batch_tokens, experiment.recompute, search_space, own)

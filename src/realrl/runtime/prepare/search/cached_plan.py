@@ -1,0 +1,86 @@
+"""`plan: search`: the plan that the planner finds for a recipe, kept for the next run. No torch."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from realrl import __version__
+from realrl.config.errors import UserError
+from realrl.config.files import reason_of, write_whole
+from realrl.plan.plan import Plan
+from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.profile.profile import Profile
+from realrl.planner.search.plan_search import UserConstraints
+from realrl.planner.simulate.scenario import Scenario
+from realrl.recipe.experiment import Experiment
+from realrl.runtime.prepare.fit.change import Draft
+from realrl.runtime.prepare.fit.search import SearchedPlan, search_plan
+from realrl.runtime.prepare.scenarios import Measured, read_constraints
+from realrl.runtime.prepare.search.fingerprint import fingerprint
+from realrl.runtime.prepare.search.sources import read_sources
+
+
+def cached_plan(experiment: Experiment, spec: ClusterSpec, say: Callable[[str], None]) -> Plan:
+    """The plan of a recipe that says `plan: search`, from an earlier search for the same step on the same devices,
+    else from a search now, which is kept.
+
+    `say` is told where the plan is from and what is expected of it. UserError where no plan fits.
+    """
+    profile = None if experiment.profile is None else Profile.load(experiment.profile)
+    draft, constraints = (
+        Draft(experiment, spec, measured=Measured(profile)),
+        read_constraints(experiment, spec),
+    )
+    scenario = draft.scenario()
+    file = plans_directory() / f"{plan_key(scenario, constraints)}.yaml"
+    kept = _read(file, scenario)
+    if kept is not None:
+        say(f"plan: {kept[1]}; found earlier, kept in {file}")
+        return kept[0]
+    found = search_plan(draft, constraints)
+    say(f"plan: {found.about}; {_write(file, found, scenario)}")
+    return found.plan
+
+
+def plans_directory() -> Path:
+    """Where plans are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "realrl" / "plans"
+
+
+def plan_key(scenario: Scenario, constraints: UserConstraints) -> str:
+    """Hash of all that a search depends on: the step, what is asked of plans, and the code that decides."""
+    parts = (fingerprint(scenario), fingerprint(constraints), __version__, *read_sources())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def _read(file: Path, scenario: Scenario) -> tuple[Plan, str] | None:
+    """A plan that was kept, and what was said about it; None where there is none that can be used."""
+    try:
+        first = file.read_text(encoding="utf-8").partition("\n")[0]
+        plan = Plan.load(file)
+        plan.check(scenario.graph, {role: model.shape for role, model in scenario.models.items()})
+    except (OSError, UnicodeDecodeError, UserError):
+        return None
+    usable = first.startswith(_HEADER) and plan.cluster == scenario.spec.cluster
+    return (plan, first.removeprefix(_HEADER)) if usable else None
+
+
+_HEADER = "# realrl plan: "
+
+
+def _write(file: Path, found: SearchedPlan, scenario: Scenario) -> str:
+    """Keep a plan, all of it or nothing; where it is kept, in words."""
+    calls = ", ".join(call.name for call in scenario.graph.calls)
+    made = datetime.now(UTC).date().isoformat()
+    text = (
+        f"{_HEADER}{found.about}\n"
+        f"# {calls} on {scenario.spec.name}, by realrl {__version__} on {made}\n{found.plan.to_text()}"
+    )
+    try:
+        write_whole(file, text)
+    except OSError as error:
+        return f"not kept, since {file.parent} cannot be written ({reason_of(error)})"
+    return f"kept in {file}"
