@@ -155,14 +155,14 @@ class AlgorithmSpec:
                 found.append(
                     ("roles", f"{role}: is optional, so {models.__name__}.{role} needs the default None")
                 )
-            left_out = self.roles.get(of.weights_from or "")
-            if (left_out is not None and left_out.optional) is not (of.weights_else is not None):
-                found.append(("roles", f"{role}: weights_else is for a weights_from that is optional"))
             if not of.optional and fields[role].is_required() is not (of.weights_from is None):
                 default = "a default" if of.weights_from else "no default"
                 found.append(
                     ("roles", f"{role}: with this weights_from, {models.__name__}.{role} needs {default}")
                 )
+            left_out = self.roles.get(of.weights_from or "")
+            if (left_out is not None and left_out.optional) is not (of.weights_else is not None):
+                found.append(("roles", f"{role}: weights_else goes with a weights_from that is optional"))
         return found
 
     def _report_problems(self) -> list[tuple[str, str]]:
