@@ -40,7 +40,7 @@ from realrl.plan.plan import Plan
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.cost.model import CallCost, CostModel
-from realrl.planner.evaluate.timeline import Evaluation, Timeline
+from realrl.planner.evaluate.timeline import PlanEvaluation, Timeline
 from realrl.planner.memory.model import MemoryModel
 from realrl.planner.search.search import SearchResult, search_plans
 from realrl.planner.simulate.scenario import Scenario
@@ -100,7 +100,9 @@ class Setting:
             for role, head in PPO_SPEC.heads.items()
         }
         cost, memory = CostModel(spec, efficiency=efficiency), MemoryModel(spec, efficiency)
-        return Scenario(graph, models, spec, Workload.of(experiment), cost, memory)
+        return Scenario(
+            graph=graph, models=models, spec=spec, workload=Workload.of(experiment), cost=cost, memory=memory
+        )
 
     def heuristic(self, call: Call) -> Placement:
         """tp = 8, pp = nodes, dp = 1."""
@@ -128,7 +130,7 @@ def settings() -> list[Setting]:
 class Prediction:
     """What the planner says of a setting."""
 
-    heuristic: Evaluation
+    heuristic: PlanEvaluation
     calls: dict[str, CallCost]
     """Of the heuristic plan."""
     searched: SearchResult | None

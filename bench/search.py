@@ -99,7 +99,14 @@ def build(setting: Setting) -> Problem:
     models = {
         role: Stored(shape, PPO_SPEC.heads[role], 2, GRAPH.trained(role)) for role, shape in shapes.items()
     }
-    scenario = Scenario(GRAPH, models, spec, workload, CostModel(spec), MemoryModel(spec))
+    scenario = Scenario(
+        graph=GRAPH,
+        models=models,
+        spec=spec,
+        workload=workload,
+        cost=CostModel(spec),
+        memory=MemoryModel(spec),
+    )
     return build_problem(scenario, include=[preset] if preset else [])
 
 

@@ -1,6 +1,7 @@
 """Documentation that must keep up with the code."""
 
 import re
+import runpy
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -18,3 +19,13 @@ def test_no_folder_has_more_than_15_modules() -> None:
     for init in [SOURCES / "__init__.py", *SOURCES.rglob("__init__.py")]:
         modules = [file for file in init.parent.glob("*.py") if file.stat().st_size]
         assert len(modules) <= 15, init.parent
+
+
+def test_the_picture_of_the_packages_is_up_to_date() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "package_picture.py"))
+    picture = script["PICTURE"].read_text(encoding="utf-8")
+    assert script["draw"]() == picture, "run python docs/package_picture.py"
+
+
+def test_the_readme_fits_on_two_screens() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 110

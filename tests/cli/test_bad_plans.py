@@ -82,7 +82,7 @@ def test_a_bad_plan_is_one_error_message_before_any_process_starts(
     lines = [f"  {name}: {{{entry}}}" for name, entry in calls.items()]
     cluster = [] if extra.startswith("cluster") else ["cluster: 1x4"]
     (tmp_path / "plan.yaml").write_text("\n".join([*cluster, "calls:", *lines, extra]))
-    sizes = {"does not fit in memory": "98MiB", "no memory at all": "100KiB"}
+    sizes = {"does not fit in memory": "66MiB", "no memory at all": "100KiB"}
     memory = {"device_memory": sizes[case]} if case in sizes else {}
     recipe = world.recipe("ppo", tmp_path, cluster="1x4", plan=str(tmp_path / "plan.yaml"), **memory)
     assert run_app([command, str(recipe)]) == 2

@@ -57,7 +57,12 @@ def make_scenario(cluster: str, graph: DataflowGraph = PPO, shape: str = "llama-
         for role in graph.roles
     }
     return Scenario(
-        graph, models, spec, Workload(256, (256,), (256,), 256), CostModel(spec), MemoryModel(spec)
+        graph=graph,
+        models=models,
+        spec=spec,
+        workload=Workload(256, (256,), (256,), 256),
+        cost=CostModel(spec),
+        memory=MemoryModel(spec),
     )
 
 
@@ -67,7 +72,17 @@ def make_report(scenario: Scenario, chosen: Estimate, **presets: Preset) -> Plan
     )
     options = {call.name: 7 for call in scenario.graph.calls}
     bound = 0.9 * chosen.step_seconds
-    return PlanReport(scenario, chosen, bound, 0.1, 1.5, 123_456, options, presets, (other,))
+    return PlanReport(
+        scenario=scenario,
+        chosen=chosen,
+        lower_bound_seconds=bound,
+        gap=0.1,
+        search_seconds=1.5,
+        evaluations=123_456,
+        candidates=options,
+        presets=presets,
+        alternatives=(other,),
+    )
 
 
 @cache

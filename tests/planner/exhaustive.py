@@ -1,4 +1,4 @@
-"""The best of all plans of a small problem, by costing each of them with loops over calls and devices."""
+"""Reference search: cost every plan of a small problem with loops over calls and devices."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ from realrl.program.order import (
 
 
 def cheapest(problem: Problem) -> float:
-    """Seconds of the fastest plan that fits; infinite if none does."""
+    """Return the seconds of the fastest plan that fits; infinite if none does."""
     names = [call.name for call in problem.graph.calls]
     transfers: dict[tuple, float] = {}
     best = math.inf
@@ -31,7 +31,7 @@ def cheapest(problem: Problem) -> float:
 
 
 def cost(problem: Problem, assignment: dict[str, int], transfers: dict[tuple, float]) -> tuple[float, float]:
-    """Seconds and the largest part of a device's memory that is used. `transfers`: those known already."""
+    """Return the seconds of a plan, and the largest used fraction of device memory. `transfers`: a cache."""
     return _Step(problem, assignment, transfers).run()
 
 
@@ -158,7 +158,7 @@ class _Step:
             self.free[rank] += seconds
 
     def hold(self, ranks: Iterable[int], working: float = 0.0) -> None:
-        """See how full ranks are now."""
+        """Record the memory in use on ranks."""
         loaded = [self.homes[role] for role in self.loaded]
         for rank in ranks:
             there = sum(

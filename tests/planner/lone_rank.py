@@ -1,4 +1,4 @@
-"""One rank of a placement, alone: what others would send is zero, so that all it does is allocate what it would."""
+"""One rank of a placement without its peers: messages from them are zeros, so that its allocations are real."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

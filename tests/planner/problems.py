@@ -1,4 +1,4 @@
-"""What the tests of the cost and memory models share."""
+"""Models, calls and placements for tests of the cost and memory models."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ LARGE = SHAPES["llama-2-70b"]
 GROUPED = ModelShape(
     vocab_size=101, hidden_size=48, intermediate_size=100, layers=5, heads=6, kv_heads=2, head_dim=8
 )
-"""Nothing divides anything."""
+"""Shape whose sizes no parallel degree divides."""
 STEP = Workload(256, (128,), (384,), 384)
 KINDS = ("actor.generate", "ref.inference", "actor.train")
 
@@ -34,7 +34,7 @@ def stored(shape: ModelShape, head: Head = "lm", element_bytes: int = 2) -> Stor
 
 
 def recomputing(placement: Placement) -> Placement:
-    """The same with recomputation."""
+    """Add recomputation to a placement."""
     return replace(placement, strategy=replace(placement.strategy, recompute=True))
 
 

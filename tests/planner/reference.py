@@ -1,4 +1,4 @@
-"""Slow and plain: what a plan costs, by walking through the very programs its ranks would run."""
+"""Reference costs of plans, from a slow walk through the programs of every rank."""
 
 import math
 import random
@@ -29,7 +29,7 @@ from realrl.program.order import producers
 
 
 class Walk:
-    """A plan's programs, simulated with what its options cost."""
+    """Simulation of a plan's programs with the costs of its candidates."""
 
     def __init__(self, problem: Problem, assignment: Assignment) -> None:
         self.problem, self.graph = problem, problem.graph
@@ -59,7 +59,7 @@ class Walk:
                 return 0.0
 
     def held(self, program: Program) -> float:
-        """The largest part of its memory that a rank ever uses."""
+        """Largest fraction of its memory that a rank uses."""
         held = sum(o.resident_bytes for o in self.home.values() if program.rank in o.placement.ranks)
         most = held
         for instruction in program.instructions:
@@ -82,7 +82,7 @@ class Walk:
 
 
 def sampled_graph(rng: random.Random) -> DataflowGraph:
-    """A step of 2 to 6 calls."""
+    """Sample a step of 2 to 6 calls."""
     return rng.choice(
         [
             _pair,
@@ -128,7 +128,7 @@ def _group() -> DataflowGraph:
 
 
 def _two_models() -> DataflowGraph:
-    """Two chains that have nothing to do with each other but devices, and a role that follows another."""
+    """Two independent chains that share devices, and a role that is a moving average of another."""
     calls = [
         _call("a.inference", ("x",), ("f",)),
         _call("b.train", ("x",)),
@@ -198,7 +198,13 @@ def function_table(call: Call, cluster: Cluster, seconds: float) -> list[Candida
     sizes = [s for s in range(1, cluster.devices_per_node) if cluster.devices_per_node % s == 0]
     sizes += [cluster.devices_per_node * n for n in range(1, cluster.nodes + 1)]
     return [
-        Candidate(function_placement(Mesh(first, size)), seconds / size, 0.0, 0.0, 0.0)
+        Candidate(
+            placement=function_placement(Mesh(first, size)),
+            seconds=seconds / size,
+            weights_bytes=0.0,
+            resident_bytes=0.0,
+            working_bytes=0.0,
+        )
         for size in sizes
         for first in range(0, cluster.size - size + 1, min(size, cluster.devices_per_node))
     ]
@@ -207,8 +213,11 @@ def function_table(call: Call, cluster: Cluster, seconds: float) -> list[Candida
 def strategy_table(
     call: Call, parameters: float, cluster: Cluster, *, home: bool, trained: bool
 ) -> list[Candidate]:
-    """All ways to run a call, by a crude model that has what a real one has: tensor ranks talk, pipelines have
-    bubbles, decoding is bound by memory, small parts are inefficient, recomputation and offloading cost time."""
+    """List all candidates of a call by a crude model with the effects of a real one.
+
+    TP communicates, pipelines have bubbles, decoding is memory-bound, small shards are inefficient,
+    recomputation and offloading cost time.
+    """
     per, candidates = cluster.devices_per_node, []
     sizes = [s for s in range(1, per) if per % s == 0] + [per * n for n in range(1, cluster.nodes + 1)]
     for size in sizes:
@@ -229,8 +238,8 @@ def _cost_candidate(
 ) -> Candidate:
     s = placement.strategy
     part = parameters / (s.tp * s.pp)
-    effort = {Kind.GENERATE: 1.0, Kind.INFERENCE: 1.0, Kind.TRAIN: 4.0 if s.recompute else 3.0}[call.kind]
-    seconds = effort * parameters / s.size * (1 + 0.15 * math.log2(s.tp)) * (1 + (s.pp - 1) / 8)
+    work = {Kind.GENERATE: 1.0, Kind.INFERENCE: 1.0, Kind.TRAIN: 4.0 if s.recompute else 3.0}[call.kind]
+    seconds = work * parameters / s.size * (1 + 0.15 * math.log2(s.tp)) * (1 + (s.pp - 1) / 8)
     if call.kind is Kind.GENERATE:
         seconds += 0.4 * part * (1 + 0.3 * s.pp)
     if call.kind is Kind.TRAIN:
@@ -239,11 +248,11 @@ def _cost_candidate(
     states = 4 * part + 12 * part / s.dp if trained else 0.0
     working = (0.5 if s.recompute else 2.0) * parameters / (s.size * s.tp) + 0.3
     return Candidate(
-        placement,
-        seconds,
-        weights,
-        states if offload else states + weights,
-        working,
+        placement=placement,
+        seconds=seconds,
+        weights_bytes=weights,
+        resident_bytes=states if offload else states + weights,
+        working_bytes=working,
         offload=offload,
         load_seconds=0.2 * weights,
         unload_seconds=0.2 * weights * trained,
@@ -251,7 +260,7 @@ def _cost_candidate(
 
 
 def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bool = True) -> Problem:
-    """A step on 2 to 8 devices with about so many plans, tight in memory now and then."""
+    """Sample a step on 2 to 8 devices with about `combinations` plans, sometimes short of memory."""
     graph = sampled_graph(rng)
     cluster = rng.choice(
         [Cluster(1, 2), Cluster(1, 4), Cluster(2, 2), Cluster(1, 8), Cluster(2, 4), Cluster(4, 2)]
@@ -282,4 +291,11 @@ def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bo
     memory = rng.choice([30.0, 60.0, 1000.0]) * sum(parameters.values()) / cluster.size
     volumes = {(p.name, c.name): rng.choice([0.0, 0.3]) for c in graph.calls for p in producers(graph, c)}
     exchange = ExchangeModel(links, cluster.devices_per_node, volumes)
-    return Problem(graph, cluster, candidates, transfers, (memory,) * cluster.nodes, exchange)
+    return Problem(
+        graph=graph,
+        cluster=cluster,
+        candidates=candidates,
+        transfers=transfers,
+        memory_bytes=(memory,) * cluster.nodes,
+        exchange=exchange,
+    )

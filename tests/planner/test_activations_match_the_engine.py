@@ -1,4 +1,4 @@
-"""What the memory model says of a call is what the engine allocates for it."""
+"""Agreement of the memory model with what the engine allocates."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -71,8 +71,8 @@ def check(kind: str, model: Stored, placement: Placement, lengths: tuple[int, ..
         assert sum(parts.values()) == pytest.approx(got, rel=TOLERANCE), (stage, parts)
 
 
-def test_continuations_that_have_ended_keep_nothing() -> None:
-    """Twelve of them one after the other, of two rows each, in a pipeline that has two under way."""
+def test_finished_decode_batches_keep_no_memory() -> None:
+    """Twelve decode batches of two rows each, in a pipeline that has two in flight."""
     tokens = 2 * (96 + NEW_TOKENS)
     check("generate", Stored(GROUPED, "lm", 4, False), place(["1 1 2"], tokens), (96,) * 24)
 
@@ -94,42 +94,42 @@ ONE_RANK = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", ONE_RANK)
-def test_one_rank_allocates_what_is_predicted(case: str, kind: str) -> None:
+def test_one_rank_allocates_the_predicted_bytes(case: str, kind: str) -> None:
     (shape, element_bytes, lengths), (name, *flags) = ONE_RANK[case], kind.split()
     check(name, Stored(shape, "lm", element_bytes, True), place(["1 1 1", *flags]), lengths)
 
 
 @pytest.mark.parametrize("kind", ["train", "train r", "inference"])
-def test_so_does_a_scalar_head(kind: str) -> None:
+def test_a_scalar_head_allocates_the_predicted_bytes(kind: str) -> None:
     name, *flags = kind.split()
     check(name, Stored(GROUPED, "scalar", 4, True), place(["1 1 1", *flags]), EVEN)
 
 
 UNEVEN = GROUPED.model_copy(update={"heads": 9, "kv_heads": 3})
-"""Two tensor ranks get heads that do not come in equal groups."""
+"""Model whose query heads split into uneven groups over two TP ranks."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", ["1 2 1", "1 2 1 s", "1 4 1 s", "1 1 2", "1 1 4", "1 2 2 s"])
-def test_so_do_ranks_that_compute_together(strategy: str, kind: str) -> None:
+def test_parallel_ranks_allocate_the_predicted_bytes(strategy: str, kind: str) -> None:
     name, *flags = kind.split()
     check(name, Stored(GROUPED, "lm", 4, True), place([strategy, *flags], 400), EVEN)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_so_do_ranks_whose_heads_come_in_unequal_groups(kind: str) -> None:
+def test_ranks_with_uneven_query_groups_allocate_the_predicted_bytes(kind: str) -> None:
     name, *flags = kind.split()
     check(name, Stored(UNEVEN, "lm", 4, True), place(["1 2 1", *flags]), EVEN)
 
 
 @pytest.mark.parametrize(("budget", "kind"), product([100, 1000], KINDS))
-def test_the_fullest_micro_batch_counts(budget: int, kind: str) -> None:
+def test_the_largest_micro_batch_determines_peak_memory(budget: int, kind: str) -> None:
     name, *flags = kind.split()
     check(name, Stored(GROUPED, "lm", 4, True), place(["1 1 1", *flags], budget), SHORT)
 
 
 @pytest.mark.parametrize("lengths", [SHORT, LONG, EVEN, (1,), (500, 130, 129, 128, 127, 3, 3)])
-def test_sequences_are_padded_as_for_attention(lengths: tuple[int, ...]) -> None:
+def test_length_buckets_match_those_of_attention(lengths: tuple[int, ...]) -> None:
     heads = Packing.of(lengths, "cpu").padded(1, 1)
     said = padding.Padding.of(lengths, dense=True)
     dense = [b for b, mask in zip(heads.buckets, heads.masks, strict=True) if mask is not None]
@@ -140,7 +140,12 @@ def test_sequences_are_padded_as_for_attention(lengths: tuple[int, ...]) -> None
 
 def test_recomputation_keeps_the_input_of_each_layer() -> None:
     sizes = LocalSizes(GROUPED, "lm", 1)
-    plain, again = (Activations(sizes, Strategy(1, recompute=r), 2, False, (512,)) for r in (False, True))
+    plain, again = (
+        Activations(
+            sizes=sizes, strategy=Strategy(1, recompute=r), element_bytes=2, cpu=False, lengths=(512,)
+        )
+        for r in (False, True)
+    )
     both = 1000 * 2 * 2 * GROUPED.head_dim  # sines and cosines
     assert again.kept(1000, 4) == 4 * 1000 * GROUPED.hidden_size * 2 + both
     assert plain.kept(1000, 4) > 10 * again.kept(1000, 4)

@@ -1,4 +1,4 @@
-"""What the search computes of thousands of plans at once is what the programs of each are estimated to take."""
+"""Agreement of the vectorised evaluation of plans with the simulation of their programs."""
 
 import math
 import random
@@ -52,7 +52,14 @@ def sampled_scenario(rng: random.Random, graph: DataflowGraph) -> Scenario:
         for call in graph.functions
     ]
     profile = Profile(device=spec.groups[0].device.name, software={}, functions=tuple(times))
-    return Scenario(graph, models, spec, workload, CostModel(spec, profile), MemoryModel(spec))
+    return Scenario(
+        graph=graph,
+        models=models,
+        spec=spec,
+        workload=workload,
+        cost=CostModel(spec, profile),
+        memory=MemoryModel(spec),
+    )
 
 
 def sampled_choices(rng: random.Random, problem: Problem, most: int) -> list[dict[str, int]]:
@@ -61,7 +68,7 @@ def sampled_choices(rng: random.Random, problem: Problem, most: int) -> list[dic
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_search_and_the_simulation_of_a_plan_agree(seed: int) -> None:
+def test_search_and_simulation_agree_about_sampled_plans(seed: int) -> None:
     rng = random.Random(seed)
     of = sampled_scenario(rng, sampled_graph(rng))
     everywhere = Placement(Mesh(0, 2), Strategy(1, 2))
@@ -93,7 +100,9 @@ def test_the_search_and_the_simulation_of_a_plan_agree(seed: int) -> None:
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "separate"])
 @pytest.mark.parametrize(("averaging", "reward"), [(None, None), (0.1, None), (None, "judge.py:score")])
-def test_they_agree_about_presets(name: str, averaging: float | None, reward: str | None) -> None:
+def test_search_and_simulation_agree_about_presets(
+    name: str, averaging: float | None, reward: str | None
+) -> None:
     graph = train_graph(minibatches=4, ref_ema=averaging, reward=reward)
     of = sampled_scenario(random.Random(1), graph)
     of = replace(of, spec=ClusterSpec.parse("a100-80g:2x4"))

@@ -1,4 +1,4 @@
-"""Folding runs back into a profile."""
+"""Calibration of profiles from runs."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -76,14 +76,14 @@ def test_calibrating_again_changes_nothing() -> None:
     assert calibrate_profile(once, run()) == once
 
 
-def test_a_newer_run_takes_the_place_of_an_older_one_of_the_same_calls_only() -> None:
+def test_a_newer_run_replaces_corrections_of_the_same_calls_only() -> None:
     twice = calibrate_profile(calibrate_profile(None, run()), run({"actor.train": 20.0}))
     assert seconds(twice, "actor.train") == pytest.approx(20)
     assert seconds(twice, "actor.generate") == pytest.approx(TIMES["actor.generate"])
     assert len(twice.corrections) == len(TIMES)
 
 
-def test_terms_keep_their_proportions() -> None:
+def test_calibration_keeps_the_proportions_of_terms() -> None:
     arguments = (call("actor.train"), MODELS["actor"], PLACES["actor.train"], STEP)
     before = CostModel(SPEC).call(*arguments)
     after = CostModel(SPEC, calibrate_profile(None, run())).call(*arguments)
@@ -124,31 +124,31 @@ def test_equally_near_corrections_are_averaged_by_their_steps() -> None:
     ],
     ids=["other sizes", "another type", "another kind"],
 )
-def test_other_calls_are_left_alone(name: str, model: object) -> None:
+def test_corrections_do_not_apply_to_other_kinds_or_models(name: str, model: object) -> None:
     corrections = calibrate_profile(None, run()).corrections
     assert find_correction(corrections, call(name), model, place(8).strategy) == 1  # type: ignore[arg-type]
 
 
-def test_what_does_not_change_the_time_does_not_matter() -> None:
+def test_corrections_ignore_model_properties_without_effect_on_time() -> None:
     shape = SMALL.model_copy(update={"init_std": 0.5, "max_positions": 77})
     corrections = calibrate_profile(None, run()).corrections
     assert find_correction(corrections, call("actor.train"), stored(shape), place(8).strategy) != 1
 
 
-def test_devices_of_another_kind_are_not_corrected() -> None:
+def test_corrections_do_not_apply_to_other_device_kinds() -> None:
     calibrated, elsewhere = calibrate_profile(None, run()), ClusterSpec.parse("h100:1x8")
     arguments = (call("actor.train"), MODELS["actor"], place(8), STEP)
     assert CostModel(elsewhere, calibrated).call(*arguments) == CostModel(elsewhere).call(*arguments)
 
 
-def test_runs_that_say_nothing_of_a_profile_are_refused() -> None:
+def test_runs_without_known_devices_of_the_profile_are_rejected() -> None:
     with pytest.raises(UserError, match="profile is of a100-80g, but the run was on h100"):
         calibrate_profile(measured_profile(), run(spec=ClusterSpec.parse("h100:1x8")))
     with pytest.raises(UserError, match="kind of its devices"):
         calibrate_profile(None, run(spec=None))
 
 
-def test_files_give_back_what_was_written(tmp_path: Path) -> None:
+def test_cost_files_round_trip(tmp_path: Path) -> None:
     run().save(tmp_path)
     assert Comparison.load(tmp_path) == run()
     calibrated = calibrate_profile(measured_profile(), run())
@@ -166,7 +166,9 @@ def test_files_give_back_what_was_written(tmp_path: Path) -> None:
         ('{"version": 1, "format": "realrl costs"}', "missing"),
     ],
 )
-def test_other_files_are_refused_in_one_sentence(tmp_path: Path, text: str | None, words: str) -> None:
+def test_invalid_cost_files_are_rejected_with_one_message(
+    tmp_path: Path, text: str | None, words: str
+) -> None:
     if text is not None:
         (tmp_path / "costs.json").write_text(text)
     with pytest.raises(UserError, match=words) as caught:

@@ -13,7 +13,7 @@ MIXED = ClusterSpec.parse("h100:2x8+l40s:3x4")
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_every_built_in_device_can_be_named_and_has_figures_of_its_order(name: str) -> None:
+def test_built_in_devices_are_found_by_name_with_plausible_figures(name: str) -> None:
     (group,) = ClusterSpec.parse(f"{name}:2x8").groups
     kind = group.device
     assert (group.nodes, group.devices_per_node, kind.name) == (2, 8, name)
@@ -21,7 +21,7 @@ def test_every_built_in_device_can_be_named_and_has_figures_of_its_order(name: s
     assert kind.flops(2) == kind.bf16_flops and kind.flops(4) == kind.fp32_flops
 
 
-def test_a_spec_of_one_group_is_a_cluster() -> None:
+def test_a_homogeneous_spec_is_a_cluster() -> None:
     assert ClusterSpec.parse("a100-80g:16x8").cluster == Cluster(16, 8)
 
 
@@ -31,7 +31,7 @@ def test_ranks_are_numbered_group_by_group_and_node_by_node() -> None:
     assert MIXED.device(15).name == "h100" and MIXED.device(16).name == "l40s"
 
 
-def test_nodes_of_different_sizes_are_no_plain_cluster() -> None:
+def test_nodes_of_different_sizes_are_rejected_as_a_cluster() -> None:
     with pytest.raises(UserError, match="same number of devices"):
         _ = MIXED.cluster
 
@@ -60,12 +60,12 @@ def test_meshes_are_those_that_a_plan_accepts(spec: str) -> None:
     ("text", "words"),
     [("a100:2x8", "a100-"), ("2x8", "kind:nodes"), ("h100:0x8", "at least 1"), ("nowhere.yaml", "not exist")],
 )
-def test_mistakes_are_explained(text: str, words: str) -> None:
+def test_mistakes_in_a_cluster_text_are_explained(text: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         ClusterSpec.parse(text)
 
 
-def test_a_file_describes_devices_of_ones_own_and_prices(tmp_path: Path) -> None:
+def test_a_cluster_file_describes_custom_devices_and_prices(tmp_path: Path) -> None:
     file = tmp_path / "ours.yaml"
     file.write_text(
         "groups:\n"
@@ -97,7 +97,7 @@ def test_a_file_describes_devices_of_ones_own_and_prices(tmp_path: Path) -> None
         ),
     ],
 )
-def test_mistakes_in_a_file_name_the_file(tmp_path: Path, text: str, words: str) -> None:
+def test_mistakes_in_a_cluster_file_name_the_file(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text(text)
     with pytest.raises(UserError, match=words) as caught:
@@ -105,17 +105,17 @@ def test_mistakes_in_a_file_name_the_file(tmp_path: Path, text: str, words: str)
     assert str(file) in str(caught.value)
 
 
-def test_the_number_of_nodes_can_be_varied() -> None:
+def test_the_number_of_nodes_of_a_cluster_can_be_varied() -> None:
     assert str(ClusterSpec.parse("h200:2x8").with_nodes(4).groups[0]) == "h200:4x8"
 
 
 @pytest.mark.parametrize(("nodes", "name"), [(1, "h100:1x8"), (2, "h100:2x8"), (4, "h100:2x8+l40s:2x4")])
-def test_fewer_nodes_of_several_kinds_are_the_first_ones(nodes: int, name: str) -> None:
+def test_fewer_nodes_of_a_heterogeneous_cluster_are_its_first_ones(nodes: int, name: str) -> None:
     assert MIXED.with_nodes(nodes).name == name
 
 
 @pytest.mark.parametrize("nodes", [0, 6])
-def test_there_is_no_part_of_a_cluster_with_that_many_nodes(nodes: int) -> None:
+def test_impossible_numbers_of_nodes_are_rejected(nodes: int) -> None:
     with pytest.raises(UserError):
         MIXED.with_nodes(nodes)
 

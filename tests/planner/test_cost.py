@@ -33,7 +33,7 @@ IDEAL = Efficiency(
     forward_operations=0,
     collective_host_s=0,
 )
-"""Nothing costs time but products."""
+"""Efficiency under which only matmuls take time."""
 
 
 def cost(
@@ -55,7 +55,7 @@ STRATEGIES = [
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("placement", STRATEGIES, ids=lambda p: p.layout)
-def test_terms_are_times(name: str, placement: Placement) -> None:
+def test_cost_terms_are_nonnegative_times(name: str, placement: Placement) -> None:
     found = cost(name, placement)
     assert all(seconds >= 0 for seconds in found.terms.values())
     assert 0 < found.seconds < 3600 and found.seconds == sum(found.terms.values())
@@ -72,7 +72,7 @@ def test_more_tokens_are_never_cheaper(name: str, placement: Placement, change: 
 
 
 @pytest.mark.parametrize(("name", "times"), [("ref.inference", 1), ("actor.train", 3)])
-def test_arithmetic_is_that_of_the_parameters(name: str, times: int) -> None:
+def test_compute_time_is_that_of_the_parameters(name: str, times: int) -> None:
     """2 operations per token and parameter of a product, and twice as many backward."""
     layer = SMALL.hidden_size * (4 * SMALL.heads * SMALL.head_dim + 3 * SMALL.intermediate_size)
     table = SMALL.vocab_size * SMALL.hidden_size
@@ -82,7 +82,7 @@ def test_arithmetic_is_that_of_the_parameters(name: str, times: int) -> None:
     assert found == pytest.approx(operations / 312e12, rel=1e-6)
 
 
-def test_recomputation_is_one_more_forward_pass() -> None:
+def test_recomputation_costs_one_more_forward_pass() -> None:
     model = CostModel(NODES, efficiency=IDEAL)
     plain, again = (
         cost("actor.train", placement, model=model).terms["compute"]
@@ -94,19 +94,19 @@ def test_recomputation_is_one_more_forward_pass() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS[1:])
-def test_halving_the_matrices_halves_their_arithmetic(name: str) -> None:
+def test_tensor_parallelism_halves_matmul_time(name: str) -> None:
     model = CostModel(NODES, efficiency=IDEAL)
     one, two = (cost(name, place(1, tp), model=model).terms["compute"] for tp in (1, 2))
     assert two == pytest.approx(one / 2, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", KINDS[1:])
-def test_data_parallel_ranks_share_the_arithmetic(name: str) -> None:
+def test_data_parallel_ranks_share_compute_time(name: str) -> None:
     one, eight = (cost(name, place(dp, tokens=2048)).terms["compute"] for dp in (1, 8))
     assert eight == pytest.approx(one / 8, rel=1e-6)
 
 
-def test_narrow_products_are_less_efficient() -> None:
+def test_narrow_matmuls_are_less_efficient() -> None:
     one, eight = (cost("ref.inference", place(1, tp)).terms["compute"] for tp in (1, 8))
     assert one / 8 < eight < one / 4
 
@@ -128,7 +128,7 @@ def test_gradients_are_hidden_behind_long_backward_passes() -> None:
     assert cost("actor.train", place(1, 8)).terms["data"] == 0
 
 
-def test_a_pipeline_of_four_waits_as_its_schedule_says() -> None:
+def test_a_four_stage_pipeline_has_the_bubble_of_its_schedule() -> None:
     """1F1B with m micro-batches takes as long as m + 3 of the slowest stage, if all are equal."""
     found = cost("actor.train", recomputing(place(1, 1, 4)), shape=SMALL)
     busy = found.terms["compute"]
@@ -145,19 +145,19 @@ def test_decoding_is_bound_by_memory_and_the_host() -> None:
     assert fast["launch"] > fast["decode"]
 
 
-def test_generation_stops_when_all_sequences_have_ended() -> None:
+def test_generation_ends_with_its_longest_sequence() -> None:
     short = replace(STEP, answers=tuple(range(1, 65)))
     assert (
         cost("actor.generate", place(8), step=short).seconds < 0.3 * cost("actor.generate", place(8)).seconds
     )
 
 
-def test_more_room_in_the_cache_means_fewer_rounds() -> None:
+def test_a_larger_cache_means_fewer_decode_rounds() -> None:
     small, large = (cost("actor.generate", place(8, tokens=tokens)).seconds for tokens in (2048, 16384))
     assert small > 4 * large
 
 
-def test_costs_do_not_depend_on_where_a_mesh_lies() -> None:
+def test_call_costs_are_invariant_under_mesh_position() -> None:
     moved = Placement(Mesh(8, 16), place(2, 8).strategy)
     assert cost("actor.train", moved) == cost("actor.train", place(2, 8))
 
@@ -171,23 +171,23 @@ def test_faster_devices_are_faster() -> None:
     assert all(seconds[i : i + 5] == sorted(seconds[i : i + 5]) for i in (0, 5, 10))
 
 
-def test_uneven_models_have_costs_too() -> None:
+def test_models_with_indivisible_sizes_have_costs() -> None:
     for placement in (place(1, 4, 3), place(2, 5), place(1, 1, 5)):
         assert cost("actor.train", placement, shape=GROUPED).seconds > 0
 
 
-def test_fewer_sequences_than_ranks_are_the_users_mistake() -> None:
+def test_fewer_sequences_than_ranks_raise_a_user_error() -> None:
     with pytest.raises(UserError, match="dp=32"):
         cost("actor.train", place(32), step=replace(STEP, items=64))
 
 
-def test_large_models_cost_as_much_more_as_they_have_parameters() -> None:
+def test_compute_time_scales_with_parameters() -> None:
     ratio = cost("ref.inference", place(4, 8), shape=LARGE).terms["compute"]
     ratio /= cost("ref.inference", place(4, 8)).terms["compute"]
     assert ratio == pytest.approx(69 / 6.7, rel=0.15)
 
 
-def test_a_profile_says_nothing_of_copies_to_the_host_of_other_devices() -> None:
+def test_profiles_do_not_apply_to_host_copies_of_other_devices() -> None:
     profile = Profile(
         device="h100",
         software={},
@@ -210,11 +210,11 @@ def exchanged(target: Placement, items: int = 64000) -> float:
     return float(exchange.seconds("actor.generate", "actor.train", *pair)[0])
 
 
-def test_exchanges_grow_with_what_is_exchanged_and_how_far_it_goes() -> None:
+def test_exchange_time_grows_with_bytes_and_distance() -> None:
     elsewhere = Placement(Mesh(8, 8), place(8).strategy)
     assert 0 < exchanged(elsewhere, 64) < exchanged(elsewhere)
     assert exchanged(place(8)) < exchanged(elsewhere)
 
 
-def test_every_stage_and_tensor_rank_gets_rows_of_its_own() -> None:
+def test_every_stage_and_tp_rank_receives_a_copy_of_its_rows() -> None:
     assert exchanged(place(1, 8)) > 7 * exchanged(place(8))

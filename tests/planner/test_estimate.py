@@ -1,4 +1,4 @@
-"""What is to be expected of a plan: that its parts add up, and are those of what workers do."""
+"""Estimates of plans: their parts add up and are those of the programs of workers."""
 
 import random
 from dataclasses import replace
@@ -42,7 +42,14 @@ def scenario(cluster: str = "a100-80g:1x4", *, ref_ema: float | None = None) -> 
     }
     graph = train_graph(minibatches=2, ref_ema=ref_ema)
     workload = Workload(32, (100, 200), (50, 100, 300), 400)
-    return Scenario(graph, models, spec, workload, CostModel(spec), MemoryModel(spec))
+    return Scenario(
+        graph=graph,
+        models=models,
+        spec=spec,
+        workload=workload,
+        cost=CostModel(spec),
+        memory=MemoryModel(spec),
+    )
 
 
 def preset(name: str, of: Scenario) -> Plan:
@@ -51,7 +58,7 @@ def preset(name: str, of: Scenario) -> Plan:
 
 
 def sampled_plan(rng: random.Random, of: Scenario) -> Plan:
-    """Meshes and strategies at random, and at random what waits in host memory or is kept."""
+    """Sample meshes and strategies, offloading and persistent replicas."""
     places = {}
     for call in of.graph.calls:
         mesh = rng.choice(list(of.spec.meshes()))
@@ -90,9 +97,7 @@ def test_device_time_is_accounted_for(found: Estimate) -> None:
 
 
 @pytest.mark.parametrize(("slow", "factor"), [("actor", 16), ("ref", 1)])
-def test_the_arithmetic_of_each_call_counts_in_relation_to_the_peak_of_its_own_type(
-    slow: str, factor: float
-) -> None:
+def test_mfu_relates_each_call_to_the_peak_of_its_own_type(slow: str, factor: float) -> None:
     of = scenario()
     wide = {role: replace(model, element_bytes=4 if role == slow else 2) for role, model in of.models.items()}
     of = replace(of, models=wide)
@@ -107,7 +112,7 @@ def test_a_step_ends_with_the_last_slice(found: Estimate) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_moves_send_the_bytes_of_their_routes(seed: int) -> None:
+def test_reallocations_send_the_bytes_of_their_routes(seed: int) -> None:
     of = scenario("a100-80g:2x4", ref_ema=0.1)
     for move in estimate_plan(of, sampled_plan(random.Random(seed), of)).moves:
         model, instruction = of.models[move.instruction.role], move.instruction
@@ -119,7 +124,7 @@ def test_moves_send_the_bytes_of_their_routes(seed: int) -> None:
         assert move.network_bytes == pytest.approx(exact.network, rel=0.02, abs=2**20)
 
 
-def test_moves_say_which_call_they_are_for() -> None:
+def test_reallocations_name_the_call_they_are_for() -> None:
     of = scenario(ref_ema=0.1)
     plan = preset("separate", of)
     unkept = {(m.instruction.role, m.before) for m in estimate_plan(of, replace(plan, keep=())).moves}
@@ -128,7 +133,7 @@ def test_moves_say_which_call_they_are_for() -> None:
 
 
 @pytest.mark.parametrize("call", ["actor.train", "ref.inference", "critic.train"])
-def test_arithmetic_is_twice_the_parameters_for_each_token_and_direction(call: str) -> None:
+def test_flops_are_twice_the_parameters_per_token_and_direction(call: str) -> None:
     of = scenario()
     role = of.graph.call(call).role
     shape = of.models[role].shape
@@ -140,7 +145,7 @@ def test_arithmetic_is_twice_the_parameters_for_each_token_and_direction(call: s
     assert count_flops(of.graph.call(call), of.models[role], short) == pytest.approx(due, rel=1e-3)
 
 
-def test_generating_computes_each_token_once() -> None:
+def test_generation_flops_count_each_token_once() -> None:
     of = scenario()
     model, generate = of.models["actor"], of.graph.call("actor.generate")
     scored = count_flops(of.graph.call("ref.inference"), model, of.workload)
@@ -148,7 +153,7 @@ def test_generating_computes_each_token_once() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_devices_hold_what_programs_bring_and_calls_need(seed: int) -> None:
+def test_footprints_hold_replicas_of_programs_and_memory_of_calls(seed: int) -> None:
     of = scenario("a100-80g:2x4")
     plan = sampled_plan(random.Random(seed), of)
     for device in estimate_plan(of, plan).memory:
@@ -163,7 +168,7 @@ def test_devices_hold_what_programs_bring_and_calls_need(seed: int) -> None:
             assert f"{role} parameters" not in device.resident
 
 
-def test_parts_have_names_that_say_what_they_are() -> None:
+def test_memory_parts_are_named_by_role_and_content() -> None:
     of = scenario()
     found = estimate_plan(of, replace(preset("separate", of), keep=()))
     generating = next(f for f in found.memory[-1].footprints if f.during == "actor.generate")
@@ -179,7 +184,7 @@ def test_parts_have_names_that_say_what_they_are() -> None:
     assert {"actor parameters", "actor gradients and optimizer"} < set(training.parts)
 
 
-def test_what_is_offloaded_is_held_only_while_it_is_used() -> None:
+def test_offloaded_state_is_on_devices_only_while_it_is_used() -> None:
     of = scenario()
     plan = preset("symmetric", of)
     offloading = replace(plan, offload=("ref",), offload_optimizer=("actor",))
@@ -198,7 +203,7 @@ def test_what_is_offloaded_is_held_only_while_it_is_used() -> None:
     assert lean.step_seconds > plain.step_seconds
 
 
-def test_what_every_device_holds_in_an_evaluation_includes_roles_that_take_no_part() -> None:
+def test_footprints_of_evaluation_include_idle_roles() -> None:
     of = scenario()
     plan, graph = preset("symmetric", of), eval_graph()
     homes = home_placements(of.graph, plan)
@@ -209,7 +214,7 @@ def test_what_every_device_holds_in_an_evaluation_includes_roles_that_take_no_pa
         assert all("critic gradients and optimizer" in f.parts for f in device.footprints)
 
 
-def test_a_model_of_unknown_size_counts_nothing() -> None:
+def test_models_of_unknown_size_count_no_memory() -> None:
     of = scenario()
     plan = preset("symmetric", of)
     known = {role: model for role, model in of.models.items() if role != "ref"}

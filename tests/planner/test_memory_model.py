@@ -45,7 +45,7 @@ def test_named_shapes_have_the_published_number_of_parameters(name: str) -> None
 @pytest.mark.parametrize("placement", [place(1), place(2, 4), place(1, 5, 3), place(1, 1, 5), place(2, 6, 2)])
 @pytest.mark.parametrize("shape", [GROUPED, GROUPED.model_copy(update={"tied_embeddings": True})])
 @pytest.mark.parametrize("head", sorted(set(PPO_SPEC.heads.values())))
-def test_parameters_are_those_that_a_layout_stores(
+def test_parameter_bytes_match_those_of_the_layout(
     shape: ModelShape, head: Head, placement: Placement
 ) -> None:
     whole = build_layout(shape, head, placement)
@@ -100,7 +100,7 @@ def test_activations_of_training_are_of_the_published_order() -> None:
     assert found == pytest.approx(34 * 8192 * SMALL.hidden_size * SMALL.layers, rel=0.2)
 
 
-def test_the_first_stage_keeps_most_micro_batches() -> None:
+def test_the_first_pipeline_stage_keeps_most_micro_batches() -> None:
     stages = MODEL.stages(call("actor.train"), stored(LARGE), place(1, 8, 4), STEP)
     activations = [stage.dynamic["activations"] for stage in stages]
     assert activations == sorted(activations, reverse=True)
@@ -123,7 +123,7 @@ def test_shared_key_heads_are_cached_once_per_rank() -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("change", [{"prompts": (300,)}, {"answers": (800,), "max_new_tokens": 800}])
-def test_longer_sequences_never_need_less(name: str, change: dict) -> None:
+def test_larger_workloads_never_need_less_memory(name: str, change: dict) -> None:
     placement = place(8, tokens=1 << 20)
     assert need(name, placement, step=replace(STEP, **change)).bytes >= need(name, placement).bytes
 
@@ -134,7 +134,7 @@ def test_a_7b_model_trains_on_eight_devices_and_not_on_one() -> None:
         assert (found <= MODEL.capacity(0)) == fits
 
 
-def test_some_memory_is_not_to_be_had() -> None:
+def test_driver_memory_is_not_usable() -> None:
     assert 75 * GIB < MODEL.capacity(0) < NODES.device(0).memory_bytes
     cpu = MemoryModel(ClusterSpec.parse("cpu:1x2"))
     assert cpu.spec.device(0).memory_bytes - cpu.capacity(0) < GIB

@@ -26,11 +26,11 @@ def profile(kinds: tuple[str, ...] = ("forward",)) -> Profile:
 
 
 @pytest.mark.parametrize(("context", "size", "seconds"), MEASURED)
-def test_measured_points_are_given_back_exactly(context: int, size: int, seconds: float) -> None:
+def test_interpolation_is_exact_at_measured_points(context: int, size: int, seconds: float) -> None:
     assert profile().seconds("forward", SMALL, 2, 1, size, context) == seconds
 
 
-def test_between_points_times_are_between() -> None:
+def test_interpolated_times_lie_between_measured_ones() -> None:
     found = profile().seconds("forward", SMALL, 2, 1, 1024, 512)
     assert found is not None and 1e-3 < found < 9e-3
 
@@ -40,23 +40,25 @@ def test_between_points_times_are_between() -> None:
     st.floats(0.5, 1e7),
     st.floats(1, 10),
 )
-def test_curves_of_growing_times_grow(points: list[tuple[int, float]], size: float, factor: float) -> None:
+def test_curves_of_increasing_times_increase(
+    points: list[tuple[int, float]], size: float, factor: float
+) -> None:
     sizes, seconds = sorted({s for s, _ in points}), sorted(t for _, t in points)
     curve = Curve.of(list(zip(sizes, seconds, strict=False)))
     assert curve(size * factor) >= curve(size) * (1 - 1e-9)
 
 
-def test_large_sizes_cost_in_proportion() -> None:
+def test_large_sizes_cost_in_proportion_and_small_ones_the_overhead() -> None:
     curve = Curve.of([(100, 1.0), (200, 2.0)])
     assert curve(2000) == pytest.approx(20) and curve(10) == 1.0
 
 
-def test_contexts_beyond_the_measured_go_on_in_a_line() -> None:
+def test_extrapolation_to_long_contexts_is_linear() -> None:
     surface = Surface.of([(100, 1, 1.0), (200, 1, 2.0)])
     assert [surface(c, 1) for c in (100, 150, 200, 300)] == pytest.approx([1, 1.5, 2, 3])
 
 
-def test_what_was_not_measured_is_said_to_be_unknown() -> None:
+def test_unmeasured_times_are_none() -> None:
     found = profile()
     assert found.seconds("forward", SMALL, 2, 2, 512, 256) is None
     assert found.seconds("forward", SMALL, 4, 1, 512, 256) is None
@@ -64,7 +66,7 @@ def test_what_was_not_measured_is_said_to_be_unknown() -> None:
     assert found.collective("all_reduce", 8, 1, 100) is None
 
 
-def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+def test_profile_files_round_trip(tmp_path: Path) -> None:
     profile().save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == profile()
 
@@ -81,7 +83,7 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
         ('{"format": "realrl profile", "version": 1}', "device"),
     ],
 )
-def test_other_files_are_refused_with_their_names(tmp_path: Path, text: str, words: str) -> None:
+def test_invalid_profile_files_are_rejected_by_name(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(UserError, match=words) as caught:
         Profile.load(tmp_path / "p.json")
@@ -96,7 +98,7 @@ def test_other_files_are_refused_with_their_names(tmp_path: Path, text: str, wor
         ('"kind": "forward"', '"kind": "foward"', "did you mean forward"),
     ],
 )
-def test_mistakes_inside_lists_are_named(tmp_path: Path, old: str, new: str, words: str) -> None:
+def test_mistakes_inside_lists_of_a_profile_are_named(tmp_path: Path, old: str, new: str, words: str) -> None:
     profile().save(tmp_path / "p.json")
     text = (tmp_path / "p.json").read_text()
     assert old in text
@@ -105,7 +107,7 @@ def test_mistakes_inside_lists_are_named(tmp_path: Path, old: str, new: str, wor
         Profile.load(tmp_path / "p.json")
 
 
-def test_newer_times_of_a_shape_replace_older_ones() -> None:
+def test_newer_measurements_of_a_shape_replace_older_ones() -> None:
     slower = Measurement(kind="forward", tokens=512, context=256, seconds=5.0)
     layers = LayerTimes(shape=ShapeKey.of(SMALL), dtype="bfloat16", measurements=(slower,))
     merged = profile().merged([layers])
@@ -113,7 +115,7 @@ def test_newer_times_of_a_shape_replace_older_ones() -> None:
     assert merged.seconds("forward", SMALL, 2, 1, 512, 256) == 5.0
 
 
-def test_measurements_take_the_place_of_the_roofline_on_their_device() -> None:
+def test_measurements_replace_the_roofline_on_their_device() -> None:
     arguments = (call("ref.inference"), stored(SMALL), place(1, tokens=4096), STEP)
     with_times = CostModel(ClusterSpec.parse("a100-80g:1x8"), profile()).call(*arguments)
     elsewhere = CostModel(ClusterSpec.parse("h100:1x8"), profile()).call(*arguments)
@@ -123,5 +125,5 @@ def test_measurements_take_the_place_of_the_roofline_on_their_device() -> None:
     assert elsewhere == without
 
 
-def test_offloading_takes_as_long_as_was_measured() -> None:
+def test_offloading_takes_the_measured_time() -> None:
     assert CostModel(ClusterSpec.parse("a100-80g:1x8"), profile()).offload(1 << 20) == 1e-3

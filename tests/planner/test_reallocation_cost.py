@@ -27,7 +27,7 @@ PAIRS = [
 
 @pytest.mark.parametrize("shape", [SMALL, LARGE, SHAPES["llama-3.2-1b"]], ids=["7b", "70b", "tied"])
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda p: p.layout)
-def test_the_figure_of_a_search_is_near_what_the_routes_take(
+def test_the_search_estimate_is_near_the_time_of_the_routes(
     shape, source: Placement, target: Placement
 ) -> None:
     figure = MODEL.reallocation(stored(shape), source, target)
@@ -35,16 +35,16 @@ def test_the_figure_of_a_search_is_near_what_the_routes_take(
     assert figure == pytest.approx(exact, rel=0.08, abs=1e-3)
 
 
-def test_equal_layouts_cost_nothing() -> None:
+def test_reallocation_to_an_equal_layout_costs_nothing() -> None:
     same = Placement(Mesh(0, 8), Strategy(4, 2, micro_batch_tokens=5))
     assert MODEL.reallocation(stored(SMALL), at(0, 4, 2, 1), same) == 0
 
 
-def test_what_everybody_holds_already_costs_nothing() -> None:
+def test_replicated_parameters_cost_no_reallocation() -> None:
     assert MODEL.reallocation(stored(SMALL), at(0, 32, 1, 1), at(0, 1, 8, 4)) == 0
 
 
-def test_moves_by_whole_nodes_cost_the_same() -> None:
+def test_reallocation_time_is_invariant_under_shifts_by_nodes() -> None:
     first = MODEL.reallocation(stored(LARGE), at(0, 2, 4, 1), at(8, 1, 8, 2))
     assert MODEL.reallocation(stored(LARGE), at(8, 2, 4, 1), at(16, 1, 8, 2)) == first
 

@@ -35,7 +35,7 @@ def test_the_heuristic_plan_is_predicted_within_a_fifth_and_fits(predicted) -> N
         assert heuristic.fits
 
 
-def test_settings_that_differ_by_more_than_the_noise_are_in_the_published_order(predicted) -> None:
+def test_predictions_are_in_the_published_order_beyond_the_noise(predicted) -> None:
     """The figure and the result files of the paper differ by up to 18 percentage points."""
     rows = [(published, heuristic.seconds) for published, heuristic in predicted]
     assert all(a[1] < b[1] for a in rows for b in rows if a[0] * 1.18 < b[0])
@@ -48,7 +48,7 @@ def test_the_searched_plan_gains_at_least_what_was_published_but_for_the_noise(t
         assert setting.published_gain - 0.05 < found.gain < setting.published_gain + 0.25
 
 
-def test_our_engine_has_other_constants_only_where_the_bench_says_so(table) -> None:
+def test_reference_engine_constants_differ_only_as_the_bench_states(table) -> None:
     default = Efficiency()
     differing = {name for name, value in vars(table.ENGINE).items() if value != getattr(default, name)}
     assert differing == {"decode_operations", "collective_host_s"}

@@ -1,4 +1,4 @@
-"""The report of a plan: presets, what was not chosen, and other numbers of nodes."""
+"""Reports of plans: presets, alternatives, and other numbers of nodes."""
 
 import math
 from dataclasses import replace
@@ -38,7 +38,9 @@ def scenario(cluster: str, memory: int | None = None) -> Scenario:
     if memory is not None:
         (group,) = spec.groups
         spec = replace(spec, groups=(replace(group, device=replace(group.device, memory_bytes=memory)),))
-    return Scenario(GRAPH, MODELS, spec, STEP, CostModel(spec), MemoryModel(spec))
+    return Scenario(
+        graph=GRAPH, models=MODELS, spec=spec, workload=STEP, cost=CostModel(spec), memory=MemoryModel(spec)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +61,13 @@ def test_no_preset_that_fits_is_faster(report: PlanReport) -> None:
     assert all(e.step_seconds >= report.chosen.step_seconds for e in found if e.fits)
 
 
-def test_presets_that_cannot_be_made_say_why() -> None:
+def test_impossible_presets_have_an_error_message() -> None:
     presets = make_report(scenario("a100-40g:1x2"), seconds=0.3).presets
     assert presets["disjoint"].estimate is None
     assert "needs at least 4 devices" in str(presets["disjoint"].refused)
 
 
-def test_presets_have_the_micro_batches_and_recomputation_that_suit_them() -> None:
+def test_presets_are_tuned_in_micro_batches_and_recomputation() -> None:
     ample = scenario("a100-40g:1x2")
     plan = make_plan("symmetric", GRAPH, ample.spec.cluster, 8192)
     plain, leaner = (estimate_plan(ample, p) for p in (plan, plan.recomputing(GRAPH)))
@@ -78,7 +80,7 @@ def test_presets_have_the_micro_batches_and_recomputation_that_suit_them() -> No
     assert preset.recompute == any(p.strategy.recompute for p in preset.estimate.plan.placements.values())
 
 
-def test_micro_batches_leave_room_for_copies_that_a_plan_keeps() -> None:
+def test_tuning_leaves_memory_for_persistent_replicas() -> None:
     ample = scenario("a100-40g:1x2")
     plan = make_plan("symmetric", GRAPH, ample.spec.cluster, 8192)
     generate = replace(plan["actor.generate"], strategy=Strategy(1, 2, 1, micro_batch_tokens=8192))
@@ -102,7 +104,7 @@ def test_alternatives_run_one_call_otherwise_and_are_slower_or_do_not_fit(report
         assert not other.fits or other.step_seconds > report.chosen.step_seconds
 
 
-def test_where_offloading_frees_nothing_no_alternative_offloads() -> None:
+def test_no_alternative_offloads_if_offloading_frees_nothing() -> None:
     constraints = UserConstraints(search_space=SearchSpace(offload=False))
     tight = make_report(scenario("a100-40g:1x2", 14 << 30), seconds=0.5, constraints=constraints)
     assert tight.alternatives and not any(other.offload for other in tight.alternatives)
@@ -110,7 +112,7 @@ def test_where_offloading_frees_nothing_no_alternative_offloads() -> None:
     assert any(other.offload or other.on_device for other in free.alternatives)
 
 
-def test_a_plan_of_ones_own_with_a_mesh_on_unlike_nodes_is_refused() -> None:
+def test_user_plans_with_meshes_on_heterogeneous_nodes_are_rejected() -> None:
     mixed = scenario("h100:1x2+a100-40g:1x2")
     mesh = Placement(Mesh(0, 4), Strategy(4, micro_batch_tokens=4096))
     mine = Plan(mixed.spec.cluster, {call.name: mesh for call in GRAPH.calls})
@@ -118,7 +120,7 @@ def test_a_plan_of_ones_own_with_a_mesh_on_unlike_nodes_is_refused() -> None:
     assert isinstance(found, UserError) and "does not lie inside one group" in str(found)
 
 
-def test_an_alternative_takes_about_what_its_own_estimate_says(report: PlanReport) -> None:
+def test_step_times_of_alternatives_are_near_their_own_estimates(report: PlanReport) -> None:
     plan = report.chosen.plan
     assert any(other.fits for other in report.alternatives)
     for other in report.alternatives:
@@ -128,7 +130,7 @@ def test_an_alternative_takes_about_what_its_own_estimate_says(report: PlanRepor
             assert other.step_seconds == pytest.approx(seconds, rel=0.03)
 
 
-def test_what_would_be_faster_but_does_not_fit_is_named_with_what_is_to_blame() -> None:
+def test_faster_alternatives_that_do_not_fit_name_their_largest_part() -> None:
     ample = make_report(scenario("a100-40g:1x2"), seconds=0.3).chosen
     taken = scenario("a100-40g:1x2").spec.groups[0].device.memory_bytes - ample.peak_device.capacity
     tight = make_report(scenario("a100-40g:1x2", taken + int(0.8 * ample.peak_bytes)), seconds=0.3)
@@ -136,17 +138,17 @@ def test_what_would_be_faster_but_does_not_fit_is_named_with_what_is_to_blame() 
     assert reasons and all("GiB of" in reason and "most of it" in reason for reason in reasons)
 
 
-def test_machines_get_the_same_figures(report: PlanReport) -> None:
+def test_json_holds_the_numbers_of_the_report(report: PlanReport) -> None:
     found = report_to_json(report)
     assert found["step_seconds"] == report.chosen.step_seconds
     assert found["reallocations"] == [] or found["reallocations"][0]["seconds"] > 0
     assert sum(found["memory"]["parts"].values()) == found["peak_bytes"]
 
 
-def test_nothing_is_saved_where_devices_cost_nothing_and_nothing_fits() -> None:
+def test_sizes_without_a_plan_have_infinite_cost_at_any_price() -> None:
     sizes = [
-        SizeReport(1, 8, None, None, "needs more", 0.0),
-        SizeReport(2, 16, None, None, "needs more", 8.0),
+        SizeReport(nodes=1, devices=8, estimate=None, gap=None, refused="needs more", price_per_hour=0.0),
+        SizeReport(nodes=2, devices=16, estimate=None, gap=None, refused="needs more", price_per_hour=8.0),
     ]
     assert all(size.cost == math.inf for size in sizes)
 
@@ -162,7 +164,7 @@ def test_sizes_are_compared_and_the_fastest_is_planned() -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])
-def test_parts_of_a_mixed_cluster_can_be_planned(nodes: int) -> None:
+def test_the_first_nodes_of_a_heterogeneous_cluster_can_be_planned(nodes: int) -> None:
     found = make_report(scenario("h100:1x2+a100-40g:2x2"), seconds=0.3, nodes=[nodes])
     assert found.scenario.spec.size == 2 * nodes
     assert found.scenario.spec.groups[0].device.name == "h100"

@@ -39,13 +39,13 @@ def check_against_all_plans(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_finds_the_best_plan_of_all_and_bounds_it(seed: int) -> None:
+def test_the_search_finds_and_bounds_the_best_of_all_plans(seed: int) -> None:
     check_against_all_plans(sampled_problem(random.Random(seed), combinations=150))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1220))
-def test_finds_the_best_of_thousands_of_plans_and_bounds_it(seed: int) -> None:
+def test_the_search_finds_and_bounds_the_best_of_thousands_of_plans(seed: int) -> None:
     check_against_all_plans(sampled_problem(random.Random(seed), combinations=4000))
 
 
@@ -78,18 +78,18 @@ def test_no_plan_of_a_set_is_below_the_bound_of_the_set(seed: int) -> None:
         assert np.where(fill <= 1, seconds, np.inf).min() >= limit * (1 - 1e-9)
 
 
-def test_chains_that_must_hurry_cool_down_in_the_time_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_annealing_cools_down_within_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = Timeline(sampled_problem(random.Random(3), combinations=5_000))
     starts = np.zeros((len(timeline.tables.sizes), 1), dtype=np.int64)
     calm = anneal(Scorer(timeline, 1e9), starts, rounds=40, chains=16, seed=0)
     asked = itertools.count()
-    monkeypatch.setattr(Scorer, "time_used", lambda self, part=1.0: max(0, next(asked) - 1) / 40)
+    monkeypatch.setattr(Scorer, "time_used", lambda self, time_fraction=1.0: max(0, next(asked) - 1) / 40)
     # Asked before the rounds, and by each: of 4,000 there is time for 40.
     hurried = anneal(Scorer(timeline, 1e9), starts, rounds=4000, chains=16, seed=0)
     assert (hurried == calm).all()
 
 
-def test_the_same_seed_finds_the_same_plan() -> None:
+def test_searches_with_equal_seeds_find_the_same_plan() -> None:
     problem = sampled_problem(random.Random(7), combinations=30_000)
     first, second = (search_plans(problem, seed=5, budget=LITTLE) for _ in range(2))
     assert (first.assignment, first.lower_bound) == (second.assignment, second.lower_bound)
@@ -105,7 +105,7 @@ def test_a_search_is_never_worse_than_what_it_starts_from() -> None:
     assert hurried.evaluation.seconds <= best.evaluation.seconds
 
 
-def test_a_call_that_fits_no_device_is_named_with_what_it_misses() -> None:
+def test_a_call_that_fits_no_device_is_named_with_its_shortage() -> None:
     problem = sampled_problem(random.Random(3))
     name = problem.graph.calls[-1].name
     candidates = tuple(
@@ -134,7 +134,7 @@ def crowded(rng: random.Random) -> Problem:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_roles_that_do_not_fit_together_are_listed_with_what_they_keep(seed: int) -> None:
+def test_roles_that_do_not_fit_together_are_listed_with_their_resident_bytes(seed: int) -> None:
     problem = crowded(random.Random(seed))
     roles = problem.graph.roles
     if len(roles) == 1:

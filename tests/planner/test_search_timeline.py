@@ -1,4 +1,4 @@
-"""The time line of many plans at once against a walk through the programs of each."""
+"""Vectorised evaluation of plans against a walk through the programs of each."""
 
 import itertools
 import random
@@ -27,7 +27,7 @@ def columns(search_space: list[dict[str, int]]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_plans_cost_what_their_programs_do(seed: int) -> None:
+def test_vectorised_plan_costs_match_their_simulated_programs(seed: int) -> None:
     rng = random.Random(seed)
     problem = sampled_problem(rng)
     search_space = sampled_choices(rng, problem, 40)
@@ -39,7 +39,7 @@ def test_plans_cost_what_their_programs_do(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_many_plans_at_once_cost_what_loops_over_devices_find(seed: int) -> None:
+def test_vectorised_plan_costs_match_loops_over_devices(seed: int) -> None:
     rng = random.Random(100 + seed)
     problem = sampled_problem(rng)
     search_space = sampled_choices(rng, problem, 60)
@@ -47,7 +47,7 @@ def test_many_plans_at_once_cost_what_loops_over_devices_find(seed: int) -> None
     assert np.array(Timeline(problem)(columns(search_space))) == pytest.approx(found, rel=1e-9)
 
 
-def test_one_plan_in_detail_is_the_same_as_among_many() -> None:
+def test_detailed_evaluation_matches_the_vectorised_one() -> None:
     rng = random.Random(3)
     problem = sampled_problem(rng)
     search_space = sampled_choices(rng, problem, 20)

@@ -51,7 +51,7 @@ def sampled_placement(rng: random.Random, cluster: Cluster) -> Placement:
 
 
 @pytest.mark.parametrize("cluster", [Cluster(1, 8), Cluster(4, 4), Cluster(4, 8)], ids=str)
-def test_estimates_are_near_the_real_schedules(cluster: Cluster) -> None:
+def test_reallocation_estimates_are_near_the_executed_schedules(cluster: Cluster) -> None:
     rng = random.Random(0)
     transfers = LinkTransfers(cluster, WEIGHTS, (LINKS,) * cluster.nodes)
     pairs = [(sampled_placement(rng, cluster), sampled_placement(rng, cluster)) for _ in range(40)]
@@ -71,7 +71,7 @@ def test_estimates_are_near_the_real_schedules(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("cluster", [Cluster(1, 8), Cluster(4, 4), Cluster(3, 8)], ids=str)
-def test_the_least_that_kinds_of_layouts_take_holds_wherever_their_meshes_lie(cluster: Cluster) -> None:
+def test_lower_bounds_of_reallocation_hold_for_all_mesh_positions(cluster: Cluster) -> None:
     rng = random.Random(1)
     transfers = LinkTransfers(cluster, WEIGHTS, (LINKS,) * cluster.nodes)
     places = Layouts.of(sampled_placement(rng, cluster) for _ in range(60))
@@ -90,7 +90,7 @@ def test_the_least_that_kinds_of_layouts_take_holds_wherever_their_meshes_lie(cl
     ],
     ids=str,
 )
-def test_devices_beyond_those_of_the_source_hold_nothing_at_best(
+def test_lower_bounds_assume_no_data_on_devices_beyond_the_source(
     source: Placement, target: Placement
 ) -> None:
     cluster = Cluster(4, 8)
@@ -103,7 +103,7 @@ def test_devices_beyond_those_of_the_source_hold_nothing_at_best(
     assert 0.8 * nearest < least <= nearest + 1e-12
 
 
-def test_between_like_nodes_their_own_links_count() -> None:
+def test_homogeneous_nodes_use_their_own_links() -> None:
     cluster, slow = Cluster(4, 4), Links(17e6, 2e6, 0.0)
     alike, mixed = (
         LinkTransfers(cluster, WEIGHTS, links) for links in ((LINKS,) * 4, (LINKS, LINKS, slow, slow))
@@ -121,7 +121,7 @@ def test_between_like_nodes_their_own_links_count() -> None:
     assert (mixed.at_least("actor", source, target) <= after + 1e-12).all()
 
 
-def test_equal_layouts_need_no_time() -> None:
+def test_reallocation_between_equal_layouts_takes_no_time() -> None:
     cluster = Cluster(2, 4)
     places = Layouts.of(sampled_placement(random.Random(i), cluster) for i in range(20))
     by_links = LinkTransfers(cluster, WEIGHTS, (LINKS,) * cluster.nodes)
@@ -129,7 +129,7 @@ def test_equal_layouts_need_no_time() -> None:
         assert not transfers.seconds("actor", places, places).any()
 
 
-def test_a_table_asks_for_each_pair_once() -> None:
+def test_a_transfer_table_computes_each_pair_once() -> None:
     asked = []
 
     def seconds(role: str, source: Placement, target: Placement) -> float:

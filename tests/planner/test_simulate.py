@@ -68,19 +68,19 @@ def test_calls_on_the_same_devices_run_one_after_the_other() -> None:
     assert simulation.step_seconds == simulation.repeated_seconds == 14.0
 
 
-def test_what_is_received_from_several_calls_comes_one_after_the_other() -> None:
+def test_inputs_from_several_calls_arrive_one_after_the_other() -> None:
     # 4, 1 to receive, 2; then two keys, of which the first has come long before.
     assert simulate(programs(*APART), seconds(receiving=1.0)).step_seconds == 4 + 1 + 2 + 1 + 8
 
 
-def test_devices_that_have_ended_a_step_begin_the_next() -> None:
+def test_ranks_that_finish_a_step_start_the_next() -> None:
     simulation = simulate(programs("d1 t1 p1 @1", "d1 t1 p1 @0", "d2 t1 p1 @2-3"), seconds())
     assert simulation.step_seconds == 14.0
     # Generation is ahead of training; rank 0, which scores, waits for the figures of the step before.
     assert simulation.repeated_seconds == 2.0 + 8.0
 
 
-def test_a_rank_stays_in_its_step_until_what_it_has_sent_is_taken() -> None:
+def test_a_rank_ends_its_step_only_when_its_messages_are_received() -> None:
     simulation = simulate(programs(*APART), seconds(), steps=4)
     generated = [s for s in simulation.events[0] if isinstance(s.instruction, Run)]
     received = [s for s in simulation.events[2] if isinstance(s.instruction, Receive)]
@@ -106,7 +106,7 @@ def _runs(instruction: Instruction, call: str) -> bool:
     return isinstance(instruction, Run) and instruction.call == call
 
 
-def test_readers_of_lengths_wait_for_heads() -> None:
+def test_ranks_that_receive_lengths_wait_for_output_ranks() -> None:
     simulation = simulate(programs(*APART), seconds())
     (length_receivers,) = [s for s in simulation.slices(0)[3] if isinstance(s.instruction, ShareLengths)]
     assert length_receivers.start + length_receivers.seconds == 4.0
@@ -123,20 +123,20 @@ def test_slices_are_the_program_of_the_rank_without_gaps() -> None:
                 assert after.start == pytest.approx(before.start + before.seconds)
 
 
-def test_loading_keeps_only_the_ranks_that_load() -> None:
+def test_loading_occupies_only_the_ranks_that_load() -> None:
     plain, offloading = (simulate(programs(*APART, offload=o), seconds(copying=3.0)) for o in ((), ("r",)))
     # While generation goes on; what is put back nobody waits for.
     assert offloading.step_seconds == plain.step_seconds + 3.0
     assert offloading.ends[0] == 4 + 3 + 2 + 8
 
 
-def test_an_instruction_that_comes_twice_is_another_one_each_time() -> None:
+def test_repeated_instructions_are_distinct_events() -> None:
     run = Run("a.generate", "a", Placement.parse("d2 t1 p1 @0-1 mb=9"))
     simulation = simulate([Program(rank, (run, run)) for rank in range(2)], seconds(), steps=1)
     assert simulation.ends == (8.0,)
 
 
-def test_programs_that_hang_are_reported_with_what_ranks_wait_for() -> None:
+def test_deadlocks_name_the_instructions_that_ranks_wait_for() -> None:
     first, second = (
         Run(name, "a", Placement.parse("d2 t1 p1 @0-1 mb=9")) for name in ("a.generate", "b.train")
     )
@@ -145,7 +145,7 @@ def test_programs_that_hang_are_reported_with_what_ranks_wait_for() -> None:
 
 
 @pytest.mark.parametrize(("moving", "begins"), [(0.0, 1.0), (2.0, 7.0)])
-def test_nobody_waits_for_a_reallocation_that_sends_nothing(moving: float, begins: float) -> None:
+def test_ranks_do_not_wait_for_a_reallocation_that_sends_nothing(moving: float, begins: float) -> None:
     keys = [Key("x", "int64"), *(Key(name, "float32", "x") for name in "fgh")]
     graph = DataflowGraph(
         [

@@ -40,7 +40,7 @@ def test_a_preference_pair_is_two_sequences() -> None:
     assert Workload(32, (100,)).tokens(graph) == 64 * 100
 
 
-def test_ranks_share_out_pairs_and_not_their_sequences() -> None:
+def test_data_parallel_ranks_split_pairs_and_not_their_sequences() -> None:
     work = Workload(10, (100,)).work(reward_graph().calls[0])
     chunks = split_work(work, Strategy(4, micro_batch_tokens=100), 2)
     assert (chunks.count, chunks.sequences, chunks.peak.sequences) == (3, 2, 2)
@@ -49,7 +49,7 @@ def test_ranks_share_out_pairs_and_not_their_sequences() -> None:
         split_work(work, Strategy(16), 2)
 
 
-def test_a_recipe_gives_the_longest_lengths_until_they_are_measured() -> None:
+def test_unmeasured_lengths_are_the_longest_of_the_recipe() -> None:
     experiment = load_experiment(
         "recipes/reference/ppo.yaml", ["data.max_tokens=328", "generation.max_new_tokens=200", "ppo.epochs=2"]
     )
@@ -78,7 +78,7 @@ def even(sequences: int, length: int, room: int = 0) -> CallWork:
         (9, Strategy(1, 1, 4, micro_batch_tokens=1 << 20), 5, 9 * 256 / 5),
     ],
 )
-def test_micro_batches_are_counted_as_the_engine_makes_them(
+def test_micro_batch_counts_match_the_engine(
     sequences: int, strategy: Strategy, count: int, tokens: float
 ) -> None:
     chunks = split_work(even(sequences, 256), strategy, 2)
@@ -91,7 +91,7 @@ def test_micro_batches_are_counted_as_the_engine_makes_them(
 @pytest.mark.parametrize(
     "lengths", [(256,) * 33, (256,) * 20, (2048, *[50] * 31), tuple(range(50, 900, 13)), (64,) * 200]
 )
-def test_pipelines_get_as_many_micro_batches_as_the_engine_makes(
+def test_pipeline_micro_batch_counts_match_the_engine(
     lengths: tuple[int, ...], stages: int, budget: int
 ) -> None:
     work = CallWork(len(lengths), tuple(sorted(lengths)), (), 0, 1, 1)
@@ -102,6 +102,6 @@ def test_pipelines_get_as_many_micro_batches_as_the_engine_makes(
         assert found.count == len(made)
 
 
-def test_generation_takes_as_many_rows_as_the_cache_has_room_for() -> None:
+def test_decode_batches_fill_the_capacity_of_the_cache() -> None:
     chunks = split_work(even(64, 128, 384), Strategy(2, micro_batch_tokens=8192), 2)
     assert (chunks.count, chunks.sequences, chunks.tokens) == (2, 16, 16 * 128)

@@ -237,7 +237,7 @@ def test_a_prediction_that_fails_costs_no_run(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("nothing by nothing")
 
-    monkeypatch.setattr("realrl.runtime.measure.compare.estimate", fail)
+    monkeypatch.setattr("realrl.runtime.measure.compare.estimate_plan", fail)
     costs = Comparison.load(run(world, "sft", tmp_path))
     assert costs.predicted_step_seconds is None and costs.step.steps == 4
     error = capsys.readouterr().err

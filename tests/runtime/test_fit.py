@@ -20,7 +20,7 @@ from realrl.runtime.prepare.cluster import written_cluster
 from realrl.runtime.prepare.compile import Compiled, compile_recipe, with_sizes
 from realrl.runtime.prepare.devices import check_kind, memory_spec, spec_of
 from realrl.runtime.prepare.fit.check import check_fit
-from realrl.runtime.prepare.fit.footprint import device_memory, find_peak_device
+from realrl.runtime.prepare.fit.footprint import compute_device_memory, find_peak_device
 from realrl.runtime.prepare.gpu import Gpu
 from realrl.runtime.prepare.host import host_memory
 from tests.conftest import World
@@ -214,7 +214,9 @@ def test_evaluations_count(world: World, tmp_path: Path) -> None:
     found = compile_recipe(experiment, Cluster(1, 1))
     spec = memory_spec(experiment, Cluster(1, 1))
     assert find_peak_device(experiment, found, spec).phase == "eval"
-    peaks = {name: devices[0].peak for name, devices in device_memory(experiment, found, spec).items()}
+    peaks = {
+        name: devices[0].peak for name, devices in compute_device_memory(experiment, found, spec).items()
+    }
     assert peaks["eval"].parts["cache"] > 2 * peaks["train"].parts.get("cache", 0)
 
 
@@ -223,7 +225,7 @@ def test_models_that_are_elsewhere_count_nothing(world: World, tmp_path: Path) -
     experiment = load_experiment(str(recipe))
     found = compile_recipe(experiment, Cluster(1, 1))
     assert found.unknown == ("ref",)
-    (device,) = device_memory(experiment, found, memory_spec(experiment, Cluster(1, 1)))["train"]
+    (device,) = compute_device_memory(experiment, found, memory_spec(experiment, Cluster(1, 1)))["train"]
     assert "actor parameters" in device.resident and "ref parameters" not in device.resident
     check_fit(experiment, found)
 

@@ -24,8 +24,8 @@ from realrl.runtime.prepare.devices import search_spec
 from realrl.runtime.prepare.fit import search as fit_search
 from realrl.runtime.prepare.gpu import Gpu
 from realrl.runtime.prepare.scenarios import make_scenario
-from realrl.runtime.prepare.search.cached_plan import cached_plan, plan_key, plans_directory
-from realrl.runtime.prepare.search.fingerprint import fingerprint
+from realrl.runtime.prepare.search.cached_plan import cached_plan, make_plan_key, plans_directory
+from realrl.runtime.prepare.search.fingerprint import make_fingerprint
 from tests.conftest import World, figures
 from tests.runtime.processes import end, start
 
@@ -191,7 +191,7 @@ def test_a_search_without_a_fitting_plan_is_one_error_message(
 
 
 def make_key(scenario: Scenario) -> str:
-    return plan_key(scenario, UserConstraints())
+    return make_plan_key(scenario, UserConstraints())
 
 
 def test_every_field_of_a_scenario_is_part_of_the_key(world: World, tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ class Thermometer:
 
 def test_a_value_of_which_not_all_is_known_has_no_fingerprint() -> None:
     with pytest.raises(TypeError, match="Thermometer keeps no degrees"):
-        fingerprint({"inside": [Thermometer(20.0)]})
+        make_fingerprint({"inside": [Thermometer(20.0)]})
 
 
 def test_a_users_module_and_what_it_imports_are_part_of_the_key(

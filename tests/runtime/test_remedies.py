@@ -15,8 +15,8 @@ from realrl.planner.space.build import SearchSpace
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.fit.change import Attempts, Change, Draft, in_order, set_fields
 from realrl.runtime.prepare.fit.remedies import Outcome, Trials, describe
-from realrl.runtime.prepare.fit.search import no_plan, search_remedies
-from realrl.runtime.prepare.fit.search_changes import search_changes
+from realrl.runtime.prepare.fit.search import explain_no_plan, find_remedies
+from realrl.runtime.prepare.fit.search_changes import list_search_changes
 from realrl.runtime.prepare.scenarios import Measured
 
 PPO = str(Path(__file__).parents[2] / "recipes" / "reference" / "ppo.yaml")
@@ -44,7 +44,7 @@ def refusal(of: Draft, wanted: UserConstraints) -> str:
     """What the user is told."""
     with pytest.raises(DoesNotFit) as caught:
         find_plan(of.scenario(), seconds=2.0, constraints=wanted)
-    error = no_plan(of, of.scenario(), caught.value.shortage, wanted)
+    error = explain_no_plan(of, of.scenario(), caught.value.shortage, wanted, seconds=60.0)
     assert isinstance(error, UserError)
     return str(error)
 
@@ -85,27 +85,29 @@ def test_a_smaller_batch_is_one_that_mini_batches_share_out(batch: int, wanted: 
         tried.append(f"data.batch={changed.experiment.data.batch}")
         return Outcome(1.0, "")
 
-    *_, batches = search_changes(of)
-    assert Trials(assess, 60.0).remedies(of, [batches], 1) == []
+    *_, batches = list_search_changes(of)
+    assert Trials(assess, 60.0).find_remedies(of, [batches], 1) == []
     assert tried == [f"data.batch={4 * n}" for n in wanted]
 
 
 @pytest.mark.parametrize(("rate", "frozen"), [("null", {"reward", "ref"}), ("0.01", {"reward"})])
 def test_a_moving_average_stays_in_float32(rate: str, frozen: set[str]) -> None:
-    types, *_ = search_changes(draft("a100-80g:1x1", f"ppo.ref_ema={rate}", dtype="float32"))
+    types, *_ = list_search_changes(draft("a100-80g:1x1", f"ppo.ref_ema={rate}", dtype="float32"))
     roles = [set(re.findall(r"models\.(\w+)\.", text)) for text in texts(types)]
     assert roles == [frozen, frozen | {"actor", "critic"}]
 
 
 def test_shorter_answers_are_ones_that_the_recipe_allows() -> None:
     of = draft("a100-80g:1x1", "generation.min_new_tokens=100")
-    assert texts(list(search_changes(of))[3]) == ["generation.max_new_tokens=64 generation.min_new_tokens=64"]
+    assert texts(list(list_search_changes(of))[3]) == [
+        "generation.max_new_tokens=64 generation.min_new_tokens=64"
+    ]
 
 
 def test_measured_prompts_are_cut_off_as_the_recipe_says() -> None:
     of = draft("a100-80g:1x1", "data.max_tokens=2000", "data.max_prompt_tokens=800")
     of = replace(of, measured=Measured(prompts=(10, 500), answers=(3, 4)))
-    change = next(list(search_changes(of))[3])
+    change = next(list(list_search_changes(of))[3])
     assert change.text == "data.max_prompt_tokens=250"
     assert change.apply(of).scenario().workload.prompts == (10, 250)
 
@@ -116,7 +118,7 @@ def test_a_search_that_ran_out_of_time_proves_nothing() -> None:
         find_plan(of.scenario(), seconds=2.0, constraints=LEAN)
     shortage = caught.value.shortage
     for proven, words in ((True, "no plan fits llama"), (False, "no plan was found that fits llama")):
-        error = no_plan(of, of.scenario(), replace(shortage, proven=proven), LEAN, seconds=0.0)
+        error = explain_no_plan(of, of.scenario(), replace(shortage, proven=proven), LEAN, seconds=0.0)
         assert str(error).startswith(words)
 
 
@@ -145,7 +147,7 @@ def test_an_error_names_what_is_needed_with_figures() -> None:
 def test_remedies_are_among_those_that_a_search_confirms(
     of: Draft, wanted: UserConstraints, change: str
 ) -> None:
-    found = [str(remedy).partition(" (")[0] for remedy in search_remedies(of, wanted, seconds=15.0)]
+    found = [str(remedy).partition(" (")[0] for remedy in find_remedies(of, wanted, seconds=60.0)]
     assert change in found
 
 
@@ -171,11 +173,11 @@ def test_the_first_change_that_is_enough_is_the_remedy() -> None:
         ["micro_batch_tokens=14", "micro_batch_tokens=12", "micro_batch_tokens=10"],
         ["data.batch=32"],
     )
-    found = Trials(assess, 60.0).remedies(of, sources(*groups), 2)
+    found = Trials(assess, 60.0).find_remedies(of, sources(*groups), 2)
     assert describe(found) == (
         "it fits with micro_batch_tokens=12 (needs less), or with data.batch=32 (needs less)"
     )
-    assert Trials(assess, 0.0).remedies(of, sources(*groups), 2) == []
+    assert Trials(assess, 0.0).find_remedies(of, sources(*groups), 2) == []
 
 
 def test_changes_that_help_only_together_are_combined() -> None:
@@ -185,10 +187,10 @@ def test_changes_that_help_only_together_are_combined() -> None:
         ["micro_batch_tokens=32", "micro_batch_tokens=28"],
         ["data.batch=32", "data.batch=16", "data.batch=8"],
     )
-    found = Trials(assess, 60.0).together(of, assess(of, 0.0), lambda *_: sources(*groups))
+    found = Trials(assess, 60.0).find_combination(of, assess(of, 0.0), lambda *_: sources(*groups))
     assert found is not None
     assert [change.text for change in found.changes] == ["micro_batch_tokens=28", "data.batch=16"]
-    assert Trials(assess, 60.0).together(of, assess(of, 0.0), lambda *_: sources(*groups[:2])) is None
+    assert Trials(assess, 60.0).find_combination(of, assess(of, 0.0), lambda *_: sources(*groups[:2])) is None
 
 
 def test_a_source_may_look_for_something_milder() -> None:
@@ -199,5 +201,5 @@ def test_a_source_may_look_for_something_milder() -> None:
     def enough(changed: Draft, seconds: float) -> Outcome:
         return Outcome(11.0 - changed.experiment.seed, "needs less")
 
-    (found,) = Trials(enough, 60.0).remedies(draft("a100-80g:1x1"), [bisected()], 1)
+    (found,) = Trials(enough, 60.0).find_remedies(draft("a100-80g:1x1"), [bisected()], 1)
     assert str(found) == "on 12 nodes (needs less)"

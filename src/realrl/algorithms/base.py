@@ -1,4 +1,4 @@
-"""What most algorithms and train methods have in common."""
+"""Shared defaults of algorithms and train methods."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from realrl.dataflow.graph import DataflowGraph
 
 
 class StatelessAlgorithm:
-    """Graphs and a table of methods; nothing to save."""
+    """Algorithm of graphs and a table of methods, without state."""
 
     def __init__(
         self,
@@ -24,19 +24,19 @@ class StatelessAlgorithm:
         self._methods = methods
 
     def method(self, call: str) -> Method:
-        """The method of a call of either graph; KeyError if there is none of that name."""
+        """Find the method of a call of either graph; KeyError if there is none of that name."""
         return self._methods[call]
 
     def notes(self, figures: Mapping[str, float]) -> list[str]:
-        """Nothing to say."""
+        """List no notes."""
         return []
 
     def state_dict(self) -> dict[str, float]:
-        """Nothing."""
+        """Save nothing."""
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Nothing to put back."""
+        """Load nothing."""
 
 
 class PlainTrain:
@@ -47,17 +47,17 @@ class PlainTrain:
 
     @property
     def head_scale(self) -> float:
-        """1: the head has the learning rate of everything else."""
+        """Return 1: the head has the learning rate of all other parameters."""
         return 1.0
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
-        """The batch as it is."""
+        """Return the batch as it is."""
         return batch, Metrics()
 
     def stop(self, figures: dict[str, float]) -> bool:
-        """Never."""
+        """Return False always."""
         return False
 
     def finish(self) -> Metrics:
-        """No figures."""
+        """Return no metrics."""
         return Metrics()

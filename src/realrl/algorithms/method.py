@@ -1,4 +1,4 @@
-"""What an algorithm says about each of its calls: tensors in, tensors out, nothing about devices."""
+"""Methods: the tensor functions of an algorithm for each of its calls, independent of devices."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.settings import GenerationConfig
 
 Sum = Callable[[Tensor], Tensor]
-"""Adds a tensor up over the data-parallel ranks of a call."""
+"""Function that all-reduces a tensor over the data-parallel ranks of a call."""
 
 
 @dataclass(frozen=True, eq=False)
 class ModelOutput:
-    """What a model says of packed sequences of T tokens in all; `lengths` are the sequences' own.
+    """Outputs of a model for packed sequences of T tokens in all; `lengths` are those of the sequences.
 
     logprobs: [T] for a language-model head: log p(token t | tokens before it), 0 at each sequence's first
     token, at the sampling temperature. entropy: [T] likewise, without gradient. values: [T] for a scalar
@@ -32,7 +32,7 @@ class ModelOutput:
 
 @dataclass
 class Metrics:
-    """Figures that add up over micro-batches and ranks: weighted means, and maxima.
+    """Metrics that add up over micro-batches and ranks: weighted means, and maxima.
 
     means: name -> (sum, weight); maxima: name -> value. All are zero-dimensional tensors without gradient.
     """
@@ -62,13 +62,13 @@ class Metrics:
             self.max(name, value)
 
     def to_plain(self) -> dict[str, Any]:
-        """Numbers only, as JSON can hold them; see `from_plain`."""
+        """Convert to numbers only, as JSON can hold them; see `from_plain`."""
         means = {name: (float(total), float(weight)) for name, (total, weight) in self.means.items()}
         return {"means": means, "maxima": {name: float(value) for name, value in self.maxima.items()}}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> "Metrics":
-        """The collection that `to_plain` described."""
+        """Restore the collection that `to_plain` described."""
         figures = cls()
         for name, (total, weight) in plain["means"].items():
             figures.mean(name, torch.tensor(total, dtype=torch.float64), weight)
@@ -77,14 +77,14 @@ class Metrics:
         return figures
 
     def result(self) -> dict[str, float]:
-        """Plain numbers; a mean of weight 0 is NaN."""
+        """Compute plain numbers; a mean of weight 0 is NaN."""
         out = {name: float(total / weight) for name, (total, weight) in self.means.items()}
         return out | {name: float(value) for name, value in self.maxima.items()}
 
 
 @dataclass(frozen=True)
 class GenerateMethod:
-    """A `generate` call: continues `prompts` and yields the keys of `outputs`, renamed from the engine's.
+    """Method of a `generate` call: continues `prompts`, and yields `outputs`, renamed from the engine's keys.
 
     The engine yields sequences (prompt and continuation), logprobs (aligned with sequences, 0 on the prompt),
     prompt_length and finished (1 where the sequence ends with end-of-sequence, else 0). Steps of evaluation
@@ -97,25 +97,28 @@ class GenerateMethod:
 
 
 class InferenceMethod(Protocol):
-    """An `inference` call: runs the model without gradient."""
+    """Method of an `inference` call: runs the model without gradient."""
 
     def sequences(self, batch: Batch) -> Ragged:
-        """Token rows to run the model on; a fixed number of consecutive rows per item."""
+        """Select the token rows to run the model on; a fixed number of consecutive rows per item."""
 
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
-        """The call's output keys, a row per item."""
+        """Compute the call's output keys, a row per item."""
 
     def metrics(self, batch: Batch) -> Metrics:
-        """Figures of a batch that has the call's outputs among its fields."""
+        """Compute metrics of a batch that has the call's outputs among its fields."""
 
 
 class TrainMethod(Protocol):
-    """A `train` call: `prepare` once, then for each epoch and mini-batch a sum of micro-batches' losses."""
+    """Method of a `train` call.
+
+    `prepare` is called once, then for each epoch and mini-batch the losses of micro-batches are summed.
+    """
 
     epochs: int
-    """Passes over the items of a step."""
+    """Number of passes over the items of a step."""
     entropy: bool
-    """Whether `loss` looks at the entropy, which costs time to compute."""
+    """Whether `loss` uses the entropy, which costs time to compute."""
 
     @property
     def head_scale(self) -> float:
@@ -123,22 +126,25 @@ class TrainMethod(Protocol):
         Asked after `prepare`."""
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
-        """Called once per step with all items of this rank; adds what the loss needs."""
+        """Called once per step with all items of this rank; adds what the loss needs.
+
+        Other samples of a prompt may be on other ranks: `samples.gather_samples` brings a value of all together."""
 
     def sequences(self, batch: Batch) -> Ragged:
-        """Token rows to run the model on; a fixed number of consecutive rows per item."""
+        """Select the token rows to run the model on; a fixed number of consecutive rows per item."""
 
     def weight(self, batch: Batch) -> float:
         """Weight of the terms that the loss of these items is a sum of, such as their number; the engine
         divides by its global total."""
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Sum of the loss terms of a micro-batch, a scalar, and figures about it."""
+        """Compute the sum of the loss terms of a micro-batch, a scalar, and its metrics."""
 
     def stop(self, figures: dict[str, float]) -> bool:
-        """Whether to drop this mini-batch's gradient and the rest of the call, given its global figures.
+        """Decide whether to drop this mini-batch's gradient and the rest of the call, given its global metrics.
 
-        Asked on every rank after each mini-batch's losses, before its update."""
+        Asked on every rank after each mini-batch's losses, before its update.
+        """
 
     def finish(self) -> Metrics:
         """Called once after the last mini-batch of the call; figures of the call as a whole."""
@@ -196,22 +202,22 @@ Method = GenerateMethod | InferenceMethod | TrainMethod | FunctionMethod
 
 
 class Algorithm(Protocol):
-    """A training step, and an evaluation, as dataflow graphs with a method for every call."""
+    """Dataflow graphs of a training step and an evaluation, with a method for every call."""
 
     graph: DataflowGraph
     eval_graph: DataflowGraph | None
     """Calls of roles in `graph`; runs on evaluation records."""
     temperature: float
-    """Log-probabilities everywhere are taken at this temperature."""
+    """Temperature of all log-probabilities."""
 
     def method(self, call: str) -> Method:
-        """The method of a call of either graph."""
+        """Find the method of a call of either graph."""
 
     def notes(self, figures: Mapping[str, float]) -> list[str]:
-        """Notes for the user on a training step with these figures, by `call/name`; each is said once."""
+        """List notes for the user on a training step with these metrics, by `call/name`; each is shown once."""
 
     def state_dict(self) -> dict[str, float]:
-        """Numbers that must survive a restart, such as an adaptive coefficient."""
+        """Save numbers that outlast a step, such as an adaptive coefficient."""
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Put them back."""
+        """Load what `state_dict` saved."""

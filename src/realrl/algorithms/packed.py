@@ -1,4 +1,4 @@
-"""Index arithmetic on packed rows: which tokens follow the prompt, and where each row ends."""
+"""Index arithmetic on packed rows: response tokens, and ends of rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Responses:
 
     @classmethod
     def of(cls, sequences: Ragged, prompt_length: Ragged) -> "Responses":
-        """sequences: N rows of tokens; prompt_length: N rows of one number."""
+        """Find the responses. sequences: N rows of tokens; prompt_length: N rows of one number."""
         device = sequences.values.device
         lengths = torch.tensor(sequences.lengths, dtype=torch.long, device=device)
         starts = torch.tensor(sequences.offsets[:-1], dtype=torch.long, device=device)
@@ -39,39 +39,41 @@ class Responses:
 
     @property
     def total(self) -> int:
-        """A, the number of response tokens."""
+        """Number A of response tokens."""
         return len(self.index)
 
     def row_sums(self, values: Tensor) -> Tensor:
-        """values: [A]. Sum per sequence: [N] float64."""
+        """Sum per sequence. values: [A] -> [N] float64"""
         return row_sums(values, self.row, len(self.lengths))
 
     def pad(self, values: Tensor) -> Tensor:
-        """values: [A]. One sequence per row, zeros behind it: [N, longest response]."""
+        """Pad to one sequence per row, zeros at the end. values: [A] -> [N, longest response]"""
         width = int(self.counts.max()) if len(self.lengths) else 0
         out = values.new_zeros(len(self.lengths), width)
         out[self.row, self.column] = values
         return out
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """The inverse of `pad`. padded: [N, longest response]; result: [A]"""
+        """Invert `pad`. padded: [N, longest response] -> [A]"""
         return padded[self.row, self.column]
 
     def spread(self, values: Tensor) -> Ragged:
-        """values: [A]. Rows as long as the sequences, 0 on the prompts: values [T]."""
+        """Extend to rows as long as the sequences, 0 on the prompts. values: [A] -> values [T]"""
         out = values.new_zeros(sum(self.lengths))
         out[self.index] = values
         return Ragged(out, self.lengths)
 
 
 def row_sums(values: Tensor, row: Tensor, count: int) -> Tensor:
-    """Sum per packed row. values: [A], each in the row that `row` [A] says. Result: [count] float64, in double
-    precision so that a row's sum does not depend on the batch around it."""
+    """Sum per packed row. values: [A], each in the row that `row` [A] says -> [count] float64
+
+    In double precision, so that the sum of a row does not depend on the batch around it.
+    """
     out = torch.zeros(count, dtype=torch.float64, device=values.device)
     return out.index_add(0, row, values.double())
 
 
 def last_of_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The last value of each packed row. values: [sum(lengths)], every row at least one long; result: [N]"""
+    """Select the last value of each packed row. values: [sum(lengths)], every row at least one long -> [N]"""
     ends = torch.tensor(lengths, dtype=torch.long, device=values.device).cumsum(0)
     return values[ends - 1]

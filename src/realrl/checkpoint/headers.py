@@ -57,7 +57,8 @@ def find_tensors(directory: Path, wanted: Iterable[TensorSpec]) -> Contents:
     stored = _read_headers(directory)
     if SCALAR_HEAD in stored and SCALAR_HEAD not in specs:
         raise UserError(f"{directory} is a sequence classifier, not a language model: it has a {SCALAR_HEAD}")
-    found, absent = {}, []
+    found = {}
+    absent = []
     for name, spec in specs.items():
         source = name
         if name == LM_HEAD and name not in stored and read_config(directory / "config.json").tied_embeddings:
@@ -82,7 +83,8 @@ def _check(tensor: StoredTensor, spec: TensorSpec) -> None:
             f"{tensor.file}: tensor {tensor.name} has type {tensor.dtype}; accepted are {', '.join(FLOATS)}"
         )
     if tensor.shape != spec.shape:
-        found, needed = list(tensor.shape), list(spec.shape)
+        found = list(tensor.shape)
+        needed = list(spec.shape)
         raise UserError(
             f"{tensor.file}: tensor {tensor.name} has shape {found}, but the model needs {needed}"
         )

@@ -29,9 +29,11 @@ class Origin:
         Like transformers, `generation_config.json` before `config.json`. Tokens must be of the model's
         vocabulary.
         """
-        file, named = self.directory / CONFIG, self.config.get("eos_token_id")
+        file = self.directory / CONFIG
+        named = self.config.get("eos_token_id")
         if self.generation is not None and self.generation.get("eos_token_id") is not None:
-            file, named = self.directory / GENERATION_CONFIG, self.generation["eos_token_id"]
+            file = self.directory / GENERATION_CONFIG
+            named = self.generation["eos_token_id"]
         listed = named if isinstance(named, list) else [] if named is None else [named]
         if not all(type(token) is int and 0 <= token < vocabulary for token in listed):
             raise UserError(
@@ -46,7 +48,8 @@ def read_origin(path: str | Path) -> Origin:
 
     UserError where one of the files is no JSON object.
     """
-    config, generation = config_file(path), generation_config_file(path)
+    config = config_file(path)
+    generation = generation_config_file(path)
     return Origin(
         directory=config.parent,
         config=read_json(config),

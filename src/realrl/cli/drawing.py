@@ -39,7 +39,8 @@ def format_plan(plan: Plan, graph: DataflowGraph) -> str:
     """Format a table with a line per call, in the order they run."""
     rows = [["call", "mesh", "dp", "tp", "pp", "micro-batch tokens"]]
     for call in graph.order:
-        placement, s = plan[call.name], plan[call.name].strategy
+        placement = plan[call.name]
+        s = plan[call.name].strategy
         if call.is_function:
             rows.append([call.name, str(placement.mesh), str(s.dp), "-", "-", "-", "function on the host"])
             continue
@@ -102,7 +103,8 @@ def _fold(rows: Sequence[Sequence[str]]) -> Iterator[tuple[int, int]]:
     for number, width in enumerate(widths):
         if used + width > _WIDTH - 12 and number > first:
             yield first, number
-            first, used = number, 0
+            first = number
+            used = 0
         used += width
     yield first, len(widths)
 
@@ -116,7 +118,8 @@ def format_reallocations(programs: Sequence[Program], memory: Memory, cluster: C
         name = move.role if into == move.role else f"{move.role} mixed into {into}"
         row = [f"{name}: {move.source.layout} -> {move.target.layout}", _when(programs, move)]
         if move.role in memory.stored and into in memory.stored:
-            old, new = memory.stored[move.role], memory.stored[into]
+            old = memory.stored[move.role]
+            new = memory.stored[into]
             width = min(
                 of.element_bytes if (own := place.strategy.dtype) is None else ELEMENT_BYTES[own]
                 for of, place in ((old, move.source), (new, move.target))
@@ -146,7 +149,7 @@ def _when(programs: Sequence[Program], move: Reallocate) -> str:
 
 
 def format_memory(devices: Sequence[DeviceMemory], *, limited: bool) -> str:
-    """What devices hold between steps, and when they are expected to hold most, and what of. By rank.
+    """Format the memory of devices between steps and at their peak, with its largest parts; by rank.
 
     limited: whether it is known what they have.
     """

@@ -124,7 +124,8 @@ def plan(
     if experiment is None:
         return
     files = plan_input.files_to_write(recipe, cluster, profile, lengths, out=out, html=html, trace=trace)
-    counts, goal = plan_input.parse_nodes(nodes), plan_input.parse_objective(objective)
+    counts = plan_input.parse_nodes(nodes)
+    goal = plan_input.parse_objective(objective)
     plan_input.check_seconds(seconds)
     draft, scenario, source = plan_input.read_scenario(experiment, cluster, profile, lengths)
     constraints = read_constraints(experiment, scenario.spec, files.get("out"))
@@ -175,7 +176,7 @@ def _report(
 
     from realrl.planner.evaluate.shortage import DoesNotFit
     from realrl.planner.report.make import make_report
-    from realrl.runtime.prepare.fit.search import no_plan
+    from realrl.runtime.prepare.fit.search import explain_no_plan
 
     try:
         with Console(stderr=True).status("planning"):
@@ -190,4 +191,4 @@ def _report(
     except DoesNotFit as error:
         if nodes:
             draft = replace(draft, spec=draft.spec.with_nodes(max(nodes)))
-        raise no_plan(draft, scenario.on(draft.spec), error.shortage, constraints) from None
+        raise explain_no_plan(draft, scenario.on(draft.spec), error.shortage, constraints) from None

@@ -32,7 +32,8 @@ def report(
     runs = read_runs(run_dirs)
     folder = local_path(out)
     check_directory(f"--out {out}", folder)
-    numbers, picture = folder / "report.json", folder / "report.png"
+    numbers = folder / "report.json"
+    picture = folder / "report.png"
     for file in (numbers, picture):
         check_file(str(file), file)
     metrics = list_metrics(runs)

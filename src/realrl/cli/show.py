@@ -36,7 +36,8 @@ def show(
     experiment = load_experiment(recipe, overrides or [])
     if plan is not None:
         experiment = experiment.model_copy(update={"plan": plan})
-    cluster, found = find_cluster(experiment), None
+    cluster = find_cluster(experiment)
+    found = None
     if experiment.plan == SEARCH:
         spec = search_spec(experiment, cluster, ask_machine(experiment.device))
         found = cached_plan(experiment, spec, partial(typer.echo, err=True))
@@ -57,15 +58,16 @@ def _show_phase(experiment: "Experiment", compiled: "Compiled", name: str) -> No
     from realrl.cli import drawing
     from realrl.dataflow.text import format_graph
     from realrl.runtime.prepare.devices import memory_spec, spec_of
-    from realrl.runtime.prepare.fit.footprint import device_memory
+    from realrl.runtime.prepare.fit.footprint import compute_device_memory
 
-    phase, title = compiled.phases[name], _TITLES[name]
+    phase = compiled.phases[name]
+    title = _TITLES[name]
     cluster = phase.plan.cluster
     _section(f"{title}: dataflow graph", format_graph(phase.graph))
     texts = [drawing.explain_plan(experiment.plan)] if name == "train" else []
     texts += [drawing.format_plan(phase.plan, phase.graph), drawing.draw_phase(phase, compiled)]
     texts.append(drawing.format_reallocations(phase.programs, compiled.memory, cluster))
-    devices = device_memory(experiment, compiled, memory_spec(experiment, cluster))[name]
+    devices = compute_device_memory(experiment, compiled, memory_spec(experiment, cluster))[name]
     limited = experiment.device_memory is not None or spec_of(experiment, cluster) is not None
     texts.append(drawing.format_memory(devices, limited=limited))
     if name == "train":

@@ -51,7 +51,8 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
     from realrl.runtime.output.saved import find_saved, remove_partial
     from realrl.runtime.processes.environment import is_writer
 
-    directory, graph = RunDirectory(experiment.run_dir), build_graph(experiment)
+    directory = RunDirectory(experiment.run_dir)
+    graph = build_graph(experiment)
     before = directory.mark()
 
     def run_dir() -> Path | None:
@@ -98,7 +99,8 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     if cluster.size == 1:
         return None
     check_local(cluster)
-    here, plan = ask_machine(experiment.device), None
+    here = ask_machine(experiment.device)
+    plan = None
     check_kind(experiment, cluster, here)
     if compiled is None:
         plan = cached_plan(experiment, search_spec(experiment, cluster, here), partial(typer.echo, err=True))

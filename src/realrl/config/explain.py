@@ -65,7 +65,9 @@ class _Brief(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel, self.maxdict, self.maxlist, self.maxtuple = 2, 3, 3, 3
-        self.maxstring, self.maxlong, self.maxother = _LONG, 40, 60
+        self.maxstring = _LONG
+        self.maxlong = 40
+        self.maxother = 60
 
     def repr1(self, x: Any, level: int) -> str:
         if isinstance(x, date):
@@ -107,7 +109,9 @@ def _message(error: ErrorDetails, location: tuple[int | str, ...], cls: type[Set
 
 def _describe_problem(error: ErrorDetails, location: tuple[int | str, ...], cls: type[Settings]) -> str:
     """Describe the problem at a location, without the location."""
-    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    kind = error["type"]
+    value = error["input"]
+    context = error.get("ctx", {})
     if kind == "extra_forbidden":
         return "; ".join(filter(None, ("unknown key", _suggestion(location, cls))))
     if kind == "missing":

@@ -75,10 +75,8 @@ def write_conversation(
     turns = [_turn(text, text, _render(tokenizer, messages[:last], prompt=True), messages[last])]
     for i in range(last - 1, 0, -1):
         if train_on == "all" and messages[i]["role"] == "assistant":
-            before, written = (
-                _render(tokenizer, messages[:i], prompt=True),
-                _render(tokenizer, messages[: i + 1], prompt=False),
-            )
+            before = _render(tokenizer, messages[:i], prompt=True)
+            written = _render(tokenizer, messages[: i + 1], prompt=False)
             turns.insert(0, _turn(text, written, before, messages[i]))
     return Conversation(text, tuple(turns), cut)
 

@@ -81,7 +81,9 @@ class Dataset:
         key is made of. UserError where the source cannot be used, nothing is
         left, or, under `config.on_error=fail`, at the first record that is malformed or too long.
         """
-        rejects, columns, notes = Rejects(config.on_error), _Columns(keys), _Notes(tokenizer, config)
+        rejects = Rejects(config.on_error)
+        columns = _Columns(keys)
+        notes = _Notes(tokenizer, config)
         reader = Reader(
             tokenizer=tokenizer,
             apply_chat_template=config.apply_chat_template,

@@ -108,7 +108,8 @@ def _json(file: str, rejects: Rejects) -> Iterator[Record]:
     line, counted = 1, 0
     position = _skip(text, position + 1, "")
     while text[position : position + 1] != "]":
-        line, counted = line + text.count("\n", counted, position), position
+        line += text.count("\n", counted, position)
+        counted = position
         try:
             value, end, reason = _decode(text, position)
         except (ValueError, RecursionError) as error:

@@ -147,9 +147,10 @@ def _plain_row(
     tokenizer: "PreTrainedTokenizerFast",
     ends: tuple[int, ...],
 ) -> Row:
-    """Make the row of a prompt and perhaps an answer of so many tokens; `before` is the beginning of sequence."""
+    """Make the row of a prompt and perhaps an answer; `before` is the beginning of sequence."""
     if not prompt and answer is not None and answer[: len(before)] == before:
-        prompt, answer = before, answer[len(before) :]
+        prompt = before
+        answer = answer[len(before) :]
     elif prompt[: len(before)] != before:
         prompt = before + prompt
     if answer is None:
@@ -216,7 +217,8 @@ class _Wholes:
 
     def _answer(self, turn: Turn, ids: Sequence[int], stops: Sequence[int]) -> tuple[int, int, bool]:
         """Find the first token of a turn, the end of its last to learn, and whether that is an end of sequence."""
-        first, behind = bisect_right(stops, turn.start), bisect_right(stops, turn.stop)
+        first = bisect_right(stops, turn.start)
+        behind = bisect_right(stops, turn.stop)
         # What has the form of an end of sequence inside the content does not end the turn.
         content = max(first, bisect_right(stops, turn.content - 1))
         last = _last_end(ids, range(content, behind), self.ends)

@@ -91,7 +91,7 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", directory: Path) -> Non
 def train_tokenizer(source: str, out: str, vocab_size: int) -> int:
     """Train a tokenizer on the records of `source` (see `read_records`) and write it to the directory `out`.
 
-    Returns how many tokens it has: fewer than `vocab_size` where the texts do not yield so many.
+    Returns its number of tokens: fewer than `vocab_size` where the texts do not yield enough.
     """
     texts = (text for text in _record_texts(source) if text)
     first = next(texts, None)

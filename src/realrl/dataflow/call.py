@@ -6,7 +6,7 @@ from typing import Literal
 
 
 class Kind(StrEnum):
-    """What a call does: with its role's model, or, of a function, without one."""
+    """Kind of work that a call does: with its role's model, or, of a function, without one."""
 
     GENERATE = "generate"
     INFERENCE = "inference"
@@ -29,8 +29,10 @@ class Key:
 
 @dataclass(frozen=True)
 class Average:
-    """A role that follows a trained one: after each training of `source`, the parameters of `role` become
-    (1 - factor) * theirs + factor * those of `source`."""
+    """EMA of a trained role: after each training of `source`, `role` is updated.
+
+    Its parameters become (1 - factor) * theirs + factor * those of `source`.
+    """
 
     role: str
     source: str

@@ -44,15 +44,15 @@ class DataflowGraph:
         _ = self.order
 
     def call(self, name: str) -> Call:
-        """The call of that name; KeyError if there is none."""
+        """Find the call of that name; KeyError if there is none."""
         return self._by_name[name]
 
     def producer(self, key: str) -> Call | None:
-        """The call that produces `key`, or None for a source."""
+        """Find the call that produces `key`; None for a source."""
         return self._producer.get(key)
 
     def length_key(self, key: str) -> str | None:
-        """The key whose own lengths `key` has; None where every row is one number long."""
+        """Find the key whose own lengths `key` has; None where every row is one number long."""
         length = self.keys[key].length
         if length == "one":
             return None
@@ -75,19 +75,19 @@ class DataflowGraph:
         return tuple(call for call in self.order if call.is_function)
 
     def role_calls(self, role: str) -> tuple[Call, ...]:
-        """The calls of a role, in the order they run."""
+        """List the calls of a role, in the order they run."""
         return tuple(call for call in self.order if call.role == role)
 
     def home(self, role: str) -> Call:
-        """The call where a role lives between steps: where it is trained, else where it is first used."""
+        """Find the call where a role lives between steps: where it is trained, else where it is first used."""
         return max(self.role_calls(role), key=lambda call: call.kind is Kind.TRAIN)
 
     def trained(self, role: str) -> bool:
-        """Whether a step updates the role's parameters."""
+        """Check whether a step updates the role's parameters."""
         return any(call.kind is Kind.TRAIN for call in self.calls if call.role == role)
 
     def dependencies(self, call: Call) -> tuple[Call, ...]:
-        """Calls that must end before `call` starts, by data and by parameters."""
+        """List the calls that must end before `call` starts, by data and by parameters."""
         before = dict.fromkeys(self._producer[key] for key in call.inputs if key in self._producer)
         if call.kind is Kind.TRAIN:
             for other in self.calls:
@@ -97,7 +97,7 @@ class DataflowGraph:
 
     @cached_property
     def order(self) -> tuple[Call, ...]:
-        """A topological order; among calls that are ready, the one declared first comes first."""
+        """Calls in topological order; among those that are ready, in the order of declaration."""
         done: list[Call] = []
         waiting = list(self.calls)
         while waiting:

@@ -1,11 +1,11 @@
-"""A dataflow graph as text for people."""
+"""Text form of a dataflow graph."""
 
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 
 
 def format_graph(graph: DataflowGraph) -> str:
-    """The calls in the order they run, each with what it reads, what it yields and what it waits for."""
+    """Format the calls in the order they run, each with its inputs, outputs and dependencies."""
     lines = [f"data set -> {', '.join(graph.sources)}"]
     for number, call in enumerate(graph.order, 1):
         lines += ["", f"{number}. {call.name}  ({_about(graph, call)})"]
@@ -30,7 +30,7 @@ def _about(graph: DataflowGraph, call: Call) -> str:
 
 
 def _inputs(graph: DataflowGraph, call: Call) -> list[str]:
-    """A line per place that keys come from."""
+    """Format a line per source of keys."""
     places: dict[str, list[str]] = {}
     for key in call.inputs:
         producer = graph.producer(key)

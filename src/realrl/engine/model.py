@@ -101,11 +101,11 @@ class Model:
         return ModelOutput(rows.lengths, logprobs=logprobs, entropy=entropies)
 
     def hidden_rows(self, tokens: int) -> int:
-        """Count the rows of hidden states that stages exchange for so many tokens."""
+        """Count the rows of hidden states that stages exchange for a number of tokens."""
         return -(-tokens // self.shard.tp) if self.sequence else tokens
 
     def received(self, tokens: Sequence[int]) -> Iterator[Tensor | None]:
-        """Receive hidden states of the stage before, per micro-batch of so many tokens; None on the first stage."""
+        """Receive hidden states of the stage before, per micro-batch; None on the first stage."""
         if self.pipeline.first:
             return repeat(None, len(tokens))
         return one_ahead(self.pipeline.expect, map(self.hidden_rows, tokens))

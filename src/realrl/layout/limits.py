@@ -28,7 +28,7 @@ STAGING_BUFFERS = STAGED_MESSAGES + POSTED_MESSAGES
 
 
 def bucket_count(elements: int) -> int:
-    """Buckets that a flat buffer of so many elements is cut into, of equal size."""
+    """Count the buckets of equal size that a flat buffer is divided into."""
     return max(1, round(elements / BUCKET_ELEMENTS))
 
 

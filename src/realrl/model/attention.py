@@ -11,7 +11,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from realrl.model.packing import Packing, PaddedHeads
 
-# torch 2.11 takes grouped heads without being told; from 2.12 on it wants to be.
+# torch 2.11 accepts grouped heads as they are; from 2.12 on they need a flag.
 GROUPED: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
@@ -56,7 +56,7 @@ def _padded_attention(qkv: Tensor, plan: PaddedHeads) -> Tensor:
         if mask is not None and q.dtype == torch.float32:
             k, v = k.view(-1, length, dim), v.view(-1, length, dim)
             q = q.view(k.shape[0], -1, dim)
-            # Scores have no name, so that they are gone when their softmax is there.
+            # Scores are not bound to a name, so they are freed once their softmax is computed.
             output = torch.bmm(torch.baddbmm(mask, q, k.transpose(1, 2), alpha=dim**-0.5).softmax(-1), v)
         else:
             q, k, v = (x.view(batch, -1, length, dim) for x in (q, k, v))

@@ -84,8 +84,7 @@ def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float, group: Grou
 
 
 def _local(targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Whether each target is one of this rank's rows, as 0 or 1, and an index that is valid either way.
-    [n] -> two of [n, 1]"""
+    """Find whether each target is one of this rank's rows, as 0 or 1, and a valid index. [n] -> two of [n, 1]"""
     here = (targets >= 0) & (targets < rows)
     return here[:, None], targets.masked_fill(~here, 0)[:, None]
 

@@ -15,7 +15,7 @@ than twice as long on an AMD processor with AVX-512 (bench/products.py)."""
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply x @ weight.T without gradient. x: [N, K], weight: [M, K] with any strides -> [N, M]"""
-    if not x.shape[-1]:  # a tensor rank without a row of the vocabulary; oneDNN knows no empty sums
+    if not x.shape[-1]:  # a TP rank without a row of the vocabulary; oneDNN does not support K = 0
         return x.new_zeros(len(x), len(weight))
     if ONEDNN and x.device.type == "cpu" and x.dtype == torch.float32:
         return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")

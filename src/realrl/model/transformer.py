@@ -119,7 +119,7 @@ class Transformer(nn.Module):
 
         With `sequence` parallelism, [T, H] between stages and before the head is ceil(T / tp) rows a rank.
         With `recompute` only the inputs of layers are kept for the backward pass, which computes each layer
-        once more, what tensor ranks tell each other included.
+        once more, communication of TP ranks included.
         """
         heads, keys = len(self.shard.queries), self.cache_heads
 

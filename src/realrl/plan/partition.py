@@ -31,7 +31,8 @@ def split_by_weight(cluster: Cluster, weights: Sequence[float]) -> list[Mesh]:
             larger = next((size for size in list_mesh_sizes(cluster) if size > sizes[i]), None)
             trial = [larger if j == i and larger else size for j, size in enumerate(sizes)]
             if larger and _place(cluster, trial) is not None:
-                sizes, grown = trial, True
+                sizes = trial
+                grown = True
     meshes = _place(cluster, sizes)
     assert meshes is not None, "equal parts have room"
     return meshes

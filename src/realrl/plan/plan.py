@@ -168,7 +168,8 @@ class Plan:
         first: dict[str, Call] = {}
         for call in calls:
             other = first.setdefault(self[call.name].layout, call)
-            mine, theirs = self[call.name].strategy, self[other.name].strategy
+            mine = self[call.name].strategy
+            theirs = self[other.name].strategy
             if mine.sequence_parallel != theirs.sequence_parallel:
                 raise UserError(
                     f"plan: {other.name} and {call.name} share the parameters of {call.role}, so"

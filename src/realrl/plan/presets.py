@@ -105,7 +105,8 @@ def heuristic(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, s
 
     The Megatron-style baseline of ReaL (Mei et al. 2024, arXiv 2406.14088).
     """
-    tp, pp = cluster.devices_per_node, cluster.nodes
+    tp = cluster.devices_per_node
+    pp = cluster.nodes
     everywhere = Mesh(0, cluster.size)
     placement = Placement(everywhere, Strategy(1, tp, pp, micro_batch_tokens=micro_batch_tokens))
     return Plan(cluster, {call.name: placement for call in _models(graph)} | _functions(graph, everywhere))

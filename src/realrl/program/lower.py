@@ -228,7 +228,7 @@ class _Lowering:
         return self.plan[call.name].layout != self.homes[call.model_role].layout
 
     def _borrowed(self, call: Call) -> bool:
-        """Whether the call uses a copy that is made for this step."""
+        """Check whether the call uses a copy that is made for this step."""
         layout = self.plan[call.name].layout
         return self._is_copy(call) and layout not in [p.layout for p in self.kept.get(call.model_role, ())]
 

@@ -100,7 +100,7 @@ def length_calls(graph: DataflowGraph, key: str) -> tuple[str, ...]:
 
 
 def _ordered(graph: DataflowGraph, plan: Plan, first: Call, second: Call) -> bool:
-    """Whether `second`, which comes later in the graph's order, must wait for `first`."""
+    """Check whether `second`, which comes later in the graph's order, must wait for `first`."""
     if first.is_function or second.is_function:
         # Functions use no device, and change no parameters.
         needed = first.is_function and second in dependents(graph, first)

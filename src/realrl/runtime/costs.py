@@ -24,9 +24,9 @@ from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.store import Store
 
 KEPT_LENGTHS = 1 << 13
-"""Lengths kept of a run: the last ones, so that memory, and what ranks tell each other, stay bounded."""
+"""Maximum lengths kept of a run, the latest ones, so that memory and messages stay bounded."""
 _REST = 100
-"""Times as long as a comparison takes is nothing compared: ranks wait for the one that does."""
+"""Ratio of the time between comparisons to the time of one: ranks wait for the writer during a comparison."""
 
 
 class Costs:
@@ -41,22 +41,22 @@ class Costs:
         profile: Profile | None,
         say: Callable[[str], None],
     ) -> None:
-        """`profile` is for the prediction. `say` is told why there is none, if there should be."""
+        """`profile` is for the prediction. `say` is called with the reason where there is no prediction."""
         self._experiment, self._compiled, self._process = experiment, compiled, process
         self._roles, self._profile, self._say = roles, profile, say
         self.timer = StepTimer(process.device, held=roles.held, staged=roles.staged)
         self.spec = spec_of(experiment, compiled.train.plan.cluster, process.gpu or "cpu")
-        """The devices; None where the planner does not know their kind."""
+        """Devices of the run; None where the planner does not know their kind."""
         phase = compiled.train
         self._source = phase.plan[_lengths_call(phase.graph).name].heads[0]
         self._prompts, self._answers = deque[int](maxlen=KEPT_LENGTHS), deque[int](maxlen=KEPT_LENGTHS)
         self._log = TimingLog()
         self._next = 0.0
-        """When the next comparison may be made."""
+        """Time from which the next comparison may be made."""
 
     @property
     def source(self) -> str | None:
-        """Where predicted times come from; None where there are none and no profile that they should come from."""
+        """Source of predicted times; None where there are none and no profile that they should come from."""
         path, graph = str(self._experiment.profile), self._compiled.train.graph
         if self.spec is None and self._profile is None:
             return None
@@ -77,8 +77,11 @@ class Costs:
             self._answers.extend(answers)
 
     def collect(self, *, last: bool) -> Comparison | None:
-        """All steps so far, on the rank that writes; None elsewhere, where there are none, and too soon after the
-        time before, unless this is the `last`. All ranks call this together."""
+        """Compare all steps so far with the prediction, on the rank that writes; None elsewhere.
+
+        Also None where there are no steps, and too soon after the time before, unless this is the `last`. All ranks
+        call this together.
+        """
         offsets = measure_clock_offsets(self._process, self._compiled.train.plan.cluster.nodes)
         mine = (self.timer.take(), self.timer.reserved, list(self._prompts), list(self._answers))
         everyone = self._process.gather(mine)
@@ -105,7 +108,7 @@ class Costs:
         return comparison
 
     def _compare(self, info: RunInfo) -> Comparison:
-        """Without a prediction where that fails: by now it must not cost anybody a run."""
+        """Compare, without a prediction where that fails: by now it must not cost anybody a run."""
         try:
             return compare(info, self._profile, self._log)
         except Exception as error:
@@ -120,8 +123,11 @@ def _lengths_call(graph: DataflowGraph) -> Call:
 
 
 def lengths(store: Store) -> tuple[list[int], list[int]]:
-    """Tokens of prompts and of answers after a step, on a rank that knows them: the first head of the call that
-    generates. Where nothing is generated, tokens of whole sequences, and no answers."""
+    """Find the tokens of prompts and of answers after a step, on a rank that knows them.
+
+    That is the first output rank of the call that generates. Where nothing is generated, tokens of whole sequences,
+    and no answers.
+    """
     graph = store.graph
     call = _lengths_call(graph)
     prompts = [length for key in call.work for length in store.lengths[key]]

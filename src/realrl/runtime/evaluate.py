@@ -13,8 +13,10 @@ from realrl.runtime.worker.store import Store
 from realrl.runtime.worker.worker import StepInput, Worker
 
 _NOISE_STEP = 1 << 40
-"""Evaluation draws its noise from a step that training never reaches: the same noise at every evaluation, so
-that differences between them are the model's."""
+"""Step of the evaluation's sampling noise, which training never reaches.
+
+The noise is the same at every evaluation, so differences between them are the model's.
+"""
 
 
 class Evaluation:
@@ -65,7 +67,7 @@ class Evaluation:
         return named, samples
 
     def _samples(self, store: Store) -> list[dict[str, Any]]:
-        """What this step generated, in the order of its items, on the rank that writes."""
+        """List what this step generated, in the order of its items, on the rank that writes."""
         if store.graph.producer("sequences") is None:
             return []
         keys = [
@@ -79,7 +81,7 @@ class Evaluation:
         return [self._sample({key: rows[key][i] for key in keys}) for i in range(store.size)]
 
     def _held(self, store: Store, key: str) -> dict[int, list[float]]:
-        """The rows of a key that this rank produced."""
+        """List the rows of a key that this rank produced."""
         call = store.graph.producer(key)
         assert call is not None, "only produced keys are asked for"
         placement = store.plan[call.name]
@@ -98,7 +100,7 @@ class Evaluation:
 
 
 def _ask(judge: UserFunction, samples: list[dict[str, Any]]) -> float:
-    """Add the judge's scores to the samples; their mean. UserCodeError when it gives no scores."""
+    """Add the judge's scores to the samples; return their mean. UserCodeError when it gives no scores."""
     scores = judge.numbers(len(samples), [sample["completion"] for sample in samples])
     for sample, score in zip(samples, scores, strict=True):
         sample["judge"] = score

@@ -29,18 +29,18 @@ CACHE_TOKENS = 65536
 """Maximum tokens in the KV cache at a time."""
 
 _CHARACTERS = 64
-"""More than a token has, in text that means something."""
+"""Maximum characters of a token in meaningful text."""
 
 
 @dataclass(frozen=True)
 class _Limit:
-    """What a model has room for: prompts and what is generated after them."""
+    """Limit of the tokens of prompts and of what is generated after them."""
 
     positions: int
     max_new_tokens: int
 
     def check(self, origin: str, tokens: int) -> None:
-        """UserError for a prompt of at least so many tokens that leaves no room."""
+        """Check that a prompt of at least `tokens` tokens leaves room; else UserError."""
         what = (
             f"{shorten(origin)}: the prompt has at least {tokens} tokens, which with"
             f" max_new_tokens={self.max_new_tokens}"
@@ -58,12 +58,14 @@ def generate_text(
     chat: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[dict[str, Any]]:
-    """Continue the prompt of each record, {prompt} or {messages}, `n` times. Yields {prompt, completion, tokens,
-    finished}, in the order of prompts; a prompt that is a conversation is a list of messages.
+    """Continue the prompt of each record, {prompt} or {messages}, `n` times.
+
+    Yields {prompt, completion, tokens, finished}, in the order of prompts; a prompt that is a conversation is a
+    list of messages.
 
     Prompts of plain text are used as they stand, or with `chat` as one user turn in the tokenizer's chat template;
-    `say` is told which, where there is a choice. UserError when the directory holds no model that can be loaded, or
-    a record has no prompt, or one that is too long for the model.
+    `say` is called with the one used, where there is a choice. UserError when the directory holds no model that can
+    be loaded, or a record has no prompt, or one that is too long for the model.
     """
     shape = huggingface.read_shape(model_dir)
     check_top_k("top_k", sampling.top_k, shape.vocab_size)
@@ -108,7 +110,7 @@ def _encode(
     say: Callable[[str], None],
     limit: "_Limit",
 ) -> tuple[list[str | list[Message]], list[list[int]]]:
-    """The prompts of records as they were given, and as tokens, by the rule that training has."""
+    """Encode the prompts of records, by the rule that training has; returned as given, and as tokens."""
     reader = Reader(tokenizer, apply_chat_template=chat)
     given, texts = [], []
     for origin, record in prompts:

@@ -18,7 +18,7 @@ from realrl.runtime.worker.roles import role_shape
 
 
 def load_shared_tokenizer(experiment: Experiment) -> Any:
-    """The tokenizer of the run: that of its first role, which every other role must share.
+    """Load the tokenizer of the run: that of its first role, which every other role must share.
 
     UserError when roles have different vocabularies, or a vocabulary does not fit its model.
     """
@@ -52,8 +52,11 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
 
 
 def load_ends(experiment: Experiment, tokenizer: Any) -> tuple[int, ...]:
-    """All tokens that end what the run's generating role writes, or else its first language model, or its first
-    model of any kind. UserError if there is none, or one is not in the model's vocabulary."""
+    """Find all tokens that end generation of the run's generating role.
+
+    Where nothing generates, of its first language model, or its first model of any kind. UserError if there is
+    none, or one is not in the model's vocabulary.
+    """
     configs, heads = models(experiment), experiment.spec.heads
     generating = [call.model_role for call in build_graph(experiment).calls if call.kind is Kind.GENERATE]
     role = next(iter((*generating, *(role for role in configs if heads[role] == "lm"), *configs)))
@@ -62,8 +65,10 @@ def load_ends(experiment: Experiment, tokenizer: Any) -> tuple[int, ...]:
 
 
 def read_ends(tokenizer: Any, path: str | None, vocabulary: int) -> tuple[int, ...]:
-    """All tokens that end what a model of this vocabulary writes; `path` is where it was opened from, if it was.
-    UserError if there is none, or one is not in the vocabulary."""
+    """Find all tokens that end generation of a model with this vocabulary.
+
+    `path` is where it was opened from, if it was. UserError if there is none, or one is not in the vocabulary.
+    """
     check_tokenizer(tokenizer)
     return end_ids(tokenizer, None if path is None else read_origin(path), vocabulary)
 
@@ -87,8 +92,8 @@ def load_data(
     ends: tuple[int, ...],
     functions: Mapping[str, FunctionMethod],
 ) -> tuple[Dataset, Dataset | None]:
-    """Training and evaluation records, tokenized; `ends` are the ids that end a sequence, `functions` those that
-    this rank calls.
+    """Load training and evaluation records, tokenized; `ends` are the ids that end a sequence, `functions` those
+    that this rank calls.
 
     UserError names the record that is wrong, or the role whose model is declared for shorter sequences, or what a
     function needs of records that they do not have.
@@ -123,7 +128,7 @@ def load_data(
 
 
 def _check_top_k(experiment: Experiment, compiled: Compiled) -> None:
-    """UserError if more tokens are to be chosen among than there are."""
+    """Check that top-k is at most the vocabulary; else UserError."""
     generation, configs = experiment.spec.generation, models(experiment)
     for call in compiled.train.graph.calls:
         if generation is not None and call.kind is Kind.GENERATE:
@@ -132,7 +137,7 @@ def _check_top_k(experiment: Experiment, compiled: Compiled) -> None:
 
 
 def check_top_k(option: str, top_k: int, vocabulary: int) -> None:
-    """UserError if an option has tokens chosen among more than a model has."""
+    """Check that an option's top-k is at most the vocabulary; else UserError."""
     if top_k > vocabulary:
         raise UserError(
             f"{option}={top_k} is more than the {vocabulary} tokens of the model's vocabulary; 0 takes all"
@@ -140,7 +145,7 @@ def check_top_k(option: str, top_k: int, vocabulary: int) -> None:
 
 
 def _check_positions(experiment: Experiment) -> None:
-    """UserError if sequences may become longer than a role's model is declared for."""
+    """Check that sequences stay within the declared length of a role's model; else UserError."""
     data, longest, what = experiment.data, experiment.data.max_tokens, "data.max_tokens"
     generation = experiment.spec.generation
     if generation is not None:
@@ -153,6 +158,6 @@ def _check_positions(experiment: Experiment) -> None:
 
 
 def check_length(what: str, tokens: int, positions: int, model: str) -> None:
-    """UserError if that many tokens, because of `what`, are more than a model is declared for."""
+    """Check that a number of tokens, due to `what`, is within the declared length of a model; else UserError."""
     if tokens > positions:
         raise UserError(f"{what} is more than the {positions} positions that {model} is declared for")

@@ -1,4 +1,4 @@
-"""The training loop of one rank."""
+"""Training loop of one rank."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -78,8 +78,10 @@ class RunObserver(Protocol):
 
 
 def train(experiment: Experiment, observer: RunObserver) -> None:
-    """Run a recipe as one rank of its cluster. UserError for what the user has to correct, RunError for what
-    stops the run and is no bug."""
+    """Run a recipe as one rank of its cluster.
+
+    UserError for a mistake that the user can correct, RunError for a failure that is no bug.
+    """
     started = time.monotonic()
     check_trainable(experiment)
     cluster = resolve_cluster(experiment.cluster, experiment.device)
@@ -114,12 +116,12 @@ def train(experiment: Experiment, observer: RunObserver) -> None:
 
 
 class TrainingRun:
-    """One rank of a run."""
+    """Run of a recipe on one rank."""
 
     def __init__(
         self, experiment: Experiment, compiled: Compiled, process: Process, observer: RunObserver | None
     ) -> None:
-        """Everything but weights and the run's directory, with the mistakes that show without them as UserError."""
+        """Prepare all but weights and the run's directory; UserError for mistakes that show without them."""
         self.experiment, self.compiled, self.process, self.observer = experiment, compiled, process, observer
         # All ranks make groups together, so before anything that one of them may fail at.
         placements = [p for phase in compiled.phases.values() for p in phase.plan.placements.values()]
@@ -183,8 +185,10 @@ class TrainingRun:
         self.roles.load_weights()
 
     def open(self) -> None:
-        """On the rank that writes, start the run's directory and tell the observer; UserError when the
-        directory cannot be used."""
+        """Start the run's directory and notify the observer, on the rank that writes.
+
+        UserError when the directory cannot be used.
+        """
         fresh = {
             role: names for part in self.process.gather(self.roles.fresh) for role, names in part.items()
         }
@@ -254,7 +258,7 @@ class TrainingRun:
                 self.observer.note(note)
 
     def _check_learning(self) -> None:
-        """RunError, on all ranks, if the last training step could not be learned from by one of its roles."""
+        """Check, on all ranks, that the last training step was applied by all of its roles; else RunError."""
         with self.process.together():
             for trainer in self.roles.trainers.values():
                 try:
@@ -263,11 +267,11 @@ class TrainingRun:
                     raise self._stopped(error, self.steps) from None
 
     def _stopped(self, error: SkippedStepsError, step: int) -> RunError:
-        """The end of a run whose numbers are not finite."""
+        """Make the error that ends a run whose loss or gradients are not finite."""
         return make_stop_error(error, step=step, rank=self.process.rank, run_dir=self.directory.path)
 
     def _collect(self, *, last: bool) -> Comparison | None:
-        """Write down what steps have cost so far, and return it, on the rank that writes."""
+        """Write the costs of steps so far, and return them, on the rank that writes."""
         comparison = self.costs.collect(last=last)
         if comparison is not None:
             with self.directory.writing(self.directory.path / COSTS):

@@ -1,4 +1,4 @@
-"""The `actor.train` call."""
+"""Method of the `actor.train` call."""
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class ActorTrain(PlainTrain):
         self._stopped = False
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
-        """Adds `advantages`, like `sequences`, 0 on prompts; normalised over all ranks if so configured."""
+        """Add `advantages`, like `sequences`, 0 on prompts; normalised over all ranks if so configured."""
         self._updated = self._stopped = False
         experience = self.appraiser.appraise(batch, dp_sum)
         moments = global_moments(experience.advantages, dp_sum)
@@ -42,15 +42,15 @@ class ActorTrain(PlainTrain):
         return batch.with_fields(advantages=experience.actions.spread(advantages)), metrics
 
     def sequences(self, batch: Batch) -> Ragged:
-        """Prompt and response."""
+        """Select prompt and response."""
         return batch["sequences"]
 
     def weight(self, batch: Batch) -> int:
-        """Number of action tokens."""
+        """Count the action tokens."""
         return Responses.of(batch["sequences"], batch["prompt_length"]).total
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Policy loss summed over action tokens."""
+        """Compute the policy loss summed over action tokens."""
         assert output.logprobs is not None and output.entropy is not None
         actions = Responses.of(batch["sequences"], batch["prompt_length"])
         at, count = actions.index, actions.total
@@ -72,22 +72,24 @@ class ActorTrain(PlainTrain):
         return loss, metrics
 
     def stop(self, figures: dict[str, float]) -> bool:
-        """True where the mean probability ratio of the mini-batch is too far off. One that is not a number is left
-        to the optimizer, which skips its step and counts it."""
+        """Stop where the mean probability ratio of the mini-batch is too far off.
+
+        A ratio that is not finite is left to the optimizer, which skips its step and counts it.
+        """
         self._updated = True
         limit = self._config.early_stop_ratio
         self._stopped = limit is not None and figures["importance_ratio"] > limit
         return self._stopped
 
     def finish(self) -> Metrics:
-        """`early_stopped`: 1 if the rest of the step was dropped, else 0."""
+        """Report `early_stopped`: 1 if the rest of the step was dropped, else 0."""
         metrics = Metrics()
         metrics.mean("early_stopped", torch.tensor(float(self._stopped)), 1.0)
         return metrics
 
 
 def _experience_figures(batch: Batch, experience: Experience, config: PPOConfig) -> Metrics:
-    """Means over sequences; `score` over those whose score is trained on."""
+    """Compute means over sequences; `score` over those whose score is trained on."""
     metrics, count = Metrics(), len(batch)
     trained_on = scored(batch["finished"].values, config)
     metrics.mean("score", batch["score"].values.double()[trained_on].sum(), trained_on.sum())

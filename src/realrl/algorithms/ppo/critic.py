@@ -1,4 +1,4 @@
-"""The `critic.train` call."""
+"""Method of the `critic.train` call."""
 
 import math
 
@@ -25,7 +25,7 @@ class CriticTrain(PlainTrain):
 
     @property
     def head_scale(self) -> float:
-        """Deviation of the returns on the scale of the critic's output.
+        """Return the deviation of the returns on the scale of the critic's output.
 
         Errors in units of the deviation and this rate for the head are what PopArt (van Hasselt et al. 2016) comes
         to under Adam, whose steps do not depend on the scale of gradients; but no weight has to be rewritten when
@@ -36,7 +36,7 @@ class CriticTrain(PlainTrain):
         return self.appraiser.return_scale.std / self._config.reward_scale
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
-        """Adds `returns`, like `sequences`, 0 on prompts, on the scale of rewards.
+        """Add `returns`, like `sequences`, 0 on prompts, on the scale of rewards.
 
         The return of the action at position t is what the value at position t - 1 should have been.
         """
@@ -50,15 +50,15 @@ class CriticTrain(PlainTrain):
         return batch.with_fields(returns=experience.actions.spread(experience.returns)), metrics
 
     def sequences(self, batch: Batch) -> Ragged:
-        """Prompt and response."""
+        """Select prompt and response."""
         return batch["sequences"]
 
     def weight(self, batch: Batch) -> int:
-        """Number of action tokens."""
+        """Count the action tokens."""
         return Responses.of(batch["sequences"], batch["prompt_length"]).total
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Value loss summed over action tokens."""
+        """Compute the value loss summed over action tokens."""
         assert output.values is not None
         actions = Responses.of(batch["sequences"], batch["prompt_length"])
         at, unit = actions.index, self.appraiser.return_scale.std

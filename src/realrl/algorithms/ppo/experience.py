@@ -1,4 +1,4 @@
-"""From what the inference calls say of a step's sequences to rewards, advantages and returns."""
+"""Experience of a step: rewards, advantages and returns from the outputs of inference calls."""
 
 from dataclasses import dataclass
 
@@ -34,19 +34,26 @@ class Experience:
 
 
 def to_reward_scale(values: Tensor, config: PPOConfig) -> Tensor:
-    """Scores, or the critic's outputs, on the scale of rewards: (value - bias) * scale. values: any shape"""
+    """Convert scores, or the critic's outputs, to the scale of rewards. values: any shape
+
+    (value - bias) * scale
+    """
     return (values - config.reward_bias) * config.reward_scale
 
 
 def scored(finished: Tensor, config: PPOConfig) -> Tensor:
-    """Mask of the sequences whose score is trained on: under `truncated: bootstrap` those that ended by themselves.
-    finished: [N] -> [N] bool"""
+    """Mask the sequences whose score is trained on. finished: [N] -> [N] bool
+
+    Under `truncated: bootstrap` those that ended by themselves, else all.
+    """
     return (finished != 0) | (config.truncated == "score")
 
 
 def shape_rewards(*, score: Tensor, finished: Tensor, config: PPOConfig) -> Tensor:
-    """clip((score - bias) * scale) per sequence; one cut off without end of sequence loses the penalty for it
-    and, under `truncated: bootstrap`, has no score. score, finished: [N]; result: [N]
+    """Compute clip((score - bias) * scale) per sequence. score, finished: [N] -> [N]
+
+    A sequence cut off without end of sequence loses the penalty for it and, under `truncated: bootstrap`, has no
+    score.
     """
     rewards = to_reward_scale(score, config)
     if config.reward_clip is not None:
@@ -57,7 +64,7 @@ def shape_rewards(*, score: Tensor, finished: Tensor, config: PPOConfig) -> Tens
 
 
 class Appraiser:
-    """Turns each step's batch into experience, and carries the statistics that outlast a step.
+    """Converter of each step's batch into experience, with the statistics that outlast a step.
 
     Every train call owns one: the calls may run on different ranks, in any order, and all of them must see
     the statistics from before the step and end the step with the same new ones.
@@ -71,7 +78,10 @@ class Appraiser:
         self.steps = 0
 
     def appraise(self, batch: Batch, dp_sum: Sum) -> Experience:
-        """Called once per step with this rank's items; updates KL coefficient and value statistics."""
+        """Compute the experience of this rank's items; updates KL coefficient and value statistics.
+
+        Called once per step.
+        """
         config, coef = self._config, self._kl.coef
         actions = Responses.of(batch["sequences"], batch["prompt_length"])
         log_ratio = (batch["logprobs"].values - batch["ref_logprobs"].values)[actions.index]
@@ -104,11 +114,11 @@ class Appraiser:
         return Experience(actions, rewards, kl, values, advantages, returns, coef, return_moments)
 
     def state_dict(self) -> dict[str, float]:
-        """Statistics, and the number of steps they have seen."""
+        """Save the statistics, and the number of steps they have seen."""
         return {"steps": self.steps, **self._kl.state_dict(), **self.return_scale.state_dict()}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Put them back."""
+        """Load what `state_dict` saved."""
         self.steps = int(state["steps"])
         self._kl.load_state_dict(state)
         self.return_scale.load_state_dict(state)

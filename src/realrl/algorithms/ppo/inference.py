@@ -1,4 +1,4 @@
-"""The inference calls of PPO: reward, reference, critic."""
+"""Methods of the inference calls of PPO: reward, reference, critic."""
 
 from realrl.algorithms.method import Metrics, ModelOutput
 from realrl.algorithms.packed import Responses, last_of_rows
@@ -27,11 +27,11 @@ class RewardInference:
         self._config = config
 
     def sequences(self, batch: Batch) -> Ragged:
-        """Prompt and response."""
+        """Select prompt and response."""
         return batch["sequences"]
 
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
-        """`score`: one number per sequence."""
+        """Compute `score`: one number per sequence."""
         assert output.values is not None
         return {"score": Ragged.scalars(last_of_rows(output.values, output.lengths).float())}
 
@@ -39,7 +39,8 @@ class RewardInference:
         """Figures of evaluation: means of `response_tokens` and `finished` over sequences, and of `score` over
         those whose score would be trained on.
 
-        In training, where the call's inputs do not suffice, `actor.train` reports them."""
+        In training, where the call's inputs do not suffice, `actor.train` reports them.
+        """
         return score_metrics(batch, self._config)
 
 
@@ -51,18 +52,19 @@ class RefInference:
         self._restricted = restricted
 
     def sequences(self, batch: Batch) -> Ragged:
-        """Prompt and response."""
+        """Select prompt and response."""
         return batch["sequences"]
 
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
-        """`ref_logprobs`: one number per token."""
+        """Compute `ref_logprobs`: one number per token."""
         assert output.logprobs is not None
         return {"ref_logprobs": Ragged(output.logprobs.float(), output.lengths)}
 
     def metrics(self, batch: Batch) -> Metrics:
         """Figure of evaluation, `kl`: divergence from the reference summed over the response, mean over sequences.
 
-        In training, where the call's inputs do not suffice, `actor.train` reports it."""
+        In training, where the call's inputs do not suffice, `actor.train` reports it.
+        """
         metrics = Metrics()
         if "prompt_length" in batch.fields and "logprobs" in batch.fields:
             responses = Responses.of(batch["sequences"], batch["prompt_length"])
@@ -79,15 +81,15 @@ class CriticInference:
         self._config = config
 
     def sequences(self, batch: Batch) -> Ragged:
-        """Prompt and response."""
+        """Select prompt and response."""
         return batch["sequences"]
 
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
-        """`values`: one number per token, on the scale of rewards."""
+        """Compute `values`: one number per token, on the scale of rewards."""
         assert output.values is not None
         values = to_reward_scale(output.values.float(), self._config)
         return {"values": Ragged(values, output.lengths)}
 
     def metrics(self, batch: Batch) -> Metrics:
-        """None: `critic.train` reports on values."""
+        """Report nothing: `critic.train` reports on values."""
         return Metrics()

@@ -1,4 +1,4 @@
-"""The KL divergence from the reference, and the weight of its penalty."""
+"""KL divergence from the reference, and the coefficient of its penalty."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ MAX_RELATIVE_ERROR = 0.2
 
 
 def token_kl(log_ratio: Tensor, *, restricted: bool) -> Tensor:
-    """Estimate of the KL divergence of the actor from the reference at each token of a sample.
+    """Estimate the KL divergence of the actor from the reference at each token of a sample.
 
     log_ratio: [A] log p_actor - log p_ref over the whole vocabulary, of tokens that the actor drew; result: [A].
     From unrestricted samples its mean is the divergence (Schulman 2020, k1). Where sampling leaves tokens out
@@ -34,7 +34,7 @@ class KLController:
         self.coef: float = config.coef
 
     def update(self, *, kl: float, sequences: int) -> None:
-        """If adaptive, coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon.
+        """Update an adaptive coefficient: coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon.
 
         kl: mean over the step's sequences, in nats; sequences: how many there were over all ranks, 0 if the KL of
         none was finite, which changes nothing.
@@ -45,10 +45,10 @@ class KLController:
             self.coef *= 1 + error * sequences / self._config.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """The coefficient."""
+        """Save the coefficient."""
         return {"kl_coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Put an adaptive coefficient back; a fixed one is what the recipe says."""
+        """Load an adaptive coefficient; a fixed one is what the recipe says."""
         if self._config.adaptive:
             self.coef = state["kl_coef"]

@@ -1,4 +1,4 @@
-"""The losses of PPO, per token."""
+"""Losses of PPO, per token."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ MAX_LOG_RATIO = 20.0
 
 
 class PolicyLoss(NamedTuple):
-    """loss: [A]; ratio: [A] p_new / p_old; clipped: [A] whether clipping decided the loss (bool)."""
+    """Policy loss per token. loss: [A]; ratio: [A] p_new / p_old; clipped: [A] bool, whether clipping decided."""
 
     loss: Tensor
     ratio: Tensor
@@ -19,14 +19,15 @@ class PolicyLoss(NamedTuple):
 
 
 class ValueLoss(NamedTuple):
-    """loss: [A]; clipped: [A] whether clipping decided the loss (bool)."""
+    """Value loss per token. loss: [A]; clipped: [A] bool, whether clipping decided the loss."""
 
     loss: Tensor
     clipped: Tensor
 
 
 def policy_loss(*, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip: float) -> PolicyLoss:
-    """The clipped surrogate (Schulman et al. 2017, equation 7), negated:
+    """Compute the negated clipped surrogate of PPO (Schulman et al. 2017, equation 7).
+
     max(-A r, -A clip(r, 1 - clip, 1 + clip)) with r = exp(logprobs - old_logprobs).
 
     logprobs, old_logprobs, advantages: [A]; the gradient flows through `logprobs` only.
@@ -38,8 +39,9 @@ def policy_loss(*, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, c
 
 
 def value_loss(*, values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> ValueLoss:
-    """0.5 max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2), or 0.5 (v - R)^2 where `clip` is None
-    (as in OpenAI baselines' ppo2).
+    """Compute the clipped squared error of values (as in OpenAI baselines' ppo2).
+
+    0.5 max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2), or 0.5 (v - R)^2 where `clip` is None.
 
     values, old_values, returns: [A]; the gradient flows through `values` only.
     """
@@ -51,8 +53,9 @@ def value_loss(*, values: Tensor, old_values: Tensor, returns: Tensor, clip: flo
 
 
 def approximate_kl(*, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Estimate of KL(old || new) from tokens sampled from old: r - 1 - log r >= 0 with r = p_new / p_old
-    (Schulman 2020, "Approximating KL divergence", k3).
+    """Estimate KL(old || new) from tokens sampled from old (Schulman 2020, "Approximating KL divergence", k3).
+
+    r - 1 - log r >= 0 with r = p_new / p_old.
 
     logprobs, old_logprobs: [A]; result: [A]
     """

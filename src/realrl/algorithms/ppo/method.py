@@ -1,4 +1,4 @@
-"""PPO as a whole: a method for every call, and the state that outlasts a step."""
+"""PPO as a whole: methods of all calls, and the state that outlasts a step."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.settings import GenerationConfig
 
 FEW_FINISHED = 0.5
-"""Share of finished answers below which most are cut off."""
+"""Share of finished answers below which a note says that most are cut off."""
 
 
 class PPOAlgorithm(StatelessAlgorithm):
@@ -52,7 +52,7 @@ class PPOAlgorithm(StatelessAlgorithm):
         self._appraisers = (actor.appraiser, critic.appraiser)
 
     def notes(self, figures: Mapping[str, float]) -> list[str]:
-        """Says so when `truncated: bootstrap` leaves most scores unused."""
+        """Note that `truncated: bootstrap` leaves most scores unused, where it does."""
         if (
             self._config.truncated != "bootstrap"
             or not figures.get("actor.train/finished", 1.0) < FEW_FINISHED
@@ -65,13 +65,13 @@ class PPOAlgorithm(StatelessAlgorithm):
         ]
 
     def state_dict(self) -> dict[str, float]:
-        """The KL coefficient, the value statistics, and `steps`, how many steps they have seen.
+        """Save the KL coefficient, the value statistics, and `steps`, the number of steps they have seen.
 
         A rank knows them if it runs a train call; where ranks differ, the state with the most steps counts.
         """
         return max(self._appraisers, key=lambda a: a.steps).state_dict()
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Put them back, for every train call."""
+        """Load what `state_dict` saved, for every train call."""
         for appraiser in self._appraisers:
             appraiser.load_state_dict(state)

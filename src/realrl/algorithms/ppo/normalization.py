@@ -28,12 +28,12 @@ class Moments:
 
     @property
     def std(self) -> float:
-        """Root of the variance."""
+        """Standard deviation."""
         return float(self.variance**0.5)
 
 
 def global_moments(values: Tensor, dp_sum: Sum) -> Moments:
-    """Moments over all ranks of `values`: [A] on this rank. All zero where no rank has a finite one.
+    """Compute moments over all ranks of `values`: [A] on this rank. All zero where no rank has a finite one.
 
     What is not finite is left out, so that one broken sequence spoils its own mini-batch and not the step.
     """
@@ -46,7 +46,7 @@ def global_moments(values: Tensor, dp_sum: Sum) -> Moments:
 
 
 def whiten(values: Tensor, moments: Moments) -> Tensor:
-    """values: [A], shifted and scaled to mean 0 and deviation 1 by `moments`."""
+    """Shift and scale values to mean 0 and deviation 1 by `moments`. values: [A]"""
     return (values - moments.mean) / (moments.std + EPSILON)
 
 
@@ -67,7 +67,7 @@ class ReturnScale:
         self._weight = self._total = self._squares = 0.0
 
     def update(self, returns: Moments) -> None:
-        """Take in the returns of one step."""
+        """Add the returns of one step."""
         if self._mode == "none" or not returns.count:
             return
         keep, add = (1.0, returns.count) if self._mode == "running" else (self._beta, 1 - self._beta)
@@ -85,11 +85,11 @@ class ReturnScale:
         return variance**0.5
 
     def state_dict(self) -> dict[str, float]:
-        """The weighted sums."""
+        """Save the weighted sums."""
         return {"value_weight": self._weight, "value_total": self._total, "value_squares": self._squares}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Put the sums back, unless errors are not scaled."""
+        """Load the sums, unless errors are not scaled."""
         if self._mode != "none":
             self._weight = state["value_weight"]
             self._total = state["value_total"]

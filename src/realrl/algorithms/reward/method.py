@@ -11,26 +11,28 @@ from realrl.dataflow.graph import DataflowGraph
 
 
 def _pair_rows(batch: Batch) -> Ragged:
-    """Rows chosen 0, rejected 0, chosen 1, ... so that both sequences of a pair stay in one micro-batch."""
+    """Order rows as chosen 0, rejected 0, chosen 1, ... so that both of a pair stay in one micro-batch."""
     pairs = zip(batch["chosen"].rows(), batch["rejected"].rows(), strict=True)
     return Ragged.of((row for pair in pairs for row in pair), dtype=batch["chosen"].values.dtype)
 
 
 def _pair_scores(output: ModelOutput) -> tuple[Tensor, Tensor]:
-    """Scores of the chosen and of the rejected sequences, [N] each."""
+    """Split scores into those of the chosen and of the rejected sequences, [N] each."""
     assert output.values is not None
     scores = last_of_rows(output.values, output.lengths).float()
     return scores[0::2], scores[1::2]
 
 
 def _weights(batch: Batch) -> Tensor:
-    """Weight of each pair: [N] float64."""
+    """Compute the weight of each pair: [N] float64."""
     return 1 / batch["pairs_of_prompt"].values.double()
 
 
 def _figures(*, chosen: Tensor, rejected: Tensor, weights: Tensor) -> Metrics:
-    """Weighted means over pairs: `loss`, `accuracy` (a tie is half right), `margin`, `chosen_score`,
-    `rejected_score`. All arguments: [N]"""
+    """Compute weighted means over pairs. All arguments: [N]
+
+    `loss`, `accuracy` (a tie is half right), `margin`, `chosen_score`, `rejected_score`.
+    """
     metrics, total = Metrics(), weights.sum()
     figures = {
         "loss": bradley_terry_loss(chosen=chosen, rejected=rejected),
@@ -48,16 +50,16 @@ class RewardInference:
     """Scores of both sequences of each pair."""
 
     def sequences(self, batch: Batch) -> Ragged:
-        """Two rows per pair: chosen, rejected."""
+        """Select two rows per pair: chosen, rejected."""
         return _pair_rows(batch)
 
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
-        """`chosen_score` and `rejected_score`: one number per pair."""
+        """Compute `chosen_score` and `rejected_score`: one number per pair."""
         chosen, rejected = _pair_scores(output)
         return {"chosen_score": Ragged.scalars(chosen), "rejected_score": Ragged.scalars(rejected)}
 
     def metrics(self, batch: Batch) -> Metrics:
-        """Loss, accuracy, margin and mean scores."""
+        """Compute loss, accuracy, margin and mean scores."""
         chosen, rejected = batch["chosen_score"].values, batch["rejected_score"].values
         return _figures(chosen=chosen, rejected=rejected, weights=_weights(batch))
 
@@ -66,21 +68,21 @@ class RewardTrain(PlainTrain):
     """Bradley-Terry loss over pairs, each weighing one over its number of pairs."""
 
     def sequences(self, batch: Batch) -> Ragged:
-        """Two rows per pair: chosen, rejected."""
+        """Select two rows per pair: chosen, rejected."""
         return _pair_rows(batch)
 
     def weight(self, batch: Batch) -> float:
-        """Weight of the pairs."""
+        """Sum the weights of the pairs."""
         return float(_weights(batch).sum())
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Weighted sum over pairs."""
+        """Compute the weighted sum over pairs."""
         (chosen, rejected), weights = _pair_scores(output), _weights(batch)
         loss = (bradley_terry_loss(chosen=chosen, rejected=rejected) * weights.float()).sum()
         return loss, _figures(chosen=chosen.detach(), rejected=rejected.detach(), weights=weights)
 
 
 def reward_algorithm(graph: DataflowGraph, eval_graph: DataflowGraph | None) -> StatelessAlgorithm:
-    """The algorithm for these graphs."""
+    """Make the algorithm of these graphs."""
     methods: dict[str, Method] = {"reward.train": RewardTrain(), "reward.inference": RewardInference()}
     return StatelessAlgorithm(graph=graph, eval_graph=eval_graph, methods=methods)

@@ -11,7 +11,7 @@ from realrl.dataflow.graph import DataflowGraph
 
 
 def _nll(batch: Batch, output: ModelOutput) -> Tensor:
-    """Negative log-likelihood of each token to learn, and 0 for the others: [T]."""
+    """Compute the negative log-likelihood of each token to learn, and 0 for the others: [T]."""
     assert output.logprobs is not None
     return -output.logprobs.masked_fill(batch["loss_mask"].values == 0, 0)
 
@@ -20,18 +20,18 @@ class SFTInference:
     """Negative log-likelihood of the tokens to learn."""
 
     def sequences(self, batch: Batch) -> Ragged:
-        """Prompts and answers."""
+        """Select prompts and answers."""
         return batch["tokens"]
 
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
-        """`nll`: one number per item, summed over its tokens to learn."""
+        """Compute `nll`: one number per item, summed over its tokens to learn."""
         nll, lengths = _nll(batch, output), batch["tokens"].lengths
         rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(nll.device)
         sums = row_sums(nll, rows, len(lengths))
         return {"nll": Ragged.scalars(sums.float())}
 
     def metrics(self, batch: Batch) -> Metrics:
-        """`loss`: mean per token to learn; its exponential is the perplexity."""
+        """Compute `loss`: mean per token to learn; its exponential is the perplexity."""
         metrics = Metrics()
         metrics.mean("loss", batch["nll"].values.double().sum(), batch["loss_mask"].values.sum())
         return metrics
@@ -41,15 +41,15 @@ class SFTTrain(PlainTrain):
     """Cross-entropy over the tokens to learn, which all weigh the same in the global batch."""
 
     def sequences(self, batch: Batch) -> Ragged:
-        """Prompts and answers."""
+        """Select prompts and answers."""
         return batch["tokens"]
 
     def weight(self, batch: Batch) -> float:
-        """Number of tokens to learn."""
+        """Count the tokens to learn."""
         return int(batch["loss_mask"].values.sum())
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """-log p summed over the tokens to learn."""
+        """Compute -log p summed over the tokens to learn."""
         loss = _nll(batch, output).sum()
         metrics = Metrics()
         metrics.mean("loss", loss, batch["loss_mask"].values.sum())
@@ -57,6 +57,6 @@ class SFTTrain(PlainTrain):
 
 
 def sft_algorithm(graph: DataflowGraph, eval_graph: DataflowGraph | None) -> StatelessAlgorithm:
-    """The algorithm for these graphs."""
+    """Make the algorithm of these graphs."""
     methods: dict[str, Method] = {"actor.train": SFTTrain(), "actor.inference": SFTInference()}
     return StatelessAlgorithm(graph=graph, eval_graph=eval_graph, methods=methods)

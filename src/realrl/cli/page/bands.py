@@ -50,7 +50,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Area:
-    """A block of several bands next to each other."""
+    """Block of several bands next to each other."""
 
     block: Block
     bands: range

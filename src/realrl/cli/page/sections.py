@@ -118,9 +118,11 @@ def list_figures(report: "PlanReport") -> list[Figure]:
     value, unit = format_seconds(estimate.step_seconds).split()
     again = f"{format_seconds(estimate.repeated_seconds)} in a row of steps"
     differs = estimate.repeated_seconds < 0.995 * estimate.step_seconds
-    fullest, bound = estimate.peak_device, format_seconds(report.lower_bound_seconds)
+    fullest = estimate.peak_device
+    bound = format_seconds(report.lower_bound_seconds)
     size, size_unit = format_bytes(estimate.peak_bytes).split()
-    rate, tokens = format_count(estimate.tokens_per_second), f"{estimate.tokens:,.0f} tokens a step"
+    rate = format_count(estimate.tokens_per_second)
+    tokens = f"{estimate.tokens:,.0f} tokens a step"
     return [
         Figure("Step", value, unit, again if differs else "from first to last device"),
         Figure("Throughput", rate, "tokens/s", tokens),

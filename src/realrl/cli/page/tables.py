@@ -49,7 +49,8 @@ class Table:
 
 def list_rivals(report: "PlanReport") -> list[Rival]:
     """List the plan, the presets that fit by seconds, those that do not fit, and those that do not exist."""
-    chosen, presets = report.chosen, report.presets
+    chosen = report.chosen
+    presets = report.presets
     longest = _longest(report)
 
     def rank(item: tuple[str, "Preset"]) -> tuple[bool, bool, float]:
@@ -81,7 +82,8 @@ def list_rivals(report: "PlanReport") -> list[Rival]:
         note = describe_shortage(estimate.peak_device)
         if estimate.fits:
             note = "with recomputation" if preset.recompute else ""
-        percent, value = 100 * estimate.step_seconds / longest, format_seconds(estimate.step_seconds)
+        percent = 100 * estimate.step_seconds / longest
+        value = format_seconds(estimate.step_seconds)
         others.append(
             Rival(
                 name=name,
@@ -127,7 +129,8 @@ def make_calls_table(report: "PlanReport") -> Table:
 
 def make_moves_table(report: "PlanReport") -> Table:
     """Make a row per reallocation."""
-    rows, looks = [], []
+    rows = []
+    looks = []
     for move in report.chosen.moves:
         i = move.instruction
         what = i.role if i.into is None else f"{i.role} into {i.into}"
@@ -200,7 +203,8 @@ def make_alternatives_table(report: "PlanReport") -> Table:
 def _alternative(other: "Alternative") -> tuple[str, ...]:
     offload = [f"offload {what}" for what in other.offload]
     given = ", ".join(filter(None, [format_extras(other.placement), *offload]))
-    devices, degrees = format_interval(other.placement.ranks), format_strategy(other.placement)
+    devices = format_interval(other.placement.ranks)
+    degrees = format_strategy(other.placement)
     step = format_seconds(other.step_seconds) if other.fits else "does not fit"
     micro_batch = "" if other.function else f"{other.placement.strategy.micro_batch_tokens:,}"
     return other.call, devices, degrees, micro_batch, given, other.reason, step

@@ -91,7 +91,8 @@ def format_batch(scenario: "Scenario") -> str:
         records = f"{format_count_of(workload.items, 'record')} of {each} sequences"
         sequences = format_count_of(workload.items, "sequence") if each == 1 else records
         return f"{sequences} of {_lengths(workload.prompts)} tokens"
-    prompts, answers = _lengths(workload.prompts), _lengths(workload.answers)
+    prompts = _lengths(workload.prompts)
+    answers = _lengths(workload.answers)
     count = format_count_of(workload.items // workload.samples, "prompt")
     samples = f"{workload.samples} answers each" if workload.samples > 1 else "answers"
     return f"{count} of {prompts} tokens, {samples} of {answers}"

@@ -115,7 +115,8 @@ class TimelineDrawing:
 
 def draw_timeline(report: "PlanReport") -> TimelineDrawing:
     """Place everything."""
-    estimate, spec = report.chosen, report.scenario.spec
+    estimate = report.chosen
+    spec = report.scenario.spec
     bands = find_bands(estimate, spec)
     heights = _heights(bands)
     tops = [0.0, *accumulate(heights)]
@@ -125,7 +126,8 @@ def draw_timeline(report: "PlanReport") -> TimelineDrawing:
     )
     boxes = []
     for area in find_areas(bands, estimate.step_seconds):
-        y, bottom = tops[area.bands.start], tops[area.bands.stop]
+        y = tops[area.bands.start]
+        bottom = tops[area.bands.stop]
         boxes.append(_box(area, sum(len(bands[i].ranks) for i in area.bands), y, bottom - y, report))
     functions = [call for call in estimate.calls.values() if call.call.is_function]
     below = [tops[-1] + _BAND * i for i in range(len(functions))]
@@ -168,8 +170,11 @@ def _borders(
 
 
 def _box(area: Area, devices: int, y: float, height: float, report: "PlanReport") -> DrawnBox:
-    block, step = area.block, report.chosen.step_seconds
-    look, call, labels = "wait", "", list[Label]()
+    block = area.block
+    step = report.chosen.step_seconds
+    look = "wait"
+    call = ""
+    labels = list[Label]()
     match block.instruction:
         case Run(call, str(role), placement):
             look = f"{find_role_class(report, role)} {report.scenario.graph.call(call).kind}"
@@ -179,7 +184,8 @@ def _box(area: Area, devices: int, y: float, height: float, report: "PlanReport"
             look = f"{find_role_class(report, into or role)} move"
         case Load(role) | Offload(role):
             look = f"{find_role_class(report, role)} host"
-    x, width = 100 * block.start / step, 100 * (block.end - block.start) / step
+    x = 100 * block.start / step
+    width = 100 * (block.end - block.start) / step
     text = f"{describe_block(report.chosen, block)}\non\t{format_count_of(devices, 'device')}"
     return DrawnBox(
         x=x, width=width, y=y, height=height, look=look, call=call, labels=tuple(labels), tip=text

@@ -50,7 +50,8 @@ def describe_block(estimate: Estimate, block: Block) -> str:
 def describe_call(estimate: Estimate, name: str) -> str:
     """Describe a call with its placement and the terms of its time."""
     call = estimate.calls[name]
-    placement, seconds = call.placement, call.seconds
+    placement = call.placement
+    seconds = call.seconds
     facts = [
         ("takes", format_seconds(seconds) if call.terms else "not measured, counted as 0 s"),
         ("mesh", f"devices {format_interval(placement.ranks)}"),
@@ -68,7 +69,8 @@ def describe_call(estimate: Estimate, name: str) -> str:
 
 def _move_tip(estimate: Estimate, instruction: Reallocate) -> tuple[str, list[tuple[str, str]]]:
     """Describe a reallocation with its layouts and bytes."""
-    role, into = instruction.role, instruction.into
+    role = instruction.role
+    into = instruction.into
     title = f"{role} is reallocated" if into is None else f"{role} is mixed into {into}"
     facts = [("old layout", instruction.source.layout), ("new layout", instruction.target.layout)]
     move = next((m for m in estimate.moves if m.instruction == instruction), None)

@@ -98,7 +98,8 @@ def choose_devices(cluster: str | None, experiment: "Experiment") -> tuple["Clus
     from realrl.runtime.prepare.devices import spec_of, with_memory
 
     if cluster is not None:
-        named, memory = ClusterSpec.parse(cluster), experiment.device_memory
+        named = ClusterSpec.parse(cluster)
+        memory = experiment.device_memory
         return named if memory is None else with_memory(named, parse_bytes(memory)), ""
     on_cpus = experiment.model_copy(update={"device": "cpu"})
     spec = spec_of(on_cpus, written_cluster(experiment.cluster) or Cluster(1, 1))

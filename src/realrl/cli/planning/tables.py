@@ -134,7 +134,8 @@ def _largest_terms(call: CallEstimate) -> str:
 def _moves(chosen: Estimate) -> Table:
     rows = make_table("model", "before", "from", "to", "time>", "sent>", "between nodes>")
     for move in chosen.moves:
-        source, target = move.instruction.source, move.instruction.target
+        source = move.instruction.source
+        target = move.instruction.target
         into = move.instruction.into
         rows.add_row(
             move.instruction.role if into is None else f"{move.instruction.role} into {into}",

@@ -31,7 +31,8 @@ def draw_picture(runs: Mapping[str, FinishedRun], path: Path) -> None:
 
 
 def _draw_panel(axes: Any, run: FinishedRun, figure: str, label: str) -> None:
-    trained, evaluated = run.series("train", figure), run.series("eval", figure)
+    trained = run.series("train", figure)
+    evaluated = run.series("eval", figure)
     if trained[0]:
         axes.plot(*trained, color="#7a9cc6", linewidth=1.2, label="training")
     if evaluated[0]:

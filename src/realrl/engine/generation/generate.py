@@ -43,7 +43,7 @@ def generate(
     """Continue the rows of field `prompts`, with at most `budget` tokens in the key/value cache at a time.
 
     Adds sequences (prompt and continuation, end-of-sequence included), logprobs (aligned with them, 0 on the
-    prompt), prompt_length, and finished (1.0 where the sequence ends with one of `ends`). Items are told apart by
+    prompt), prompt_length, and finished (1.0 where the sequence ends with one of `ends`). Items are identified by
     their ids: the same ids, noise and parameters give the same tokens whatever else is in the batch. `turn` is
     called after each token. NotFiniteLogitsError if the model's logits are not finite.
     """
@@ -115,7 +115,7 @@ class Continuation:
         self._prompts: Coming | None = None
 
     def expect_prompts(self) -> None:
-        """On the last stage, before the turn of any other continuation.
+        """Post the receives of prompts on the last stage, before any other continuation takes its turn.
 
         Messages come in the order of turns, and it expects those of one turn during the turn before. Stages between
         the first and the last know only in its turn how many rows a continuation still has.

@@ -30,8 +30,10 @@ class Coming:
 
 
 class Pipeline:
-    """This rank's stage. Sends do not wait. What is said to be expected before something else is computed is on its
-    way meanwhile: where a message finds nobody who expects it, it stays behind until the receiver asks for it.
+    """Messages of this rank's stage.
+
+    Sends do not wait. Receives are posted before other computation, so that messages travel meanwhile: gloo holds
+    an unmatched send back until its receive is posted.
 
     Activations and gradients travel over groups of their own, because a backend without tags delivers what one
     pair of ranks exchanges in the order in which it was posted, and the two directions have different orders.
@@ -135,7 +137,7 @@ class Pipeline:
 
 
 def one_ahead(expect: Callable[[int], Coming], sizes: Iterable[int]) -> Iterator[Tensor]:
-    """Yield received tensors of so many rows each, always with the next receive posted."""
+    """Yield received tensors with these numbers of rows, always with the next receive posted."""
     left = iter(sizes)
     coming = deque(expect(rows) for rows in islice(left, 1))
 

@@ -69,7 +69,7 @@ class ShardedAdamW:
         return flat[bucket * self._part : (bucket + 1) * self._part]
 
     def _begin(self, bucket: int) -> int:
-        """Where this rank's part of a bucket starts in the buffers."""
+        """Find the start of this rank's part of a bucket in the buffers."""
         return bucket * self.bucket_size + self._group.index * self._part
 
     def _stored(self, bucket: int) -> Tensor:

@@ -112,7 +112,8 @@ class _Shared:
         if amount <= 0:
             return 0.0
         order = sorted(options, key=self.loads.__getitem__)
-        total, speed = amount, 0.0
+        total = amount
+        speed = 0.0
         for count, option in enumerate(order, start=1):
             total += self.loads[option] * self.speed[option]
             speed += self.speed[option]

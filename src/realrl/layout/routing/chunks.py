@@ -98,7 +98,8 @@ def schedule_rank(
     `element_bytes` is the width of an element sent. With `tensors`, the target buffer holds only these; the
     source buffer always holds all that the source layout gives the rank.
     """
-    source, target = reallocation.source, reallocation.target
+    source = reallocation.source
+    target = reallocation.target
     wanted = {spec.name for spec in source.specs} if tensors is None else set(tensors)
     before: dict[int, Storage] = {}
     after: dict[int, Storage] = {}
@@ -201,17 +202,21 @@ def _cut(regions: Sequence[Region], limit: int) -> Iterator[list[Region]]:
     chunk: list[Region] = []
     room = limit
     for region in regions:
-        row, first, rows = prod(region.size[1:]), 0, region.size[0]
+        row = prod(region.size[1:])
+        first = 0
+        rows = region.size[0]
         while first < rows:
             fits = min(room // row, rows - first)
             if fits == 0 and chunk:
                 yield chunk
-                chunk, room = [], limit
+                chunk = []
+                room = limit
                 continue
             fits = max(fits, 1)
             offset = (region.offset[0] + first, *region.offset[1:])
             chunk.append(Region(region.tensor, offset, (fits, *region.size[1:])))
-            room, first = room - fits * row, first + fits
+            room -= fits * row
+            first += fits
     if chunk:
         yield chunk
 
@@ -220,7 +225,8 @@ def group_tensors(target: Layout, element_bytes: int, limit: int) -> list[tuple[
     """Group all tensors in storage order so that no rank of the target layout holds more than `limit` bytes of
     a group, or than one tensor."""
     groups: list[list[str]] = []
-    used, tp = 0, target.placement.strategy.tp
+    used = 0
+    tp = target.placement.strategy.tp
     for spec in target.specs:
         tensors = (local_tensor(target.shape, spec, tp, t) for t in range(tp))
         size = max(tensor.stored.numel for tensor in tensors) * element_bytes

@@ -95,7 +95,8 @@ def _within_node(route: TransferRoute, node: int) -> Iterator[Hop]:
 
 def _forward(route: TransferRoute, node: int, piece: ElementSlice, sources: Shares) -> Iterator[Hop]:
     """Send a slice to its relay, if one was chosen, and from there to all other receivers."""
-    receivers, relay = route.receivers[node], piece.choice
+    receivers = route.receivers[node]
+    relay = piece.choice
     first = receivers if relay == _NO_RELAY else [relay]
     for begin, end, source in _divide(route.group, piece, sources):
         for receiver in first:
@@ -116,7 +117,9 @@ def _divide_by_relay(group: RegionGroup, relays: Shares) -> list[ElementSlice]:
 def _divide(group: RegionGroup, piece: ElementSlice, parts: Shares) -> list[ElementSlice]:
     """Divide a slice in proportion, at the nearest row boundaries; empty slices are left out."""
     begin, end, _ = piece
-    total, done, edges = sum(parts.values()), 0.0, [begin]
+    total = sum(parts.values())
+    done = 0.0
+    edges = [begin]
     for amount in parts.values():
         done += amount
         edges.append(group.nearest_row(begin + (end - begin) * done / total))
@@ -130,6 +133,8 @@ def _overlay(first: list[ElementSlice], second: list[ElementSlice]) -> Iterator[
     """Intersect two divisions of the same slice: (begin, end, choice of the first, of the second)."""
     i = j = 0
     while i < len(first) and j < len(second):
-        a, b = first[i], second[j]
+        a = first[i]
+        b = second[j]
         yield max(a.begin, b.begin), min(a.end, b.end), a.choice, b.choice
-        i, j = i + (a.end <= b.end), j + (b.end <= a.end)
+        i += a.end <= b.end
+        j += b.end <= a.end

@@ -27,11 +27,13 @@ class PortLoads:
             size = hop.end - hop.begin
             device_out[hop.sender] += size
             device_in[hop.receiver] += size
-            sender, receiver = cluster.node(hop.sender), cluster.node(hop.receiver)
+            sender = cluster.node(hop.sender)
+            receiver = cluster.node(hop.receiver)
             if sender != receiver:
                 node_out[sender] += size
                 node_in[receiver] += size
-        ranks, nodes = range(cluster.size), range(cluster.nodes)
+        ranks = range(cluster.size)
+        nodes = range(cluster.nodes)
         return cls(
             {r: device_out[r] for r in ranks},
             {r: device_in[r] for r in ranks},

@@ -57,7 +57,8 @@ class RegionGroup:
             return self.elements
         index = bisect_right(self.starts, position) - 1
         _, (_, size) = self.boxes[index]
-        row, start = prod(size[1:]), self.starts[index]
+        row = prod(size[1:])
+        start = self.starts[index]
         return start + round((position - start) / row) * row
 
     def pieces(self, begin: int, end: int) -> Iterator[Region]:
@@ -67,7 +68,8 @@ class RegionGroup:
             if start >= end:
                 return
             row = prod(size[1:])
-            first, last = max(begin - start, 0) // row, min((end - start) // row, size[0])
+            first = max(begin - start, 0) // row
+            last = min((end - start) // row, size[0])
             yield Region(tensor, (offset[0] + first, *offset[1:]), (last - first, *size[1:]))
 
 
@@ -118,7 +120,8 @@ def _atoms(source: list[tuple[Box, int]], target: list[tuple[Box, int]]) -> Iter
         for d in range(len(source[0][0][0]))
     ]
     for corner in product(*(pairwise(line) for line in edges)):
-        low, high = tuple(a for a, _ in corner), tuple(b for _, b in corner)
+        low = tuple(a for a, _ in corner)
+        high = tuple(b for _, b in corner)
         size = tuple(b - a for a, b in corner)
         yield (low, size), _covering(source, low, high), _covering(target, low, high)
 

@@ -105,7 +105,8 @@ class Reallocation:
 
     def bytes_by_rank(self, element_bytes: int) -> dict[int, RankBytes]:
         """Count the bytes of every rank of either layout; `element_bytes` is the width of an element sent."""
-        sent, received = self.loads.device_out, self.loads.device_in
+        sent = self.loads.device_out
+        received = self.loads.device_in
         copied: defaultdict[int, int] = defaultdict(int)
         for group in self.groups:
             for rank in group.resident:

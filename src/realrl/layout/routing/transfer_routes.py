@@ -109,7 +109,8 @@ def receiving_seconds(routes: Sequence[TransferRoute], links: Links) -> float:
             nodes[node] += route.group.elements
         for rank in route.group.receivers:
             devices[rank] += route.group.elements
-    node, device = max(nodes.values(), default=0), max(devices.values(), default=0)
+    node = max(nodes.values(), default=0)
+    device = max(devices.values(), default=0)
     return max(node / links.node_bytes_per_s, device / links.device_bytes_per_s)
 
 
@@ -125,7 +126,9 @@ def _choose_nodes(routes: Sequence[TransferRoute], floor: float) -> None:
     crossing = [route for route in routes if route.entered_nodes]
     tasks: list[Task] = []
     for route in crossing:
-        size, holders, entered = route.group.elements, tuple(route.holders), route.entered_nodes
+        size = route.group.elements
+        holders = tuple(route.holders)
+        entered = route.entered_nodes
         # A holder sends the first copy; the copies for further nodes can come from any node that has one.
         tasks += [Task(size, holders), Task(size * (len(entered) - 1), holders, entered)]
     shares = iter(balance(tasks, floor))
@@ -164,7 +167,8 @@ def _choose_devices(
         for node in route.entered_nodes:
             route.ingress[node] = next(shares[node]) or dict.fromkeys(route.receivers[node], 1.0)
         for node in route.holding_nodes:
-            first, again = next(shares[node]), next(shares[node])
+            first = next(shares[node])
+            again = next(shares[node])
             route.remote_fraction[node] = first.pop(OUTSIDE, 0.0) / size
             receivers = route.receivers[node]
             copies = (len(receivers) - 1) * size
@@ -184,7 +188,8 @@ def _device_tasks(route: TransferRoute, spare: SpareCapacity | None) -> Iterable
         receivers = tuple(route.receivers[node])
         yield node, Task((len(receivers) - 1 + relayed) * size, receivers)
     for node in route.holding_nodes:
-        holders, receivers = tuple(route.holders[node]), tuple(route.receivers[node])
+        holders = tuple(route.holders[node])
+        receivers = tuple(route.receivers[node])
         has_remote = spare is not None and any(_candidates(route, node, spare).values())
         yield node, Task(size, holders, (OUTSIDE,) if has_remote else ())
         yield node, Task((len(receivers) - 1) * size, holders, receivers)

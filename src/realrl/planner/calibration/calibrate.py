@@ -1,4 +1,4 @@
-"""Folding what a run has measured into a profile, so that the next prediction is nearer."""
+"""Calibration of a profile from the measured call times of a run."""
 
 from realrl.config.errors import UserError
 from realrl.plan.placement import Placement
@@ -10,13 +10,13 @@ from realrl.planner.workload.batching import records_per_rank
 
 
 def calibrate_profile(profile: Profile | None, run: Comparison) -> Profile:
-    """The profile with which each call of the run is predicted to take what it took, in the median of its steps; of
-    a function, what it took per item of the rank that had most.
+    """Return the profile under which each call of the run is predicted to take its measured median time.
 
-    None for `profile` corrects the roofline, for the first kind of the run's devices. Ratios are taken to what the
-    profile's own measurements predict, so that calibrating again changes nothing, and a newer run takes the
-    place of an older one of the same calls. UserError for a run that no prediction was possible for, or on other
-    devices than the profile's.
+    Of a function, per item of the rank that had most.
+
+    Without a `profile`, the roofline of the first device kind of the run is corrected. Ratios are relative to
+    predictions without corrections, so that repeated calibration changes nothing, and a newer run replaces an older
+    one of the same calls. UserError for a run without predictions, or on other devices than the profile's.
     """
     if run.spec is None:
         raise UserError(
@@ -29,20 +29,22 @@ def calibrate_profile(profile: Profile | None, run: Comparison) -> Profile:
     if profile.device not in kinds:
         raise UserError(f"the profile is of {profile.device}, but the run was on {', '.join(kinds)}")
     cost = CostModel(run.spec, profile.model_copy(update={"corrections": ()}))
-    found = {old.about: old for old in profile.corrections}
+    corrections = {old.about: old for old in profile.corrections}
     functions = {old.function: old for old in profile.functions}
     for of in run.calls:
-        placement, steps = Placement.parse(of.placement), of.seconds.steps
+        placement = Placement.parse(of.placement)
+        steps = of.seconds.steps
         if run.spec.group(placement.mesh).device.name != profile.device:
             continue
         if of.call.function is not None:
             records = records_per_rank(run.workload.work(of.call), placement.strategy)
-            seconds, name = of.seconds.median / records, of.call.function
+            name = of.call.function
+            seconds = of.seconds.median / records
             functions[name] = FunctionTime(function=name, seconds=seconds, steps=steps)
             continue
         model = run.models[of.call.model_role]
         expected = cost.call(of.call, model, placement, run.workload).seconds
         new = Correction.of(of.call, model, placement.strategy, of.seconds.median / expected, steps)
-        found[new.about] = new
-    learnt = {"corrections": tuple(found.values()), "functions": tuple(functions.values())}
+        corrections[new.about] = new
+    learnt = {"corrections": tuple(corrections.values()), "functions": tuple(functions.values())}
     return profile.model_copy(update=learnt)

@@ -1,4 +1,4 @@
-"""What a run was predicted to cost and what it did, as it stands in `costs.json` of its directory."""
+"""Measured and predicted costs of a run: the file `costs.json` of its directory."""
 
 import json
 import re
@@ -21,30 +21,30 @@ from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 
 COSTS, LENGTHS = "costs.json", "lengths.json"
-"""Files of a run directory: a `Comparison`, and quantiles of the lengths of prompts and answers, in tokens."""
+"""Files of a run directory: a `Comparison`, and quantiles of prompt and answer lengths in tokens."""
 
 VERSION: Literal[1] = 1
-"""Of the file format; a file of another version is refused."""
+"""Version of the file format; files of other versions are rejected."""
 
 
 def _reading(cls: type[Any]) -> BeforeValidator:
-    """Reads a dataclass from what it was written as."""
+    """Validator that reads a dataclass from its JSON form."""
     adapter = TypeAdapter[Any](cls)
     return BeforeValidator(lambda value: adapter.validate_python(value) if isinstance(value, dict) else value)
 
 
 class Seconds(Settings):
-    """Times of one thing over the steps of a run."""
+    """Distribution of a time over the steps of a run."""
 
     median: PositiveFloat
     least: PositiveFloat
     most: PositiveFloat
     steps: PositiveInt
-    """Steps that were counted."""
+    """Number of steps measured."""
 
     @classmethod
     def of(cls, times: Sequence[float]) -> Self:
-        """Of at least one time; no time is shorter than the nanosecond that clocks tell apart."""
+        """Summarise at least one time; times below the clock resolution of a nanosecond count as one."""
         times = [max(time, 1e-9) for time in times]
         return cls(median=median(times), least=min(times), most=max(times), steps=len(times))
 
@@ -55,73 +55,71 @@ def waiting_for(function: str) -> str:
 
 
 class CallCosts(Settings):
-    """One call of a run."""
+    """Measured and predicted costs of one call of a run."""
 
     call: Annotated[Call, _reading(Call)]
     placement: str
-    """In its text form."""
+    """Placement in its text form."""
     seconds: Seconds
-    """From when the last rank of the mesh has begun with it until the last one has ended it; of a function, what it
-    took on the rank where it took longest."""
+    """Time from the last rank's start of the call to the last rank's end; of a function, on the slowest rank."""
     waited: Seconds | None = None
-    """Of a function, how long its ranks at most did nothing but wait for it; None of a call that has a model."""
+    """Of a function, longest time that a rank spent waiting for it; None of a call that has a model."""
     predicted_seconds: PositiveFloat | None
     terms: dict[str, float]
-    """What `predicted_seconds` are made of."""
+    """Predicted seconds by term."""
     bytes: PositiveInt | None
-    """Most that tensors took on a device of the mesh during the call, or while parameters were moved for it;
-    None where it was not measured."""
+    """Peak bytes of tensors on a device of the mesh during the call and its reallocation; None if not measured."""
     predicted_bytes: PositiveInt | None
-    """The same as predicted: without the allowance for fragmentation."""
+    """Predicted peak bytes, without the allowance for fragmentation."""
 
 
 class MoveCosts(Settings):
-    """One reallocation of a run."""
+    """Measured and predicted time of one reallocation of a run."""
 
     instruction: str
-    """In its text form."""
+    """Instruction in its text form."""
     seconds: Seconds
     predicted_seconds: float | None
 
 
 class Comparison(Settings):
-    """A run's training steps. What could not be predicted is None."""
+    """Measured and predicted costs of a run's training steps; predictions that were not possible are None."""
 
     format: Literal["realrl costs"] = "realrl costs"
     version: Literal[1] = 1
     cluster: str
-    """Nodes x devices per node."""
+    """Cluster as nodes x devices per node."""
     spec: Annotated[ClusterSpec | None, _reading(ClusterSpec)]
-    """Its devices; None where the planner does not know their kind, and predicts nothing."""
+    """Devices of the cluster; None if the planner does not know their kind."""
     software: dict[str, str]
-    """Package -> version."""
+    """Versions by package."""
     models: dict[str, Annotated[Stored, _reading(Stored)]]
-    """By role."""
+    """Models by role."""
     workload: Annotated[Workload, _reading(Workload)]
-    """With the lengths that really occurred."""
+    """Workload with the measured lengths."""
     step: Seconds
-    """From when the last rank has ended the step before until it has ended this one; steps that follow
-    something else, such as an evaluation, count from their own start."""
+    """Time between the ends of consecutive steps on the last rank; steps after an evaluation or the like count from
+    their own start."""
     predicted_step_seconds: PositiveFloat | None
-    """Of a step among many."""
+    """Predicted steady-state seconds per step."""
     calls: tuple[CallCosts, ...] = Field(strict=False)
-    """In the order of the graph."""
+    """Costs of calls, in the order of the graph."""
     reallocations: tuple[MoveCosts, ...] = Field(strict=False)
     reserved_bytes: PositiveInt | None
-    """Most that torch's allocator held on a GPU, what it could not use included."""
+    """Peak bytes reserved by torch's caching allocator on a GPU, fragmentation included."""
 
     def save(self, directory: str | Path) -> None:
-        """Write the files of a run directory; a reader sees the old ones or the new ones."""
+        """Write the files of a run directory atomically."""
         text = json.dumps(self.model_dump(mode="json"), indent=1)
-        # What has nothing inside it stands on one line.
-        text = re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda found: re.sub(r"\s*\n\s*", " ", found[0]), text)
+        # Innermost objects and lists on one line each, for readability.
+        text = re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda match: re.sub(r"\s*\n\s*", " ", match[0]), text)
         write_whole(Path(directory) / COSTS, text + "\n")
         lengths = {"prompts": self.workload.prompts, "answers": self.workload.answers}
         write_whole(Path(directory) / LENGTHS, json.dumps(lengths) + "\n")
 
     @classmethod
     def load(cls, directory: str | Path) -> Self:
-        """Read what a run has left in its directory; UserError where there is nothing of this version."""
+        """Read the costs of a run from its directory; UserError if there are none of this version."""
         path = local_path(str(directory)) / COSTS
         if not path.is_file():
             raise UserError(

@@ -1,4 +1,4 @@
-"""What of the times that a plan rests on a profile has measured."""
+"""Profile coverage: which predicted times are measured and which are modelled."""
 
 from collections.abc import Iterable, Mapping
 
@@ -39,6 +39,7 @@ def _unmeasured(profile: Profile | None, spec: ClusterSpec, functions: Iterable[
 def _model_times(
     profile: Profile | None, path: str, spec: ClusterSpec, models: Mapping[str, Stored]
 ) -> tuple[str, ...]:
+    """Describe the sources of predicted times, and the caveats of those measured."""
     if profile is None:
         rough = any(group.device.cpu for group in spec.groups)
         return (f"{_SHEETS}, which are rough for a CPU; realrl profile measures it" if rough else _SHEETS,)
@@ -62,12 +63,12 @@ def _model_times(
 
 
 def _missing(profile: Profile, models: Mapping[str, Stored]) -> list[str]:
-    """Roles whose models were not measured at all."""
+    """Roles whose models have no measurements."""
     return [role for role, model in models.items() if not profile.degrees(model.shape, model.element_bytes)]
 
 
 def _degrees(profile: Profile, spec: ClusterSpec, models: Mapping[str, Stored]) -> list[int]:
-    """Tensor-parallel degrees that a plan may have and that were not measured for some model."""
+    """TP degrees that a plan may have and that were not measured for some model."""
     lacking: set[int] = set()
     for group in spec.groups:
         if group.device.name == profile.device:
@@ -79,8 +80,10 @@ def _degrees(profile: Profile, spec: ClusterSpec, models: Mapping[str, Stored]) 
 
 
 def _doubts(profile: Profile, spec: ClusterSpec) -> list[str]:
-    """What was otherwise when it was measured. Only on a CPU do processes of a node share what they compute
-    with."""
+    """Differences between the conditions of the measurements and the present ones.
+
+    The number of processes per node matters only on a CPU, where they share cores.
+    """
     doubts = []
     group = next(group for group in spec.groups if group.device.name == profile.device)
     if group.device.cpu and profile.layers and profile.processes != group.devices_per_node:

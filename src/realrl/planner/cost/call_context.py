@@ -42,14 +42,17 @@ class CallContext:
         if not self.timing.device.cpu or lengths[0] == lengths[-1]:
             return BatchSize(chunks.tokens, chunks.squares)
         each = max(1, round(chunks.sequences))
-        squares, groups, tokens = 0, 0, 0
+        squares = 0
+        groups = 0
+        tokens = 0
         for i in range(chunks.count):
-            part = lengths[len(lengths) * i // chunks.count : len(lengths) * (i + 1) // chunks.count]
-            part = part or lengths[i * len(lengths) // chunks.count :][:1]
-            held = [part[(2 * j + 1) * len(part) // (2 * each)] for j in range(each)]
+            in_chunk = lengths[len(lengths) * i // chunks.count : len(lengths) * (i + 1) // chunks.count]
+            in_chunk = in_chunk or lengths[i * len(lengths) // chunks.count :][:1]
+            held = [in_chunk[(2 * j + 1) * len(in_chunk) // (2 * each)] for j in range(each)]
             buckets = bucket_lengths(held)
             squares += sum(len(bucket.sequences) * bucket.length**2 for bucket in buckets)
-            groups, tokens = groups + len(buckets), tokens + sum(held)
+            groups += len(buckets)
+            tokens += sum(held)
         return BatchSize(chunks.tokens, chunks.tokens * squares / tokens, groups / chunks.count)
 
     def layer_communication(self, tokens: float) -> DeviceHostTime:
@@ -60,7 +63,8 @@ class CallContext:
         """
         if self.strategy.tp == 1:
             return DeviceHostTime(0.0)
-        ring, size = self.network.tp_group, self._hidden(tokens)
+        ring = self.network.tp_group
+        size = self._hidden(tokens)
         if self.strategy.sequence_parallel and not self.work.answers:
             return DeviceHostTime(2 * (ring.all_gather(size) + ring.reduce_scatter(size)), 2 * self._host)
         return DeviceHostTime(2 * ring.all_reduce(size), 2 * self._host)

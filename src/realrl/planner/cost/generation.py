@@ -33,12 +33,14 @@ def split_decode_steps(work: CallWork, rows: float) -> Iterator[DecodeSegment]:
 
     Attention reads up to the longest unfinished row.
     """
-    answers, prompts = sorted(work.answers), sorted(work.lengths)
+    answers = sorted(work.answers)
+    prompts = sorted(work.lengths)
     # Of n draws the largest is at the quantile n / (n + 1), on average.
     steps = answers[min(len(answers) - 1, int(len(answers) * rows / (rows + 1)))] - 1
     prompt = prompts[min(len(prompts) - 1, int(len(prompts) * rows / (rows + 1)))]
     for i in range(_SEGMENTS):
-        begin, end = steps * i / _SEGMENTS, steps * (i + 1) / _SEGMENTS
+        begin = steps * i / _SEGMENTS
+        end = steps * (i + 1) / _SEGMENTS
         alive, left = (max(1 / rows, sum(a > n for a in answers) / len(answers)) for n in (begin, end))
         context = prompt + (begin + end + 1) / 2
         yield DecodeSegment(
@@ -52,7 +54,9 @@ def cost_generation(context: CallContext) -> Mapping[str, float]:
     One decode batch per pipeline stage is in flight at a time; each of its tokens passes all stages in turn and is
     sent back to the first.
     """
-    timing, strategy, work = context.timing, context.strategy, context.work
+    timing = context.timing
+    strategy = context.strategy
+    work = context.work
     chunks = split_work(work, strategy, timing.efficiency.generation_chunks_per_stage)
     size = context.size(chunks)
     capacity = chunks.sequences * (max(work.lengths) + work.room)
@@ -86,12 +90,12 @@ def _cost_decode_step(context: CallContext, chunks: Chunks, segment: DecodeSegme
     A token passes all stages before the next one starts, and each stage works on one decode batch at a time; the
     step takes as long as the slower of the two.
     """
-    timing, layers, rows = context.timing, context.layers, segment.rows
-    layer, sample, layer_communication = (
-        timing.decode(rows, segment.context),
-        timing.sample(rows),
-        context.layer_communication(rows),
-    )
+    timing = context.timing
+    layers = context.layers
+    rows = segment.rows
+    layer = timing.decode(rows, segment.context)
+    sample = timing.sample(rows)
+    layer_communication = context.layer_communication(rows)
     wait = max(0.0, layer.host + layer_communication.host - layer.device - layer_communication.device)
     outside = OutsideLayers(
         every=timing.decode_step_overhead(rows),

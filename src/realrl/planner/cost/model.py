@@ -124,7 +124,8 @@ class CostModel:
 
     def exchange(self, graph: DataflowGraph, workload: Workload) -> ExchangeModel:
         """Build the time model of data exchange between the calls of a graph."""
-        host, links = self.efficiency.host_bytes_per_s, _slowest(self._node_links)
+        host = self.efficiency.host_bytes_per_s
+        links = _slowest(self._node_links)
         slower = Links(
             min(host, links.device_bytes_per_s), min(host, links.node_bytes_per_s), links.latency_s
         )
@@ -152,7 +153,8 @@ class CostModel:
     def _call_context(
         self, call: Call, model: Stored, placement: Placement, workload: Workload
     ) -> CallContext:
-        group, strategy = self.spec.group(placement.mesh), placement.strategy
+        group = self.spec.group(placement.mesh)
+        strategy = placement.strategy
         key = (model.shape, model.head, strategy.tp)
         sizes = self._sizes.setdefault(key, LocalSizes(*key))
         profile = self._profile_of(placement.mesh.first)

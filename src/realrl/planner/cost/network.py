@@ -137,7 +137,8 @@ class Network:
             if len(nodes) > 1:
                 for node in nodes:
                     groups_through[node] += 1
-        width, hop = device.link_bytes_per_s, device.link_latency_s
+        width = device.link_bytes_per_s
+        hop = device.link_latency_s
         if groups_through:
             width = min(width, self.group.node_bytes_per_s / max(groups_through.values()))
             hop = max(hop, device.node_latency_s)

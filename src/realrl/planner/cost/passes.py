@@ -43,10 +43,13 @@ def _by_stage(stages: int, every: float, first: float, last: float) -> list[floa
 
 def cost_training(context: CallContext) -> Mapping[str, float]:
     """Cost all optimizer steps of a train call under the 1F1B schedule, in seconds by term."""
-    timing, strategy, work = context.timing, context.strategy, context.work
+    timing = context.timing
+    strategy = context.strategy
+    work = context.work
     chunks = split_work(work, strategy, timing.efficiency.pass_chunks_per_stage)
     size = context.size(chunks)
-    forward, backward = timing.forward(size), timing.backward(size)
+    forward = timing.forward(size)
+    backward = timing.backward(size)
     layer_communication = context.layer_communication(chunks.tokens)
     rounds = 3 if strategy.recompute else 2
     device = backward.device + forward.device * (rounds - 1)
@@ -84,7 +87,8 @@ def _cost_gradient_reduction(context: CallContext, elements: int, last_pass: flo
     It overlaps backward of the last micro-batch, but for the last bucket. Partial gradients of TP ranks or
     stages are summed before it, and then nothing overlaps.
     """
-    network, num_buckets = context.network, bucket_count(elements)
+    network = context.network
+    num_buckets = bucket_count(elements)
     seconds = num_buckets * network.dp_group.reduce_scatter(4 * elements / num_buckets)
     small = 3 * network.dp_group.all_reduce(_SMALL)
     completion = _cost_partial_gradients(context)
@@ -95,7 +99,9 @@ def _cost_gradient_reduction(context: CallContext, elements: int, last_pass: flo
 
 def _cost_partial_gradients(context: CallContext) -> float:
     """Seconds to sum gradients of replicated parameters of which each rank computed only a part."""
-    sizes, network, shape = context.timing.sizes, context.network, context.timing.sizes.shape
+    sizes = context.timing.sizes
+    network = context.network
+    shape = context.timing.sizes.shape
     seconds = 0.0
     if context.strategy.sequence_parallel:
         seconds += 2 * max(context.layers) * network.tp_group.all_reduce(4 * shape.hidden_size)
@@ -117,7 +123,8 @@ def _cost_parameter_gather(context: CallContext, elements: int, update: float) -
 
 def cost_inference(context: CallContext) -> Mapping[str, float]:
     """Cost an inference call, in seconds by term."""
-    timing, strategy = context.timing, context.strategy
+    timing = context.timing
+    strategy = context.strategy
     chunks = split_work(context.work, strategy, timing.efficiency.pass_chunks_per_stage)
     size = context.size(chunks)
     outside = OutsideLayers(
@@ -154,7 +161,8 @@ def _cost_pipeline(
     """
     wait = max(0.0, layer.host - layer.device - layer_communication)
     each = layer.device + layer_communication + wait
-    own, communication = outside.own(context.strategy.pp), outside.communication(context.strategy.pp)
+    own = outside.own(context.strategy.pp)
+    communication = outside.communication(context.strategy.pp)
     stages = [n * each + a + b for n, a, b in zip(context.layers, own, communication, strict=True)]
     slowest = stages.index(max(stages))
     layers = context.layers[slowest]

@@ -82,7 +82,8 @@ class Roofline:
         return 2 * squares * self.sizes.q_dim / peak
 
     def _elementwise(self, tokens: float) -> float:
-        e, s = self.efficiency, self.sizes
+        e = self.efficiency
+        s = self.sizes
         hidden = s.shape.hidden_size / (s.tp if self.sequence_parallel else 1)
         values = (
             e.normal_passes * hidden

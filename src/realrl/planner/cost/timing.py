@@ -174,5 +174,6 @@ class Timing:
     def _measured(self, kind: LayerKind, size: float, context: float = 0) -> float | None:
         if self.profile is None:
             return None
-        shape, tp = self.sizes.shape, 1 if kind in WHOLE else self.sizes.tp
+        shape = self.sizes.shape
+        tp = 1 if kind in WHOLE else self.sizes.tp
         return self.profile.seconds(kind, shape, self.element_bytes, tp, size, context)

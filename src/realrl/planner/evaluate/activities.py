@@ -1,4 +1,4 @@
-"""What takes place in a step, in the order of programs, as columns for many plans at once."""
+"""Activities of a step in program order, vectorised over plans."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from realrl.planner.moves.transfers import Floats, Ints
 
 
 class WavePhase(IntEnum):
-    """What happens in a wave, in the order of programs (`program.lower`)."""
+    """Phases of a wave, in the order of programs (`program.lower`)."""
 
     START = 0
     """A function is started on the host."""
@@ -36,32 +36,32 @@ _BLOCKS = {
     WavePhase.REALLOCATE: WavePhase.LOAD,
     WavePhase.SHARE_COLLECTED_LENGTHS: WavePhase.COLLECT,
 } | dict.fromkeys(range(WavePhase.LOAD_EMA, WavePhase.OFFLOAD), WavePhase.LOAD_EMA)
-"""Of phases that are gone through call by call, the first."""
+"""First phase of the block of phases that is executed call by call."""
 _RENDEZVOUS = (WavePhase.REALLOCATE, WavePhase.RUN, WavePhase.UPDATE_EMA)
-"""Begins on all ranks at once; what else there is each rank does when it comes to it."""
+"""Phases that start on all ranks at once; ranks execute the others independently."""
 
 
 @dataclass(frozen=True)
 class ActivityKind:
-    """An activity that plans may have."""
+    """Kind of activity that plans may contain."""
 
     phase: WavePhase
     call: int
-    """To the wave of which it belongs; what is collected belongs to a later one."""
+    """Index of the call whose wave contains the activity; a later wave contains what is collected of a function."""
     ema: EmaUpdate | None = None
     number: int = 0
-    """Of `ema`."""
+    """Index of `ema`."""
 
     @property
     def place(self) -> tuple[int, int, int, int, int]:
-        """Where it comes among those of a wave."""
+        """Sort key among the activities of a wave."""
         of_ema = self.phase in (WavePhase.LOAD_EMA, WavePhase.UPDATE_EMA)
         order = (self.number, self.phase) if of_ema else (self.phase, self.number)
         return _BLOCKS.get(self.phase, self.phase), self.call, not of_ema, *order
 
     @property
     def rendezvous(self) -> bool:
-        """Whether ranks wait for each other."""
+        """Whether all participating ranks start together."""
         return self.phase in _RENDEZVOUS
 
     @property
@@ -71,40 +71,41 @@ class ActivityKind:
 
 
 def list_activities(tables: Tables) -> list[ActivityKind]:
-    """What can take place; the calls themselves first, in their order."""
+    """List all kinds of activities; runs of calls come first, in the order of the graph."""
     calls = range(len(tables.calls))
-    found = [ActivityKind(WavePhase.START if c in tables.functions else WavePhase.RUN, c) for c in calls]
+    kinds = [ActivityKind(WavePhase.START if c in tables.functions else WavePhase.RUN, c) for c in calls]
     for c in calls:
         if c in tables.functions:
             shares = bool(tables.length_receivers[c])
-            found.append(ActivityKind(WavePhase.COLLECT, c))
-            found += [ActivityKind(WavePhase.SHARE_COLLECTED_LENGTHS, c)] * shares
+            kinds.append(ActivityKind(WavePhase.COLLECT, c))
+            kinds += [ActivityKind(WavePhase.SHARE_COLLECTED_LENGTHS, c)] * shares
             continue
         home = tables.home[c]
-        offloaded, borrows = bool(tables.candidates(home).offloaded.any()), home != c
+        offloaded = bool(tables.candidates(home).offloaded.any())
+        borrows = home != c
         changes = tables.calls[c].kind is Kind.TRAIN
         back = WavePhase.OFFLOAD_CHANGED if changes else WavePhase.OFFLOAD
-        found += [ActivityKind(WavePhase.LOAD, c), ActivityKind(back, c)] * offloaded
-        found += [ActivityKind(WavePhase.REALLOCATE, c), ActivityKind(WavePhase.RELEASE, c)] * borrows
-        found += [ActivityKind(WavePhase.OFFLOAD_SOURCE, c)] * (offloaded and borrows)
-        found += [ActivityKind(WavePhase.SHARE_LENGTHS, c)] * bool(tables.length_receivers[c])
+        kinds += [ActivityKind(WavePhase.LOAD, c), ActivityKind(back, c)] * offloaded
+        kinds += [ActivityKind(WavePhase.REALLOCATE, c), ActivityKind(WavePhase.RELEASE, c)] * borrows
+        kinds += [ActivityKind(WavePhase.OFFLOAD_SOURCE, c)] * (offloaded and borrows)
+        kinds += [ActivityKind(WavePhase.SHARE_LENGTHS, c)] * bool(tables.length_receivers[c])
     for number, ema in enumerate(tables.ema_updates):
         f = ema.after, ema, number
-        found.append(ActivityKind(WavePhase.UPDATE_EMA, *f))
+        kinds.append(ActivityKind(WavePhase.UPDATE_EMA, *f))
         if tables.candidates(ema.home).offloaded.any():
-            found += [ActivityKind(WavePhase.LOAD_EMA, *f), ActivityKind(WavePhase.OFFLOAD_EMA, *f)]
-    return found
+            kinds += [ActivityKind(WavePhase.LOAD_EMA, *f), ActivityKind(WavePhase.OFFLOAD_EMA, *f)]
+    return kinds
 
 
 def takes_time(tables: Tables, kind: ActivityKind) -> bool:
-    """Whether ranks may be kept by an activity."""
+    """Return whether an activity may take time."""
     if kind.phase in (WavePhase.OFFLOAD_SOURCE, WavePhase.OFFLOAD, WavePhase.OFFLOAD_CHANGED):
         return bool(tables.candidates(tables.home[kind.call]).unload.any())
     return kind.phase is not WavePhase.RELEASE
 
 
 def stores(kind: ActivityKind) -> bool:
-    """Whether devices hold more or less from it on, or meanwhile."""
+    """Return whether an activity changes the memory in use."""
     return kind.phase not in (
         WavePhase.START,
         WavePhase.SHARE_LENGTHS,
@@ -114,45 +115,55 @@ def stores(kind: ActivityKind) -> bool:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Activities:
-    """What takes place in plans: [activities, plans], of places [activities, points, plans].
+    """Activities of plans: [activities, plans], or [activities, points, plans] by location.
 
-    A point is the first device of a call's mesh. For every device there is a point that lies on all the meshes
-    that it lies on, so that points have the last end and the fullest memory. What does not take place is nowhere.
+    A point is the first device of a call's mesh. For every device there is a point that lies on all meshes of that
+    device, so that the latest end and the peak memory occur at points. Activities that a plan does not contain are
+    nowhere.
     """
 
     where: Bools
-    """Points that take part."""
+    """Whether a point participates."""
     seconds: Floats
     """That points take part for; a function does not keep them."""
     grows: Bools
-    """Points that hold more meanwhile."""
+    """Whether an activity changes the memory of a point."""
     bytes: Floats
-    """What they hold from its start on; or from its end on, if it is negative."""
+    """Bytes allocated from its start on, or, if negative, freed at its end."""
     needs: Floats
-    """What they hold besides only while it lasts."""
+    """Further bytes allocated only while it runs."""
 
 
 class Facts:
-    """What of plans decides what takes place in them."""
+    """Properties of plans that determine their activities."""
 
     def __init__(self, tables: Tables, columns: Columns) -> None:
-        self.tables, self.columns = tables, columns
-        point, first, end = columns.first, columns.first[:, None], columns.end[:, None]
+        self.tables = tables
+        self.columns = columns
+        point = columns.first
+        first = columns.first[:, None]
+        end = columns.end[:, None]
         self.inside: Bools = (first <= point) & (point < end)
-        """Whether a point is on the mesh of a call, [calls, points, plans]."""
+        """Whether a point lies on the mesh of a call, [calls, points, plans]."""
         self.wave = self._waves()
-        """Of each call, [calls, plans]."""
+        """Wave of each call, [calls, plans]."""
         self.borrowed = np.array([columns.code[c] != columns.code[h] for c, h in enumerate(tables.home)])
-        """Whether a call uses a copy that is made for the step."""
+        """Whether a call uses a transient replica, [calls, plans]."""
 
-    def activities(self, found: list[ActivityKind]) -> Activities:
-        """All that can take place."""
-        where, seconds, grows, change = zip(*(self._row(kind) for kind in found), strict=True)
+    def activities(self, kinds: list[ActivityKind]) -> Activities:
+        """Evaluate the given kinds of activities."""
+        where, seconds, grows, change = zip(*(self._row(kind) for kind in kinds), strict=True)
         working = self.columns.working
-        needs = [working[k.call] if k.phase is WavePhase.RUN else np.zeros(working.shape[1]) for k in found]
-        return Activities(*map(np.array, (where, seconds, grows, change, needs)))
+        needs = [working[k.call] if k.phase is WavePhase.RUN else np.zeros(working.shape[1]) for k in kinds]
+        return Activities(
+            where=np.array(where),
+            seconds=np.array(seconds),
+            grows=np.array(grows),
+            bytes=np.array(change),
+            needs=np.array(needs),
+        )
 
     def waves_of(self, kinds: list[ActivityKind]) -> Ints:
         """The wave that each activity belongs to, [activities, plans] (`order.collecting_wave`)."""
@@ -175,8 +186,10 @@ class Facts:
         return wave
 
     def _row(self, kind: ActivityKind) -> tuple[Bools, Floats, Bools, Floats]:
-        """Where it takes place, how long it takes, and what grows where by how many bytes."""
-        columns, c, home = self.columns, kind.call, self.tables.home[kind.call]
+        """Participating points, seconds, points whose memory changes, and bytes of that change."""
+        columns = self.columns
+        c = kind.call
+        home = self.tables.home[kind.call]
         nothing = np.zeros(columns.first.shape[1])
         if kind.ema is not None:
             return self._ema_row(kind.phase, kind.ema)
@@ -199,13 +212,17 @@ class Facts:
                 return there, nothing, there, -columns.weights[c]
         there = self.inside[home] & (self._moved(kind) & columns.offloaded[home])
         loads = kind.phase is WavePhase.LOAD
-        seconds, weights = columns.load if loads else columns.unload, columns.weights[home]
+        seconds = columns.load if loads else columns.unload
+        weights = columns.weights[home]
         return there, seconds[home], there, weights if loads else -weights
 
     def _moved(self, kind: ActivityKind) -> Bools:
-        """Whether a role's parameters, if they wait in host memory, are loaded or put back then. Calls of the same
-        wave share what has been loaded."""
-        c, borrowed = kind.call, self.borrowed
+        """Whether a role's parameters, if offloaded, are loaded or offloaded again at this point.
+
+        Calls of the same wave share loaded parameters.
+        """
+        c = kind.call
+        borrowed = self.borrowed
         same_role = {p: self.wave[p] == self.wave[c] for p in self.tables.same_role[c]}
         if kind.phase in (WavePhase.LOAD, WavePhase.OFFLOAD_SOURCE):
             moved = self._loads(c) & ~self._any(same_role[p] & self._loads(p) for p in same_role if p < c)
@@ -216,12 +233,15 @@ class Facts:
         return ~borrowed[c] & ~self._any(same_role[p] & ~borrowed[p] for p in same_role if p < c)
 
     def _loads(self, c: int) -> Bools:
-        """Whether a call needs the parameters at its role's home."""
+        """Whether a call needs the parameters at its role's primary placement."""
         return ~self.borrowed[c] | ~self._meets(c, self.tables.sharers[c])
 
     def _ema_row(self, phase: WavePhase, ema: EmaUpdate) -> tuple[Bools, Floats, Bools, Floats]:
-        columns, home, source = self.columns, ema.home, self.tables.home[ema.after]
-        there, weights = self.inside[home], columns.weights[home]
+        columns = self.columns
+        home = ema.home
+        source = self.tables.home[ema.after]
+        there = self.inside[home]
+        weights = columns.weights[home]
         if phase is WavePhase.UPDATE_EMA:
             seconds = ema.table(columns.layout[source], columns.layout[home])
             return there | self.inside[source], seconds, there, np.zeros_like(weights)
@@ -231,13 +251,13 @@ class Facts:
         return there, columns.unload[home], there, -weights
 
     def _meets(self, c: int, others: list[int]) -> Bools:
-        """Whether one of other calls has the layout of call `c`."""
+        """Whether one of `others` has the layout of call `c`."""
         code = self.columns.code
         return self._any(code[p] == code[c] for p in others)
 
     def _any(self, rows: Iterable[Bools]) -> Bools:
-        """Of plans, whether one of rows holds."""
-        found = np.zeros(self.columns.first.shape[1], dtype=bool)
+        """Element-wise or of rows, [plans]."""
+        result = np.zeros(self.columns.first.shape[1], dtype=bool)
         for row in rows:
-            found |= row
-        return found
+            result |= row
+        return result

@@ -1,4 +1,4 @@
-"""The best plan so far, and what has been tried to find it."""
+"""Scoring of plans, and the best plan found so far."""
 
 import time
 from dataclasses import dataclass
@@ -9,29 +9,29 @@ from realrl.planner.evaluate.timeline import Timeline
 from realrl.planner.moves.transfers import Floats, Ints
 
 _PENALTY = 8.0
-"""A plan that needs a tenth more memory than there is scores as if it took so many tenths longer."""
+"""Penalty weight: a plan that exceeds memory by a fraction x is scored as if it took 1 + 8 x times as long."""
 _WORST = 1e3
-"""No part of a device counts as fuller than that many times."""
+"""Upper limit of the memory excess that is penalised."""
 
 
 @dataclass(frozen=True)
 class Improvement:
-    """When a search found a better plan."""
+    """Event of a search finding a better plan."""
 
     after_seconds: float
     evaluations: int
     seconds: float
-    """Of a step under the plan."""
+    """Seconds of a step under the plan."""
 
 
 class Scorer:
-    """Costs plans, remembers the best that fits, and counts.
+    """Score plans, and keep the best one that fits.
 
-    Columns of choices are plans: [calls, plans], numbers of options in the order of the graph.
+    Assignments are [calls, plans]: indices of candidates, calls in the order of the graph.
     """
 
     def __init__(self, timeline: Timeline, seconds: float) -> None:
-        """`seconds`: how long the search may take."""
+        """`seconds`: time limit of the search."""
         self.timeline = timeline
         self.started = time.perf_counter()
         self._allowed = seconds
@@ -40,7 +40,7 @@ class Scorer:
         self.best_seconds = np.inf
         self.least_fill = np.inf
         self.nearest_to_fit: Ints | None = None
-        """The plan that comes nearest to fitting."""
+        """Assignment with the smallest memory excess."""
         self.history: list[Improvement] = []
 
     @property
@@ -48,25 +48,27 @@ class Scorer:
         """Seconds since the search started."""
         return time.perf_counter() - self.started
 
-    def time_used(self, part: float = 1.0) -> float:
-        """How much of this part of the time is over: 1 or more for all of it."""
-        return self.elapsed / (part * self._allowed) if self._allowed > 0 else np.inf
+    def time_used(self, time_fraction: float = 1.0) -> float:
+        """Return the elapsed share of `time_fraction` of the time limit: 1 or more once it is exceeded."""
+        return self.elapsed / (time_fraction * self._allowed) if self._allowed > 0 else np.inf
 
-    def deadline_exceeded(self, part: float = 1.0) -> bool:
-        """Whether this part of the time is over."""
-        return self.time_used(part) >= 1
+    def deadline_exceeded(self, time_fraction: float = 1.0) -> bool:
+        """Return whether `time_fraction` of the time limit has elapsed."""
+        return self.time_used(time_fraction) >= 1
 
     def __call__(self, assignment: Ints) -> Floats:
-        """Scores of plans: their seconds, and more for those that do not fit."""
+        """Score plans by their seconds, with a penalty for those that do not fit."""
         seconds, fill = self.timeline(assignment)
         self.evaluations += len(seconds)
         fitting = np.where(fill <= 1, seconds, np.inf)
         i = int(fitting.argmin())
         if fitting[i] < self.best_seconds:
-            self.best, self.best_seconds = assignment[:, i].copy(), float(fitting[i])
+            self.best = assignment[:, i].copy()
+            self.best_seconds = float(fitting[i])
             self.history.append(Improvement(self.elapsed, self.evaluations, self.best_seconds))
         if self.best is None:
             j = int(fill.argmin())
             if fill[j] < self.least_fill:
-                self.nearest_to_fit, self.least_fill = assignment[:, j].copy(), float(fill[j])
+                self.nearest_to_fit = assignment[:, j].copy()
+                self.least_fill = float(fill[j])
         return seconds * (1 + _PENALTY * np.clip(fill - 1, 0, _WORST))

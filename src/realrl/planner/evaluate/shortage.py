@@ -1,4 +1,4 @@
-"""Why a problem has no plan: what does not fit where."""
+"""Memory shortage of problems without a plan that fits."""
 
 from dataclasses import dataclass
 
@@ -7,32 +7,32 @@ from realrl.planner.evaluate.timeline import PlanEvaluation
 from realrl.planner.space.problem import Assignment, Candidate, Problem
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Shortage:
-    """A device that cannot hold what the plan nearest to fitting needs there."""
+    """Memory shortage on one device under the plan nearest to fitting."""
 
     rank: int
     limit_bytes: float
     needed_bytes: float
     call: str
-    """During which the device is fullest."""
+    """Call during which memory peaks."""
     candidate: Candidate
-    """How that call runs."""
+    """Candidate of that call."""
     resident_bytes: dict[str, float]
-    """Role -> what it keeps on the device all the time."""
+    """Resident bytes on the device, by role."""
     assignment: Assignment | None
-    """The plan; None where the call alone fits no device."""
+    """Assignment of the plan; None if the call alone does not fit on any device."""
     proven: bool = True
-    """Whether no plan fits at all; if not, none was found in the time there was."""
+    """Whether it is proven that no plan fits; otherwise none was found in time."""
 
     @property
     def factor(self) -> float:
-        """How many times its memory the device would need."""
+        """Needed over usable memory of the device."""
         return self.needed_bytes / self.limit_bytes
 
 
 class DoesNotFit(Exception):
-    """No plan of a problem is known that fits the memory of its devices. Commands make a sentence of `shortage`."""
+    """Error: no plan of a problem is known to fit into device memory; `shortage` has the details."""
 
     def __init__(self, shortage: Shortage) -> None:
         self.shortage = shortage
@@ -42,17 +42,25 @@ class DoesNotFit(Exception):
 
 
 def explain_call_shortage(problem: Problem, call: Call, number: int) -> Shortage:
-    """Of a call that fits no device, which no function is; `number`: of the option that comes nearest."""
+    """Describe the shortage of a call that alone fits no device; `number`: index of its leanest candidate."""
     candidate = problem.candidates[call.name][number]
     is_home = problem.is_home(call)
     resident = {call.model_role: candidate.resident_bytes} if is_home else {}
     needed = candidate.bytes_alone(is_home=is_home)
     rank = candidate.placement.mesh.first
-    return Shortage(rank, problem.limit(candidate.placement), needed, call.name, candidate, resident, None)
+    return Shortage(
+        rank=rank,
+        limit_bytes=problem.limit(candidate.placement),
+        needed_bytes=needed,
+        call=call.name,
+        candidate=candidate,
+        resident_bytes=resident,
+        assignment=None,
+    )
 
 
 def explain_plan_shortage(problem: Problem, assignment: Assignment, evaluation: PlanEvaluation) -> Shortage:
-    """Of a whole plan."""
+    """Describe the shortage on the peak device of a plan."""
     candidates = problem.chosen_candidates(assignment)
     rank = evaluation.peak_rank
     homes = {role: candidates[problem.home(role).name] for role in problem.graph.roles}
@@ -60,12 +68,19 @@ def explain_plan_shortage(problem: Problem, assignment: Assignment, evaluation: 
     models = {call.name: candidates[call.name] for call in problem.graph.calls if not call.is_function}
     here = {name: o for name, o in models.items() if rank in o.placement.ranks}
     biggest = max(here, key=lambda name: here[name].working_bytes + _copy(problem, candidates, name))
-    limit, needed = problem.limit(candidates[biggest].placement), evaluation.peak_bytes
-    return Shortage(rank, limit, needed, biggest, candidates[biggest], resident, assignment)
+    return Shortage(
+        rank=rank,
+        limit_bytes=problem.limit(candidates[biggest].placement),
+        needed_bytes=evaluation.peak_bytes,
+        call=biggest,
+        candidate=candidates[biggest],
+        resident_bytes=resident,
+        assignment=assignment,
+    )
 
 
 def _copy(problem: Problem, candidates: dict[str, Candidate], name: str) -> float:
-    """Bytes of the parameters that a call brings to its devices."""
+    """Bytes of the transient replica of its parameters that a call needs."""
     home = candidates[problem.home(problem.graph.call(name).model_role).name]
     borrowed = candidates[name].layout != home.layout
     return candidates[name].weights_bytes if borrowed or home.offload else 0.0

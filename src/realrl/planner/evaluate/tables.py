@@ -1,6 +1,6 @@
-"""A problem as arrays, for the evaluation of many plans at once."""
+"""Search problem as arrays, for vectorised evaluation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,17 +14,17 @@ from realrl.program.order import changes, dependents, length_calls, producers
 Bools = NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Columns:
-    """What options cost, an entry per option; or per call and plan, [calls, plans], once they are chosen."""
+    """Costs of candidates, one entry per candidate, or [calls, plans] once they are assigned."""
 
     first: Ints
-    """Of the mesh: its ranks are `first` to `end` - 1."""
+    """First rank of the mesh, whose ranks are `first` to `end` - 1."""
     end: Ints
     code: Ints
-    """Equal exactly where layouts are."""
+    """Code of the layout; equal codes mean equal layouts."""
     layout: Ints
-    """Number of the layout among those of the call."""
+    """Index of the layout among those of the call."""
     seconds: Floats
     load: Floats
     unload: Floats
@@ -32,29 +32,29 @@ class Columns:
     resident: Floats
     working: Floats
     sequence_parallel: Bools
-    """Whether tensor ranks divide tokens, which changes what the ranks of a layout hold."""
+    """Whether sequence parallelism is on; replicas can only be shared by calls that agree."""
     offloaded: Bools
-    """Whether parameters wait in host memory."""
+    """Whether parameters are offloaded to host memory between uses."""
     limit: Floats
-    """Bytes of a device."""
+    """Usable bytes of a device."""
 
     def __getitem__(self, index: Ints) -> "Columns":
-        return Columns(*(column[index] for column in self.__dict__.values()))
+        return Columns(**{name: column[index] for name, column in vars(self).items()})
 
 
 @dataclass(frozen=True)
 class EmaUpdate:
-    """A role that follows a trained one: calls are numbers in the graph's order."""
+    """EMA update of a role after training of its source role; calls are indices in graph order."""
 
     after: int
-    """The training."""
+    """Training call of the source role."""
     home: int
-    """Where the role lives that follows."""
+    """Call whose candidate decides the primary placement of the averaged role."""
     table: TransferTable
 
 
 class Tables:
-    """A problem whose calls are numbers in the order of the graph, and whose options are columns."""
+    """Search problem as arrays: calls are indices in graph order, candidates are columns."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -75,16 +75,18 @@ class Tables:
         self.offsets = np.concatenate([[0], np.cumsum(self.sizes)[:-1]])[:, None]
         self._layouts: list[Layouts] = []
         columns = [self._columns(problem.candidates[call.name]) for call in self.calls]
-        joined = zip(*(c.__dict__.values() for c in columns), strict=True)
-        self.columns = Columns(*(np.concatenate(parts) for parts in joined))
+        names = [field.name for field in fields(Columns)]
+        self.columns = Columns(**{n: np.concatenate([getattr(c, n) for c in columns]) for n in names})
         self.reallocation = {c: self._table(h, c) for c, h in enumerate(self.home) if h != c}
-        n = range(len(self.calls))
-        self.sharers = [[p for p in range(c) if _shares(graph, self.calls[p], self.calls[c])] for c in n]
-        """Of each call, earlier ones that can use the same copy of their role's parameters."""
-        self.shared_by = [[q for q in n if c in self.sharers[q]] for c in n]
-        """The same, later ones."""
-        self.same_role = [[p for p in n if p != c and self.home[p] == self.home[c]] for c in n]
-        """Of each call, the others of its role."""
+        indices = range(len(self.calls))
+        self.sharers = [
+            [p for p in range(c) if _shares(graph, self.calls[p], self.calls[c])] for c in indices
+        ]
+        """Earlier calls that can share a call's replica of their role's parameters."""
+        self.shared_by = [[q for q in indices if c in self.sharers[q]] for c in indices]
+        """Later calls that can share a call's replica."""
+        self.same_role = [[p for p in indices if p != c and self.home[p] == self.home[c]] for c in indices]
+        """Other calls of a call's role."""
         self.ema_updates = [
             EmaUpdate(c, self.home[r], self._table(self.home[c], self.home[r]))
             for c, call in enumerate(self.calls)
@@ -95,7 +97,7 @@ class Tables:
         self._order(graph)
 
     def gather(self, assignment: Ints) -> Columns:
-        """Columns of plans. choice: [calls, plans], the option of each call."""
+        """Gather the columns of plans. `assignment`: [calls, plans], the candidate index of each call."""
         return self.columns[assignment + self.offsets]
 
     def _columns(self, candidates: tuple[Candidate, ...]) -> Columns:
@@ -105,28 +107,34 @@ class Tables:
         self._layouts.append(Layouts.of(placements[layout] for layout in layouts))
         first, size, tp, pp = np.array([candidate.layout for candidate in candidates], dtype=np.int64).T
         return Columns(
-            first,
-            first + size,
-            Layouts(first, size, tp, pp).codes,
-            np.array([number[candidate.layout] for candidate in candidates]),
-            np.array([candidate.seconds for candidate in candidates], dtype=np.float64),
-            np.array([candidate.load_seconds if candidate.offload else 0.0 for candidate in candidates]),
-            np.array([candidate.unload_seconds if candidate.offload else 0.0 for candidate in candidates]),
-            np.array([candidate.weights_bytes for candidate in candidates], dtype=np.float64),
-            np.array([candidate.resident_bytes for candidate in candidates], dtype=np.float64),
-            np.array([candidate.working_bytes for candidate in candidates], dtype=np.float64),
-            np.array([candidate.placement.strategy.sequence_parallel for candidate in candidates]),
-            np.array([candidate.offload for candidate in candidates]),
-            np.array([self.problem.limit(candidate.placement) for candidate in candidates], dtype=np.float64),
+            first=first,
+            end=first + size,
+            code=Layouts(first, size, tp, pp).codes,
+            layout=np.array([number[candidate.layout] for candidate in candidates]),
+            seconds=np.array([candidate.seconds for candidate in candidates], dtype=np.float64),
+            load=np.array([candidate.load_seconds if candidate.offload else 0.0 for candidate in candidates]),
+            unload=np.array(
+                [candidate.unload_seconds if candidate.offload else 0.0 for candidate in candidates]
+            ),
+            weights=np.array([candidate.weights_bytes for candidate in candidates], dtype=np.float64),
+            resident=np.array([candidate.resident_bytes for candidate in candidates], dtype=np.float64),
+            working=np.array([candidate.working_bytes for candidate in candidates], dtype=np.float64),
+            sequence_parallel=np.array(
+                [candidate.placement.strategy.sequence_parallel for candidate in candidates]
+            ),
+            offloaded=np.array([candidate.offload for candidate in candidates]),
+            limit=np.array(
+                [self.problem.limit(candidate.placement) for candidate in candidates], dtype=np.float64
+            ),
         )
 
     def candidates(self, call: int) -> Columns:
-        """Columns of one call's options."""
+        """Return the columns of one call's candidates."""
         start = int(self.offsets[call, 0])
         return self.columns[np.arange(start, start + int(self.sizes[call]))]
 
     def layouts(self, call: int) -> Layouts:
-        """The different layouts of a call's options; `Columns.layout` numbers them."""
+        """Return the distinct layouts of a call's candidates, which `Columns.layout` indexes."""
         return self._layouts[call]
 
     def _table(self, source: int, target: int) -> TransferTable:
@@ -134,16 +142,16 @@ class Tables:
         return TransferTable(self.problem.transfers, role, self._layouts[source], self._layouts[target])
 
     def _order(self, graph: DataflowGraph) -> None:
-        """Matrices [call, earlier call]: what waits for what."""
+        """Build the dependencies between calls: matrices are [call, earlier call]."""
         n = len(self.calls)
         self.ordered = np.zeros((n, n), dtype=bool)
-        """Whether a call comes after another in every plan."""
+        """Whether a call follows another in every plan."""
         self.feeds = [tuple(self.number[p.name] for p in producers(graph, call)) for call in self.calls]
-        """Of each call, those that it receives its inputs from, one after the other."""
+        """Producers of each call's inputs, in the order in which it receives them."""
         self.length_receivers = [self._length_receivers(graph, call) for call in self.calls]
-        """Of each call, those whose ranks learn row lengths from it."""
+        """Calls whose ranks receive row lengths from a call."""
         self.knows_lengths = np.zeros((n, n), dtype=bool)
-        """Whether ranks of a call have learnt row lengths from another, on which it depends, before it begins."""
+        """Whether a call receives row lengths from an earlier one that it depends on."""
         for c, call in enumerate(self.calls):
             for p, earlier in enumerate(self.calls[:c]):
                 changing = call.role in changes(graph, earlier) or earlier.role in changes(graph, call)
@@ -158,7 +166,7 @@ class Tables:
         return sorted({self.number[name] for name in names} | ({self.number[call.name]} if own else set()))
 
     def exchanged(self, columns: Columns, c: int) -> list[Floats]:
-        """Seconds of receiving what each of a call's `feeds` puts out, per plan."""
+        """Compute the seconds of receiving the outputs of each of a call's `feeds`, per plan."""
         target = self._layouts[c][columns.layout[c]]
         return [
             self.problem.exchange.seconds(
@@ -169,7 +177,7 @@ class Tables:
 
 
 def _shares(graph: DataflowGraph, first: Call, second: Call) -> bool:
-    """Whether two calls, in order, can use one copy of the same parameters."""
+    """Whether two calls, in order, can share one replica of the same parameters."""
     between = graph.order[graph.order.index(first) : graph.order.index(second)]
     same = first.role == second.role and not first.is_function
     return same and not any(first.role in changes(graph, call) for call in between)

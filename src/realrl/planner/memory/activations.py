@@ -19,7 +19,7 @@ Parts = Mapping[str, int]
 """Bytes of `activations`, `logits` and `cache` at one moment."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Activations:
     """Activation memory of a model under a strategy, in bytes per rank.
 
@@ -34,7 +34,7 @@ class Activations:
     lengths: tuple[int, ...]
 
     def inferring(self, tokens: float, *, stage: int, chunks: int) -> Parts:
-        """Peak of an inference call: in a layer, or at the logits."""
+        """Compute the peak of an inference call: in a layer, or at the logits."""
         expected = self._expected(tokens, stage, chunks - 1)
         layer = {"activations": self._forward(tokens, stage, chunks) + expected}
         if stage < self._last:
@@ -47,7 +47,7 @@ class Activations:
     def generating(
         self, tokens: float, *, rows: float, room: int, layers: int, stage: int, chunks: int
     ) -> Parts:
-        """Peak of a generate call: in a layer during prefill, or while a token is sampled.
+        """Compute the peak of a generate call: in a layer during prefill, or while a token is sampled.
 
         `tokens` and `rows` count the prompts of a decode batch; `room` is the most tokens of a sequence.
         """
@@ -67,8 +67,9 @@ class Activations:
         )
 
     def training(self, tokens: float, *, layers: int, stage: int, chunks: int) -> Parts:
-        """Peak of a train call: in the backward pass of the logits, of a layer, or of the embedding."""
-        layer, shape = self.layer, self.sizes.shape
+        """Compute the peak of a train call: in the backward pass of the logits, of a layer, or of the embedding."""
+        layer = self.layer
+        shape = self.sizes.shape
         flying = min(chunks, self.strategy.pp - stage)
         sent = self._sent(tokens, chunks * ((stage > 0) + (stage < self._last)))
         sent += self._expected(tokens, stage, chunks - flying)
@@ -79,12 +80,13 @@ class Activations:
         if self.strategy.recompute:
             # All of the layer, recomputed. Its input was kept anyway, but its output is held needlessly.
             inside += layer.bytes(tokens, layer.kept)
-        waiting, moments = 0, []
+        waiting = 0
+        moments = []
         if stage == self._last:
             # Input of the final norm, its output at predicted tokens, and the gradient of that output.
             states = layer.bytes(tokens, layer.stream + 2 * layer.hidden)
             kept = sent + flying * each + states
-            moments.append({"activations": kept, "logits": self.logits.learnt(tokens)})
+            moments.append({"activations": kept, "logits": self.logits.backward(tokens)})
             if stage == 0 and shape.tied_embeddings and self.sizes.head == "lm":
                 # The head's contribution to the tied embedding gradient is held until the embedding adds its own.
                 waiting = self.logits.table_bytes
@@ -95,18 +97,24 @@ class Activations:
         return _peak(*moments)
 
     def kept(self, tokens: float, layers: int) -> int:
-        """Activations kept for backward by one micro-batch; with checkpointing only the input of each layer."""
+        """Compute the bytes kept for backward by one micro-batch; with checkpointing, the input of each layer."""
         each = self.layer.stream if self.strategy.recompute else self.layer.kept
         return self.layer.bytes(tokens, layers * each) + self._shared(tokens)
 
     def cache(self, rows: float, room: int, layers: int) -> int:
-        """KV cache of one decode batch, whose rows all have capacity for the longest sequence."""
+        """Compute the KV-cache bytes of one decode batch, whose rows all have capacity for the longest sequence."""
         return self.layer.bytes(rows * room, 2 * layers * self.sizes.cache_dim)
 
     @cached_property
     def layer(self) -> LayerMemory:
         """Activation sizes of one layer."""
-        return LayerMemory(self.sizes, self.strategy, self.element_bytes, self.cpu, self.lengths)
+        return LayerMemory(
+            sizes=self.sizes,
+            strategy=self.strategy,
+            element_bytes=self.element_bytes,
+            cpu=self.cpu,
+            lengths=self.lengths,
+        )
 
     @cached_property
     def logits(self) -> Logits:

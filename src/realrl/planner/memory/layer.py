@@ -12,7 +12,7 @@ from realrl.planner.workload.padding import Padding
 from realrl.planner.workload.sizes import LocalSizes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerMemory:
     """Activation sizes of a layer.
 
@@ -36,12 +36,12 @@ class LayerMemory:
         return self.hidden / (self.sizes.tp if self.strategy.sequence_parallel else 1)
 
     def rotation_bytes(self, tokens: float) -> int:
-        """Bytes of the rotary tables, shared by all layers; on a CPU expanded to every head."""
+        """Compute the bytes of the rotary tables, shared by all layers; on a CPU expanded to every head."""
         dims = self.sizes.q_dim + self.sizes.kv_dim if self.cpu else self.sizes.shape.head_dim
         return self.bytes(tokens, 2 * dims)
 
     def index_bytes(self, tokens: float) -> int:
-        """Bytes of padding indices and attention masks, shared by all layers.
+        """Compute the bytes of padding indices and attention masks, shared by all layers.
 
         Indices to padded heads and back are two int64 each per head; masks are repeated per query head of a group.
         """
@@ -66,7 +66,8 @@ class LayerMemory:
         if self.sizes.cache_dim != self.sizes.kv_dim:
             attention += self._read
         if self._pads:
-            scores, output = self._heads * self._padding.scored_at_once, self._padding.rows * queries
+            scores = self._heads * self._padding.scored_at_once
+            output = self._padding.rows * queries
             attention += self._padding.rows * self._read
             attention += max(2 * scores, scores + output, 2 * output + queries)
         else:
@@ -91,7 +92,7 @@ class LayerMemory:
         return norms + attention + 3 * self.sizes.ffn_dim
 
     def backward_bytes(self, tokens: float) -> int:
-        """Peak bytes of gradients in the backward pass, less saved tensors that have been freed by then."""
+        """Compute the peak bytes of gradients in backward, less saved tensors that have been freed by then."""
         s = self.stream
         hidden = self.hidden
         inner = self.sizes.ffn_dim
@@ -112,11 +113,11 @@ class LayerMemory:
         return max(moments)
 
     def matrix_bytes(self, elements: int) -> int:
-        """Bytes of a parameter gradient before accumulation: as computed, and cast to float32."""
+        """Compute the bytes of a parameter gradient before accumulation: as computed, and cast to float32."""
         return elements * (self.element_bytes + (4 if self.element_bytes < 4 else 0))
 
     def bytes(self, tokens: float, numbers: float) -> int:
-        """Bytes of `numbers` elements per token."""
+        """Compute the bytes of `numbers` elements per token."""
         return int(tokens * numbers * self.element_bytes)
 
     @cached_property

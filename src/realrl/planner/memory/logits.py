@@ -25,17 +25,18 @@ class Logits:
         return 4 * self.sizes.padded_vocab * self.sizes.shape.hidden_size
 
     def sampled(self, rows: float) -> int:
-        """Bytes of the next tokens' logits, which every TP rank holds in full."""
+        """Compute the bytes of the next tokens' logits, which every TP rank holds in full."""
         return 0 if self._scalar else int(SAMPLED_LOGIT_BYTES * rows * self.sizes.shape.vocab_size)
 
     def scored(self, tokens: float) -> int:
-        """Bytes of one logit chunk in inference; for a scalar head, of hidden states cast to float32."""
+        """Compute the bytes of one logit chunk in inference; for a scalar head, of hidden states cast to
+        float32."""
         if self._scalar:
             return int(self._float32 * tokens * self.sizes.shape.hidden_size)
         return int(self._log_softmax * self._chunk(tokens))
 
-    def learnt(self, tokens: float) -> int:
-        """Bytes of one logit chunk in the backward pass, with the gradient of the head.
+    def backward(self, tokens: float) -> int:
+        """Compute the bytes of one logit chunk in the backward pass, with the gradient of the head.
 
         A micro-batch of a single chunk keeps its log-probabilities. The peak is either at the log-probabilities,
         which turn into the gradient of logits, beside the accumulated gradient of the head; or at the gradient of
@@ -43,7 +44,8 @@ class Logits:
         """
         if self._scalar:
             return int(2 * self._float32 * tokens * self.sizes.shape.hidden_size)
-        chunk, table = self._chunk(tokens), self.table_bytes
+        chunk = self._chunk(tokens)
+        table = self.table_bytes
         kept = 4 * chunk if chunk == tokens * self.sizes.padded_vocab else 0
         added = table * self.element_bytes / 4 + (table if self.cpu and self._narrow else 0)
         return int(kept + max(self._log_softmax * chunk, self.element_bytes * chunk + added) + table)

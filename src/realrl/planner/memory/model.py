@@ -70,25 +70,25 @@ class MemoryModel:
         self._needs: dict[object, tuple[MemoryNeed, ...]] = {}
 
     def capacity(self, rank: int) -> int:
-        """Bytes that a plan may use on a rank's device.
+        """Return the bytes that a plan may use on a rank's device.
 
         Driver, communication libraries and reallocation buffers are subtracted from its memory.
         """
         return _usable(self.spec.device(rank))
 
     def parameters(self, model: Stored, placement: Placement) -> int:
-        """Bytes of a copy of the parameters on the peak device of a placement."""
+        """Compute the bytes of a copy of the parameters on the peak device of a placement."""
         return model.width(placement.strategy) * max(self._elements(model, placement))
 
     def state(self, model: Stored, placement: Placement) -> int:
-        """Bytes of gradients and optimizer state on the peak device, which offloading the optimizer frees."""
+        """Compute the bytes that optimizer offloading frees on the peak device: gradients and optimizer state."""
         return max(
             sum(_state(elements, placement.strategy.dp, model.element_bytes).values())
             for elements in self._elements(model, placement)
         )
 
     def kept_state(self, model: Stored, placement: Placement) -> int:
-        """Bytes copied to offload the optimizer: two moments, and master weights under a lower precision.
+        """Compute the bytes copied to offload the optimizer: two moments, and master weights below float32.
 
         Gradients are discarded between steps.
         """
@@ -98,7 +98,7 @@ class MemoryModel:
     def stages(
         self, call: Call, model: Stored, placement: Placement, workload: Workload
     ) -> tuple[MemoryNeed, ...]:
-        """Memory need of a device per pipeline stage while it holds the call's role and runs the call.
+        """Compute the memory need of a device per pipeline stage while it holds the call's role and runs the call.
 
         Static memory includes gradients and optimizer for a train call only. The call is no function.
 
@@ -107,7 +107,8 @@ class MemoryModel:
         cpu = self.spec.device(placement.mesh.first).cpu
         key = (call, model, placement.strategy, cpu, workload)
         if key not in self._needs:
-            strategy, width = placement.strategy, model.width(placement.strategy)
+            strategy = placement.strategy
+            width = model.width(placement.strategy)
             stages = zip(
                 self._elements(model, placement), self._dynamic(call, model, placement, workload), strict=True
             )
@@ -122,22 +123,31 @@ class MemoryModel:
         return self._needs[key]
 
     def call(self, call: Call, model: Stored, placement: Placement, workload: Workload) -> MemoryNeed:
-        """Largest memory need among the pipeline stages."""
+        """Compute the largest memory need among the pipeline stages."""
         return max(self.stages(call, model, placement, workload), key=lambda need: need.bytes)
 
     def _dynamic(
         self, call: Call, model: Stored, placement: Placement, workload: Workload
     ) -> Iterator[Parts]:
         """Peak dynamic memory of each stage."""
-        strategy, work = placement.strategy, workload.work(call)
-        width, cpu = model.width(strategy), self.spec.device(placement.mesh.first).cpu
+        strategy = placement.strategy
+        work = workload.work(call)
+        width = model.width(strategy)
+        cpu = self.spec.device(placement.mesh.first).cpu
         if call.kind is Kind.GENERATE:
             chunks = split_work(work, strategy, self.efficiency.generation_chunks_per_stage)
             strategy = replace(strategy, sequence_parallel=False)  # it pays for long sequences
         else:
             chunks = split_work(work, strategy, self.efficiency.pass_chunks_per_stage)
-        tokens, lengths = chunks.peak.tokens, chunks.peak.lengths
-        activations = Activations(self._local(model, placement), strategy, width, cpu, lengths)
+        tokens = chunks.peak.tokens
+        lengths = chunks.peak.lengths
+        activations = Activations(
+            sizes=self._local(model, placement),
+            strategy=strategy,
+            element_bytes=width,
+            cpu=cpu,
+            lengths=lengths,
+        )
         for stage, layers in enumerate(map(len, stage_layers(model.shape.layers, strategy.pp))):
             if call.kind is Kind.TRAIN:
                 yield activations.training(tokens, layers=layers, stage=stage, chunks=chunks.count)

@@ -28,8 +28,11 @@ class ExchangeModel:
 
     def seconds(self, producer: str, consumer: str, source: Layouts, target: Layouts) -> Floats:
         """Compute the seconds of each pair of layouts."""
-        volume, links, per = self.volumes.get((producer, consumer), 0.0), self.links, self.devices_per_node
-        copies, senders = target.tp * target.pp, source.size // (source.tp * source.pp)
+        volume = self.volumes.get((producer, consumer), 0.0)
+        links = self.links
+        per = self.devices_per_node
+        copies = target.tp * target.pp
+        senders = source.size // (source.tp * source.pp)
         busiest = volume * np.maximum(copies / target.size, copies / senders)
         first = np.minimum(source.first, target.first) // per
         last = (np.maximum(source.first + source.size, target.first + target.size) - 1) // per
@@ -51,7 +54,8 @@ class ExchangeModel:
         `senders`: fewest and most; `size`: smallest size of the target; `copies`: fewest ranks that receive the
         same rows; `rows`: most ranks that receive different ones.
         """
-        volume, links = self.volumes.get((producer, consumer), 0.0), self.links
+        volume = self.volumes.get((producer, consumer), 0.0)
+        links = self.links
         busiest = volume * np.maximum(1 / rows, copies / senders[1])
         width = max(links.node_bytes_per_s, links.device_bytes_per_s)
         return np.asarray(busiest / width + (senders[0] + size) * links.latency_s)

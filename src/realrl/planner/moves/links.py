@@ -47,8 +47,7 @@ class ParameterBytes:
         )
 
     def cuts(self, pp: int) -> list[float]:
-        """Return the bytes at which stages of a pipeline begin and the last one ends, counted from the first
-        layer."""
+        """Return the bytes before each pipeline stage, and before the end of the last one."""
         bounds = [0.0]
         for stage in stage_layers(self.layers, pp):
             bounds.append(bounds[-1] + len(stage) * self.layer)
@@ -139,7 +138,8 @@ class LinkTransfers:
 
     def _slower(self, source: Layouts, target: Layouts) -> _Ports:
         """Slower links of each pair's source and target node; a mesh lies on homogeneous nodes."""
-        ports, per_node = self._ports_of_nodes, self.cluster.devices_per_node
+        ports = self._ports_of_nodes
+        per_node = self.cluster.devices_per_node
         nodes = source.first // per_node, target.first // per_node
         return _Ports(
             np.minimum(*(ports.device[node] for node in nodes)),
@@ -154,7 +154,8 @@ class LinkTransfers:
         return (pairs[i : i + step] for i in range(0, len(pairs), step))
 
     def _seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
-        per_node, ports = self.cluster.devices_per_node, self._slower(source, target)
+        per_node = self.cluster.devices_per_node
+        ports = self._slower(source, target)
         entering, distinct = self._lacking(role, source, target, per_node)
         everything = entering.sum(axis=0)
         leaving = np.maximum(distinct / self._nodes(source), everything / self._nodes(source, target))
@@ -178,7 +179,8 @@ class LinkTransfers:
         lacking += weights.embedding * (needed.whole[1] - needed.embeds * common[1])
         most = np.maximum(lacking.max(axis=0), _into_empty(held, needed, weights))
         network = most / self._ports_of_nodes.node.max()
-        stage, before = self._largest(role, target.pp), self._largest(role, source.pp)
+        stage = self._largest(role, target.pp)
+        before = self._largest(role, source.pp)
         kept = np.minimum(stage, before) * np.minimum(1 / target.tp, 1 / source.tp)
         new = np.where(target.size > source.size, self._smallest(role, target.pp) / target.tp, 0.0)
         device = np.maximum(stage / target.tp - kept, new) / self._ports_of_nodes.device.max()
@@ -211,9 +213,12 @@ class LinkTransfers:
         """Bytes that blocks of `block` devices need and do not hold, [blocks, pairs], and a bound on distinct
         ones."""
         weights = self.weights[role]
-        held, needed = self._boxes(role, source, block), self._boxes(role, target, block)
-        (layers, embedding), (layers_held, embedding_held) = needed.whole, needed.common(held)
-        layers, embedding = layers - layers_held, weights.embedding * (embedding - embedding_held)
+        held = self._boxes(role, source, block)
+        needed = self._boxes(role, target, block)
+        layers, embedding = needed.whole
+        layers_held, embedding_held = needed.common(held)
+        layers = layers - layers_held
+        embedding = weights.embedding * (embedding - embedding_held)
         distinct = np.minimum(layers.sum(axis=0), weights.layers * weights.layer + weights.end)
         return layers + embedding, distinct + np.minimum(embedding.sum(axis=0), weights.embedding)
 
@@ -230,12 +235,14 @@ class LinkTransfers:
         b = np.minimum(start + block - layouts.first, layouts.size) - 1
         present = a <= b
         stage = layouts.size // layouts.pp
-        first, last = np.where(present, a // stage, 0), np.where(present, b // stage, 0)
+        first = np.where(present, a // stage, 0)
+        last = np.where(present, b // stage, 0)
         whole = (b - a + 1 >= layouts.tp) | (a % layouts.tp > b % layouts.tp)
         left = np.where(whole, 0, a % layouts.tp) / layouts.tp
         right = np.where(whole, layouts.tp, b % layouts.tp + 1) / layouts.tp
         ends = (first == 0) | (self.weights[role].tied & (last == layouts.pp - 1))
-        low, high = cuts[layouts.pp, first], cuts[layouts.pp, last + 1]
+        low = cuts[layouts.pp, first]
+        high = cuts[layouts.pp, last + 1]
         return _Boxes(low, np.where(present, high, low), left, np.where(present, right, left), 1.0 * ends)
 
     def _needed(self, role: str, layouts: Layouts) -> Floats:

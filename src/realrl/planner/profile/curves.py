@@ -67,7 +67,8 @@ class Surface:
         if len(self.contexts) == 1:
             return self.curves[0](size)
         i = min(max(bisect_right(self.contexts, context) - 1, 0), len(self.contexts) - 2)
-        low, high = self.curves[i](size), self.curves[i + 1](size)
+        low = self.curves[i](size)
+        high = self.curves[i + 1](size)
         fraction = (context - self.contexts[i]) / (self.contexts[i + 1] - self.contexts[i])
         value = high if fraction == 1 else low + (high - low) * fraction
         return max(value, min(low, high) / 2)

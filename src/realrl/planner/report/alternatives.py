@@ -1,4 +1,4 @@
-"""Ways to run a call that were not chosen, and why not."""
+"""Alternatives to the placements of a plan, with the reasons against them."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,34 +20,43 @@ from realrl.planner.space.problem import Assignment, Candidate, Problem
 
 _PER_CALL = 3
 _NOTHING = 5e-4
-"""A difference of so little of a step is none."""
+"""Relative difference in step time below which two plans count as equally fast."""
 _WORTH_SAYING, _NAMED = 0.15, 2
-"""Part of the difference in seconds that a term must make to be named, and most that are."""
+"""Fraction of a difference in seconds from which a term is named, and the number of terms named at most."""
 
 
 def find_alternatives(
     scenario: Scenario, problem: Problem, assignment: Assignment, step_seconds: float, *, offload: bool
 ) -> tuple[Alternative, ...]:
-    """For each call, the best of those that differ in one respect: devices, degrees, micro-batch, recomputation,
-    or what is offloaded; and the fastest of those that would be faster and do not fit.
+    """Find the most informative alternatives for each call.
 
-    `step_seconds`: of the plan that `assignment` stands for; those of others differ from it as their time lines do.
-    `offload`: whether it frees anything.
+    These are the best that differ in one respect (devices, parallel degrees, micro-batch size, recomputation,
+    offloading), and one that would be faster but does not fit. `step_seconds`: predicted step of `assignment`;
+    those of alternatives are that plus the difference of their timelines. `offload`: whether offloading frees
+    memory.
     """
-    found: list[Alternative] = []
+    alternatives: list[Alternative] = []
     search_space = SearchSpace(micro_batch_tokens=(), offload=offload)
     for call in scenario.graph.order:
         extended = _with_neighbours(scenario, problem, assignment, call, search_space)
-        view = _View(scenario, extended, dict.fromkeys(assignment, 0), call, step_seconds)
-        found += view.alternatives()
-    return tuple(found)
+        view = _View(
+            scenario=scenario,
+            problem=extended,
+            assignment=dict.fromkeys(assignment, 0),
+            call=call,
+            step_seconds=step_seconds,
+        )
+        alternatives += view.alternatives()
+    return tuple(alternatives)
 
 
 def _with_neighbours(
     scenario: Scenario, problem: Problem, assignment: Assignment, call: Call, search_space: SearchSpace
 ) -> Problem:
-    """The problem with only what was chosen for other calls, and for this one, the first of all, besides what
-    there is, its neighbours whether they fit or not."""
+    """Restrict other calls to their chosen candidates, and extend this call by neighbours of its own.
+
+    The chosen candidate comes first; neighbours are added whether they fit or not.
+    """
     fixed = {name: (candidate,) for name, candidate in problem.chosen_candidates(assignment).items()}
     plan = problem.plan(assignment)
     plans = [
@@ -60,7 +69,7 @@ def _with_neighbours(
 
 
 def _possible(scenario: Scenario, plans: Iterable[Plan]) -> Iterator[Plan]:
-    """Without those that leave ranks without a sequence."""
+    """Plans that leave no rank without a record."""
     for plan in plans:
         try:
             for call in scenario.graph.calls:
@@ -71,8 +80,7 @@ def _possible(scenario: Scenario, plans: Iterable[Plan]) -> Iterator[Plan]:
 
 
 def _neighbours(scenario: Scenario, call: Call, placement: Placement) -> Iterator[Placement]:
-    """The same on the same devices, with one degree halved for the benefit of data parallelism, or with or without
-    recomputation."""
+    """Placements on the same devices with one degree halved in favour of DP, or with recomputation toggled."""
     yield placement
     s = placement.strategy
     changes: list[Strategy] = []
@@ -88,9 +96,9 @@ def _neighbours(scenario: Scenario, call: Call, placement: Placement) -> Iterato
         yield Placement(placement.mesh, strategy)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _View:
-    """All ways to run one call beside the chosen one, which is option 0."""
+    """Candidates of one call beside the chosen one, which is candidate 0."""
 
     scenario: Scenario
     problem: Problem
@@ -100,11 +108,11 @@ class _View:
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """Of the call."""
+        """Candidates of the call."""
         return self.problem.candidates[self.call.name]
 
     def alternatives(self) -> list[Alternative]:
-        """The informative ones, the fastest first."""
+        """Return the informative alternatives, the fastest first."""
         timeline = Timeline(self.problem)
         calls = [call.name for call in timeline.tables.calls]
         plans = np.array([np.full(len(self.candidates), self.assignment[name]) for name in calls])
@@ -116,7 +124,9 @@ class _View:
 
     def _alternative(self, timeline: Timeline, base: PlanEvaluation, number: int) -> Alternative:
         assignment = {**self.assignment, self.call.name: number}
-        other, candidate, chosen = timeline.evaluate(assignment), self.candidates[number], self.candidates[0]
+        other = timeline.evaluate(assignment)
+        candidate = self.candidates[number]
+        chosen = self.candidates[0]
         slower = other.seconds - base.seconds
         away = {
             "parameters": (chosen.offload, candidate.offload),
@@ -128,30 +138,30 @@ class _View:
             else describe_shortage(self.scenario, explain_plan_shortage(self.problem, assignment, other))
         )
         return Alternative(
-            self.call.name,
-            candidate.placement,
-            tuple(name for name, (before, after) in away.items() if after and not before),
-            self.step_seconds + slower,
-            other.fits,
-            reason,
-            tuple(name for name, (before, after) in away.items() if before and not after),
+            call=self.call.name,
+            placement=candidate.placement,
+            offload=tuple(name for name, (before, after) in away.items() if after and not before),
+            step_seconds=self.step_seconds + slower,
+            fits=other.fits,
+            reason=reason,
+            on_device=tuple(name for name, (before, after) in away.items() if before and not after),
             function=self.call.is_function,
         )
 
     def _where_slower(self, base: PlanEvaluation, other: PlanEvaluation, candidate: Candidate) -> str:
         slower = other.seconds - base.seconds
         terms = _difference(self._terms(other, candidate), self._terms(base, self.candidates[0]))
-        # Calls that now need the same devices, or that depend on this one, run later.
+        # The remainder: calls that now need the same devices, or that depend on this one, run later.
         terms["waiting"] = slower - sum(terms.values())
-        said = [
+        named = [
             f"{name} {_seconds(seconds)}"
             for name, seconds in sorted(terms.items(), key=lambda item: -item[1])
             if seconds > _WORTH_SAYING * slower
         ]
-        return f"{_seconds(slower)} slower" + (f": {', '.join(said[:_NAMED])}" if said else "")
+        return f"{_seconds(slower)} slower" + (f": {', '.join(named[:_NAMED])}" if named else "")
 
     def _terms(self, evaluation: PlanEvaluation, candidate: Candidate) -> dict[str, float]:
-        """Seconds of the call and of bringing parameters to all calls."""
+        """Seconds of the call, and of reallocations before all calls, by term."""
         terms = dict(self.scenario.call_cost(self.call, candidate.placement).terms)
         terms["offload"] = candidate.seconds - sum(terms.values())
         terms["reallocation"] = sum(evaluation.reallocation_seconds.values())
@@ -163,10 +173,11 @@ def _difference(terms: Mapping[str, float], others: Mapping[str, float]) -> dict
 
 
 def _pick(candidates: tuple[Candidate, ...], seconds: list[float], fill: list[float]) -> list[int]:
-    """Numbers of options: the fastest in each respect that is not as fast as option 0, and of those that would be
-    much faster but do not fit, the one that comes nearest to fitting."""
+    """Indices of candidates: the fastest in each respect among those slower than candidate 0, and one that does not
+    fit: of those that would be much faster, the one nearest to fitting."""
     others = range(1, len(candidates))
-    slower, faster = seconds[0] * (1 + _NOTHING), seconds[0] * (1 - _NOTHING)
+    slower = seconds[0] * (1 + _NOTHING)
+    faster = seconds[0] * (1 - _NOTHING)
     best: dict[str, int] = {}
     for number in others:
         respect = _respect(candidates[0], candidates[number])
@@ -180,8 +191,9 @@ def _pick(candidates: tuple[Candidate, ...], seconds: list[float], fill: list[fl
 
 
 def _respect(chosen: Candidate, other: Candidate) -> str | None:
-    """In what an option differs first of all; None if it only offloads more."""
-    a, b = chosen.placement, other.placement
+    """Most important respect in which a candidate differs; None if it only offloads more."""
+    a = chosen.placement
+    b = other.placement
     if a.mesh.size != b.mesh.size:
         return "size"
     if a.mesh != b.mesh:
@@ -197,10 +209,10 @@ def _respect(chosen: Candidate, other: Candidate) -> str | None:
 
 
 def describe_shortage(scenario: Scenario, shortage: Shortage) -> str:
-    """What does not fit, for example `needs 93 GiB of 79 GiB in actor.train, most of it activations`; a function
-    always fits."""
+    """Describe a shortage, for example `needs 93 GiB of 79 GiB in actor.train, most of it activations`."""
     graph = scenario.graph
-    call, strategy = graph.call(shortage.call), shortage.candidate.placement
+    call = graph.call(shortage.call)
+    strategy = shortage.candidate.placement
     need = scenario.memory.call(call, scenario.models[call.model_role], strategy, scenario.workload)
     parts = Counter(need.dynamic)
     parts[f"{call.role} parameters"] = need.static["parameters"]

@@ -1,4 +1,4 @@
-"""Plan a step and report on the plan: what it takes, and what it was preferred to."""
+"""Planning of a step, with a report on the plan and its alternatives."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,13 +26,13 @@ def make_report(
     nodes: Sequence[int] = (),
     objective: Objective = "time",
 ) -> PlanReport:
-    """Plan a step and compare the plan with presets, other ways to run its calls, and other numbers of nodes.
+    """Plan a step and compare the plan with presets, alternatives, and other numbers of nodes.
 
-    `nodes`: numbers of nodes, the first ones of the scenario's cluster, of which that is planned which is best by
-    `objective`; without them, `time` plans for the whole cluster, and `cost` for as many of the first
-    nodes as make a step cheapest. `seconds`: for the search, and before it as much for each of `nodes`, or for
-    all together that look for the cheapest number. DoesNotFit if no plan fits; UserError where a call cannot run
-    on the cluster at all.
+    `nodes`: numbers of nodes to choose from by `objective`, each meaning the first nodes of the cluster.
+    Without them, `time` plans for the whole cluster, and `cost` for the number of nodes that makes a step
+    cheapest. `seconds`: time limit of the search, and of a search before it for each of `nodes`, or for all
+    numbers of nodes together under `cost`. DoesNotFit if no plan fits; UserError if a call cannot run on the
+    cluster at all.
     """
     constraints = constraints or UserConstraints()
     if not nodes and objective == "time":
@@ -49,19 +49,21 @@ def make_report(
     sizes = compare_sizes(scenario, counts, seconds=each, seed=seed, constraints=constraints)
     best = min(sizes, key=lambda size: size.step_seconds if objective == "time" else size.cost)
     scenario = scenario.on(scenario.spec.with_nodes(best.nodes))
-    found = find_best_plan(scenario, seconds=seconds, seed=seed, constraints=constraints, start=best.plan)
-    report = _report(scenario, found, constraints)
+    best_plan = find_best_plan(scenario, seconds=seconds, seed=seed, constraints=constraints, start=best.plan)
+    report = _report(scenario, best_plan, constraints)
     row = make_size_report(scenario, report.chosen, report.gap)
     sizes = tuple(row if size.nodes == row.nodes else size for size in sizes)
     return replace(report, sizes=sizes, objective=objective)
 
 
 def _report(scenario: Scenario, best: BestPlan, constraints: UserConstraints) -> PlanReport:
-    found, result, plan = best.found, best.found.result, best.estimate.plan
-    # A preset that is better may have no place in the problem, so that nothing is known of its neighbours.
+    found = best.found
+    result = best.found.result
+    plan = best.estimate.plan
+    # A better preset may not be expressible in the problem; then no alternatives to it can be evaluated.
     assignment = result.assignment if plan == found.plan else found.problem.find_assignment(plan)
     step_seconds = best.estimate.step_seconds
-    others = (
+    alternatives = (
         ()
         if assignment is None
         else find_alternatives(
@@ -69,20 +71,20 @@ def _report(scenario: Scenario, best: BestPlan, constraints: UserConstraints) ->
         )
     )
     return PlanReport(
-        scenario,
-        best.estimate,
-        best.lower_bound,
-        best.gap,
-        best.seconds,
-        result.evaluations,
-        {name: len(candidates) for name, candidates in found.problem.candidates.items()},
-        {name: _preset(preset, constraints) for name, preset in best.presets.items()},
-        others,
+        scenario=scenario,
+        chosen=best.estimate,
+        lower_bound_seconds=best.lower_bound,
+        gap=best.gap,
+        search_seconds=best.seconds,
+        evaluations=result.evaluations,
+        candidates={name: len(candidates) for name, candidates in found.problem.candidates.items()},
+        presets={name: _preset(preset, constraints) for name, preset in best.presets.items()},
+        alternatives=alternatives,
     )
 
 
-def _preset(found: Estimate | UserError, constraints: UserConstraints) -> Preset:
-    if isinstance(found, UserError):
-        return Preset(None, str(found))
-    recomputes = any(placement.strategy.recompute for placement in found.plan.placements.values())
-    return Preset(found, None, recompute=recomputes and not constraints.recompute)
+def _preset(result: Estimate | UserError, constraints: UserConstraints) -> Preset:
+    if isinstance(result, UserError):
+        return Preset(None, str(result))
+    recomputes = any(placement.strategy.recompute for placement in result.plan.placements.values())
+    return Preset(result, None, recompute=recomputes and not constraints.recompute)

@@ -1,4 +1,4 @@
-"""What `realrl plan` has to say: the plan that was found, how good it is, and what it was preferred to."""
+"""Report of `realrl plan`: the plan, its optimality gap, presets and alternatives."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
 from realrl.planner.simulate.estimate import Estimate
 
-if TYPE_CHECKING:  # what people see is made without the arrays of cost models
+if TYPE_CHECKING:  # rendering a report needs no cost model and must not import numpy
     from realrl.planner.simulate.scenario import Scenario
 
 Objective = Literal["time", "cost"]
@@ -17,96 +17,96 @@ Objective = Literal["time", "cost"]
 
 @dataclass(frozen=True)
 class Preset:
-    """What a named preset would do, with the micro-batches and recomputation that suit it best."""
+    """Estimate of a preset, tuned in micro-batch size and recomputation."""
 
     estimate: Estimate | None
     refused: str | None
-    """Why there is no such plan on this cluster, in one sentence; None where there is."""
+    """Error message if the preset is not possible on this cluster."""
     recompute: bool = False
-    """Whether training calls compute activations again, which the recipe does not ask for."""
+    """Whether tuning added recomputation that the recipe does not ask for."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """Another way to run one call, everything else as in the chosen plan."""
+    """Alternative placement of one call, everything else as in the chosen plan."""
 
     call: str
     placement: Placement
     offload: tuple[str, ...]
-    """What it would keep in host memory besides what the chosen plan does: `parameters`, `optimizer`."""
+    """State offloaded to host memory, unlike in the chosen plan: `parameters`, `optimizer`."""
     step_seconds: float
     fits: bool
     reason: str
-    """Why it was not chosen, for example `3.1 s slower: generation 2.0 s, reallocation 1.1 s` or `needs 93 GiB of
+    """Reason against it, for example `3.1 s slower: generation 2.0 s, reallocation 1.1 s` or `needs 93 GiB of
     79 GiB in actor.train, most of it activations`."""
     on_device: tuple[str, ...] = ()
-    """What it would keep on devices, that the chosen plan keeps in host memory; the same words."""
+    """State kept on devices that the chosen plan offloads: `parameters`, `optimizer`."""
     function: bool = False
     """Whether the call is a function, which has neither degrees but dp, nor micro-batches."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SizeReport:
-    """The best plan that was found on some number of nodes."""
+    """Best plan on some number of nodes."""
 
     nodes: int
     devices: int
     estimate: Estimate | None
     gap: float | None
-    """By which part of its seconds the plan can be from the best on these nodes, at most."""
+    """Relative optimality gap on these nodes; None if there is no plan."""
     refused: str | None
-    """Why there is no plan, for example `needs 93 GiB of 79 GiB during actor.train, ...`; None where there is."""
+    """Error message if there is no plan, for example `needs 93 GiB of 79 GiB during actor.train, ...`."""
     price_per_hour: float | None
-    """Of these nodes; None where prices are not given."""
+    """Price of these nodes per hour; None if prices are not given."""
 
     @property
     def plan(self) -> Plan | None:
-        """The plan, if there is one."""
+        """Plan, if there is one."""
         return self.estimate.plan if self.estimate else None
 
     @property
     def step_seconds(self) -> float:
-        """Of one step; infinite if there is no plan."""
+        """Seconds of one step; infinite if there is no plan."""
         return self.estimate.step_seconds if self.estimate else math.inf
 
     @property
     def device_hours(self) -> float:
-        """Of one step among many; infinite if there is no plan."""
+        """Device-hours per step in steady state; infinite if there is no plan."""
         return self.estimate.repeated_seconds * self.devices / 3600 if self.estimate else math.inf
 
     @property
     def price(self) -> float | None:
-        """Of one step among many; None where prices are not given, infinite if there is no plan."""
+        """Price per step in steady state; None if prices are not given, infinite if there is no plan."""
         if self.price_per_hour is None:
             return None
         return self.estimate.repeated_seconds / 3600 * self.price_per_hour if self.estimate else math.inf
 
     @property
     def cost(self) -> float:
-        """What the objective `cost` is about: the price, or device-hours where prices are not given."""
+        """Value of the objective `cost`: the price, or device-hours if prices are not given."""
         return self.device_hours if self.price is None else self.price
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """The result of planning."""
+    """Report of a planned step."""
 
     scenario: "Scenario"
     chosen: Estimate
     lower_bound_seconds: float
-    """No plan of the searched space has a shorter step."""
+    """Lower bound on the step seconds of every plan of the search space."""
     gap: float
-    """By which part of its seconds the plan can be from the best, at most."""
+    """Relative optimality gap: upper bound on the avoidable fraction of the plan's seconds."""
     search_seconds: float
-    """With everything: candidates costed, search and proof."""
+    """Seconds spent on presets, candidates, search and proof."""
     evaluations: int
-    """Plans costed."""
+    """Number of plans scored."""
     candidates: Mapping[str, int]
-    """Call -> ways to run it that were considered."""
+    """Number of candidates, by call."""
     presets: Mapping[str, Preset]
     alternatives: tuple[Alternative, ...]
-    """The nearest of those not chosen, a few for each call."""
+    """Nearest alternatives, a few for each call."""
     sizes: tuple[SizeReport, ...] = ()
-    """The best plans on other numbers of nodes, and on this one, where they were asked for."""
+    """Best plans on the requested numbers of nodes, that of this plan included."""
     objective: Objective = "time"
-    """By what the number of nodes was chosen."""
+    """Objective by which the number of nodes was chosen."""

@@ -1,4 +1,4 @@
-"""What plans take and cost on different numbers of nodes."""
+"""Comparison of plans on different numbers of nodes."""
 
 from collections.abc import Sequence
 
@@ -17,37 +17,46 @@ from realrl.planner.space.build import build_problem
 def compare_sizes(
     scenario: Scenario, nodes: Sequence[int], *, seconds: float, seed: int, constraints: UserConstraints
 ) -> tuple[SizeReport, ...]:
-    """The best plans on the first so many nodes, for each of `nodes`, which ascend to all of the scenario's.
+    """Find the best plan on the first nodes of the cluster, for each number in `nodes`.
 
-    `seconds`: of the search, for each. DoesNotFit if there is none even on all nodes.
+    `nodes` are ascending, up to all of the scenario's. `seconds`: time limit of each search. DoesNotFit if no plan
+    fits even on all nodes.
     """
-    spec, problem = scenario.spec, build_problem(scenario, search_space=constraints.search_space)
-    parts = search_node_counts(problem, nodes, seconds=seconds, seed=seed)
-    if parts[-1].shortage is not None:
-        raise DoesNotFit(parts[-1].shortage)
+    spec = scenario.spec
+    problem = build_problem(scenario, search_space=constraints.search_space)
+    sizes = search_node_counts(problem, nodes, seconds=seconds, seed=seed)
+    if sizes[-1].shortage is not None:
+        raise DoesNotFit(sizes[-1].shortage)
     return tuple(
-        _part_report(scenario.on(spec.with_nodes(part.nodes)), part, constraints=constraints, seconds=seconds)
-        for part in parts
+        _part_report(scenario.on(spec.with_nodes(size.nodes)), size, constraints=constraints, seconds=seconds)
+        for size in sizes
     )
 
 
 def make_size_report(
     scenario: Scenario, found: Estimate | None, gap: float | None, refused: str | None = None
 ) -> SizeReport:
-    """The row of a scenario's number of nodes."""
+    """Build the report of a scenario's number of nodes."""
     spec = scenario.spec
-    return SizeReport(spec.nodes, spec.size, found, gap, refused, spec.price_per_hour)
+    return SizeReport(
+        nodes=spec.nodes,
+        devices=spec.size,
+        estimate=found,
+        gap=gap,
+        refused=refused,
+        price_per_hour=spec.price_per_hour,
+    )
 
 
 def _part_report(
-    scenario: Scenario, part: ClusterSize, *, constraints: UserConstraints, seconds: float
+    scenario: Scenario, size: ClusterSize, *, constraints: UserConstraints, seconds: float
 ) -> SizeReport:
-    if part.problem is not None and part.result is not None:
-        plan = part.problem.plan(part.result.assignment)
-        return make_size_report(scenario, estimate_plan(scenario, plan), part.result.gap)
-    shortage = part.shortage
+    if size.problem is not None and size.result is not None:
+        plan = size.problem.plan(size.result.assignment)
+        return make_size_report(scenario, estimate_plan(scenario, plan), size.result.gap)
+    shortage = size.shortage
     if shortage is None:
-        # So few nodes have no part in the candidates of so many.
+        # Candidates for a large cluster leave out small meshes: search anew on these few nodes.
         try:
             found = find_plan(scenario, seconds=seconds, constraints=constraints)
         except DoesNotFit as error:

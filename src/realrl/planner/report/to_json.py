@@ -1,4 +1,4 @@
-"""The report of a plan as one object for machines. Times are in seconds, sizes in bytes."""
+"""JSON form of plan reports; times are in seconds, sizes in bytes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +12,8 @@ from realrl.planner.simulate.scenario import Scenario
 
 
 def report_to_json(report: PlanReport) -> dict[str, Any]:
-    """All of a report. Made of dicts, lists, text, numbers and None only."""
-    found = {
+    """Convert a report to dicts, lists, text, numbers and None."""
+    result = {
         **estimate_to_json(report.chosen),
         "lower_bound_seconds": report.lower_bound_seconds,
         "gap": report.gap,
@@ -22,15 +22,15 @@ def report_to_json(report: PlanReport) -> dict[str, Any]:
         "options": dict(report.candidates),
         "objective": report.objective,
         "presets": {name: _preset(preset) for name, preset in report.presets.items()},
-        "alternatives": [_alternative(of) for of in report.alternatives],
+        "alternatives": [_alternative(alternative) for alternative in report.alternatives],
         "cluster": _cluster(report.scenario.spec),
         "workload": _workload(report.scenario),
     }
-    return found | ({"nodes": [_size(size) for size in report.sizes]} if report.sizes else {})
+    return result | ({"nodes": [_size(size) for size in report.sizes]} if report.sizes else {})
 
 
 def estimate_to_json(estimate: Estimate) -> dict[str, Any]:
-    """What is to be expected of one plan."""
+    """Convert an estimate to dicts, lists, text, numbers and None."""
     return {
         "plan": yaml.safe_load(estimate.plan.to_text()),
         "step_seconds": estimate.step_seconds,
@@ -167,11 +167,11 @@ def _lengths(lengths: Sequence[int]) -> dict[str, float]:
 
 
 def _size(size: SizeReport) -> dict[str, Any]:
-    found: dict[str, Any] = {"nodes": size.nodes, "devices": size.devices, "fits": size.estimate is not None}
+    result: dict[str, Any] = {"nodes": size.nodes, "devices": size.devices, "fits": size.estimate is not None}
     if size.estimate is None:
-        return {**found, "refused": size.refused}
+        return {**result, "refused": size.refused}
     return {
-        **found,
+        **result,
         "step_seconds": size.estimate.step_seconds,
         "tokens_per_second": size.estimate.tokens_per_second,
         "device_hours": size.device_hours,

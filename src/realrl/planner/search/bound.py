@@ -1,4 +1,4 @@
-"""Seconds that a step takes at the least when each call runs with one of a group of options."""
+"""Lower bound on step time for sets of plans."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,22 +8,22 @@ from realrl.planner.moves.transfers import Floats, Ints
 from realrl.planner.search.groups import ALONE, KIND, CandidateGroups, group_candidates
 
 Numbers = NDArray[np.int32]
-"""Of groups; there may be millions of nodes."""
+"""Group indices, int32 because there may be millions of nodes."""
 
 
 class Bound:
-    """Lower bounds of many nodes at once. A node is a group of options for each call. Functions take time, but no
-    device's.
+    """Lower bounds on step time, vectorised over nodes; a node is a group of candidates for each call.
 
-    Three relaxations, together in one pass through the calls in their order:
-    - critical path: a call starts when it has received what those it depends on put out, and after earlier ones
-      that need some device of its mesh, which is certain of two that have more devices together than there are;
-    - work: before a call starts, all its ancestors have done their device-seconds on the devices there are,
-      and those of them that cannot start before some moment, after it (energetic reasoning, as in cumulative
-      scheduling);
-    - reallocation at its cheapest, wherever the meshes of a kind lie, where the order says that nothing hides it.
+    Functions take time, but no device's.
 
-    Nodes of which some device must hold more than it can have an infinite bound.
+    Three relaxations are combined in one pass through the calls in graph order:
+    - critical path: a call starts once it has received the outputs of its producers, and after earlier calls whose
+      meshes overlap its own; two meshes overlap for certain if they have more devices together than the cluster;
+    - work: before a call starts, all its ancestors have spent their device-seconds on the devices of the cluster,
+      and those that cannot start before some moment, after it (energetic reasoning, as in cumulative scheduling);
+    - cheapest reallocation over all positions of the meshes of a kind, where the order exposes it.
+
+    The bound is infinite for nodes under which some device must run out of memory.
     """
 
     def __init__(self, tables: Tables) -> None:
@@ -34,7 +34,7 @@ class Bound:
         self._compete = (uses[:, None] & uses)[:, :, None]
         """[calls, calls, 1]: whether both use devices."""
         self.capacity = sum(tables.problem.memory_bytes) * tables.problem.cluster.devices_per_node
-        # Of calls that may find a copy another one has made, reallocation may cost nothing.
+        # Calls that may share the replica of another call may not need a reallocation: leave them out.
         self.moving = [c for c, h in enumerate(tables.home) if h != c and not tables.sharers[c]]
         self._least = {c: self._cheapest(c) for c in self.moving}
         self._ancestors: list[list[int]] = []
@@ -42,13 +42,14 @@ class Bound:
             self._ancestors.append(sorted({*direct, *(a for d in direct for a in self._ancestors[d])}))
 
     def __call__(self, nodes: Numbers) -> Floats:
-        """Bounds of nodes. nodes: [calls, nodes], numbers of groups."""
+        """Bound nodes. `nodes`: [calls, nodes], group indices."""
         seconds, area, size = (self._take(name, nodes) for name in ("seconds", "area", "size"))
         meets = self._meeting(nodes, size)
-        head, tail = np.zeros(nodes.shape), np.zeros(nodes.shape)
+        head = np.zeros(nodes.shape)
+        tail = np.zeros(nodes.shape)
         moves: dict[
             int, tuple[Floats, Floats]
-        ] = {}  # call -> earliest start and device-seconds of its bringing
+        ] = {}  # call -> earliest start and device-seconds of its reallocation
         for c in range(len(nodes)):
             ready = np.zeros(nodes.shape[1])
             for p in range(c):
@@ -67,9 +68,13 @@ class Bound:
         return np.where(self._too_full(nodes, size), np.inf, bound)
 
     def _received(self, c: int, nodes: Numbers, ready: Floats, tail: Floats) -> Floats:
-        """When call `c` has its inputs, which it receives one after the other, if its devices are `ready`."""
-        exchange, calls, target = self.tables.problem.exchange, self.tables.calls, self.groups[c]
-        after, earliest = np.zeros(nodes.shape[1]), np.zeros(nodes.shape[1])
+        """Earliest time at which call `c` has received all inputs, one after the other, once devices are
+        `ready`."""
+        exchange = self.tables.problem.exchange
+        calls = self.tables.calls
+        target = self.groups[c]
+        after = np.zeros(nodes.shape[1])
+        earliest = np.zeros(nodes.shape[1])
         for p in reversed(self.tables.feeds[c]):
             source = self.groups[p]
             after = after + exchange.at_least(
@@ -87,7 +92,7 @@ class Bound:
         return np.array([getattr(g, name)[row] for g, row in zip(self.groups, nodes, strict=True)])
 
     def _meeting(self, nodes: Numbers, size: Floats) -> Bools:
-        """[calls, calls, nodes]: whether meshes share a device for certain."""
+        """Whether meshes certainly overlap, [calls, calls, nodes]."""
         first = self._take("first", nodes)
         known = first >= 0
         end = first + size
@@ -96,38 +101,44 @@ class Bound:
         return (certain | (size[:, None] + size > self.devices)) & self._compete
 
     def _reallocation(self, c: int, nodes: Numbers, tail: Floats, meets: Bools) -> tuple[Floats, Floats]:
-        """Earliest start and least seconds of bringing parameters to call `c`."""
-        tables, home = self.tables, self.tables.home[c]
-        start, there = np.zeros(nodes.shape[1]), np.zeros(nodes.shape[1])
+        """Earliest start and least seconds of the reallocation before call `c`."""
+        tables = self.tables
+        home = self.tables.home[c]
+        start = np.zeros(nodes.shape[1])
+        there = np.zeros(nodes.shape[1])
         for p in range(c):
             if tables.knows_lengths[c, p]:
                 np.maximum(start, tail[p], out=start)
             np.maximum(start, np.where(meets[p, c], tail[p], 0.0), out=start)
             if tables.ordered[c, p]:
                 np.maximum(there, np.where(meets[p, home], tail[p], 0.0), out=there)
-        source, target = self.groups[home], self.groups[c]
+        source = self.groups[home]
+        target = self.groups[c]
         seconds = self._least[c][self._row(source, nodes[home]), self._row(target, nodes[c])]
         both = (source.level[nodes[home]] == ALONE) & (target.level[nodes[c]] == ALONE)
         if both.any():
             mine = tables.candidates(c).layout[target.candidate[nodes[c, both]]]
             its = tables.candidates(home).layout[source.candidate[nodes[home, both]]]
             seconds[both] = tables.reallocation[c](its, mine)
-        # Devices of the home that send nothing are not waited for.
+        # A reallocation that sends nothing does not wait for the devices of the primary placement.
         start = np.where(seconds > 0, np.maximum(start, there), start)
         return start, seconds + source.load[nodes[home]]
 
     @staticmethod
-    def _row(found: CandidateGroups, numbers: Numbers) -> Ints:
-        """Of groups, their row in `_least`: those of one option are in that of their kind."""
-        before = int((found.level < KIND).sum())
-        return np.where(found.level[numbers] == ALONE, before + found.kind[numbers], numbers)
+    def _row(groups: CandidateGroups, numbers: Numbers) -> Ints:
+        """Row of groups in `_least`; single candidates are in the row of their kind."""
+        before = int((groups.level < KIND).sum())
+        return np.where(groups.level[numbers] == ALONE, before + groups.kind[numbers], numbers)
 
     def _cheapest(self, c: int) -> Floats:
-        """[groups of the home, groups of the call] down to kinds: least seconds of reallocation."""
-        source, target = self.groups[self.tables.home[c]], self.groups[c]
-        n, m = len(source.layouts.first), len(target.layouts.first)
+        """Least seconds of reallocation, [groups of the home, groups of the call], down to kinds."""
+        source = self.groups[self.tables.home[c]]
+        target = self.groups[c]
+        n = len(source.layouts.first)
+        m = len(target.layouts.first)
         i, j = np.divmod(np.arange(n * m), m)
-        transfers, role = self.tables.problem.transfers, self.tables.calls[c].model_role
+        transfers = self.tables.problem.transfers
+        role = self.tables.calls[c].model_role
         kinds = transfers.at_least(role, source.layouts[i], target.layouts[j]).reshape(n, m)
         rows = np.concatenate([np.minimum.reduceat(kinds, s, axis=0) for s in source.kind_starts])
         return np.concatenate([np.minimum.reduceat(rows, s, axis=1) for s in target.kind_starts], axis=1)
@@ -135,32 +146,35 @@ class Bound:
     def _work(
         self, calls: "range | list[int]", head: Floats, area: Floats, moves: dict[int, tuple[Floats, Floats]]
     ) -> Floats:
-        """When `calls` can have ended: for any moment, those that start later have the devices only then."""
+        """Earliest end of `calls` by their work: those that start after some moment use the devices only from
+        then on."""
         if not calls:
             return np.zeros(head.shape[1])
-        brought = [moves[c] for c in calls if c in moves]
-        starts = np.array([head[c] for c in calls] + [start for start, _ in brought])
-        work = np.array([area[c] for c in calls] + [cost for _, cost in brought])
+        reallocations = [moves[c] for c in calls if c in moves]
+        starts = np.array([head[c] for c in calls] + [start for start, _ in reallocations])
+        work = np.array([area[c] for c in calls] + [cost for _, cost in reallocations])
         later = starts[None] >= starts[:, None]
         return (starts + np.where(later, work, 0.0).sum(axis=1) / self.devices).max(axis=0)
 
     def _too_full(self, nodes: Numbers, size: Floats) -> Bools:
-        """Whether roles cannot all live, on average, on the devices, or on those of some call while it runs."""
+        """Whether resident bytes exceed total memory, or those on the devices of some call exceed what it
+        leaves."""
         resident, working, limit = (self._take(name, nodes) for name in ("resident", "working", "limit"))
         homes = sorted(set(self.tables.home))
         full = sum(resident[h] * size[h] for h in homes) > self.capacity
         for c in range(len(nodes)):
-            most = np.zeros(nodes.shape[1])
+            least_resident = np.zeros(nodes.shape[1])
             for h in homes:
-                most += resident[h] * np.maximum(size[h] + size[c] - self.devices, 0)
-            full |= most > size[c] * (limit[c] - working[c] - self._copy(c, nodes))
+                least_resident += resident[h] * np.maximum(size[h] + size[c] - self.devices, 0)
+            full |= least_resident > size[c] * (limit[c] - working[c] - self._copy(c, nodes))
         return full
 
     def _copy(self, c: int, nodes: Numbers) -> "Floats | float":
-        """Bytes of the copy of its parameters that a call certainly needs."""
+        """Bytes of the transient replica that a call certainly needs."""
         if c not in self._least:
             return 0.0
         home = self.tables.home[c]
-        source, target = self.groups[home], self.groups[c]
+        source = self.groups[home]
+        target = self.groups[c]
         moved = self._least[c][self._row(source, nodes[home]), self._row(target, nodes[c])] > 0
         return np.where(moved, target.weights[nodes[c]], 0.0)

@@ -1,4 +1,4 @@
-"""Prove how good a plan is: divide the plans into ever smaller sets that have a bound."""
+"""Branch and bound over sets of plans: proof of the optimality gap."""
 
 import heapq
 from dataclasses import dataclass, field
@@ -12,17 +12,17 @@ from realrl.planner.search.groups import ALONE, KIND, SIZE
 from realrl.planner.search.local import improve_locally
 
 _PARENTS, _CHILDREN = 512, 1 << 15
-"""Nodes that are divided, and bounded, at once: enough for numpy, few enough for the caches."""
-_DIVES, _SAMPLES = 20_000, 512
-"""After so many nodes, and again whenever there are half as many more, plans are drawn from the most promising set:
-so many, and the best is polished."""
+"""Nodes branched, and bounded, at once: enough to amortise numpy calls, few enough for the caches."""
+_FIRST_HEURISTIC, _SAMPLES = 20_000, 512
+"""Nodes before the primal heuristic first runs, and number of plans that it samples; it runs again whenever the
+number of nodes has grown by half."""
 _EXACT = 1e-12
-"""Rounding, relative."""
+"""Relative rounding error of bounds."""
 
 
 @dataclass(order=True)
 class _Pool:
-    """Nodes that have been divided equally far, the one with the lowest bound first."""
+    """Nodes of equal depth, sorted by their bounds."""
 
     bound: float
     number: int
@@ -34,27 +34,31 @@ class _Pool:
 
 @dataclass(frozen=True)
 class Proof:
-    """What is known about all plans."""
+    """Result of branch and bound."""
 
     lower_bound: float
-    """No plan that fits takes fewer seconds; infinite if none fits."""
+    """Lower bound on the step seconds of every plan that fits; infinite if none fits."""
     nodes: int
-    """Sets of plans that had to be looked at."""
+    """Number of sets of plans that were bounded."""
 
 
-def prove(scorer: Scorer, *, tolerance: float, max_nodes: int, seed: int = 0, part: float = 1.0) -> Proof:
-    """Search best first until the best plan is within `tolerance` (relative) of the bound.
+def prove(
+    scorer: Scorer, *, tolerance: float, max_nodes: int, seed: int = 0, time_fraction: float = 1.0
+) -> Proof:
+    """Search best-first until the best plan is within `tolerance` (relative) of the lower bound.
 
-    Calls are divided one after the other, the longest first: by size, then by kind, and all of them then into
-    single options; a node of single options is a plan. Now and then it polishes a plan of the most promising
-    set, so that more sets can be given up. Stops early after `max_nodes`, or when `part` of the time is over.
+    Calls are branched one after the other, the longest first: by size, then by kind, and finally all of them
+    into single candidates; a node of single candidates is a plan. From time to time a primal heuristic improves
+    a plan of the most promising node, so that more nodes can be pruned. Stops early after `max_nodes`, or once
+    `time_fraction` of the time limit is over.
     """
-    return _Search(scorer, tolerance, seed).run(max_nodes, part)
+    return _Search(scorer, tolerance, seed).run(max_nodes, time_fraction)
 
 
 class _Search:
     def __init__(self, scorer: Scorer, tolerance: float, seed: int) -> None:
-        self.scorer, self.tolerance = scorer, tolerance
+        self.scorer = scorer
+        self.tolerance = tolerance
         self.rng = np.random.default_rng(seed)
         self.bound = Bound(scorer.timeline.tables)
         groups = self.bound.groups
@@ -64,62 +68,65 @@ class _Search:
         root = np.zeros((len(groups), 1), dtype=np.int32)
         self.pools: list[_Pool] = []
         self.closed = np.inf
-        """The lowest bound of nodes that have been given up."""
+        """Lowest bound of pruned nodes."""
         self.looked_at = 0
         self._pushed = 0
         self._add(0, root)
 
     @property
     def goal(self) -> float:
-        """Nodes with a bound from here on need not be divided."""
+        """Bound from which nodes are pruned."""
         return self.scorer.best_seconds * (1 - self.tolerance)
 
-    def run(self, max_nodes: int, part: float) -> Proof:
-        next_heuristic = _DIVES
-        while self.pools and self.looked_at < max_nodes and not self.scorer.deadline_exceeded(part):
+    def run(self, max_nodes: int, time_fraction: float) -> Proof:
+        next_heuristic = _FIRST_HEURISTIC
+        while self.pools and self.looked_at < max_nodes and not self.scorer.deadline_exceeded(time_fraction):
             if self.looked_at >= next_heuristic:
-                self._run_primal_heuristic(part)
+                self._run_primal_heuristic(time_fraction)
                 next_heuristic = self.looked_at + self.looked_at // 2
             pool = heapq.heappop(self.pools)
             if pool.bound >= self.goal:
                 self.pools.append(pool)
                 break
-            self._divide(pool)
+            self._branch(pool)
         lowest = min((pool.bound for pool in self.pools), default=np.inf)
         bound = min(lowest, self.closed, self.scorer.best_seconds)
         return Proof(bound * (1 - _EXACT), self.looked_at)
 
-    def _divide(self, pool: _Pool) -> None:
-        """Replace the best nodes of a pool by their children."""
+    def _branch(self, pool: _Pool) -> None:
+        """Branch the best nodes of a pool."""
         call, _ = self.steps[pool.depth]
         groups = self.bound.groups[call]
         taken = pool.nodes[:, :_PARENTS]
         self._push(pool.depth, pool.nodes[:, _PARENTS:], pool.bounds[_PARENTS:])
-        first, end = groups.child[taken[call]], groups.child_end[taken[call]]
+        first = groups.child[taken[call]]
+        end = groups.child_end[taken[call]]
         parent = np.repeat(np.arange(taken.shape[1]), end - first)
         before = np.cumsum(end - first) - (end - first)
         child = np.arange(len(parent)) + (first - before)[parent]
         for start in range(0, len(parent), _CHILDREN):
-            part = slice(start, start + _CHILDREN)
-            nodes = taken[:, parent[part]]
-            nodes[call] = child[part]
+            batch = slice(start, start + _CHILDREN)
+            nodes = taken[:, parent[batch]]
+            nodes[call] = child[batch]
             self._add(pool.depth + 1, nodes)
 
-    def _run_primal_heuristic(self, part: float) -> None:
-        """Look for a better plan among those of the node with the lowest bound of the most divided ones."""
+    def _run_primal_heuristic(self, time_fraction: float) -> None:
+        """Improve the best of some plans sampled from the deepest node with the lowest bound."""
         deepest = max(pool.depth for pool in self.pools)
         node = min(pool for pool in self.pools if pool.depth == deepest).nodes[:, 0]
         candidates = []
         for groups, number in zip(self.bound.groups, node.tolist(), strict=True):
-            low, high = number, number + 1
+            low = number
+            high = number + 1
             while groups.level[low] < ALONE:
-                low, high = int(groups.child[low]), int(groups.child_end[high - 1])
+                low = int(groups.child[low])
+                high = int(groups.child_end[high - 1])
             candidates.append(groups.candidate[self.rng.integers(low, high, _SAMPLES)])
         plans = np.array(candidates)
-        improve_locally(self.scorer, plans[:, int(self.scorer(plans).argmin())], part=part)
+        improve_locally(self.scorer, plans[:, int(self.scorer(plans).argmin())], time_fraction=time_fraction)
 
     def _add(self, depth: int, nodes: Numbers) -> None:
-        """Bound nodes and keep those that are worth it; plans are costed."""
+        """Bound nodes, prune them, and score those that are plans."""
         self.looked_at += nodes.shape[1]
         bounds = self.bound(nodes)
         if depth == len(self.steps):
@@ -129,8 +136,8 @@ class _Search:
                 self.scorer(np.array(candidates))
             return
         worth = bounds < self.goal
-        given_up = bounds[~worth & np.isfinite(bounds)]
-        self.closed = min(self.closed, given_up.min(initial=np.inf))
+        pruned = bounds[~worth & np.isfinite(bounds)]
+        self.closed = min(self.closed, pruned.min(initial=np.inf))
         order = np.argsort(bounds[worth], kind="stable")
         self._push(depth, nodes[:, worth][:, order], bounds[worth][order])
 

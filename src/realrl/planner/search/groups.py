@@ -1,4 +1,4 @@
-"""Options of each call in groups of groups: all, those of one size, those of one kind, each alone."""
+"""Hierarchy of candidate groups per call: all, by size, by kind, single candidates."""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -12,47 +12,47 @@ from realrl.planner.moves.transfers import Floats, Ints, Layouts
 Scalar = TypeVar("Scalar", np.float64, np.int64)
 
 ALL, SIZE, KIND, ALONE = range(4)
-"""Levels. Options of a kind differ in nothing but the place of their mesh."""
+"""Levels of the hierarchy; candidates of a kind differ only in the position of their mesh."""
 
 
 @dataclass(frozen=True)
 class CandidateGroups:
-    """Groups of one call. Each is described by what none of its options is below."""
+    """Candidate groups of one call, each with the minimum of its candidates' costs unless stated otherwise."""
 
     level: Ints
     child: Ints
-    """The first of its children, which are consecutive; those of group i end where `child_end[i]` says."""
+    """First child of a group; its children are `child[i]` to `child_end[i]` - 1."""
     child_end: Ints
     kind: Ints
-    """Number of the kind, of groups that are one or part of one."""
+    """Index of the kind, for kinds and single candidates; -1 for others."""
     candidate: Ints
-    """Number of the option, of groups of one."""
+    """Index of the candidate, for single candidates; -1 for others."""
     seconds: Floats
     area: Floats
     """Device-seconds; none of a function."""
     size: Ints
     first: Ints
-    """First rank of the mesh, of groups of one option."""
+    """First rank of the mesh, for single candidates; -1 for others."""
     rows: Ints
-    """Degree of data parallelism."""
+    """Smallest DP degree."""
     most_rows: Ints
-    """The most that any option has."""
+    """Largest DP degree."""
     copies: Ints
-    """Ranks of the same data-parallel index."""
+    """Smallest number of ranks per DP index."""
     load: Floats
     weights: Floats
     resident: Floats
     working: Floats
     limit: Floats
-    """Most bytes of a device that any option has."""
+    """Largest usable bytes of a device."""
     layouts: Layouts
-    """One layout of each kind."""
+    """Layout of one candidate of each kind."""
     kind_starts: tuple[Ints, Ints, Ints]
-    """Per level down to `KIND`, the first kind of each group."""
+    """First kind of each group, by level down to `KIND`."""
 
 
 def group_candidates(tables: Tables, call: int) -> CandidateGroups:
-    """The groups of a call's options; group 0 holds them all."""
+    """Group a call's candidates; group 0 contains them all."""
     columns = tables.candidates(call)
     size = columns.end - columns.first
     layouts = tables.layouts(call)[columns.layout]
@@ -62,7 +62,8 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
     table = np.stack([size, layouts.tp, layouts.pp, *facts, columns.offloaded], axis=1)
     _, kind = np.unique(table, axis=0, return_inverse=True)
     order = np.lexsort((columns.first, kind.reshape(-1)))  # kinds are numbered by size before all else
-    sorted_kind, sorted_size = kind.reshape(-1)[order], size[order]
+    sorted_kind = kind.reshape(-1)[order]
+    sorted_size = size[order]
     starts = [
         np.array([0]),
         np.flatnonzero(np.diff(sorted_size, prepend=-1)),

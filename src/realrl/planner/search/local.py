@@ -1,4 +1,4 @@
-"""Improve a plan by the best change of one call, or of one role, as long as there is one."""
+"""Local search: improve a plan by changes of one call or one role."""
 
 from collections import defaultdict
 
@@ -8,16 +8,17 @@ from realrl.planner.evaluate.scorer import Scorer
 from realrl.planner.moves.transfers import Ints
 
 
-def improve_locally(scorer: Scorer, assignment: Ints, *, part: float = 1.0) -> Ints:
-    """Return a plan that no such change improves, starting from `assignment`, [calls].
+def improve_locally(scorer: Scorer, assignment: Ints, *, time_fraction: float = 1.0) -> Ints:
+    """Improve `assignment`, [calls], until no change of one call or one role improves it.
 
-    When `part` of the time is over, returns the best plan so far.
+    Returns the best plan so far once `time_fraction` of the time limit is over.
     """
     moves = [*_call_moves(scorer), *_role_moves(scorer)]
-    score, unchanged = np.inf, 0
+    score = np.inf
+    unchanged = 0
     while unchanged < len(moves):
         for calls, candidates in moves:
-            if scorer.deadline_exceeded(part):
+            if scorer.deadline_exceeded(time_fraction):
                 return assignment
             plans = np.repeat(assignment[:, None], candidates.shape[1] + 1, axis=1)
             plans[calls, 1:] = candidates
@@ -25,7 +26,8 @@ def improve_locally(scorer: Scorer, assignment: Ints, *, part: float = 1.0) -> I
             best = int(scores.argmin())
             unchanged += 1
             if scores[best] < min(score, scores[0]):
-                assignment, unchanged = plans[:, best], 0
+                assignment = plans[:, best]
+                unchanged = 0
             score = min(score, float(scores[best]))
             if unchanged >= len(moves):
                 break
@@ -33,12 +35,12 @@ def improve_locally(scorer: Scorer, assignment: Ints, *, part: float = 1.0) -> I
 
 
 def _call_moves(scorer: Scorer) -> list[tuple[list[int], Ints]]:
-    """Calls and the options to give them, [calls, moves]."""
+    """Changes of single calls: the calls, and their new candidates, [calls, moves]."""
     return [([c], np.arange(n)[None]) for c, n in enumerate(scorer.timeline.tables.sizes)]
 
 
 def _role_moves(scorer: Scorer) -> list[tuple[list[int], Ints]]:
-    """All calls of a role into one layout, each by its fastest option there."""
+    """Changes of all calls of a role to one layout, each to its fastest candidate there."""
     tables = scorer.timeline.tables
     moves = []
     for home in dict.fromkeys(tables.home):

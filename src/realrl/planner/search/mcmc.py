@@ -1,4 +1,4 @@
-"""Markov chains over plans, many at once."""
+"""Simulated annealing: Metropolis chains over plans, vectorised."""
 
 import numpy as np
 
@@ -6,23 +6,27 @@ from realrl.planner.evaluate.scorer import Scorer
 from realrl.planner.moves.transfers import Ints
 
 _HOT, _COLD = 0.1, 0.001
-"""Temperatures at the start and at the end, as a part of the best score."""
+"""Initial and final temperature, as a fraction of the best score."""
 _EXCHANGE = 25
-"""Rounds after which the worst chains give way to the best."""
+"""Rounds between replacements of the worst chains by copies of the best."""
 
 
-def anneal(scorer: Scorer, starts: Ints, *, rounds: int, chains: int, seed: int, part: float = 1.0) -> Ints:
-    """Metropolis search as in ReaL (arXiv 2406.14088): a round gives one call of each chain another option.
+def anneal(
+    scorer: Scorer, starts: Ints, *, rounds: int, chains: int, seed: int, time_fraction: float = 1.0
+) -> Ints:
+    """Run Metropolis search as in ReaL (arXiv 2406.14088): a round changes one call of each chain.
 
-    starts: [calls, plans], where chains begin. Returns the chains' plans at the end, the best first, [calls,
-    chains]. How far an option is from the old one in their list, in which similar ones are neighbours, is
-    log-uniform. The temperature falls, as rounds go by or as `part` of the time does, whichever is further; every
-    so often the worse quarter of the chains is replaced by copies of the better one. The same seed gives the
-    same result unless the time is further.
+    `starts`: [calls, plans], from which chains start. Returns the chains' final plans, the best first, [calls,
+    chains]. Candidates are sorted so that similar ones are neighbours, and the distance of a change in that
+    order is log-uniform. The temperature falls with the number of rounds or with the used share of
+    `time_fraction` of the time limit, whichever is further; periodically the worst quarter of the chains is
+    replaced by copies of the best quarter. Results are reproducible by seed unless the time limit is what ends
+    the search.
     """
     rng = np.random.default_rng(seed)
     tables = scorer.timeline.tables
-    sizes, each = tables.sizes, np.arange(chains)
+    sizes = tables.sizes
+    each = np.arange(chains)
     order = [_similar(scorer, c) for c in range(len(sizes))]
     place = np.full((len(sizes), sizes.max()), 0)
     candidates = np.zeros_like(place)
@@ -31,12 +35,12 @@ def anneal(scorer: Scorer, starts: Ints, *, rounds: int, chains: int, seed: int,
         place[c, numbers] = np.arange(len(numbers))
     plans = starts[:, rng.integers(0, starts.shape[1], chains)].copy()
     scores = scorer(plans)
-    before = scorer.time_used(part)
+    used_before = scorer.time_used(time_fraction)
     for i in range(rounds):
-        if (used := scorer.time_used(part)) >= 1:
+        if (used := scorer.time_used(time_fraction)) >= 1:
             break
-        late = (used - before) / (1 - before)
-        done = late if late > (i + 1) / rounds else i / rounds
+        elapsed = (used - used_before) / (1 - used_before)
+        done = elapsed if elapsed > (i + 1) / rounds else i / rounds
         call = rng.integers(0, len(sizes), chains)
         far = np.exp(rng.random(chains) * np.log(sizes[call])).astype(np.int64)
         moved = (place[call, plans[call, each]] + far * rng.choice((-1, 1), chains)) % sizes[call]
@@ -45,17 +49,21 @@ def anneal(scorer: Scorer, starts: Ints, *, rounds: int, chains: int, seed: int,
         tried = scorer(trial)
         temperature = _HOT * (_COLD / _HOT) ** done * scores.min()
         accept = tried < scores - temperature * np.log(1 - rng.random(chains))
-        plans[:, accept], scores[accept] = trial[:, accept], tried[accept]
+        plans[:, accept] = trial[:, accept]
+        scores[accept] = tried[accept]
         if i % _EXCHANGE == _EXCHANGE - 1:
             ranked = np.argsort(scores, kind="stable")
-            better, worse = ranked[: chains // 4], ranked[chains - chains // 4 :]
-            plans[:, worse], scores[worse] = plans[:, better], scores[better]
+            better = ranked[: chains // 4]
+            worse = ranked[chains - chains // 4 :]
+            plans[:, worse] = plans[:, better]
+            scores[worse] = scores[better]
     return plans[:, np.argsort(scores, kind="stable")]
 
 
 def _similar(scorer: Scorer, call: int) -> Ints:
-    """Numbers of a call's options, similar ones side by side: by size, strategy and position."""
+    """Candidate indices of a call sorted by size, strategy and position."""
     tables = scorer.timeline.tables
-    layouts, which = tables.layouts(call), tables.candidates(call).layout
+    layouts = tables.layouts(call)
+    which = tables.candidates(call).layout
     keys = (layouts.first, layouts.pp, layouts.tp, layouts.size)
     return np.lexsort(tuple(key[which] for key in keys))

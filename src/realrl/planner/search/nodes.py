@@ -1,4 +1,4 @@
-"""Find the fastest plan on each of several numbers of nodes."""
+"""Search for the fastest plan on several numbers of nodes."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from realrl.planner.space.problem import Assignment, Candidate, Problem
 
 @dataclass(frozen=True)
 class ClusterSize:
-    """What a part of a cluster is good for."""
+    """Search result on the first nodes of a cluster."""
 
     nodes: int
     problem: Problem | None
-    """That of planning on them, whose options `result.assignment` numbers; None if some call has no option."""
+    """Problem on these nodes, whose candidates `result.assignment` indexes; None if some call has no candidate."""
     result: SearchResult | None
-    """None if nothing fits."""
+    """Result of the search; None if nothing fits."""
     shortage: Shortage | None
 
 
@@ -28,29 +28,30 @@ def search_node_counts(
     seed: int = 0,
     budget: SearchBudget | None = None,
 ) -> list[ClusterSize]:
-    """The fastest plan on the first so many nodes of a cluster, for each of `counts`, in their order.
+    """Find the fastest plan on the first nodes of a cluster, for each number of nodes in `counts`.
 
-    Searches begin, among others, with the plan before, which leaves some nodes idle if there are more now.
-    `seconds`: for each of `counts`.
+    Each search starts, among others, from the previous plan, which leaves additional nodes idle. `seconds`:
+    time limit of each search.
     """
-    found: list[ClusterSize] = []
-    before: Mapping[str, Candidate] | None = None
+    sizes: list[ClusterSize] = []
+    previous: Mapping[str, Candidate] | None = None
     for nodes in counts:
-        part = problem.restricted(nodes)
-        result, shortage = None, None
-        if part is not None:
-            starts = _numbers(part, before) if before else []
+        restricted = problem.restricted(nodes)
+        result = None
+        shortage = None
+        if restricted is not None:
+            starts = _find_assignments(restricted, previous) if previous else []
             try:
-                result = search_plans(part, seconds=seconds, seed=seed, starts=starts, budget=budget)
-                before = part.chosen_candidates(result.assignment)
+                result = search_plans(restricted, seconds=seconds, seed=seed, starts=starts, budget=budget)
+                previous = restricted.chosen_candidates(result.assignment)
             except DoesNotFit as error:
                 shortage = error.shortage
-        found.append(ClusterSize(nodes, part, result, shortage))
-    return found
+        sizes.append(ClusterSize(nodes, restricted, result, shortage))
+    return sizes
 
 
-def _numbers(problem: Problem, candidates: Mapping[str, Candidate]) -> list[Assignment]:
-    """The choice of these options; nothing where the problem lacks one."""
+def _find_assignments(problem: Problem, candidates: Mapping[str, Candidate]) -> list[Assignment]:
+    """The assignment of these candidates; empty if the problem lacks one of them."""
     if any(candidate not in problem.candidates[name] for name, candidate in candidates.items()):
         return []
     return [{name: problem.candidates[name].index(candidate) for name, candidate in candidates.items()}]

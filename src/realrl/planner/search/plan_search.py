@@ -1,4 +1,4 @@
-"""From a scenario to the plan of its step: candidates, presets to begin with, search."""
+"""Plan search of a scenario: presets, candidates, search."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -23,53 +23,53 @@ from realrl.program.lower import home_placements, kept_copies, offloaded
 from realrl.program.memory import Memory
 
 _LITTLE, _SECONDS_FOR_PRESET = SearchBudget(chains=32, rounds=20, nodes=20_000), 1.0
-"""For a preset, of which only micro-batches and recomputation are open."""
+"""Search budget and seconds per preset, in which only micro-batches and recomputation vary."""
 _FEW_DEVICES = 128
 
 
 @dataclass(frozen=True)
 class UserConstraints:
-    """What a recipe says about plans that it does not give."""
+    """Constraints of a recipe on plans that it does not specify."""
 
     micro_batch_tokens: int = 8192
-    """Of presets."""
+    """Micro-batch size of presets, in tokens."""
     recompute: bool = False
-    """Whether presets compute activations again."""
+    """Whether presets use activation checkpointing (recomputation)."""
     search_space: SearchSpace = field(default_factory=SearchSpace)
-    """What a search may vary besides."""
+    """Dimensions that a search may vary."""
     own: Mapping[str, Plan] = field(default_factory=dict)
-    """Plans of the recipe's author by the names of their files, compared with presets as they are."""
+    """User plans by file name, compared with presets as they are."""
 
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """The best plan of a scenario that was found."""
+    """Best plan of a search, with its problem."""
 
     plan: Plan
     problem: Problem
-    """Its options include those of the presets that can run."""
+    """Search problem, whose candidates include those of the feasible presets."""
     result: SearchResult
 
 
 @dataclass(frozen=True)
 class BestPlan:
-    """What was found, or the preset that is better: presets may keep copies, which searches do not."""
+    """Best plan of search and presets; only presets may keep persistent replicas."""
 
     estimate: Estimate
     found: FoundPlan
     presets: Mapping[str, Estimate | UserError]
-    """By name, or why there is no such plan."""
+    """Estimates of presets by name, or the error of one that is not possible."""
     seconds: float
-    """With everything: presets, candidates, search and proof."""
+    """Seconds spent on presets, candidates, search and proof."""
 
     @property
     def lower_bound(self) -> float:
-        """No plan of those searched, nor this one, takes fewer seconds."""
+        """Lower bound on the step seconds of every searched plan and of this one."""
         return min(self.found.result.lower_bound, self.estimate.step_seconds)
 
     @property
     def gap(self) -> float:
-        """By which part of its seconds the plan can be from the best, at most."""
+        """Relative optimality gap: upper bound on the avoidable fraction of the plan's seconds."""
         return 1 - self.lower_bound / self.estimate.step_seconds
 
 
@@ -81,8 +81,10 @@ def find_best_plan(
     constraints: UserConstraints | None = None,
     start: Plan | None = None,
 ) -> BestPlan:
-    """The best of what `find_plan` finds, beginning with the presets and with `start`, and of the presets that
-    fit, in so many `seconds`; without them, in `default_search_seconds`. Raises as `find_plan`."""
+    """Find the best plan by `find_plan`, started from presets and `start`, and among the presets that fit.
+
+    `seconds`: time limit, by default `default_search_seconds`. Raises what `find_plan` raises.
+    """
     begin = time.monotonic()
     if seconds is None:
         seconds = default_search_seconds(scenario.spec)
@@ -100,7 +102,7 @@ def find_best_plan(
 
 
 def default_search_seconds(spec: ClusterSpec) -> float:
-    """How long a search for a plan of a cluster is worth its while."""
+    """Return the default time limit of a search for a cluster."""
     return 8.0 if spec.size <= _FEW_DEVICES else 45.0
 
 
@@ -134,11 +136,15 @@ def find_plan(
 def make_preset_plans(
     scenario: Scenario, constraints: UserConstraints | None = None
 ) -> dict[str, Plan | UserError]:
-    """Every preset by name, at its best, and plans of one's own as they are; or why there is no such plan: it needs
-    more devices, or fewer data-parallel ranks."""
-    constraints, graph, models = constraints or UserConstraints(), scenario.graph, scenario.models
+    """Build every preset, tuned, and user plans as they are, by name.
+
+    The value is an error if the plan is not possible: it needs more devices, or fewer DP ranks.
+    """
+    constraints = constraints or UserConstraints()
+    graph = scenario.graph
+    models = scenario.models
     shapes = {role: stored.shape for role, stored in models.items()}
-    found: dict[str, Plan | UserError] = {}
+    plans: dict[str, Plan | UserError] = {}
     for name in PRESETS:
         try:
             plan = make_plan(
@@ -150,19 +156,19 @@ def make_preset_plans(
                 recompute=constraints.recompute,
             )
             _check_calls(scenario, plan)
-            found[name] = tune_plan(scenario, plan)
+            plans[name] = tune_plan(scenario, plan)
         except UserError as error:
-            found[name] = error
+            plans[name] = error
     for name, own in constraints.own.items():
         try:
-            found[name] = _checked(scenario, own, constraints)
+            plans[name] = _checked(scenario, own, constraints)
         except UserError as error:
-            found[name] = error
-    return found
+            plans[name] = error
+    return plans
 
 
 def _checked(scenario: Scenario, plan: Plan, constraints: UserConstraints) -> Plan:
-    """The plan; UserError where it is for something else."""
+    """The plan; UserError if it does not suit the scenario."""
     if plan.cluster != scenario.spec.cluster:
         raise UserError(f"it is for cluster {plan.cluster}; this is {scenario.spec.cluster}")
     if offloaded(plan) and not constraints.search_space.offload:
@@ -173,7 +179,7 @@ def _checked(scenario: Scenario, plan: Plan, constraints: UserConstraints) -> Pl
 
 
 def _check_calls(scenario: Scenario, plan: Plan) -> None:
-    """UserError where a call leaves ranks without a record, or has a mesh on unlike nodes."""
+    """UserError if a call leaves ranks without a record, or if its mesh spans heterogeneous nodes."""
     for call in scenario.graph.calls:
         place = plan[call.name]
         scenario.spec.group(place.mesh)
@@ -181,8 +187,10 @@ def _check_calls(scenario: Scenario, plan: Plan) -> None:
 
 
 def tune_plan(scenario: Scenario, plan: Plan) -> Plan:
-    """A plan with the micro-batches, and recomputation in training, that make its step shortest, all else as it
-    is; the plan itself where none of them fits the memory of the devices."""
+    """Tune micro-batch sizes and recomputation of a plan for the shortest step.
+
+    Returns the plan itself if no variant fits into device memory.
+    """
     variants = [plan]
     candidates = {
         call.name: tuple(_variants(call, plan[call.name], scenario.workload)) for call in scenario.graph.calls
@@ -215,13 +223,16 @@ def tune_plan(scenario: Scenario, plan: Plan) -> Plan:
 
 
 def _with_kept_copies(problem: Problem, scenario: Scenario, plan: Plan) -> Problem:
-    """The problem, whose options all have the layouts of the plan, with the memory of copies that the plan keeps:
-    a problem counts a copy only for calls that use it."""
-    graph, homes = scenario.graph, home_placements(scenario.graph, plan)
+    """Add the memory of the plan's persistent replicas to a problem whose candidates all have the plan's layouts.
+
+    A problem counts a replica only during calls that use it.
+    """
+    graph = scenario.graph
+    homes = home_placements(scenario.graph, plan)
     memory = Memory(scenario.models, homes, offloaded(plan), kept_copies(graph, plan, homes))
 
     def unused(call: Call, place: Placement, rank: int) -> int:
-        """Bytes of copies on a rank other than that of the call."""
+        """Bytes of replicas on a rank that the call does not use."""
         return sum(
             size
             for item, size in memory.at_rest(rank).items()
@@ -242,7 +253,7 @@ def _with_kept_copies(problem: Problem, scenario: Scenario, plan: Plan) -> Probl
 
 
 def _variants(call: Call, place: Placement, workload: Workload) -> Iterator[Placement]:
-    """A placement with other micro-batches, and with and without recomputation; that of a function as it is."""
+    """Variants of a placement in micro-batch size and recomputation; a function has none."""
     if call.is_function:
         yield place
         return
@@ -253,9 +264,9 @@ def _variants(call: Call, place: Placement, workload: Workload) -> Iterator[Plac
 
 
 def _as_candidates(plan: Plan) -> Plan:
-    """A preset in the form of candidates, which keep no copies and cut activations wherever they cut tensors.
+    """A preset in the form of candidates: without persistent replicas, with sequence parallelism wherever tp > 1.
 
-    Calls that share parameters must agree on the latter, and a search may mix what it begins with.
+    Calls that share parameters must agree on sequence parallelism, and a search may combine its initial plans.
     """
     placements = {
         name: replace(place, strategy=replace(place.strategy, sequence_parallel=place.strategy.tp > 1))

@@ -1,4 +1,4 @@
-"""Leave out options that no best plan needs."""
+"""Removal of candidates that no best plan needs."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,13 +12,12 @@ from realrl.planner.space.problem import Candidate, Problem
 
 
 def prune_candidates(problem: Problem) -> tuple[Problem, dict[str, Ints]]:
-    """The problem with fewer options, and for each call the numbers that those that stay had before.
+    """Remove dominated candidates; also returns the original indices of the remaining ones, by call.
 
-    An option goes if it does not fit its devices even alone, or if another with the same layout, or just the
-    same mesh and degree of data parallelism where its role is never reallocated, is at least as good in
-    everything. The best plan stays as
-    good: in a schedule whose order depends on meshes alone nothing ends later when something takes less.
-    DoesNotFit if nothing stays.
+    A candidate is removed if it alone does not fit into its devices, or if another one of equal layout is at
+    least as good in every cost. For a role that is never reallocated, equal mesh and DP degree suffice. The
+    best plan keeps its step time: in a schedule whose order depends on meshes alone, nothing ends later if
+    something takes less. DoesNotFit if no candidate of a call remains.
     """
     kept: dict[str, Ints] = {}
     for call in problem.graph.calls:
@@ -45,19 +44,19 @@ def _undominated(candidates: Sequence[Candidate], *, by_mesh: bool) -> Ints:
         costs = np.array([_costs(candidates[i]) for i in members])
         better = (costs[:, None] <= costs[None]).all(axis=2)
         equal = better & better.T
-        # Of equal options the first stays.
+        # Of equal candidates the first stays.
         beaten = (better & ~equal) | (equal & np.tri(len(members), k=-1, dtype=bool).T)
         stay += [i for i, lost in zip(members, np.any(beaten, axis=0).tolist(), strict=True) if not lost]
     return np.array(sorted(stay))
 
 
 def _rows(candidate: Candidate) -> tuple[int, ...]:
-    """Equal where rows come to, and are left on, equally many ranks of the same mesh."""
+    """Key of candidates that exchange rows with the same ranks: equal mesh and DP degree."""
     return *candidate.layout[:2], candidate.placement.strategy.dp
 
 
 def _layout(candidate: Candidate) -> tuple[int, ...]:
-    """Equal where calls can share parameters."""
+    """Key of candidates that can share parameters."""
     return *candidate.layout, candidate.placement.strategy.sequence_parallel
 
 

@@ -1,4 +1,4 @@
-"""Find a good plan and prove how good it is."""
+"""Search algorithm: annealing, local search, branch and bound."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,37 +16,38 @@ from realrl.planner.search.prune import prune_candidates
 from realrl.planner.space.problem import Assignment, Candidate, Problem
 
 _STARTS, _IMPROVED = 64, 3
-"""Random plans the chains begin with besides those given, and chains whose end is polished."""
+"""Number of random initial plans, and of final chains that local search improves."""
 
 
 @dataclass(frozen=True)
 class SearchBudget:
-    """How much a search does if it has the time. It ends sooner when the gap is proven."""
+    """Work limits of a search, which ends earlier once the gap is proven: chains, rounds, branch-and-bound
+    nodes."""
 
     chains: int = 128
     rounds: int = 1200
     nodes: int = 20_000_000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """The best plan that was found."""
+    """Best plan of a search, with its proof."""
 
     assignment: dict[str, int]
-    """Call -> number of its option in the problem."""
+    """Candidate index in the problem, by call."""
     evaluation: PlanEvaluation
     lower_bound: float
-    """No plan of the problem takes fewer seconds."""
+    """Lower bound on the step seconds of every plan of the problem."""
     evaluations: int
-    """Plans that were costed."""
+    """Number of plans scored."""
     nodes: int
-    """Sets of plans that were bounded."""
+    """Number of branch-and-bound nodes."""
     search_seconds: float
     history: tuple[Improvement, ...]
 
     @property
     def gap(self) -> float:
-        """By which part of its seconds the plan can be from the best, at most."""
+        """Relative optimality gap: upper bound on the avoidable fraction of the plan's seconds."""
         return 1 - self.lower_bound / self.evaluation.seconds if self.evaluation.seconds else 0.0
 
 
@@ -59,26 +60,26 @@ def search_plans(
     starts: Sequence[Assignment] = (),
     budget: SearchBudget | None = None,
 ) -> SearchResult:
-    """The plan with the shortest step that is found in `seconds`, and a bound of all plans.
+    """Search for the plan with the shortest step within `seconds`, and bound all plans from below.
 
-    Chains start from `starts` (for example presets) and at random; their ends are polished, then branch and
-    bound looks for what they missed and stops when the plan is within `tolerance` (relative) of the bound.
-    The same seed gives the same result where `seconds` do not make it hurry. Raises DoesNotFit if no plan is
-    found that fits the memory of the devices.
+    Chains start from `starts` (presets, for example) and from random plans; local search improves their
+    results. Then branch and bound searches the rest and stops once the plan is within `tolerance` (relative) of
+    the lower bound. Results are reproducible by seed unless `seconds` run out. Raises DoesNotFit if no plan is
+    found that fits into device memory.
     """
     budget = budget or SearchBudget()
-    smaller, kept = prune_candidates(problem)
-    scorer = Scorer(Timeline(smaller), seconds)
+    pruned, kept = prune_candidates(problem)
+    scorer = Scorer(Timeline(pruned), seconds)
     begin = _initial_plans(scorer, [problem.chosen_candidates(start) for start in starts], seed)
     scores = scorer(begin)
-    improve_locally(scorer, begin[:, int(scores.argmin())], part=0.2)
+    improve_locally(scorer, begin[:, int(scores.argmin())], time_fraction=0.2)
     if scorer.best is not None:
         begin = np.concatenate([begin, scorer.best[:, None]], axis=1)
-    ends = anneal(scorer, begin, rounds=budget.rounds, chains=budget.chains, seed=seed, part=0.5)
+    ends = anneal(scorer, begin, rounds=budget.rounds, chains=budget.chains, seed=seed, time_fraction=0.5)
     for i in range(min(_IMPROVED, ends.shape[1])):
-        improve_locally(scorer, ends[:, i], part=0.55)
+        improve_locally(scorer, ends[:, i], time_fraction=0.55)
     if scorer.best is not None:
-        improve_locally(scorer, scorer.best, part=0.6)
+        improve_locally(scorer, scorer.best, time_fraction=0.6)
     proof = prove(scorer, tolerance=tolerance, max_nodes=budget.nodes, seed=seed)
     names = [call.name for call in scorer.timeline.tables.calls]
     best = scorer.best if scorer.best is not None else scorer.nearest_to_fit
@@ -89,27 +90,27 @@ def search_plans(
         shortage = explain_plan_shortage(problem, assignment, evaluation)
         raise DoesNotFit(replace(shortage, proven=bool(np.isinf(proof.lower_bound))))
     return SearchResult(
-        assignment,
-        evaluation,
-        proof.lower_bound,
-        scorer.evaluations,
-        proof.nodes,
-        scorer.elapsed,
-        tuple(scorer.history),
+        assignment=assignment,
+        evaluation=evaluation,
+        lower_bound=proof.lower_bound,
+        evaluations=scorer.evaluations,
+        nodes=proof.nodes,
+        search_seconds=scorer.elapsed,
+        history=tuple(scorer.history),
     )
 
 
 def _initial_plans(scorer: Scorer, starts: Sequence[Mapping[str, Candidate]], seed: int) -> Ints:
-    """Plans to begin with, [calls, plans]: those given, the fastest option of each call, and random ones."""
+    """Initial plans, [calls, plans]: those given, the fastest candidate of each call, and random ones."""
     tables = scorer.timeline.tables
     fastest = [int(np.argmin(tables.candidates(c).seconds)) for c in range(len(tables.calls))]
     random = np.random.default_rng(seed).integers(0, tables.sizes[:, None], (len(tables.sizes), _STARTS))
-    found = [numbers for start in starts if (numbers := _surviving_candidates(scorer, start)) is not None]
-    return np.concatenate([np.array([*found, fastest]).T, random], axis=1)
+    given = [numbers for start in starts if (numbers := _surviving_candidates(scorer, start)) is not None]
+    return np.concatenate([np.array([*given, fastest]).T, random], axis=1)
 
 
 def _surviving_candidates(scorer: Scorer, given: Mapping[str, Candidate]) -> list[int] | None:
-    """Numbers of the options of a plan, or of what is left in their place; None where nothing is."""
+    """Indices of a plan's candidates, or of the nearest ones that pruning left; None if a mesh has none."""
     numbers = []
     for call in scorer.timeline.tables.calls:
         candidate = given[call.name]

@@ -1,4 +1,4 @@
-"""Seconds of the instructions of a plan's programs, by the cost model."""
+"""Instruction durations of a plan's programs, from the cost model."""
 
 from collections.abc import Mapping
 
@@ -10,17 +10,20 @@ from realrl.program.order import changes
 
 
 class Durations:
-    """What each instruction takes once all who take part are there. Feeding, releasing, telling lengths and
-    figures take nothing: they move some kilobytes, or none."""
+    """Duration of each instruction, once all its participants have arrived.
+
+    Feeding, releasing, and sharing lengths and metrics take no time: they move a few kilobytes at most.
+    """
 
     def __init__(self, scenario: Scenario, plan: Plan) -> None:
-        self._scenario, self._plan = scenario, plan
+        self._scenario = scenario
+        self._plan = plan
         graph = scenario.graph
         self._exchange = scenario.cost.exchange(graph, scenario.workload)
         self._changing = {role for call in graph.calls for role in changes(graph, call)}
 
     def __call__(self, instruction: Instruction) -> float:
-        """Seconds."""
+        """Return the seconds of an instruction."""
         match instruction:
             case Run(call):
                 return sum(self.terms(call).values())
@@ -35,15 +38,17 @@ class Durations:
                 return 0.0
 
     def terms(self, call: str) -> Mapping[str, float]:
-        """Of a call, by what takes them."""
+        """Return the seconds of a call by term."""
         return self._scenario.call_cost(self._scenario.graph.call(call), self._plan[call]).terms
 
     def _copy(self, instruction: Load | Offload) -> float:
-        """Between device and host memory. What has not changed need not be copied back."""
-        role, placement = instruction.role, instruction.placement
+        """Seconds of a copy between device and host memory; unchanged parameters need not be copied back."""
+        role = instruction.role
+        placement = instruction.placement
         if isinstance(instruction, Offload) and role not in self._changing:
             return 0.0
-        scenario, model = self._scenario, self._scenario.models[role]
+        scenario = self._scenario
+        model = self._scenario.models[role]
         optimizer = instruction.what == "optimizer"
         size = scenario.memory.kept_state if optimizer else scenario.memory.parameters
         return scenario.cost.offload(size(model, placement), placement.mesh.first)

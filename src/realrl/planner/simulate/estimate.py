@@ -1,4 +1,4 @@
-"""What is to be expected of a plan: when what happens on which device, and what the device holds meanwhile."""
+"""Predicted timeline and memory of a plan."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -11,56 +11,53 @@ from realrl.plan.plan import Plan
 from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Receive, Run
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CallEstimate:
-    """One call of a step."""
+    """Predicted time of one call of a step."""
 
     call: Call
     placement: Placement
     terms: Mapping[str, float]
-    """Seconds on its mesh by named term (`cost.CallCost`); they add up."""
+    """Seconds on its mesh by additive term (`cost.model.CallCost`)."""
     start: float
     """Seconds after the start of the step."""
     end: float
     flops: float
-    """Arithmetic of the model in all, without what is computed again: 2 per parameter and token forward, 4
-    backward, and attention."""
+    """Model FLOPs without recomputation: 2 per parameter and token forward, 4 backward, and attention."""
     peak_flops: float
-    """Of all devices of the cluster, per second, in the type that the call computes in; 0 for a function, which
-    uses none."""
+    """Peak FLOP/s of all devices of the cluster in the type that the call computes in; 0 of a function."""
 
     @property
     def seconds(self) -> float:
-        """What the call itself takes."""
+        """Seconds of the call itself."""
         return sum(self.terms.values())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MoveEstimate:
-    """One reallocation of a step."""
+    """Predicted time and traffic of one reallocation of a step."""
 
     instruction: Reallocate
     before: str | None
-    """The call that needs what comes; None where it refreshes a kept copy or mixes into another role."""
+    """Call that needs the parameters; None if a persistent replica or a moving average is updated."""
     start: float
     seconds: float
     sent_bytes: int
-    """From device to device, in all."""
+    """Bytes sent between devices, in total."""
     network_bytes: int
-    """What of it passes between nodes."""
+    """Bytes of those sent between nodes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Slice:
-    """An instruction of one rank: when it has begun and how long it takes, waiting for other ranks included."""
+    """Execution of an instruction on one rank; its seconds include waiting for other ranks."""
 
     rank: int
     step: int
     start: float
     seconds: float
     waiting: float
-    """Of `seconds`, what passes before all who take part are there, or before the function has ended whose outputs
-    are needed."""
+    """Part of `seconds` spent waiting for other participants, or for the function whose outputs are needed."""
     instruction: Instruction
     host: bool = False
     """Whether it is a function, which runs beside the rank's other instructions."""
@@ -68,79 +65,79 @@ class Slice:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a device holds at most during one call, or while parameters are moved before it."""
+    """Peak memory of a device during one call, or during reallocations before it."""
 
     during: str
     """Name of the call."""
     parts: Mapping[str, int]
-    """Bytes by what they are: `actor parameters`, `actor gradients and optimizer`, `activations`, `cache`, ..."""
+    """Bytes by part: `actor parameters`, `actor gradients and optimizer`, `activations`, `cache`, ..."""
 
     @property
     def bytes(self) -> int:
-        """All of it."""
+        """Bytes of all parts."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """One device through a step."""
+    """Memory of one device through a step."""
 
     rank: int
     capacity: int
-    """Bytes that a plan may use."""
+    """Usable bytes."""
     resident: Mapping[str, int]
-    """What it holds between steps, by the same names."""
+    """Bytes held between steps, by part."""
     footprints: tuple[Footprint, ...]
-    """In the order of the rank's program."""
+    """Peak memory by call, in the order of the rank's program."""
 
     @cached_property
     def peak(self) -> Footprint:
-        """The largest; what it holds between steps where it takes part in nothing."""
+        """Largest footprint; that between steps if the device takes part in no call."""
         return max(self.footprints, key=lambda f: f.bytes, default=Footprint("rest", self.resident))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A plan's step. Times are in seconds."""
+    """Predicted step of a plan; times are in seconds."""
 
     plan: Plan
     step_seconds: float
-    """One step alone, from its start until the last rank has ended it."""
+    """Seconds of one isolated step, from its start until the last rank has finished it."""
     repeated_seconds: float
-    """A step among many, where devices that have ended one begin with the next."""
+    """Steady-state seconds per step, where ranks start the next step as soon as they finish one."""
     tokens: float
-    """Tokens of a step, prompts and answers."""
+    """Tokens of a step, prompts and answers together."""
     calls: Mapping[str, CallEstimate]
-    """In the order they start."""
+    """Calls by name, in order of their start."""
     moves: tuple[MoveEstimate, ...]
     slices: tuple[tuple[Slice, ...], ...]
-    """Of one step, by rank."""
+    """Timeline of one step, by rank."""
     memory: tuple[DeviceMemory, ...]
-    """By rank."""
+    """Device memory, by rank."""
 
     @cached_property
     def peak_device(self) -> DeviceMemory:
-        """The device that is fullest in relation to its memory."""
+        """Peak device: the one with the largest used fraction of its memory."""
         return max(self.memory, key=lambda device: device.peak.bytes / device.capacity)
 
     @property
     def peak_bytes(self) -> int:
-        """Of the fullest device."""
+        """Peak bytes on the peak device."""
         return self.peak_device.peak.bytes
 
     @property
     def fits(self) -> bool:
-        """Whether no device has to hold more than it can."""
+        """Whether every device has enough memory."""
         return self.peak_bytes <= self.peak_device.capacity
 
     @property
     def tokens_per_second(self) -> float:
-        """Of a step among many."""
+        """Steady-state throughput in tokens per second."""
         return self.tokens / self.repeated_seconds
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """By rank, the share of the step in which it computes a call or moves parameters."""
+        """Fraction of the step in which a rank computes or moves parameters, by rank."""
         return tuple(
             sum(
                 s.seconds - s.waiting
@@ -153,19 +150,21 @@ class Estimate:
 
     @property
     def utilisation(self) -> float:
-        """Mean of `busy`."""
+        """Mean busy fraction of all ranks."""
         return sum(self.busy) / len(self.busy)
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: the models' arithmetic in relation to what the cluster could do."""
+        """Model FLOPs utilisation (MFU) in steady state."""
         models = (call for call in self.calls.values() if not call.call.is_function)
         return sum(call.flops / call.peak_flops for call in models) / self.repeated_seconds
 
     @cached_property
     def terms(self) -> Mapping[str, float]:
-        """Where time goes: device-seconds by term, own terms of calls of models, `reallocation`, `offload`,
-        `exchange` and `idle`; they add up to `step_seconds` times the number of devices."""
+        """Device-seconds by term: those of calls of models, `reallocation`, `offload`, `exchange` and `idle`.
+
+        They add up to `step_seconds` times the number of devices.
+        """
         total: defaultdict[str, float] = defaultdict(float)
         for call in (call for call in self.calls.values() if not call.call.is_function):
             for name, seconds in call.terms.items():

@@ -1,4 +1,4 @@
-"""The estimate of a plan: its programs, simulated with the cost model, and what devices hold meanwhile."""
+"""Prediction of a plan: simulation of its programs with the cost and memory models."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,9 +15,9 @@ from realrl.program.memory import Memory
 
 
 def estimate_plan(scenario: Scenario, plan: Plan) -> Estimate:
-    """What a step takes under a plan that `Plan.check` accepts.
+    """Predict a step under a plan that `Plan.check` accepts.
 
-    UserError where a call has fewer records than data-parallel ranks, or a mesh lies on unlike nodes.
+    UserError if a call has fewer records than DP ranks, or if a mesh spans heterogeneous nodes.
     """
     graph = scenario.graph
     homes = home_placements(graph, plan)
@@ -27,50 +27,70 @@ def estimate_plan(scenario: Scenario, plan: Plan) -> Estimate:
     simulation = simulate(programs, durations)
     memory = Memory(scenario.models, homes, offloaded(plan), kept)
     return Estimate(
-        plan,
-        simulation.step_seconds,
-        simulation.repeated_seconds,
-        scenario.workload.tokens(graph),
-        _calls(scenario, plan, durations, simulation),
-        tuple(_moves(scenario, programs, simulation)),
-        simulation.slices(0),
-        compute_footprints(scenario, memory, programs),
+        plan=plan,
+        step_seconds=simulation.step_seconds,
+        repeated_seconds=simulation.repeated_seconds,
+        tokens=scenario.workload.tokens(graph),
+        calls=_calls(scenario, plan, durations, simulation),
+        moves=tuple(_moves(scenario, programs, simulation)),
+        slices=simulation.slices(0),
+        memory=compute_footprints(scenario, memory, programs),
     )
 
 
 def _calls(
     scenario: Scenario, plan: Plan, durations: Durations, simulation: Simulation
 ) -> Mapping[str, CallEstimate]:
-    found = []
+    calls = []
     for event in _once(simulation):
         if isinstance(event.instruction, Run):
             call = scenario.graph.call(event.instruction.call)
-            model, place = scenario.model(call), plan[call.name]
-            flops, peak = count_flops(call, model, scenario.workload), 0.0
+            model = scenario.model(call)
+            place = plan[call.name]
+            peak = 0.0
             if model is not None:
                 width = model.width(place.strategy)
                 peak = sum(group.size * group.device.flops(width) for group in scenario.spec.groups)
-            start, end = event.start + event.waiting, event.start + event.seconds
-            found.append(CallEstimate(call, place, durations.terms(call.name), start, end, flops, peak))
-    found.sort(key=lambda call: call.start)
-    # Of a function the last rank counts.
-    return {of.call.name: of for of in found}
+            calls.append(
+                CallEstimate(
+                    call=call,
+                    placement=place,
+                    terms=durations.terms(call.name),
+                    start=event.start + event.waiting,
+                    end=event.start + event.seconds,
+                    flops=count_flops(call, model, scenario.workload),
+                    peak_flops=peak,
+                )
+            )
+    # Of a function, which ranks start by themselves, the last one counts.
+    calls.sort(key=lambda estimate: estimate.start)
+    return {estimate.call.name: estimate for estimate in calls}
 
 
 def _moves(scenario: Scenario, programs: Sequence[Program], simulation: Simulation) -> list[MoveEstimate]:
-    found = []
+    moves = []
     for event in _once(simulation):
         move = event.instruction
         if isinstance(move, Reallocate):
             sent, network = scenario.cost.moved(scenario.models[move.role], move.source, move.target)
-            start, seconds = event.start + event.waiting, event.seconds - event.waiting
+            start = event.start + event.waiting
+            seconds = event.seconds - event.waiting
             before = _before(programs[move.target.mesh.first], move)
-            found.append(MoveEstimate(move, before, start, seconds, sent, network))
-    return sorted(found, key=lambda move: move.start)
+            moves.append(
+                MoveEstimate(
+                    instruction=move,
+                    before=before,
+                    start=start,
+                    seconds=seconds,
+                    sent_bytes=sent,
+                    network_bytes=network,
+                )
+            )
+    return sorted(moves, key=lambda move: move.start)
 
 
 def _before(program: Program, move: Reallocate) -> str | None:
-    """The call that the copy is made for."""
+    """Call that a transient replica is made for."""
     following = program.instructions[program.instructions.index(move) + 1 :]
     for instruction in following if move.into is None else ():
         if isinstance(instruction, Run) and instruction.role == move.role:
@@ -79,12 +99,11 @@ def _before(program: Program, move: Reallocate) -> str | None:
 
 
 def _once(simulation: Simulation) -> list[Slice]:
-    """Calls and reallocations of the first step, each as one of its ranks sees it; a function, which ranks call
-    at times of their own, as often as these differ."""
-    found = {
+    """Calls and reallocations of the first step, each from one of its ranks."""
+    events = {
         (event.instruction, event.start + event.seconds): event
-        for events in simulation.events.values()
-        for event in events
+        for timeline in simulation.events.values()
+        for event in timeline
         if event.step == 0 and isinstance(event.instruction, Run | Reallocate)
     }
-    return list(found.values())
+    return list(events.values())

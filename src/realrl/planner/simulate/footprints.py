@@ -1,4 +1,4 @@
-"""What each device holds while a program's calls run, by what it is."""
+"""Memory footprints of devices by call and part."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,11 +12,10 @@ from realrl.program.memory import Holdings, Item, Memory, Stored
 def compute_footprints(
     scenario: Scenario, held: Memory, programs: Sequence[Program]
 ) -> tuple[DeviceMemory, ...]:
-    """The memory of every rank through a step of its program.
+    """Compute the memory of every rank through a step of its program.
 
-    `held` knows what lies where between steps, roles that the graph of `scenario` does not use among them. Models
-    that are not in `scenario.models` count nothing. UserError where a call has fewer records than
-    data-parallel ranks.
+    `held` describes what resides where between steps, roles that the graph of `scenario` does not use included.
+    Models missing from `scenario.models` count nothing. UserError if a call has fewer records than DP ranks.
     """
     devices = _Devices(scenario, held)
     return tuple(devices.device(program) for program in programs)
@@ -24,11 +23,12 @@ def compute_footprints(
 
 class _Devices:
     def __init__(self, scenario: Scenario, held: Memory) -> None:
-        self._scenario, self._held = scenario, held
+        self._scenario = scenario
+        self._held = held
         self._known: dict[object, tuple[Mapping[str, int], tuple[Footprint, ...]]] = {}
 
     def device(self, program: Program) -> DeviceMemory:
-        """Ranks with the same program and the same place in everything hold the same."""
+        """Memory of a rank; ranks with equal programs and positions share the result."""
         runs = (i.placement for i in program.instructions if isinstance(i, Run) and i.role is not None)
         positions = {place: _position(place, program.rank) for place in (*self._held.resting, *runs)}
         alike = (tuple(map(id, program.instructions)), *positions.values())
@@ -38,9 +38,11 @@ class _Devices:
         return DeviceMemory(program.rank, self._scenario.memory.capacity(program.rank), *self._known[alike])
 
     def _footprints(self, program: Program) -> tuple[Footprint, ...]:
-        """One for each call of a model: while it runs, or while parameters are moved before it, if that takes more.
-        What is moved after the last one counts to it. Functions hold nothing."""
-        found: list[Footprint] = []
+        """Footprint of each call of a model: the peak while it runs or while parameters are moved before it.
+
+        Reallocations after the last call are attributed to it. Functions hold no device memory.
+        """
+        footprints: list[Footprint] = []
         moving: list[dict[str, int]] = []
         for instruction, holdings in self._held.timeline(program):
             if isinstance(instruction, Run) and instruction.role is not None:
@@ -49,17 +51,17 @@ class _Devices:
                 running = self._parts(holdings) | dynamic
                 moments = [running, *moving]
                 largest = max(moments, key=lambda parts: sum(parts.values()))
-                found.append(Footprint(instruction.call, largest))
+                footprints.append(Footprint(instruction.call, largest))
                 moving = []
             elif isinstance(instruction, Reallocate | Load):
                 moving.append(self._parts(holdings))
-        if found:
-            *before, last = found
-            found = [
+        if footprints:
+            *before, last = footprints
+            footprints = [
                 *before,
                 max([last, *(Footprint(last.during, m) for m in moving)], key=lambda f: f.bytes),
             ]
-        return tuple(found)
+        return tuple(footprints)
 
     def _parts(self, holdings: Holdings) -> dict[str, int]:
         return {self._name(item): size for item, size in holdings.items() if size}
@@ -73,7 +75,7 @@ class _Devices:
         return f"{item.role} parameters{copy}"
 
     def _dynamic(self, run: Run, model: Stored, rank: int) -> dict[str, int]:
-        """What the call needs besides on the rank, by term."""
+        """Dynamic memory of the call on the rank, by part."""
         scenario = self._scenario
         call = scenario.graph.call(run.call)
         stages = scenario.memory.stages(call, model, run.placement, scenario.workload)
@@ -81,6 +83,6 @@ class _Devices:
 
 
 def _position(place: Placement, rank: int) -> tuple[int, int] | None:
-    """Which part of a model a rank has."""
+    """Pipeline stage and TP rank of a rank; None outside the mesh."""
     inside = place.mesh.first <= rank < place.mesh.first + place.mesh.size
     return (place.pp_index(rank), place.tp_index(rank)) if inside else None

@@ -1,4 +1,4 @@
-"""A step to plan: what is computed, with which models, on which devices, at what cost."""
+"""Scenario of a step: graph, models, cluster, workload, cost and memory models."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,9 +13,9 @@ from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """All that a plan's time and memory depend on. `models` are by role."""
+    """Inputs of a plan's predicted time and memory; `models` are by role."""
 
     graph: DataflowGraph
     models: Mapping[str, Stored]
@@ -34,6 +34,6 @@ class Scenario:
         return self.cost.call(call, self.model(call), placement, self.workload)
 
     def on(self, spec: ClusterSpec) -> "Scenario":
-        """The same step on other devices."""
+        """Return the scenario on another cluster."""
         cost = CostModel(spec, self.cost.profile, self.cost.efficiency)
         return replace(self, spec=spec, cost=cost, memory=MemoryModel(spec, self.memory.efficiency))

@@ -1,4 +1,4 @@
-"""When what happens on which rank: the other interpreter of programs, which keeps time instead of working."""
+"""Discrete-event simulator of per-rank programs."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,38 +19,38 @@ from realrl.program.instructions import (
 from realrl.program.text import format_instruction
 
 STEPS = 5
-"""Steps that are simulated; the first of them begins with all ranks at once, as it does not later."""
+"""Number of simulated steps; only in the first do all ranks start together."""
 _SETTLED = 2
-"""From this step on they are taken to be alike."""
+"""First step that is taken to be in steady state."""
 
 
 class SimulationError(Exception):
-    """Programs that would hang: a fault of ours."""
+    """Error: programs would deadlock, which is a bug of this project."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What happens when, over some steps; times in seconds after the start of the first."""
+    """Timeline of several steps; times are in seconds after the start of the first."""
 
     events: Mapping[int, Sequence[Slice]]
-    """One rank of each group of ranks with the same program -> its instructions, in order."""
+    """Executed instructions in order, by one rank of each group of ranks with equal programs."""
     groups: tuple[int, ...]
-    """By rank, the rank in `events` that does the same at the same time."""
+    """Representative in `events`, by rank."""
     ends: tuple[float, ...]
-    """By step, when the last rank has ended it."""
+    """End of each step, when its last rank has finished."""
 
     @property
     def step_seconds(self) -> float:
-        """One step alone, from its start until the last rank has ended it."""
+        """Seconds of one isolated step, from its start until the last rank has finished it."""
         return self.ends[0]
 
     @property
     def repeated_seconds(self) -> float:
-        """A step among many."""
+        """Steady-state seconds per step."""
         return (self.ends[-1] - self.ends[_SETTLED - 1]) / (len(self.ends) - _SETTLED)
 
     def slices(self, step: int) -> tuple[tuple[Slice, ...], ...]:
-        """The instructions of one step, by rank, with times after the start of the first."""
+        """Return the timeline of one step by rank; times count from the start of the first step."""
         chosen = {rank: [s for s in events if s.step == step] for rank, events in self.events.items()}
         return tuple(
             tuple(replace(s, rank=rank) for s in chosen[group]) for rank, group in enumerate(self.groups)
@@ -60,25 +60,25 @@ class Simulation:
 def simulate(
     programs: Sequence[Program], seconds: Callable[[Instruction], float], steps: int = STEPS
 ) -> Simulation:
-    """Execute some steps of programs that `validate` accepts.
+    """Simulate several steps of programs that `validate` accepts.
 
-    `seconds`: what an instruction takes once everybody is there and everything has come. Blocks what blocks a
-    worker: calls start together, and reallocations that send anything; sends and the sender's part of a report
-    do not wait, but a rank begins its next step only when everything it has sent has been taken (gloo keeps
-    nothing for a receiver that is not there); no other thing keeps ranks in the same step. Functions run beside the
-    instructions that follow, each rank by itself and one after the other, until their outputs or metrics are sent
-    or their lengths told, or the step ends. SimulationError for a deadlock.
+    `seconds`: duration of an instruction once all participants and inputs have arrived. The simulator blocks where
+    workers block: ranks of a call start together, as do those of a reallocation that sends anything. Sends, and the
+    sender's side of a report, do not block, but a rank starts its next step only when all its messages have been
+    received, because gloo does not buffer for a receiver that has not posted. Nothing else synchronises ranks.
+    Functions run beside the instructions that follow, on each rank by itself and one after the other, until their
+    outputs or metrics are sent or the step ends. SimulationError for a deadlock.
     """
     return _Simulator(programs, seconds, steps).run()
 
 
 @dataclass
 class _Group:
-    """Ranks with the same program, which therefore do everything at the same time."""
+    """Ranks with equal programs, which execute in lockstep."""
 
     ranks: tuple[int, ...]
     program: tuple[int, ...]
-    """Numbers of instructions."""
+    """Indices of instructions."""
     clock: float = 0.0
     step: int = 0
     position: int = 0
@@ -93,7 +93,7 @@ class _Group:
 
     @cached_property
     def members(self) -> frozenset[int]:
-        """The ranks."""
+        """Set of the ranks."""
         return frozenset(self.ranks)
 
 
@@ -113,14 +113,14 @@ class _Simulator:
             for number in dict.fromkeys(group.program):
                 self.members[number].append(group)
         self.sides: dict[object, list[int]] = defaultdict(list)
-        """Message -> numbers of the instructions that send or take it."""
+        """Indices of the instructions that send or receive a message, by message."""
         for number, instruction in enumerate(self.instructions):
             if isinstance(instruction, Send | Receive):
                 self.sides[instruction.number, type(instruction)].append(number)
         self.came: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
-        """(step, instruction) -> first rank of a group -> when it came there"""
+        """Arrival times by (step, instruction) and first rank of a group."""
         self.done: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
-        """The same, when it had done it."""
+        """Completion times by (step, instruction) and first rank of a group."""
 
     def run(self) -> Simulation:
         ends = [0.0] * self.steps
@@ -147,15 +147,17 @@ class _Simulator:
                 yield f"rank {group.ranks[0]}, of which something is not taken"
 
     def _advance(self, group: _Group, ends: list[float]) -> bool:
-        """Execute the group's next instruction, or go on to its next step; whether that is possible yet."""
+        """Execute the group's next instruction or start its next step; False if it still has to wait."""
         if group.position == len(group.program):
-            left = self._everything_left(group)
-            if left is None:
+            received = self._all_received(group)
+            if received is None:
                 return False
             group.clock = max(group.clock, group.host_free)
             ends[group.step] = max(ends[group.step], group.clock)
-            group.clock = max(group.clock, left)
-            group.step, group.position, group.functions = group.step + 1, 0, {}
+            group.clock = max(group.clock, received)
+            group.step += 1
+            group.position = 0
+            group.functions = {}
             return True
         number = group.program[group.position]
         if (function := self._function(number)) is not None:
@@ -166,39 +168,49 @@ class _Simulator:
         start = self._start(group, number, ready)
         if start is None:
             return False
-        arrived, group.clock = group.clock, max(group.clock, start) + self.seconds[number]
+        arrived = group.clock
+        group.clock = max(group.clock, start) + self.seconds[number]
         self.done[group.step, number][group.ranks[0]] = group.clock
         waiting = max(0.0, start - arrived)
         event = Slice(
-            group.ranks[0],
-            group.step,
-            arrived,
-            group.clock - arrived,
-            waiting,
-            self.instructions[number],
+            rank=group.ranks[0],
+            step=group.step,
+            start=arrived,
+            seconds=group.clock - arrived,
+            waiting=waiting,
+            instruction=self.instructions[number],
         )
         group.events.append(event)
         group.position += 1
         return True
 
     def _function(self, number: int) -> str | None:
-        """The function that an instruction calls, if it does."""
+        """Name of the function that an instruction calls; None if it calls none."""
         match self.instructions[number]:
             case Run(call, None, _):
                 return call
         return None
 
     def _call(self, group: _Group, number: int, function: str) -> None:
-        """Let the group's hosts call a function while the group goes on."""
-        start, seconds = max(group.clock, group.host_free), self.seconds[number]
+        """Run a function on the group's hosts while the group continues."""
+        start = max(group.clock, group.host_free)
+        seconds = self.seconds[number]
         group.functions[function] = start + seconds
         instruction = self.instructions[number]
-        event = Slice(group.ranks[0], group.step, start, seconds, 0.0, instruction, host=True)
+        event = Slice(
+            rank=group.ranks[0],
+            step=group.step,
+            start=start,
+            seconds=seconds,
+            waiting=0.0,
+            instruction=instruction,
+            host=True,
+        )
         group.events.append(event)
         group.position += 1
 
     def _collected(self, group: _Group, number: int) -> float:
-        """When the function has ended whose outputs or metrics this instruction hands on, if it does."""
+        """End of the function whose outputs or metrics the instruction sends; 0 if it sends none."""
         match self.instructions[number]:
             case Send(producer=function) | ShareLengths(call=function):
                 return group.functions.get(function, 0.0)
@@ -207,12 +219,12 @@ class _Simulator:
         return 0.0
 
     def _start(self, group: _Group, number: int, ready: float) -> float | None:
-        """When all that the instruction waits for is there, for a group that is `ready`; None if that is not known
+        """Time at which all dependencies of the instruction are met, for a group that is `ready`; None if not known
         yet."""
         instruction = self.instructions[number]
         match instruction:
             case Reallocate() if self.seconds[number] == 0:
-                return ready  # nothing is sent, so nobody waits
+                return ready  # nothing is sent, so ranks do not synchronise
             case Run() | Reallocate():
                 return self._last(self.came, group.step, [number])
             case ShareLengths(_, _, heads, _):
@@ -224,9 +236,9 @@ class _Simulator:
             case _:
                 return ready
 
-    def _everything_left(self, group: _Group) -> float | None:
-        """When what the group has sent in this step has been taken; None if that is not known yet."""
-        left = 0.0
+    def _all_received(self, group: _Group) -> float | None:
+        """Time at which all messages of the group's step have been received; None if not known yet."""
+        latest = 0.0
         for number in group.program:
             instruction = self.instructions[number]
             match instruction:
@@ -241,8 +253,8 @@ class _Simulator:
                     continue
             if taken is None:
                 return None
-            left = max(left, taken)
-        return left
+            latest = max(latest, taken)
+        return latest
 
     def _last(
         self,
@@ -251,8 +263,10 @@ class _Simulator:
         numbers: Sequence[int],
         ranks: tuple[int, ...] | None = None,
     ) -> float | None:
-        """The latest entry of the groups that execute these instructions, or of those of them that some of
-        `ranks` are in; None if one has no entry yet."""
+        """Latest entry of the groups that execute these instructions; None if one has no entry yet.
+
+        With `ranks`, only groups that contain one of them count.
+        """
         latest = 0.0
         for number in numbers:
             entries = log[step, number]
@@ -266,9 +280,9 @@ class _Simulator:
 
 
 def _numbered(programs: Sequence[Program]) -> tuple[list[Instruction], list[tuple[int, ...]]]:
-    """All different instructions, and each program in their numbers.
+    """Distinct instructions, and each program as indices of them.
 
-    An instruction that comes again in a program has another number each time.
+    Repetitions of an instruction in one program have different indices.
     """
     instructions: list[Instruction] = []
     values: dict[Instruction, int] = {}
@@ -279,7 +293,7 @@ def _numbered(programs: Sequence[Program]) -> tuple[list[Instruction], list[tupl
         times: Counter[int] = Counter()
         own = []
         for instruction in program.instructions:
-            # Ranks mostly share the very objects, whose hashes take long.
+            # Ranks mostly share the same objects, and hashing them is slow: look up by identity first.
             if id(instruction) not in by_identity:
                 by_identity[id(instruction)] = values.setdefault(instruction, len(values))
             value = by_identity[id(instruction)]

@@ -1,4 +1,4 @@
-"""The trace that a run of a plan is predicted to leave."""
+"""Predicted Chrome trace of a plan."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,17 +14,17 @@ from realrl.program.trace import Event, make_event
 
 
 def predict_trace(scenario: Scenario, plan: Plan, steps: int = STEPS) -> list[list[Event]]:
-    """By rank, the events of what comes before the first step and of some steps (`program.trace.write_trace`)."""
+    """Predict the trace events of start-up and the first steps, by rank (`program.trace.write_trace`)."""
     homes = home_placements(scenario.graph, plan)
     kept = kept_copies(scenario.graph, plan, homes)
     durations = Durations(scenario, plan)
     start = simulate(lower_start(plan, homes, kept), durations, steps=1)
     walk = simulate(lower(scenario.graph, plan, homes, kept), durations, steps)
-    found = _events(start.slices(0), durations, 0.0)
+    trace = _events(start.slices(0), durations, 0.0)
     for step in range(steps):
         for rank, events in enumerate(_events(walk.slices(step), durations, start.step_seconds)):
-            found[rank] += events
-    return found
+            trace[rank] += events
+    return trace
 
 
 def _events(slices: Sequence[Sequence[Slice]], durations: Durations, after: float) -> list[list[Event]]:

@@ -1,4 +1,4 @@
-"""From models, a cluster and a workload to a problem: enumerate candidates and cost them."""
+"""Construction of search problems: enumerate and cost the candidates of every call."""
 
 import math
 from collections import defaultdict
@@ -15,42 +15,43 @@ from realrl.planner.space.problem import Candidate, Problem
 from realrl.program.order import changes
 
 _WORTH_OFFLOADING = 0.05
-"""Part of a device's memory; what is less stays there."""
+"""Fraction of device memory below which offloading is not considered."""
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What a search may vary, besides meshes and degrees."""
+    """Dimensions that a search may vary besides meshes and parallel degrees."""
 
     micro_batch_tokens: tuple[int, ...] | None = None
-    """None for what `candidates.micro_batches` finds sensible for each call."""
+    """Micro-batch sizes in tokens; None for those of `list_micro_batches`."""
     recompute: tuple[bool, ...] = (False, True)
     offload: bool = True
     per_size: int = 8
-    """Of each call and size of mesh, so many of the fastest strategies are candidates, and as many of those that
+    """Number of candidates per call and mesh size: this many of the fastest strategies, and as many of those that
     take less memory than all faster ones."""
 
 
 def build_problem(
     scenario: Scenario, *, search_space: SearchSpace | None = None, include: Iterable[Plan] = ()
 ) -> Problem:
-    """The problem of planning a step.
+    """Build the search problem of a step.
 
-    What the plans of `include` choose is among the options, even if it does not fit; not if a call has parameters
-    of a type of its own.
+    The placements of plans in `include` are among the candidates even if they do not fit, unless a call has its own
+    parameter type.
     """
-    graph, spec = scenario.graph, scenario.spec
+    graph = scenario.graph
+    spec = scenario.spec
     builder = _Builder(scenario, search_space or SearchSpace())
     plans = tuple(include)
     candidates = {call.name: builder.candidates(call, plans) for call in graph.calls}
     first_ranks = [n * spec.cluster.devices_per_node for n in range(spec.cluster.nodes)]
     return Problem(
-        graph,
-        spec.cluster,
-        candidates,
-        scenario.cost.transfers({role: scenario.models[role] for role in graph.roles}),
-        tuple(float(scenario.memory.capacity(rank)) for rank in first_ranks),
-        scenario.cost.exchange(graph, scenario.workload),
+        graph=graph,
+        cluster=spec.cluster,
+        candidates=candidates,
+        transfers=scenario.cost.transfers({role: scenario.models[role] for role in graph.roles}),
+        memory_bytes=tuple(float(scenario.memory.capacity(rank)) for rank in first_ranks),
+        exchange=scenario.cost.exchange(graph, scenario.workload),
     )
 
 
@@ -60,20 +61,21 @@ class _Builder:
     search_space: SearchSpace
 
     def candidates(self, call: Call, plans: Iterable[Plan]) -> tuple[Candidate, ...]:
-        """Candidates of a call, and what plans choose for it."""
+        """Cost every candidate of a call, those of the given plans included."""
         if call.is_function:
             return self._function_candidates(call, plans)
-        work, given = self.scenario.workload.work(call), self.search_space.micro_batch_tokens
-        found = self._candidates_on_meshes(
+        work = self.scenario.workload.work(call)
+        given = self.search_space.micro_batch_tokens
+        candidates = self._candidates_on_meshes(
             call, list_micro_batches(call.kind, work) if given is None else given
         )
-        if given is None and not any(map(self._fits, found)):
-            # The smallest micro-batches are slow, but may be all that fits.
-            found += self._candidates_on_meshes(call, (work.longest,))
+        if given is None and not any(map(self._fits, candidates)):
+            # The smallest micro-batches are slow, but may be the only ones that fit.
+            candidates += self._candidates_on_meshes(call, (work.longest,))
         for placement in (plan[call.name] for plan in plans):
-            if placement.strategy.dtype is None:  # layouts of a problem know nothing of types
-                found += self._variants(call, self._cost_candidate(call, placement), 0.0)
-        return tuple(dict.fromkeys(found))
+            if placement.strategy.dtype is None:  # layouts of a problem have no parameter type
+                candidates += self._variants(call, self._cost_candidate(call, placement), 0.0)
+        return tuple(dict.fromkeys(candidates))
 
     def _function_candidates(self, call: Call, plans: Iterable[Plan]) -> tuple[Candidate, ...]:
         """Every mesh with a record for each of its ranks, and what plans choose; of a function that no run has
@@ -97,42 +99,47 @@ class _Builder:
             except UserError:  # fewer records than data-parallel ranks
                 continue
             candidate = Candidate(
-                placement, cost.seconds, weights_bytes=0.0, resident_bytes=0.0, working_bytes=0.0
+                placement=placement,
+                seconds=cost.seconds,
+                weights_bytes=0.0,
+                resident_bytes=0.0,
+                working_bytes=0.0,
             )
             yield candidate, bool(cost.terms)
 
     def _candidates_on_meshes(self, call: Call, tokens: tuple[int, ...]) -> list[Candidate]:
-        """What they cost depends on the size and the devices of a mesh, so it is asked for once per such kind."""
+        """Cost candidates once per mesh size and device kind, and replicate them over equivalent meshes."""
         kinds: dict[tuple[int, int], list[Mesh]] = defaultdict(list)
         spec = self.scenario.spec
         for mesh in list_meshes(spec):
             kinds[mesh.size, spec.group_index(mesh.first)].append(mesh)
-        found = []
+        candidates = []
         for alike in kinds.values():
             for candidate in self._candidates_of_size(call, alike[0], tokens):
                 strategy = candidate.placement.strategy
-                found += [replace(candidate, placement=Placement(mesh, strategy)) for mesh in alike]
-        return found
+                candidates += [replace(candidate, placement=Placement(mesh, strategy)) for mesh in alike]
+        return candidates
 
     def _candidates_of_size(self, call: Call, mesh: Mesh, tokens: tuple[int, ...]) -> list[Candidate]:
-        spec, shape = self.scenario.spec, self.scenario.models[call.model_role].shape
+        spec = self.scenario.spec
+        shape = self.scenario.models[call.model_role].shape
         per_node = spec.groups[spec.group_index(mesh.first)].devices_per_node
         limit = self.scenario.memory.capacity(mesh.first)
         recompute = self.search_space.recompute if call.kind is Kind.TRAIN else (False,)
-        found = []
+        candidates = []
         for strategy in list_strategies(mesh.size, per_node, shape.layers, shape.heads, tokens, recompute):
             try:
                 candidate = self._cost_candidate(call, Placement(mesh, strategy))
             except UserError:  # fewer records than data-parallel ranks
                 continue
-            found += self._variants(call, candidate, limit)
-        fitting = list(filter(self._fits, found))
-        # Where nothing fits, what comes nearest says by how much.
-        nearest = sorted(found, key=lambda candidate: candidate.bytes_alone(is_home=True))[:1]
+            candidates += self._variants(call, candidate, limit)
+        fitting = list(filter(self._fits, candidates))
+        # If nothing fits, the candidate with the smallest shortage serves the error message.
+        nearest = sorted(candidates, key=lambda candidate: candidate.bytes_alone(is_home=True))[:1]
         return _worthwhile(fitting, self.search_space.per_size) if fitting else nearest
 
     def _fits(self, candidate: Candidate) -> bool:
-        """Whether it fits its devices alone."""
+        """Whether the candidate alone fits into its devices."""
         limit = self.scenario.memory.capacity(candidate.placement.mesh.first)
         return candidate.bytes_alone(is_home=True) <= limit
 
@@ -142,26 +149,28 @@ class _Builder:
         needs = scenario.memory.stages(*arguments)
         resident = max(need.static_bytes for need in needs)
         return Candidate(
-            placement,
-            scenario.cost.call(*arguments).seconds,
+            placement=placement,
+            seconds=scenario.cost.call(*arguments).seconds,
             weights_bytes=max(need.static["parameters"] for need in needs),
             resident_bytes=resident,
-            # What is largest may be so on different stages.
+            # Resident and total bytes may peak on different stages.
             working_bytes=max(need.bytes for need in needs) - resident,
         )
 
     def _variants(self, call: Call, candidate: Candidate, limit: float) -> list[Candidate]:
-        """The option, and what offloading makes of it."""
-        graph, cost, memory = self.scenario.graph, self.scenario.cost, self.scenario.memory
+        """The candidate, and its variants with offloading."""
+        graph = self.scenario.graph
+        cost = self.scenario.cost
+        memory = self.scenario.memory
         model = self.scenario.models[call.model_role]
-        found = [candidate]
+        variants = [candidate]
         if graph.home(call.model_role) != call or not self.search_space.offload:
-            return found
+            return variants
         rank = candidate.placement.mesh.first
         state = candidate.resident_bytes - candidate.weights_bytes
         if state > _WORTH_OFFLOADING * limit:
             moved = cost.offload(memory.kept_state(model, candidate.placement), rank)
-            found.append(
+            variants.append(
                 replace(
                     candidate,
                     seconds=candidate.seconds + 2 * moved,
@@ -173,7 +182,7 @@ class _Builder:
         if candidate.weights_bytes > _WORTH_OFFLOADING * limit:
             load = cost.offload(candidate.weights_bytes, rank)
             changing = any(call.role in changes(graph, other) for other in graph.calls)
-            found += [
+            variants += [
                 replace(
                     o,
                     resident_bytes=o.resident_bytes - o.weights_bytes,
@@ -181,14 +190,16 @@ class _Builder:
                     load_seconds=load,
                     unload_seconds=load if changing else 0.0,
                 )
-                for o in tuple(found)
+                for o in tuple(variants)
             ]
-        return found
+        return variants
 
 
 def _worthwhile(candidates: list[Candidate], most: int) -> list[Candidate]:
-    """The `most` fastest of them, and of the others as many that keep, or need, less memory than all faster ones:
-    the leanest, and those at equal distances in between."""
+    """The `most` fastest candidates, and as many of those that keep, or need, less memory than all faster ones.
+
+    Of the latter the leanest is taken, and others at equal distances.
+    """
     ordered = sorted(candidates, key=lambda o: o.seconds + o.load_seconds + o.unload_seconds)
     lean: list[Candidate] = []
     least_kept = least_needed = math.inf
@@ -196,6 +207,7 @@ def _worthwhile(candidates: list[Candidate], most: int) -> list[Candidate]:
         needed = candidate.resident_bytes + candidate.working_bytes
         if i >= most and (candidate.resident_bytes < least_kept or needed < least_needed):
             lean.append(candidate)
-        least_kept, least_needed = min(least_kept, candidate.resident_bytes), min(least_needed, needed)
+        least_kept = min(least_kept, candidate.resident_bytes)
+        least_needed = min(least_needed, needed)
     steps = min(most, len(lean))
     return ordered[:most] + [lean[len(lean) - 1 - i * len(lean) // steps] for i in range(steps)]

@@ -1,4 +1,4 @@
-"""What a search decides: for each call of a step, one of its options."""
+"""Search problem: candidates of every call of a step, one of which an assignment selects."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,62 +13,65 @@ from realrl.planner.moves.exchange import ExchangeModel
 from realrl.planner.moves.transfers import Transfers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A way to run a call, and what it costs. Bytes are those of the fullest device of the mesh."""
+    """Placement and offloading of a call with its costs; bytes are those of the peak device of the mesh."""
 
     placement: Placement
     seconds: float
-    """Of the call alone: its parameters and inputs are there."""
+    """Seconds of the call itself, once its parameters and inputs are in place."""
     weights_bytes: float
-    """A copy of the role's parameters in this layout."""
+    """Bytes of a copy of the role's parameters in this layout."""
     resident_bytes: float
-    """What the role keeps in device memory all the time if its home is here."""
+    """Bytes that the role keeps in device memory between calls if this is its primary placement."""
     working_bytes: float
-    """What the call needs while it runs, besides what its role keeps and a copy of the parameters."""
+    """Bytes that the call needs while it runs, besides resident bytes and a copy of the parameters."""
     offload: bool = False
-    """Whether the role's parameters wait in host memory between uses; only where the call is the role's home."""
+    """Whether the role's parameters are offloaded between uses; only at the role's primary placement."""
     offload_optimizer: bool = False
-    """The same for gradients and optimizer."""
+    """Whether gradients and optimizer state are offloaded between uses; only at the primary placement."""
     load_seconds: float = 0.0
-    """Time to bring parameters that wait in host memory here."""
+    """Seconds to load offloaded parameters."""
     unload_seconds: float = 0.0
-    """Time to bring them back: none where they are never changed."""
+    """Seconds to offload parameters again: 0 if they never change."""
 
     def bytes_alone(self, *, is_home: bool) -> float:
-        """What a device needs at least while the call runs; `is_home`: whether its role lives here."""
+        """Return the bytes a device needs at least while the call runs.
+
+        `is_home`: whether this is the role's primary placement.
+        """
         if not is_home:
             return self.working_bytes + self.weights_bytes
         return self.resident_bytes + self.working_bytes + self.weights_bytes * self.offload
 
     @property
     def layout(self) -> tuple[int, int, int, int]:
-        """Equal for two options exactly when parameters lie alike."""
+        """Key that is equal for two candidates exactly if their parameters have the same layout."""
         p = self.placement
         return p.mesh.first, p.mesh.size, p.strategy.tp, p.strategy.pp
 
 
 Assignment = Mapping[str, int]
-"""Call -> number of the option it runs with."""
+"""Index of the selected candidate, by call."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A step to plan. Its mappings must not be changed.
+    """Search problem of one step; its mappings must not be modified.
 
-    A role's home, where its parameters stay between steps, is the option of its training call, or of its first
-    call where it is not trained. Calls in another layout need a reallocation before them.
+    A role's home (primary placement), where its parameters reside between steps, is the candidate of its training
+    call, or of its first call if it is not trained. Calls in another layout need a reallocation before them.
     """
 
     graph: DataflowGraph
     cluster: Cluster
     candidates: Mapping[str, tuple[Candidate, ...]]
-    """Call -> what to choose from."""
+    """Candidates by call."""
     transfers: Transfers
     memory_bytes: tuple[float, ...]
-    """Per node, what a plan may use of each of its devices. A mesh lies on nodes of which this is the same."""
+    """Usable bytes per device, by node; equal on all nodes of a mesh."""
     exchange: ExchangeModel
-    """What bringing its inputs to a call takes."""
+    """Time model of data exchange between calls."""
 
     def __post_init__(self) -> None:
         if len(self.memory_bytes) != self.cluster.nodes:
@@ -89,7 +92,7 @@ class Problem:
                     raise ValueError(f"{call.name} cannot run with {candidate}")
 
     def home(self, role: str) -> Call:
-        """The call whose option says where a role lives."""
+        """Return the call whose candidate decides the primary placement of a role."""
         return self.graph.home(role)
 
     def is_home(self, call: Call) -> bool:
@@ -97,19 +100,21 @@ class Problem:
         return call.role is not None and self.home(call.role) == call
 
     def limit(self, placement: Placement) -> float:
-        """Bytes a plan may use of each device of a placement."""
+        """Return the usable bytes of each device of a placement."""
         return self.memory_bytes[self.cluster.node(placement.mesh.first)]
 
     def chosen_candidates(self, assignment: Assignment) -> dict[str, Candidate]:
-        """The option of each call."""
+        """Return the selected candidate of each call."""
         return {call.name: self.candidates[call.name][assignment[call.name]] for call in self.graph.calls}
 
     def find_assignment(self, plan: Plan) -> Assignment | None:
-        """The choice that a plan stands for; None if a call has no such option, or the plan keeps copies, which
-        options do not."""
+        """Find the assignment of a plan.
+
+        None if a call has no such candidate, or if the plan keeps replicas, which candidates cannot express.
+        """
         if plan.keep:
             return None
-        found = {}
+        assignment = {}
         for call in self.graph.calls:
             home = self.is_home(call)
             flags = (home and call.role in plan.offload, home and call.role in plan.offload_optimizer)
@@ -122,11 +127,11 @@ class Problem:
             number = next(alike, None)
             if number is None:
                 return None
-            found[call.name] = number
-        return found
+            assignment[call.name] = number
+        return assignment
 
     def restricted(self, nodes: int) -> "Problem | None":
-        """The same on the first `nodes` nodes; None if some call has no option there."""
+        """Restrict the problem to the first `nodes` nodes; None if some call has no candidate there."""
         cluster = Cluster(nodes, self.cluster.devices_per_node)
         candidates = {
             name: tuple(o for o in given if o.placement.mesh.first + o.placement.mesh.size <= cluster.size)
@@ -137,7 +142,7 @@ class Problem:
         return replace(self, cluster=cluster, candidates=candidates, memory_bytes=self.memory_bytes[:nodes])
 
     def plan(self, assignment: Assignment) -> Plan:
-        """The plan a choice stands for."""
+        """Build the plan of an assignment."""
         candidates = self.chosen_candidates(assignment)
         homes = {role: candidates[self.home(role).name] for role in self.graph.roles}
         return Plan(

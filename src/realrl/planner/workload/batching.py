@@ -48,8 +48,11 @@ def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
     """
     records = records_per_rank(work, strategy)
     costs = sorted((work.per_item * (length + work.room) for length in work.lengths), reverse=True)
-    mean, longest = sum(costs) / len(costs), costs[0]
-    total, budget, alike = mean * records, strategy.micro_batch_tokens, longest == costs[-1]
+    mean = sum(costs) / len(costs)
+    longest = costs[0]
+    total = mean * records
+    budget = strategy.micro_batch_tokens
+    alike = longest == costs[-1]
     if alike:
         count = math.ceil(records / max(1, budget // longest))
     else:

@@ -20,7 +20,8 @@ def count_flops(call: Call, model: Stored | None, workload: Workload) -> float:
     if call.kind is Kind.GENERATE:
         return work.sequences * _generated(model, work)
     rounds = 3 if call.kind is Kind.TRAIN else 1
-    tokens, squares = work.mean, work.mean_square
+    tokens = work.mean
+    squares = work.mean_square
     return rounds * work.passes * work.sequences * _forward(model, tokens, tokens, squares)
 
 

@@ -26,7 +26,9 @@ class Padding:
         """Compute the overhead of sequences with these lengths; `dense`: short ones materialise their scores."""
         buckets = bucket_lengths(lengths)
         masks = sum(bucket.length**2 for bucket in buckets if bucket.dense)
-        rows, long, scores = 0, 0, []
+        rows = 0
+        long = 0
+        scores = []
         for bucket in buckets:
             padded = len(bucket.sequences) * bucket.length
             rows += padded

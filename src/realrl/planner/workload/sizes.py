@@ -50,7 +50,7 @@ class LocalSizes:
 
     @cached_property
     def matmul_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(outputs, inputs) of the matmuls of a layer: fused QKV, output, fused gate and up, down."""
+        """Matmuls of a layer as (outputs, inputs): fused QKV, output, fused gate and up, down."""
         hidden = self.shape.hidden_size
         return (
             (self.q_dim + 2 * self.kv_dim, hidden),

@@ -32,7 +32,7 @@ class Allocations:
         self._start()
 
     def _start(self) -> None:
-        # torch's profiler, which is told of allocations anyway; of operators only in a scope that never occurs.
+        # The profiler records allocations in any scope, and operators only in this one, which never occurs.
         config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
         torch.autograd._prepare_profiler(config, {ProfilerActivity.CPU})
         never = {RecordScope.LITE_INTERPRETER}

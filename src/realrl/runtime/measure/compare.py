@@ -50,13 +50,17 @@ class RunInfo:
 
 def compare(info: RunInfo, profile: Profile | None, log: "TimingLog") -> Comparison:
     """Compare the measured times of training steps with those predicted for the lengths that occurred."""
-    graph, plan = info.compiled.train.graph, info.compiled.train.plan
+    graph = info.compiled.train.graph
+    plan = info.compiled.train.plan
     stored = stored_models(info.experiment, graph, info.shapes)
     workload = Workload.of(info.experiment, prompts=info.prompts, answers=info.answers)
     expected: Estimate | None = None
     if info.spec is not None:
         cost, memory = CostModel(info.spec, profile), MemoryModel(info.spec)
-        expected = estimate_plan(Scenario(graph, stored, info.spec, workload, cost, memory), plan)
+        expected = estimate_plan(
+            Scenario(graph=graph, models=stored, spec=info.spec, workload=workload, cost=cost, memory=memory),
+            plan,
+        )
     return Comparison(
         cluster=str(plan.cluster),
         spec=info.spec,
@@ -74,7 +78,8 @@ def compare(info: RunInfo, profile: Profile | None, log: "TimingLog") -> Compari
 
 
 def _call(call: Call, info: RunInfo, expected: Estimate | None, log: "TimingLog") -> CallCosts:
-    placement, measured = info.compiled.train.plan[call.name], log.spans[call.name]
+    placement = info.compiled.train.plan[call.name]
+    measured = log.spans[call.name]
     terms = expected.calls[call.name].terms if expected else {}
     return CallCosts(
         call=call,

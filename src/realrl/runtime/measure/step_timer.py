@@ -93,7 +93,8 @@ class StepTimer:
 
     def take(self) -> list[StepTimes]:
         """Remove and return the steps since the last call."""
-        steps, self._steps = self._steps, []
+        steps = self._steps
+        self._steps = []
         return steps
 
     @contextmanager
@@ -135,7 +136,8 @@ class StepTimer:
 
     def _peak(self, found: Allocations | None) -> int | None:
         """Find the peak since the call before. What is moved after the last call counts for none."""
-        moving, self._moving_peak = self._moving_peak, 0
+        moving = self._moving_peak
+        self._moving_peak = 0
         if self._cuda:
             peak = torch.cuda.max_memory_allocated(self._device) - self._staged()
             self.reserved = max(self.reserved, torch.cuda.max_memory_reserved(self._device))

@@ -64,9 +64,10 @@ class TimingLog:
         for (name, _), spans in found.items():
             if all(span.alone for span, _ in spans):
                 taken[name] += max(span.end - span.start for span, _ in spans)
-            else:
-                begun, ended = max(s.start - a for s, a in spans), max(s.end - a for s, a in spans)
-                taken[name] += max(0.0, ended - begun)
+                continue
+            begun = max(s.start - a for s, a in spans)
+            ended = max(s.end - a for s, a in spans)
+            taken[name] += max(0.0, ended - begun)
             sizes = [span.bytes for span, _ in spans if span.bytes is not None]
             known = self.spans[name]
             known.bytes = max([*sizes, known.bytes or 0]) or None

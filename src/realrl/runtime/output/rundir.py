@@ -40,8 +40,7 @@ class RunDirectory:
         """Check that the directory can be used; else UserError.
 
         It must be writable, free (or the recipe says `overwrite`), a run's, and hold no model, data or other file
-        that
-        the run reads.
+        that the run reads.
         """
         if not self.path.is_file():
             check_directory(f"run_dir={self.path}", self.path)
@@ -94,7 +93,7 @@ class RunDirectory:
             raise UserError(f"run_dir={self.path} cannot be written: {reason_of(error)}") from None
 
     def open_tensorboard(self) -> None:
-        """Also write metrics for TensorBoard from now on."""
+        """Write metrics for TensorBoard, too, from now on."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._board = SummaryWriter(str(self.path / BOARD))
@@ -176,7 +175,8 @@ def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
         for field in ("path", "tokenizer"):
             if getattr(config, field) is not None:
                 yield f"models.{role}.{field}", getattr(config, field)
-    data, judge = experiment.data, experiment.training.judge
+    data = experiment.data
+    judge = experiment.training.judge
     yield "data.train", data.train
     if data.eval is not None:
         yield "data.eval", data.eval

@@ -26,7 +26,7 @@ class Saved:
         return f"the last complete checkpoint is {self.checkpoint}"
 
     def describe(self, steps: int | None) -> str:
-        """Describe the progress of a run that was to do so many steps, if that is known, as part of a message."""
+        """Describe the progress of a run, out of all its steps if those are known, as part of a message."""
         if not self.step:
             return "before the end of the first step; nothing was saved"
         models = "no model was saved; training.save_every saves on the way"

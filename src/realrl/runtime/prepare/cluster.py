@@ -1,4 +1,4 @@
-"""What the `cluster` of a recipe says. No torch."""
+"""The `cluster` setting of a recipe. No torch."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from realrl.planner.cluster.spec import ClusterSpec
 
 
 def named_cluster(text: str) -> ClusterSpec | None:
-    """The devices that a recipe's `cluster` names by their kind or in a file; None where it only counts them.
+    """Read the devices that `cluster` names by their kind or in a file; None where it only counts them.
 
     UserError where it does so wrongly.
     """
@@ -16,7 +16,7 @@ def named_cluster(text: str) -> ClusterSpec | None:
 
 
 def written_cluster(text: str) -> Cluster | None:
-    """Nodes and devices per node that a recipe's `cluster` says; None for `auto`. UserError for nonsense."""
+    """Read the nodes and devices per node of `cluster`; None for `auto`. UserError for anything else."""
     if text == "auto":
         return None
     named = named_cluster(text)

@@ -1,4 +1,4 @@
-"""From a recipe to validated programs, without torch."""
+"""Compilation of a recipe to validated programs, without torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from realrl.recipe.model import ModelConfig
 
 @dataclass(frozen=True)
 class Phase:
-    """One kind of step: its graph, where its calls run, and the program of every rank."""
+    """One kind of step: its graph, its plan, and the program of every rank."""
 
     graph: DataflowGraph
     plan: Plan
@@ -31,7 +31,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A recipe on a cluster: training steps, evaluation steps, and where parameters live in between.
+    """A recipe compiled for a cluster: training steps, evaluation steps, and homes of parameters in between.
 
     `start` are the programs that make the copies which are `kept`, before the first step.
     """
@@ -45,7 +45,7 @@ class Compiled:
 
     @property
     def phases(self) -> dict[str, Phase]:
-        """The kinds of steps there are, by name."""
+        """Kinds of steps, by name."""
         return {"train": self.train} | ({"eval": self.evaluation} if self.evaluation else {})
 
     @property
@@ -55,20 +55,20 @@ class Compiled:
 
     @property
     def programs(self) -> dict[str, list[Program]]:
-        """The programs of all ranks by what they do: `start`, if anything, and the kinds of steps."""
+        """Programs of all ranks: `start`, if there is anything to do, and each kind of step."""
         starts = any(program.instructions for program in self.start)
         return ({"start": self.start} if starts else {}) | {n: p.programs for n, p in self.phases.items()}
 
 
 def models(experiment: Experiment) -> dict[str, ModelConfig]:
-    """The model settings of every role that the recipe has."""
+    """List the model settings of every role that the recipe has."""
     return {role: getattr(experiment.models, role) for role in experiment.spec.roles_of(experiment)}
 
 
 def stored_models(
     experiment: Experiment, graph: DataflowGraph, shapes: Mapping[str, ModelShape]
 ) -> dict[str, Stored]:
-    """How roles are stored whose sizes are given."""
+    """Describe the storage of roles whose shapes are given."""
     heads = experiment.spec.heads
     return {
         role: Stored(shapes[role], heads[role], ELEMENT_BYTES[config.dtype], graph.trained(role))
@@ -78,7 +78,7 @@ def stored_models(
 
 
 def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None = None) -> Compiled:
-    """Graph, plan and validated programs. UserError for a plan that cannot be run on the cluster.
+    """Compile a recipe to graph, plan and validated programs; UserError for a plan that cannot be run.
 
     `plan` takes the place of the recipe's, and must be given where that is `search`. What depends on the sizes of
     models is checked for those whose sizes are known without the network; what they need of memory is not.
@@ -88,7 +88,7 @@ def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None =
     stored = stored_models(experiment, graph, {role: shape for role, shape in known.items() if shape})
     shapes = {role: of.shape for role, of in stored.items()}
     if plan is None:
-        assert experiment.plan != SEARCH, "whoever compiles searches first"
+        assert experiment.plan != SEARCH, "the plan must be resolved before compile_recipe"
         tokens, recompute = experiment.micro_batch_tokens, experiment.recompute
         plan = make_plan(experiment.plan, graph, cluster, tokens, shapes, recompute=recompute)
     else:
@@ -106,8 +106,11 @@ def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None =
 
 
 def with_sizes(experiment: Experiment, compiled: Compiled, plan: Plan | None) -> Compiled:
-    """Compiled once more where this machine does not know the sizes of all models: the hub is asked for them, of
-    its files for `config.json` alone. `plan`: as for `compile_recipe`. UserError where it does not answer."""
+    """Compile again where this machine does not know the shapes of all models, asking the hub for them.
+
+    Of a hub model only `config.json` is fetched. `plan`: as for `compile_recipe`. UserError where the hub does not
+    answer.
+    """
     if not compiled.unknown:
         return compiled
     for role, config in models(experiment).items():

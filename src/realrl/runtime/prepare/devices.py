@@ -1,4 +1,4 @@
-"""The devices that a recipe is for, and what is known of them. No torch."""
+"""Devices that a recipe is for, and their specs. No torch."""
 
 from dataclasses import replace
 
@@ -14,11 +14,11 @@ from realrl.runtime.prepare.gpu import NO_GPU, Gpu, Here
 from realrl.runtime.prepare.host import host_memory
 
 _ANY_GPU = replace(DEVICES["a100-80g"], name="gpu", memory_bytes=1 << 60)
-"""Stands for a GPU that is not known, where only memory counts."""
+"""Stand-in for an unknown GPU, where only memory counts."""
 
 
 def spec_of(experiment: Experiment, cluster: Cluster, here: Here | None = None) -> ClusterSpec | None:
-    """The devices of a recipe with what is known of them.
+    """Describe the devices of a recipe as far as they are known.
 
     Their kind is what the recipe's `cluster` names; else `cpu` where it computes on CPUs; else that of `here`,
     which is what the machine computes with. None where none of them says it. Their memory is the recipe's
@@ -40,7 +40,7 @@ def spec_of(experiment: Experiment, cluster: Cluster, here: Here | None = None) 
 
 
 def _may_be(here: Here, kind: DeviceKind) -> bool:
-    """Whether it may be of a kind that a recipe names; a kind of the user's own has a name of its own."""
+    """Check whether a device may be of the kind that a recipe names; user-defined kinds match by their own name."""
     if here == "cpu" or kind.cpu:
         return here == "cpu" and kind.cpu
     known = find_gpu_kind(here.name)
@@ -48,8 +48,10 @@ def _may_be(here: Here, kind: DeviceKind) -> bool:
 
 
 def memory_spec(experiment: Experiment, cluster: Cluster, here: Here | None = None) -> ClusterSpec:
-    """The devices of a recipe, for questions about memory alone: a GPU of unknown kind is like any other, and
-    without limit where its memory is not known."""
+    """Describe the devices of a recipe for questions about memory alone.
+
+    A GPU of unknown kind is like any other, and without limit where its memory is not known.
+    """
     spec = spec_of(experiment, cluster, here)
     if spec is not None:
         return spec
@@ -60,8 +62,11 @@ def memory_spec(experiment: Experiment, cluster: Cluster, here: Here | None = No
 
 
 def check_kind(experiment: Experiment, cluster: Cluster, here: Here) -> None:
-    """UserError where a recipe that is about to run wants GPUs and there are none; or names GPUs but computes on
-    CPUs, or the other way round: what is predicted and calibrated would be something else."""
+    """Check that the kind of devices that a recipe names is the one that computes; else UserError.
+
+    GPUs that are not there are refused, and so are CPUs in place of GPUs and the reverse, since prediction and
+    calibration would be for other devices.
+    """
     if experiment.device == "cuda" and here == "cpu":
         raise UserError(NO_GPU)
     named = named_cluster(experiment.cluster)
@@ -75,12 +80,12 @@ def check_kind(experiment: Experiment, cluster: Cluster, here: Here) -> None:
 
 
 def host_is_device(experiment: Experiment, spec: ClusterSpec) -> bool:
-    """Whether devices are processes that share a machine's memory, so that offloading frees nothing."""
+    """Check whether devices are processes that share a machine's memory, so that offloading frees nothing."""
     return experiment.device_memory is None and spec.groups[0].device.cpu
 
 
 def search_spec(experiment: Experiment, cluster: Cluster, here: Here) -> ClusterSpec:
-    """The devices of a recipe, for a search; UserError where their kind is not known."""
+    """Describe the devices of a recipe for a search; UserError where their kind is not known."""
     spec = spec_of(experiment, cluster, here)
     if spec is None:
         assert isinstance(here, Gpu), "a CPU is known"
@@ -92,7 +97,7 @@ def search_spec(experiment: Experiment, cluster: Cluster, here: Here) -> Cluster
 
 
 def _cpu(experiment: Experiment, cluster: Cluster, here: Here | None) -> DeviceKind | None:
-    """A process on this machine, if that is what computes."""
+    """Find the CPU process as a device, if CPUs compute."""
     if here is None and experiment.device != "cpu":
         return None
     return replace(DEVICES["cpu"], memory_bytes=max(1, host_memory() // cluster.devices_per_node))
@@ -109,7 +114,7 @@ def _spec(cluster: Cluster, kind: DeviceKind) -> ClusterSpec:
 
 
 def with_memory(spec: ClusterSpec, size: int) -> ClusterSpec:
-    """The same devices with so many bytes of memory each. UserError if it is less than drivers take."""
+    """Copy devices with another amount of memory each; UserError if it is less than drivers take."""
     groups = (replace(group, device=replace(group.device, memory_bytes=size)) for group in spec.groups)
     spec = replace(spec, groups=tuple(groups))
     try:

@@ -1,4 +1,4 @@
-"""What this machine computes with, for a process that must not use its GPUs itself. No torch."""
+"""Devices of this machine, for a process that must not use its GPUs itself. No torch."""
 
 import json
 import subprocess
@@ -22,16 +22,16 @@ class Gpu:
     """A GPU as its driver describes it."""
 
     name: str
-    """For example `NVIDIA H100 80GB HBM3`."""
+    """Name, for example `NVIDIA H100 80GB HBM3`."""
     memory_bytes: int
 
 
 Here = Gpu | Literal["cpu"]
-"""What ranks compute with."""
+"""Devices that ranks compute with."""
 
 
 def ask_machine(device: Literal["auto", "cpu", "cuda"]) -> Here:
-    """What ranks of this machine will compute with where a recipe says `device`: the first GPU, if torch finds any.
+    """Find the device that ranks of this machine use where a recipe says `device`: the first GPU, if any.
 
     A process of its own asks, since CUDA may keep device memory in each process that does.
     """

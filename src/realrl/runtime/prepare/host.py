@@ -8,7 +8,7 @@ _CONTROL_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def host_memory(groups: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> int:
-    """Bytes that the machine has, or that containers and batch systems leave of them to this process and its like.
+    """Find the bytes of memory that containers and batch systems leave to this process and its peers.
 
     `groups` is where Linux says what control groups may use, `own` the file that names those of this process.
     """
@@ -17,7 +17,7 @@ def host_memory(groups: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> int:
 
 
 def _limits(groups: Path, own: Path) -> Iterator[int]:
-    """Of every group that this process is in, also through others."""
+    """List the limits of every control group of this process, parents included."""
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:

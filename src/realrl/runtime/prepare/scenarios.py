@@ -1,4 +1,4 @@
-"""From a recipe to the steps that the planner predicts. No torch."""
+"""Inputs of the planner for a recipe. No torch."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,26 +26,33 @@ from realrl.runtime.prepare.devices import host_is_device
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of a step by measurement."""
+    """Measurements to predict a step with."""
 
     profile: Profile | None = None
-    """Times of devices; counts for those of its kind."""
+    """Profile of devices; used for devices of its kind."""
     prompts: tuple[int, ...] | None = None
-    """Lengths in tokens; None where each prompt is to be as long as it may be."""
+    """Lengths in tokens; None where each prompt has its maximum length."""
     answers: tuple[int, ...] | None = None
-    """Lengths in tokens; None where each answer is to be as long as it may be."""
+    """Lengths in tokens; None where each answer has its maximum length."""
 
 
 def make_scenario(experiment: Experiment, spec: ClusterSpec, measured: Measured | None = None) -> Scenario:
-    """The training step of a recipe on a cluster. UserError if the size of a model cannot be found out."""
+    """Build the training step of a recipe on a cluster. UserError if the size of a model cannot be found out."""
     measured, graph = measured or Measured(), build_graph(experiment)
     workload = Workload.of(experiment, prompts=measured.prompts, answers=measured.answers)
     stored = _all_stored(experiment, graph)
-    return Scenario(graph, stored, spec, workload, CostModel(spec, measured.profile), MemoryModel(spec))
+    return Scenario(
+        graph=graph,
+        models=stored,
+        spec=spec,
+        workload=workload,
+        cost=CostModel(spec, measured.profile),
+        memory=MemoryModel(spec),
+    )
 
 
 def phase_scenarios(experiment: Experiment, compiled: Compiled, spec: ClusterSpec) -> dict[str, Scenario]:
-    """Training and evaluation steps by the names of `Compiled.phases`, for questions about memory.
+    """Describe training and evaluation steps, by the names of `Compiled.phases`, for questions about memory.
 
     Roles whose sizes are not known here have no model in them.
     """
@@ -57,7 +64,14 @@ def phase_scenarios(experiment: Experiment, compiled: Compiled, spec: ClusterSpe
             dp = max(place.strategy.dp for place in phase.plan.placements.values())
             items = experiment.data.eval_batch or experiment.data.batch
             workload = replace(workload, items=max(items, 2 * dp), samples=1)
-        found[name] = Scenario(phase.graph, compiled.memory.stored, spec, workload, cost, memory)
+        found[name] = Scenario(
+            graph=phase.graph,
+            models=compiled.memory.stored,
+            spec=spec,
+            workload=workload,
+            cost=cost,
+            memory=memory,
+        )
     return found
 
 
@@ -75,7 +89,7 @@ def _all_stored(experiment: Experiment, graph: DataflowGraph) -> dict[str, Store
 
 
 def read_constraints(experiment: Experiment, spec: ClusterSpec, out: Path | None = None) -> UserConstraints:
-    """What a recipe asks of plans that it does not give. `out`: the plan file that is going to be written.
+    """Read what a recipe asks of plans that it does not give. `out`: the plan file that is going to be written.
 
     UserError where it names neither a preset nor a plan file that can be read, unless that is `out`.
     """

@@ -50,7 +50,9 @@ class Failure:
 
 def describe(error: Exception) -> Failure:
     """Describe the failure behind an unhandled exception."""
-    rank, name, text = _rank(), type(error).__name__, " ".join(str(error).split())
+    rank = _rank()
+    name = type(error).__name__
+    text = " ".join(str(error).split())
     if isinstance(error, UserError | RunError):
         status = USER_STATUS if isinstance(error, UserError) else RUN_STATUS
         trace, alone = (error.trace, error.alone) if isinstance(error, UserCodeError) else ("", False)
@@ -140,7 +142,7 @@ def _write_for_torchrun(failure: Failure) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:
         return
-    # It reads whole seconds, so that a consequence has to come later to be told from its cause.
+    # It compares whole seconds, so a consequence has to be reported later than its cause.
     stamp = str(int(failure.time) + failure.distance)
     with suppress(OSError):
         Path(file).parent.mkdir(parents=True, exist_ok=True)

@@ -130,7 +130,8 @@ def resolve_cluster(text: str, device: Device) -> Cluster:
 def connect(device: Device) -> Process:
     """Join the process group, or be the only rank; UserError when there are not enough GPUs for all."""
     cuda = use_cuda(device)
-    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus = torch.cuda.device_count()
     if cuda and here > gpus:
         raise UserError(
             f"{here} processes cannot share the {gpus} GPUs here; make the cluster smaller or set device=cpu"
@@ -141,7 +142,8 @@ def connect(device: Device) -> Process:
         torch.cuda.set_device(place)
     if not under_launcher() or int(os.environ["WORLD_SIZE"]) == 1:
         return Process(0, 1, place)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
     if not cuda:
         wait_to_be_scheduled()
     store = os.environ.get(STORE_VARIABLE)

@@ -65,7 +65,7 @@ def raise_signals() -> None:
 
     The next signal, or PATIENCE, ends the process at once.
 
-    A signal that the parent has told this process to ignore stays ignored, as in a shell's background job.
+    A signal that this process inherits as ignored stays ignored, as in a shell's background job.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

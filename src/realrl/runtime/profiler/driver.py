@@ -31,7 +31,7 @@ class MeasurementObserver(Protocol):
         """Show a note."""
 
     def begin(self, what: str, points: int) -> None:
-        """Begin a part with so many points."""
+        """Begin a part with this number of points."""
 
     def done(self) -> None:
         """Count a point, measured or skipped."""
@@ -65,7 +65,9 @@ class _Profiler:
     def run(self) -> None:
         """Measure everything; the file is written after each part."""
         started = time.monotonic()
-        request, results, clock = self._request, self._results, self._bench.clock
+        request = self._request
+        results = self._results
+        clock = self._bench.clock
         per_node = count_local_processes(self._process.world)
         rows = list(machine.make_rows(self._process, per_node, clock, thin=request.sizes.thin))
         self._measure("links and memory", lambda: rows, results.collectives)
@@ -94,7 +96,8 @@ class _Profiler:
 
         `rows` makes the points, which hold the models that they measure, anew for each sweep.
         """
-        observer, sweeps = self._observer, self._pace.sweeps
+        observer = self._observer
+        sweeps = self._pace.sweeps
         if observer is not None:
             observer.begin(what, sweeps * sum(map(len, rows())))
         found = []

@@ -44,7 +44,7 @@ class Staging:
         return CHUNK_BYTES * len(self._free)
 
     def take(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Take a buffer: (the part of it that so many elements fill, the buffer)."""
+        """Take a buffer: (the part of it that the elements fill, the buffer)."""
         self.used += 1
         size = numel * dtype.itemsize
         if size > CHUNK_BYTES:
@@ -166,7 +166,7 @@ class Reallocator:
         return dist.batch_isend_irecv(operations), flights
 
     def _prepare(self, message: Message, data: Tensor) -> _Flight:
-        """What a message travels in: a stretch of the flat buffer itself, or a buffer that is packed now."""
+        """Prepare the wire tensor of a message: a slice of the flat buffer itself, or a packed buffer."""
         first, *more = message.spans
         fits = data.dtype == self._wire and data.device == self._process.device
         if fits and first.contiguous and not more:
@@ -216,7 +216,7 @@ def _batches(messages: Sequence[Message]) -> Iterator[list[Message]]:
 
 
 def _view(data: Tensor, span: Span, rows: int) -> Tensor:
-    """View a span of a flat buffer as a matrix of so many rows."""
+    """View a span of a flat buffer as a matrix, one row per run."""
     if span.contiguous:
         return data[span.start : span.start + span.width].view(rows, -1)
     return data.as_strided((span.rows, span.width), (span.stride, 1), span.start)

@@ -1,4 +1,4 @@
-"""Changes of what a user has written. No torch."""
+"""Changes of a user's recipe, plan file or devices. No torch."""
 
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field, replace
@@ -13,36 +13,39 @@ from realrl.runtime.prepare.scenarios import Measured, make_scenario
 
 @dataclass(frozen=True)
 class Draft:
-    """A run as its user has written it, and may write it otherwise."""
+    """Run settings that may be changed: recipe, plan file, devices."""
 
     experiment: Experiment
     spec: ClusterSpec
-    """The devices."""
+    """Devices of the run."""
     plan: Plan | None = None
-    """The content of the plan file; None where the recipe names a preset, or leaves the plan to a search."""
+    """Content of the plan file; None where the recipe names a preset or a search."""
     measured: Measured = field(default_factory=Measured)
 
     def scenario(self) -> Scenario:
-        """The training step. UserError if the size of a model cannot be found out."""
+        """Describe the training step; UserError if the shape of a model cannot be found."""
         return make_scenario(self.experiment, self.spec, self.measured)
 
 
 @dataclass(frozen=True)
 class Change:
-    """Something that a user can write, and what it makes of a draft.
+    """A change that a user can write, as a function of drafts.
 
     `apply` raises UserError where the change is not possible.
     """
 
     text: str
-    """What to write, for example `data.batch=32`, or the devices to use."""
+    """Text to write, for example `data.batch=32`, or the devices to use."""
     apply: Callable[[Draft], Draft]
     preposition: str = "with"
 
 
 Attempts = Generator[Change, bool, None]
-"""Changes of one kind, the mildest first. Each is answered by whether everything fits with it; a source may then
-look for something milder, and what it last found counts."""
+"""Generator of changes of one kind, the mildest first.
+
+Each is answered by whether everything fits with it; a source may then look for something milder, and what it
+last found counts.
+"""
 
 
 def in_order(changes: Iterable[Change]) -> Attempts:
@@ -53,7 +56,7 @@ def in_order(changes: Iterable[Change]) -> Attempts:
 
 
 def set_fields(*overrides: str) -> Change:
-    """Fields of the recipe, each as `key=value`."""
+    """Change fields of the recipe, each as `key=value`."""
 
     def apply(draft: Draft) -> Draft:
         document = draft.experiment.model_dump(mode="json")
@@ -64,7 +67,7 @@ def set_fields(*overrides: str) -> Change:
     return Change(" ".join(overrides), apply)
 
 
-def halves(number: int, least: int) -> list[int]:
+def list_halves(number: int, least: int) -> list[int]:
     """Half of a number, a quarter, and so on down to `least`."""
     found = []
     while number // 2 >= least:

@@ -12,22 +12,24 @@ from realrl.runtime.prepare.compile import Compiled, compile_recipe
 from realrl.runtime.prepare.devices import host_is_device, memory_spec, spec_of
 from realrl.runtime.prepare.fit.change import Attempts, Draft, in_order, set_fields
 from realrl.runtime.prepare.fit.footprint import PeakDevice, find_peak_device
-from realrl.runtime.prepare.fit.plan_changes import plan_changes
+from realrl.runtime.prepare.fit.plan_changes import list_plan_changes
 from realrl.runtime.prepare.fit.remedies import Outcome, Remedy, Trials, describe
 from realrl.runtime.prepare.fit.search import search_plan
-from realrl.runtime.prepare.fit.search_changes import smaller_batches
+from realrl.runtime.prepare.fit.search_changes import list_smaller_batches
 from realrl.runtime.prepare.gpu import Here
 from realrl.runtime.prepare.scenarios import read_constraints
 
 _NAMED = 3
-"""Parts of what a device holds that are named."""
+"""Number of memory parts named in the message."""
 _SECONDS = 5.0
-"""For a search, to see whether any plan fits; and for single changes, and for several together, each of which takes
-seconds where there are a thousand devices."""
+"""Seconds for a search that shows whether any plan fits, for single changes, and for combined ones.
+
+Each assessment takes seconds where there are a thousand devices.
+"""
 
 
 def check_fit(experiment: Experiment, compiled: Compiled, here: Here | None = None) -> None:
-    """UserError if a device has to hold more than it can: which, when, what of, and what to change.
+    """Check that no device runs over; else UserError with the peak, its parts, and a change that helps.
 
     `here`: what the machine computes with, if that is known.
     """
@@ -44,7 +46,7 @@ def check_fit(experiment: Experiment, compiled: Compiled, here: Here | None = No
 
 
 def _shortage(experiment: Experiment, spec: ClusterSpec, worst: PeakDevice) -> str:
-    """Which device lacks memory, when, and what it holds then."""
+    """Describe the device that lacks memory, the call, and the largest parts."""
     device, peak = worst.device, worst.device.peak
     biggest = sorted(peak.parts, key=lambda name: -peak.parts[name])
     parts = ", ".join(f"{name} {format_bytes(peak.parts[name])}" for name in biggest[:_NAMED])
@@ -57,7 +59,7 @@ def _shortage(experiment: Experiment, spec: ClusterSpec, worst: PeakDevice) -> s
 
 
 def _source(experiment: Experiment, spec: ClusterSpec) -> str:
-    """How it is known what a device has, where that can be changed."""
+    """Describe the setting that a device's memory comes from, where that can be changed."""
     if not host_is_device(experiment, spec):
         return ""
     return f" (this machine's memory over {spec.cluster.devices_per_node} processes, as device_memory is not given)"
@@ -65,7 +67,7 @@ def _source(experiment: Experiment, spec: ClusterSpec) -> str:
 
 @dataclass(frozen=True)
 class _Peak(Outcome):
-    """How a draft with a plan turns out."""
+    """Outcome of a draft with a plan."""
 
     worst: PeakDevice
     compiled: Compiled
@@ -77,7 +79,7 @@ def _outcome(worst: PeakDevice, compiled: Compiled) -> _Peak:
 
 
 def _assess(draft: Draft, seconds: float = 0.0) -> _Peak:
-    """How a draft turns out that has a plan or names a preset; takes the time it takes."""
+    """Assess a draft that has a plan or names a preset, without a time limit."""
     compiled = compile_recipe(draft.experiment, draft.spec.cluster, draft.plan)
     return _outcome(find_peak_device(draft.experiment, compiled, draft.spec), compiled)
 
@@ -85,37 +87,37 @@ def _assess(draft: Draft, seconds: float = 0.0) -> _Peak:
 def _find_help(draft: Draft, outcome: _Peak, *, searchable: bool) -> str:
     """The change that costs least and makes everything fit; else several that do together, or what there is to say
     where nothing does."""
-    single = Trials(_assess, _SECONDS).remedies(draft, _sources(draft, outcome), most=1)
+    single = Trials(_assess, _SECONDS).find_remedies(draft, _sources(draft, outcome), most=1)
     if single:
         return describe(single)
     if searchable and (found := _search(draft)):
         return found
     presets = in_order(set_fields(f"plan={name}") for name in PRESETS)
-    other = Trials(_assess, _SECONDS).remedies(replace(draft, plan=None), [presets], most=1)
+    other = Trials(_assess, _SECONDS).find_remedies(replace(draft, plan=None), [presets], most=1)
     if other:
         return describe(other)
-    several = Trials(_assess, _SECONDS).together(draft, outcome, _all_sources)
+    several = Trials(_assess, _SECONDS).find_combination(draft, outcome, _all_sources)
     if several is not None:
         return describe([several])
     return f"spread {outcome.worst.device.peak.during} over more devices; `realrl plan` finds over how many"
 
 
 def _sources(draft: Draft, outcome: _Peak) -> Iterator[Attempts]:
-    """Changes by which only the time of a step changes, the cheapest first, and the precision of frozen roles."""
+    """List sources of changes that affect the step time alone, the cheapest first, and the type of frozen roles."""
     offload = not host_is_device(draft.experiment, draft.spec)
     worst, phases = outcome.worst, outcome.compiled.phases
-    for changes in plan_changes(draft, phases[worst.phase].graph, worst.device.peak, offload=offload):
+    for changes in list_plan_changes(draft, phases[worst.phase].graph, worst.device.peak, offload=offload):
         yield in_order(changes)
 
 
 def _all_sources(draft: Draft, outcome: _Peak) -> Iterable[Attempts]:
-    """Those, and last what changes the results."""
+    """List all sources of changes, those that change the results last."""
     yield from _sources(draft, outcome)
-    yield in_order(smaller_batches(draft.experiment))
+    yield in_order(list_smaller_batches(draft.experiment))
 
 
 def _search(draft: Draft) -> str:
-    """What a search finds, or why it finds nothing; empty where that does not fit either."""
+    """Describe the plan that a search finds, or why there is none; empty where that does not fit either."""
     change = set_fields(f"plan={SEARCH}")
     constraints = replace(read_constraints(draft.experiment, draft.spec), own={})
     try:

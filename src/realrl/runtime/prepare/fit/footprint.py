@@ -1,4 +1,4 @@
-"""How full devices get under a recipe's plan, in steps of every kind. No torch."""
+"""Peak memory of devices under a recipe's plan, in steps of every kind. No torch."""
 
 from dataclasses import dataclass
 
@@ -13,10 +13,10 @@ from realrl.runtime.prepare.scenarios import phase_scenarios
 
 @dataclass(frozen=True)
 class PeakDevice:
-    """The device that is nearest to running over, or runs over furthest."""
+    """Device with the least free memory, or the largest shortfall."""
 
     phase: str
-    """Of `Compiled.phases`."""
+    """Name of the kind of step, in `Compiled.phases`."""
     device: DeviceMemory
 
     @property
@@ -25,10 +25,10 @@ class PeakDevice:
         return self.device.peak.bytes - self.device.capacity
 
 
-def device_memory(
+def compute_device_memory(
     experiment: Experiment, compiled: Compiled, spec: ClusterSpec
 ) -> dict[str, tuple[DeviceMemory, ...]]:
-    """The memory of every device through each kind of step, by the names of `Compiled.phases`.
+    """Compute the memory of every device through each kind of step, by the names of `Compiled.phases`.
 
     UserError where a call has fewer records than data-parallel ranks.
     """
@@ -42,7 +42,7 @@ def device_memory(
 
 
 def find_peak_device(experiment: Experiment, compiled: Compiled, spec: ClusterSpec) -> PeakDevice:
-    """The device with least memory to spare, of all devices in steps of every kind."""
-    found = device_memory(experiment, compiled, spec)
+    """Find the device with least memory to spare, of all devices in steps of every kind."""
+    found = compute_device_memory(experiment, compiled, spec)
     devices = (PeakDevice(phase, device) for phase, devices in found.items() for device in devices)
     return max(devices, key=lambda one: one.shortfall)

@@ -1,4 +1,4 @@
-"""Changes of a recipe, or of its plan file, so that devices hold less under its plan. No torch."""
+"""Changes of a recipe, or of its plan file, that save memory under its plan. No torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,21 +10,24 @@ from realrl.plan.plan import Plan
 from realrl.planner.simulate.estimate import Footprint
 from realrl.recipe.model import ModelConfig
 from realrl.runtime.prepare.compile import models
-from realrl.runtime.prepare.fit.change import Change, Draft, halves, set_fields
+from realrl.runtime.prepare.fit.change import Change, Draft, list_halves, set_fields
 
 Degrees = Sequence[Change]
 """Degrees of one change, the mildest first."""
 
 
-def plan_changes(
+def list_plan_changes(
     draft: Draft, graph: DataflowGraph, peak: Footprint, *, offload: bool = True
 ) -> Iterator[Degrees]:
-    """What could help a device that holds `peak` during a call of `graph`, in the order of what it costs in time,
-    and last what changes the results. `offload`: whether the host has other memory than the device."""
+    """List changes that may help a device that holds `peak` during a call of `graph`.
+
+    The least costly in time come first, and last those that change the results. `offload`: whether the host has
+    other memory than the device.
+    """
     longest = draft.experiment.data.max_tokens
     if draft.plan is None:
         tokens = draft.experiment.micro_batch_tokens
-        yield [set_fields(f"micro_batch_tokens={n}") for n in halves(tokens, longest)]
+        yield [set_fields(f"micro_batch_tokens={n}") for n in list_halves(tokens, longest)]
         yield [] if draft.experiment.recompute else [set_fields("recompute=true")]
     else:
         yield from _file_changes(draft.plan, graph, peak, longest, offload)
@@ -45,7 +48,7 @@ def _file_changes(
             yield [_strategy("sequence_parallel: true", together, sequence_parallel=True)]
         yield [
             _strategy(f"micro_batch_tokens: {n}", [call.name], micro_batch_tokens=n)
-            for n in halves(strategy.micro_batch_tokens, longest)
+            for n in list_halves(strategy.micro_batch_tokens, longest)
         ]
         if call.kind is Kind.TRAIN and not strategy.recompute:
             yield [_strategy("recompute: true", [call.name], recompute=True)]
@@ -71,7 +74,7 @@ def _file_changes(
 
 
 def _strategy(text: str, calls: Sequence[str], **fields: object) -> Change:
-    """What a plan file says of calls."""
+    """Change settings of calls in the plan file."""
 
     def apply(draft: Draft) -> Draft:
         assert draft.plan is not None, "only plan files are changed call by call"
@@ -85,7 +88,7 @@ def _strategy(text: str, calls: Sequence[str], **fields: object) -> Change:
 
 
 def _listed(key: str, role: str) -> Change:
-    """A role in a list of the plan file."""
+    """Add a role to a list of the plan file."""
 
     def apply(draft: Draft) -> Draft:
         assert draft.plan is not None, "only plan files have such lists"
@@ -96,7 +99,7 @@ def _listed(key: str, role: str) -> Change:
 
 
 def _unlisted(key: str, role: str) -> Change:
-    """A role out of a list of the plan file."""
+    """Remove a role from a list of the plan file."""
 
     def apply(draft: Draft) -> Draft:
         assert draft.plan is not None, "only plan files have such lists"
@@ -107,7 +110,7 @@ def _unlisted(key: str, role: str) -> Change:
 
 
 def _more_parts(place: Placement, devices_per_node: int) -> list[Strategy]:
-    """The same mesh with the model in more parts, as few as possible first."""
+    """Divide the model into more parts on the same mesh, as few as possible first."""
     old, found = place.strategy, []
     tp = old.tp
     while tp <= devices_per_node:

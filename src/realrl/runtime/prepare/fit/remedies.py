@@ -1,4 +1,4 @@
-"""What would help where something does not fit: changes are tried one after the other. No torch."""
+"""Remedies where something does not fit: changes are tried one after the other. No torch."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,17 +9,17 @@ from realrl.config.errors import UserError
 from realrl.runtime.prepare.fit.change import Attempts, Change, Draft
 
 _SHARE = 0.6
-"""Of the time that is left, what one source of changes may take, so that something is left for the next."""
+"""Fraction of the remaining time for one source of changes, so that something is left for the next."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a draft turns out."""
+    """Assessment of a draft."""
 
     shortfall: float
-    """Bytes that the fullest device lacks; 0 or less where everything fits."""
+    """Bytes that the peak device lacks; 0 or less where everything fits."""
     figures: str
-    """What it then needs or takes, for example `needs 72 GiB`."""
+    """Memory or seconds that it needs, for example `needs 72 GiB`."""
 
     @property
     def fits(self) -> bool:
@@ -38,27 +38,27 @@ class Remedy(Generic[Result]):
     outcome: Result
 
     def __str__(self) -> str:
-        """For example `with recompute=true (needs 72 GiB)`."""
+        """Format it, for example `with recompute=true (needs 72 GiB)`."""
         texts = " and ".join(change.text for change in self.changes)
         return f"{self.changes[0].preposition} {texts} ({self.outcome.figures})"
 
 
 def describe(remedies: Sequence[Remedy[Result]]) -> str:
-    """What a user is told, for example `it fits on 4 nodes (step 3 s), or with data.batch=8 (step 9 s)`."""
+    """Write remedies as a clause, for example `it fits on 4 nodes (step 3 s), or with data.batch=8 (step 9 s)`."""
     return f"it fits {', or '.join(map(str, remedies))}"
 
 
 class Trials(Generic[Result]):
-    """Tries changes of a draft, for `seconds` in all."""
+    """Trials of changes, for a number of seconds in all."""
 
     def __init__(self, assess: Callable[[Draft, float], Result], seconds: float) -> None:
-        """`assess` finds out how a draft turns out, in about as many seconds as it is given; UserError for what is
+        """`assess` evaluates a draft in about as many seconds as it is given, and raises UserError for one that is
         not possible."""
         self._assess = assess
         self._end = time.monotonic() + seconds
 
-    def remedies(self, draft: Draft, sources: Iterable[Attempts], most: int) -> list[Remedy[Result]]:
-        """The remedy that each source finds, of the first `most` that find any."""
+    def find_remedies(self, draft: Draft, sources: Iterable[Attempts], most: int) -> list[Remedy[Result]]:
+        """Find a remedy with each source, until there are `most` of them."""
         found: list[Remedy[Result]] = []
         for source in sources:
             if len(found) == most:
@@ -68,10 +68,10 @@ class Trials(Generic[Result]):
             found += [Remedy((change,), result) for change, result in fitting[-1:]]
         return found
 
-    def together(
+    def find_combination(
         self, draft: Draft, result: Result, sources: Callable[[Draft, Result], Iterable[Attempts]]
     ) -> Remedy[Result] | None:
-        """Changes that help only together: of each kind as much as there is, until everything fits.
+        """Find changes that help only together: of each kind as much as there is, until everything fits.
 
         `result` is that of the draft as it is; `sources` are what could help a draft with a result.
         """
@@ -88,7 +88,7 @@ class Trials(Generic[Result]):
         return Remedy(tuple(chosen), result)
 
     def _best(self, source: Attempts, draft: Draft, result: Result) -> tuple[Change | None, Result]:
-        """The change of a source that leaves least missing, if any is better than none, and its result."""
+        """Find the change of a source that leaves the smallest shortfall, if any helps, and its outcome."""
         best: Change | None = None
         for change, after in self._tried(source, draft, self._end):
             if after.shortfall < result.shortfall:
@@ -96,7 +96,7 @@ class Trials(Generic[Result]):
         return best, result
 
     def _tried(self, source: Attempts, draft: Draft, deadline: float) -> Iterator[tuple[Change, Result]]:
-        """The changes of a source that are possible, each with its result, until the deadline."""
+        """Yield the possible changes of a source, each with its outcome, until the deadline."""
         change = next(source, None)
         while change is not None and self._left(deadline) > 0:
             try:

@@ -1,4 +1,4 @@
-"""Search for the plan of a draft, and what would help where none fits. No torch."""
+"""Search for the plan of a draft, and suggested changes where none fits. No torch."""
 
 from dataclasses import dataclass, replace
 
@@ -12,33 +12,33 @@ from realrl.planner.search.search import SearchBudget
 from realrl.planner.simulate.scenario import Scenario
 from realrl.runtime.prepare.fit.change import Draft
 from realrl.runtime.prepare.fit.remedies import Outcome, Remedy, Trials, describe
-from realrl.runtime.prepare.fit.search_changes import search_changes
+from realrl.runtime.prepare.fit.search_changes import list_search_changes
 
 _BUDGET = SearchBudget(chains=128, rounds=100, nodes=2000)
 _SEARCH_SECONDS = 2.0
-"""Most for one short search."""
+"""Maximum seconds of one short search."""
 _NAMED = 3
-"""Changes that are named, if as many help."""
+"""Maximum number of suggested changes."""
 
 
 @dataclass(frozen=True)
 class SearchedPlan:
-    """A plan that was found."""
+    """Plan found by a search."""
 
     plan: Plan
     step_seconds: float
-    """Predicted."""
+    """Predicted seconds of a step."""
     about: str
-    """What it costs, and how good it is, in one line."""
+    """Predicted time and optimality gap, in one line."""
 
 
 def search_plan(draft: Draft, constraints: UserConstraints, *, seconds: float | None = None) -> SearchedPlan:
-    """The best plan that a search finds; UserError, with what would help, where no plan fits."""
+    """Search for the best plan; UserError, with what would help, where no plan fits."""
     scenario = draft.scenario()
     try:
         best = find_best_plan(scenario, seconds=seconds, constraints=constraints)
     except DoesNotFit as error:
-        raise no_plan(draft, scenario, error.shortage, constraints) from None
+        raise explain_no_plan(draft, scenario, error.shortage, constraints) from None
     about = (
         f"{best.estimate.step_seconds:.3g} s a step predicted, at most {best.gap:.1%} from the best possible,"
         f" searched in {best.seconds:.1f} s"
@@ -46,7 +46,7 @@ def search_plan(draft: Draft, constraints: UserConstraints, *, seconds: float | 
     return SearchedPlan(best.estimate.plan, best.estimate.step_seconds, about)
 
 
-def no_plan(
+def explain_no_plan(
     draft: Draft,
     scenario: Scenario,
     shortage: Shortage,
@@ -54,11 +54,11 @@ def no_plan(
     *,
     seconds: float = 15.0,
 ) -> UserError:
-    """The error message where a search for a plan of a draft raised DoesNotFit.
+    """Make the error message where a search for a plan of a draft raised DoesNotFit.
 
-    Looks for changes with which a plan fits, for so many `seconds`.
+    Looks for changes with which a plan fits, for `seconds`.
     """
-    found = search_remedies(draft, constraints, seconds=seconds)
+    found = find_remedies(draft, constraints, seconds=seconds)
     helps = describe(found) if found else "no change that was tried would be enough"
     none = "no plan fits" if shortage.proven else "no plan was found that fits"
     even = ", even with recomputation and offloading" if constraints.search_space.offload else ""
@@ -68,8 +68,8 @@ def no_plan(
     )
 
 
-def search_remedies(draft: Draft, constraints: UserConstraints, *, seconds: float) -> list[Remedy[Outcome]]:
-    """Changes with which some plan fits, by what they cost: other settings first, then other devices."""
+def find_remedies(draft: Draft, constraints: UserConstraints, *, seconds: float) -> list[Remedy[Outcome]]:
+    """Find changes with which some plan fits, the cheapest first, each by a short search."""
 
     def assess(changed: Draft, left: float) -> Outcome:
         # Without presets, at whose best a search of its own looks each time.
@@ -85,11 +85,11 @@ def search_remedies(draft: Draft, constraints: UserConstraints, *, seconds: floa
             return Outcome(error.shortage.needed_bytes - error.shortage.limit_bytes, "")
         return Outcome(0.0, f"step {found.result.evaluation.seconds:.3g} s")
 
-    return Trials(assess, seconds).remedies(draft, search_changes(draft), _NAMED)
+    return Trials(assess, seconds).find_remedies(draft, list_search_changes(draft), _NAMED)
 
 
 def _models(scenario: Scenario) -> str:
-    """Models by name where they have one, with their roles."""
+    """List models by name where they have one, with their roles."""
     names = {shape: name for name, shape in SHAPES.items()}
     roles: dict[str, list[str]] = {}
     for role, model in scenario.models.items():

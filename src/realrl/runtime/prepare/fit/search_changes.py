@@ -10,32 +10,34 @@ from realrl.planner.cluster.spec import ClusterSpec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 from realrl.runtime.prepare.compile import models
-from realrl.runtime.prepare.fit.change import Attempts, Change, Draft, halves, in_order, set_fields
+from realrl.runtime.prepare.fit.change import Attempts, Change, Draft, in_order, list_halves, set_fields
 
 _MOST_DEVICES = 1024
 _SHORTEST = 64
-"""Tokens; fewer are not worth suggesting."""
+"""Minimum tokens worth suggesting."""
 _MOST_HALVINGS = 3
-"""Of the batch."""
+"""Maximum halvings of the batch."""
 
 
-def search_changes(draft: Draft) -> Iterator[Attempts]:
-    """What could help where no plan fits, by what it costs: other settings first, then other devices, and last what
-    changes the results."""
+def list_search_changes(draft: Draft) -> Iterator[Attempts]:
+    """List changes with which some plan may fit, the cheapest first.
+
+    Other settings come first, then other devices, and last what changes the results.
+    """
     yield in_order(_narrower_types(draft.experiment))
     yield _more_nodes(draft.spec)
     yield in_order(_larger_devices(draft.spec))
     yield in_order(_shorter_sequences(draft))
-    yield in_order(islice(smaller_batches(draft.experiment), _MOST_HALVINGS))
+    yield in_order(islice(list_smaller_batches(draft.experiment), _MOST_HALVINGS))
 
 
-def smaller_batches(experiment: Experiment) -> list[Change]:
+def list_smaller_batches(experiment: Experiment) -> list[Change]:
     """Fewer records per step, which changes what is learnt."""
-    return [set_fields(f"data.batch={n}") for n in halves(experiment.data.batch, 1)]
+    return [set_fields(f"data.batch={n}") for n in list_halves(experiment.data.batch, 1)]
 
 
 def _narrower_types(experiment: Experiment) -> Iterator[Change]:
-    """Frozen roles in bfloat16, or all of them."""
+    """Store frozen roles, or all roles, in bfloat16."""
     graph = build_graph(experiment)
     # A moving average needs all digits of float32.
     averages = {average.role for average in graph.averages}
@@ -48,7 +50,7 @@ def _narrower_types(experiment: Experiment) -> Iterator[Change]:
 
 
 def _more_nodes(spec: ClusterSpec) -> Attempts:
-    """The fewest nodes of the same kind: doubled until a plan fits, then bisected."""
+    """Find the fewest nodes of the same kind: doubled until a plan fits, then bisected."""
     if len(spec.groups) > 1:
         return
     nodes, most = spec.nodes, _MOST_DEVICES // spec.groups[0].devices_per_node
@@ -65,8 +67,7 @@ def _more_nodes(spec: ClusterSpec) -> Attempts:
 
 
 def _larger_devices(spec: ClusterSpec) -> Iterator[Change]:
-    """The same number of devices of a built-in kind: that with least memory first, and of about equal ones the
-    slowest."""
+    """Replace devices by a larger built-in kind: least memory first, and of about equal ones the slowest."""
     group, *others = spec.groups
     if group.device.cpu or others:
         return
@@ -77,7 +78,7 @@ def _larger_devices(spec: ClusterSpec) -> Iterator[Change]:
 
 
 def _shorter_sequences(draft: Draft) -> Iterator[Change]:
-    """Shorter prompts or answers, whichever are longer; shorter sequences where nothing is generated."""
+    """Shorten prompts or answers, whichever are longer; sequences where nothing is generated."""
     experiment, workload = draft.experiment, draft.scenario().workload
     if not any(call.kind is Kind.GENERATE for call in build_graph(experiment).calls):
         for longest in _shorter(max(workload.prompts)):
@@ -96,11 +97,11 @@ def _shorter_sequences(draft: Draft) -> Iterator[Change]:
 
 def _shorter(tokens: int) -> Sequence[int]:
     """Half of a length, a quarter, and so on; not all the way down."""
-    return halves(tokens, _SHORTEST // 2 + 1)
+    return list_halves(tokens, _SHORTEST // 2 + 1)
 
 
 def _shorter_prompts(longest: int, *overrides: str) -> Change:
-    """Fields of the recipe that cut prompts, or whole sequences, off; the measured ones, too."""
+    """Cut prompts, or whole sequences, in the recipe and in the measured lengths."""
     change = set_fields(*overrides)
 
     def apply(draft: Draft) -> Draft:
@@ -113,5 +114,5 @@ def _shorter_prompts(longest: int, *overrides: str) -> Change:
 
 
 def _on(text: str, spec: ClusterSpec) -> Change:
-    """Other devices."""
+    """Use other devices."""
     return Change(text, lambda draft: replace(draft, spec=spec), preposition="on")

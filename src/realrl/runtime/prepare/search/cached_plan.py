@@ -1,4 +1,4 @@
-"""`plan: search`: the plan that the planner finds for a recipe, kept for the next run. No torch."""
+"""Plan cache of `plan: search`. No torch."""
 
 import hashlib
 import os
@@ -18,15 +18,14 @@ from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.fit.change import Draft
 from realrl.runtime.prepare.fit.search import SearchedPlan, search_plan
 from realrl.runtime.prepare.scenarios import Measured, read_constraints
-from realrl.runtime.prepare.search.fingerprint import fingerprint
+from realrl.runtime.prepare.search.fingerprint import make_fingerprint
 from realrl.runtime.prepare.search.sources import read_sources
 
 
 def cached_plan(experiment: Experiment, spec: ClusterSpec, say: Callable[[str], None]) -> Plan:
-    """The plan of a recipe that says `plan: search`, from an earlier search for the same step on the same devices,
-    else from a search now, which is kept.
+    """Load the plan of an earlier search for the same step on the same devices, or search now and cache it.
 
-    `say` is told where the plan is from and what is expected of it. UserError where no plan fits.
+    `say` is called with the origin of the plan and its predicted time. UserError where no plan fits.
     """
     profile = None if experiment.profile is None else Profile.load(experiment.profile)
     draft, constraints = (
@@ -34,7 +33,7 @@ def cached_plan(experiment: Experiment, spec: ClusterSpec, say: Callable[[str], 
         read_constraints(experiment, spec),
     )
     scenario = draft.scenario()
-    file = plans_directory() / f"{plan_key(scenario, constraints)}.yaml"
+    file = plans_directory() / f"{make_plan_key(scenario, constraints)}.yaml"
     kept = _read(file, scenario)
     if kept is not None:
         say(f"plan: {kept[1]}; found earlier, kept in {file}")
@@ -45,19 +44,19 @@ def cached_plan(experiment: Experiment, spec: ClusterSpec, say: Callable[[str], 
 
 
 def plans_directory() -> Path:
-    """Where plans are kept."""
+    """The directory of kept plans."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "realrl" / "plans"
 
 
-def plan_key(scenario: Scenario, constraints: UserConstraints) -> str:
+def make_plan_key(scenario: Scenario, constraints: UserConstraints) -> str:
     """Hash of all that a search depends on: the step, what is asked of plans, and the code that decides."""
-    parts = (fingerprint(scenario), fingerprint(constraints), __version__, *read_sources())
+    parts = (make_fingerprint(scenario), make_fingerprint(constraints), __version__, *read_sources())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
 def _read(file: Path, scenario: Scenario) -> tuple[Plan, str] | None:
-    """A plan that was kept, and what was said about it; None where there is none that can be used."""
+    """Read a cached plan and its description; None where there is none that can be used."""
     try:
         first = file.read_text(encoding="utf-8").partition("\n")[0]
         plan = Plan.load(file)
@@ -72,7 +71,7 @@ _HEADER = "# realrl plan: "
 
 
 def _write(file: Path, found: SearchedPlan, scenario: Scenario) -> str:
-    """Keep a plan, all of it or nothing; where it is kept, in words."""
+    """Cache a plan atomically; return a description of its place."""
     calls = ", ".join(call.name for call in scenario.graph.calls)
     made = datetime.now(UTC).date().isoformat()
     text = (

@@ -1,4 +1,4 @@
-"""Text that stands for a value and everything it is made of. No torch."""
+"""Fingerprint of a value and all its parts. No torch."""
 
 import inspect
 from collections.abc import Iterable, Mapping, Set
@@ -8,8 +8,8 @@ from enum import Enum
 from pydantic import BaseModel
 
 
-def fingerprint(value: object) -> str:
-    """A text that two values share only if they are equal in all they are made of, the same in every process.
+def make_fingerprint(value: object) -> str:
+    """Describe a value by all it is made of, the same in every process; whatever differs shows.
 
     What a value is made of: the fields of a dataclass or a pydantic model, the elements of a collection, and for
     any other class the parameters of its constructor, which must be attributes. TypeError for what has none.
@@ -23,12 +23,12 @@ def fingerprint(value: object) -> str:
     if isinstance(value, BaseModel):
         return _record(value, type(value).model_fields)
     if isinstance(value, Mapping):
-        items = sorted((fingerprint(key), fingerprint(item)) for key, item in value.items())
+        items = sorted((make_fingerprint(key), make_fingerprint(item)) for key, item in value.items())
         return f"{{{', '.join(f'{key}: {item}' for key, item in items)}}}"
     if isinstance(value, Set):
-        return f"{{{', '.join(sorted(map(fingerprint, value)))}}}"
+        return f"{{{', '.join(sorted(map(make_fingerprint, value)))}}}"
     if isinstance(value, (tuple, list)):
-        return f"[{', '.join(map(fingerprint, value))}]"
+        return f"[{', '.join(map(make_fingerprint, value))}]"
     if inspect.isfunction(value) or inspect.isclass(value):
         return f"{value.__module__}.{value.__qualname__}"
     return _record(value, inspect.signature(type(value)).parameters)
@@ -39,7 +39,7 @@ def _record(value: object, names: Iterable[str]) -> str:
     for name in names:
         if not hasattr(value, name):
             raise TypeError(f"{_name(value)} keeps no {name}, which it is made with, as an attribute")
-        parts.append(f"{name}={fingerprint(getattr(value, name))}")
+        parts.append(f"{name}={make_fingerprint(getattr(value, name))}")
     return f"{_name(value)}({', '.join(parts)})"
 
 

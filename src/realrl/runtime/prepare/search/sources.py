@@ -1,10 +1,12 @@
 """Source code that a plan may depend on: this package's, installed extensions', and the user's own. No torch."""
 
+import os
 import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from importlib.resources import as_file, files
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 from realrl.recipe.registry import GROUP
 
@@ -13,7 +15,7 @@ EXTENSIONS = (GROUP, "realrl.families")
 
 
 def read_sources() -> Iterator[str]:
-    """All of it, the same in every process: whatever a plan may depend on is among it."""
+    """Read all of it, in the same order in every process: whatever a plan may depend on is among it."""
     with as_file(files("realrl")) as package:
         for file in sorted(package.rglob("*.py")):
             yield file.read_text(encoding="utf-8")
@@ -26,15 +28,26 @@ def read_sources() -> Iterator[str]:
 
 
 def _user_files(package: Path) -> list[Path]:
-    """Files of modules that are loaded and neither ours nor installed: a user's own algorithms and families, and
-    what these import."""
-    installed = [Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)]
+    """Files of loaded modules that are not ours but may decide about plans: algorithms and families, and what these
+    import. Of installed ones only those that use something of ours."""
+    installed = [str(Path(prefix)) + os.sep for prefix in (sys.prefix, sys.base_prefix)]
     found = set()
     for module in list(sys.modules.values()):
         source = getattr(module, "__file__", None)
         if source is None or not source.endswith(".py"):
             continue
+        if source.startswith(tuple(installed)) and not _extends(module):
+            continue
         file = Path(source).resolve()
-        if file.is_file() and not any(file.is_relative_to(folder) for folder in (package, *installed)):
+        if file.is_file() and not file.is_relative_to(package):
             found.add(file)
     return sorted(found)
+
+
+def _extends(module: ModuleType) -> bool:
+    """Whether a module names a class or a function of ours."""
+    # Not `isinstance`, which asks objects that only warn or load something when they are asked.
+    definitions = [
+        value for value in list(vars(module).values()) if issubclass(type(value), (type, FunctionType))
+    ]
+    return any(str(value.__module__).partition(".")[0] == "realrl" for value in definitions)

@@ -35,8 +35,9 @@ class GroupLinks:
         self._products = products
 
     def collectives(self, number_bytes: int) -> Mapping[CollectiveKind, float]:
-        """Measure the seconds of collectives on a tensor of so many bytes."""
-        clock, group = self._clock, self._group
+        """Measure the seconds of collectives on a tensor of `number_bytes` bytes."""
+        clock = self._clock
+        group = self._group
         part = max(1, number_bytes // _ELEMENT // group.size)
         whole = torch.zeros(part * group.size, device=clock.device)
         own = torch.zeros(part, device=clock.device)
@@ -59,7 +60,8 @@ class GroupLinks:
         On a CPU both ranks compute while messages are under way, as the stages of a pipeline do; a GPU sends beside
         what it computes.
         """
-        clock, rows = self._clock, max(1, number_bytes // _ELEMENT)
+        clock = self._clock
+        rows = max(1, number_bytes // _ELEMENT)
         message = torch.zeros(rows, 1, device=clock.device)
         if not self._products:
             begin = clock.now()
@@ -102,7 +104,8 @@ def _moment(process: Process) -> int:
     """
     if process.device.type != "cpu":
         return 0
-    begin, products = time.perf_counter(), 0
+    begin = time.perf_counter()
+    products = 0
     while time.perf_counter() < begin + 20 * _MOMENT:
         _SQUARE @ _SQUARE
         products += 1

@@ -26,11 +26,13 @@ def make_rows(process: Process, per_node: int, clock: Clock, *, thin: bool) -> I
     """
     copied = copy_sizes(thin=thin)
     yield [Point(_blanks(_COPIES, 1, 1, size), partial(measure_copies, size, clock), size) for size in copied]
-    nodes, sizes = process.world // per_node, transfer_sizes(thin=thin)
+    nodes = process.world // per_node
+    sizes = transfer_sizes(thin=thin)
     degrees = [n for n in range(2, per_node + 1) if per_node % n == 0]
     degrees += [n * per_node for n in range(2, nodes + 1) if nodes % n == 0]
     for ranks in degrees:
-        links, crossed = connect_groups(process, ranks, clock), max(1, ranks // per_node)
+        links = connect_groups(process, ranks, clock)
+        crossed = max(1, ranks // per_node)
         yield [
             Point(blanks, partial(links.collectives, size), size, average=trimmed_mean)
             for size in sizes

@@ -18,7 +18,7 @@ _ELEMENT = 4  # all of it is measured with float32
 
 
 def measure_copies(number_bytes: int, clock: Clock) -> Mapping[CollectiveKind, float]:
-    """Measure the seconds of copies of so many bytes in a rank's memory, and to and from the host's."""
+    """Measure the seconds of copies of `number_bytes` in a rank's memory, and to and from the host's."""
     source = torch.zeros(max(1, number_bytes // _ELEMENT), device=clock.device)
     target = torch.zeros_like(source)
     begin = clock.now()
@@ -52,7 +52,8 @@ class Update:
 
     def seconds(self) -> float:
         """Measure the seconds of an update whose gradients have been reduced, without clearing them."""
-        clock, gradients = self._clock, self._gradients.data
+        clock = self._clock
+        gradients = self._gradients.data
         gradients.fill_(1.0)
         for bucket in range(self._optimizer.buckets):
             self._optimizer.start_reduce(bucket)

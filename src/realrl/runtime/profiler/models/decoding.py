@@ -36,8 +36,10 @@ class Decoding:
 
     def start(self, tokens: int, context: int) -> Mapping[LayerKind, float]:
         """Measure the seconds until `tokens // context` prompts of `context` tokens have their first new token."""
-        clock, sampling = self._clock, self._limited(1)
-        vocabulary, device = self._model.shape.vocab_size, self._model.device
+        clock = self._clock
+        sampling = self._limited(1)
+        vocabulary = self._model.shape.vocab_size
+        device = self._model.device
         batch = make_records([2 * context] * (tokens // context), vocabulary, device)
         self._layer_timer.clear()
         begin = clock.now()
@@ -109,7 +111,8 @@ class _Cached(Continuation):
 
     def prefill(self) -> tuple[Tensor, KVCache]:
         """Make a KV cache that claims to hold the sequences."""
-        model, rows = self.model, len(self.prompts)
+        model = self.model
+        rows = len(self.prompts)
         cache = KVCache(
             layers=len(model.shard.layers),
             kv_heads=model.transformer.cache_heads,

@@ -58,7 +58,8 @@ class Passes:
 
     def _infer(self, batch: Batch) -> dict[str, float]:
         """Measure inference: before the layers, one layer, and after them."""
-        clock, tokens = self._clock, len(batch["sequences"].values)
+        clock = self._clock
+        tokens = len(batch["sequences"].values)
         self._layer_timer.clear()
         begin = clock.now()
         self._model.infer(batch, self._inference, tokens)
@@ -69,7 +70,8 @@ class Passes:
 
     def _train(self, batch: Batch) -> dict[str, float]:
         """Measure training: before and after, a layer and the head both ways, and the embedding backward."""
-        clock, trainer = self._clock, self._trainer
+        clock = self._clock
+        trainer = self._trainer
         self._layer_timer.clear()
         whole = [list(range(len(batch)))]
         trainer.train(batch, self._training, whole, lr=1e-6, budget=len(batch["sequences"].values))

@@ -161,7 +161,7 @@ def _blanks(kinds: Iterable[LayerKind], **at: int) -> tuple[Measurement, ...]:
 
 
 def _layer_tensors(shape: ModelShape, layers: int) -> list[TensorSpec]:
-    """List the tensors of so many layers, up to `_LARGEST_UPDATE` elements, but at least one layer."""
+    """List the tensors of some layers, up to `_LARGEST_UPDATE` elements, but at least one layer."""
     few = shape.model_copy(update={"layers": layers})
     tensors = [spec for spec in model_tensors(few, "lm") if spec.layer is not None]
     per_layer = sum(spec.numel for spec in tensors) // layers

@@ -29,8 +29,8 @@ def make_tensor_rank(
 ) -> Model:
     """Make a model of `layers` layers with fresh weights of the largest of `tp` TP ranks.
 
-    Where it would talk to the others it goes on with what it has: it takes the time of the arithmetic, and its
-    results mean nothing.
+    Where it would communicate with the others it continues with its own data: it takes the time of the arithmetic,
+    and its results mean nothing.
     """
     shape = shape.model_copy(update={"layers": layers})
     placement = Placement(Mesh(0, tp), Strategy(1, tp))
