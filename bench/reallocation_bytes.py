@@ -33,8 +33,8 @@ from multiprocessing import Pool
 from pathlib import Path
 
 from realrl.families.published import SHAPES
+from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
-from realrl.families.tensors import model_tensors
 from realrl.layout.layout import build_layout, local_tensor
 from realrl.layout.ranges import stage_layers
 from realrl.layout.routing.links import Links

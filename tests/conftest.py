@@ -118,8 +118,8 @@ def build_world(root: Path, sizes: Mapping[str, Any]) -> World:
     from realrl.checkpoint import huggingface
     from realrl.data.tokenizer import train_bpe
     from realrl.engine.flat import FlatBuffer
+    from realrl.families.registry import model_tensors
     from realrl.families.shape import ModelShape
-    from realrl.families.tensors import model_tensors
     from realrl.model.init import initialise
 
     sentences = [sentence(i, mood) for i in range(40) for mood in ("good", "bad")]

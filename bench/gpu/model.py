@@ -63,7 +63,7 @@ def training(model: Model) -> float:
     elapsed = seconds(lambda: trainer.train(batch, SFTTrain(), everything, lr=1e-5, budget=TOKENS), 5)
     shape = model.shape
     attention = 6 * shape.layers * shape.heads * shape.head_dim * LENGTH * TOKENS
-    return (6 * model.parameters.data.numel() * TOKENS + attention) / elapsed
+    return (6 * model.sets["base"].buffer.data.numel() * TOKENS + attention) / elapsed
 
 
 @torch.no_grad()
@@ -87,7 +87,7 @@ def decoding(model: Model) -> float:
 
     elapsed = seconds(step, 20)
     values = 2 * shape.layers * ROWS * CONTEXT * shape.kv_heads * shape.head_dim
-    return 2 * (model.parameters.data.numel() + values) / elapsed
+    return 2 * (model.sets["base"].buffer.data.numel() + values) / elapsed
 
 
 def main() -> None:
@@ -110,7 +110,7 @@ def main() -> None:
         "date": date.today().isoformat(),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "parameters": model.parameters.data.numel(),
+        "parameters": model.sets["base"].buffer.data.numel(),
         "matmul_tflops": round(arithmetic / 1e12, 1),
         "copy_gb_per_s": round(bandwidth / 1e9, 1),
         "training_tflops": round(trained / 1e12, 1),

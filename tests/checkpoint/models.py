@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from realrl.checkpoint import huggingface
 from realrl.checkpoint.origin import read_origin
 from realrl.engine.flat import FlatBuffer
+from realrl.families.registry import model_tensors
 from realrl.families.shape import Head
-from realrl.families.tensors import model_tensors
 
 WORDS = ("the", "film", "is", "great", "dull", "and", "moving", "plot")
 CHAT = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
@@ -54,7 +54,7 @@ def save_again(source: Path, directory: Path, head: Head = "lm", ends: tuple[int
     shape = huggingface.read_shape(source)
     tensors = model_tensors(shape, head)
     buffer = FlatBuffer(tensors, torch.float32, "cpu")
-    for name in huggingface.load(source, tensors, buffer):
+    for name in huggingface.load(source, shape, tensors, buffer):
         buffer[name].normal_(generator=torch.Generator().manual_seed(1))
     tokenizer = AutoTokenizer.from_pretrained(source)
     origin = read_origin(source)

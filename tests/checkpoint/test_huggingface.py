@@ -14,8 +14,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
 
@@ -25,11 +23,11 @@ from realrl.checkpoint.origin import read_origin
 from realrl.config.errors import UserError
 from realrl.engine.finite import NotFiniteError
 from realrl.engine.flat import FlatBuffer
-from realrl.families.llama import shape_to_hf
+from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import model_tensors
 from realrl.layout.region import Region
 from realrl.recipe.model import ModelConfig
+from tests.model.small_models import make_theirs
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 4}
 
@@ -58,9 +56,10 @@ def saved(path: Path, head: Head = "lm", *, tied: bool = False, shard: float = 5
 
 
 def loaded(path: Path, head: Head = "lm") -> tuple[FlatBuffer, list[str]]:
-    tensors = model_tensors(huggingface.read_shape(path), head)
+    shape = huggingface.read_shape(path)
+    tensors = model_tensors(shape, head)
     buffer = FlatBuffer(tensors, torch.float32, "cpu")
-    return buffer, huggingface.load(path, tensors, buffer)
+    return buffer, huggingface.load(path, shape, tensors, buffer)
 
 
 def edit_config(path: Path, **changes: object) -> None:
@@ -78,22 +77,39 @@ def test_saved_models_load_bit_for_bit(head: Head, tied: bool, shard: float, tmp
     assert (path / huggingface.INDEX).exists() == (shard < 5e9)
 
 
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shard", ["5GB", "3KB"])
+@pytest.mark.parametrize(("dtype", "shard"), [(torch.float32, "5GB"), (torch.bfloat16, "3KB")])
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_transformers_model_survives_import_and_export_bit_for_bit(
-    tied: bool, dtype: torch.dtype, shard: str, tmp_path: Path
+    family: str, head: Head, tied: bool, dtype: torch.dtype, shard: str, tmp_path: Path
 ) -> None:
-    shape = shape_of(tied)
-    theirs = LlamaForCausalLM(LlamaConfig(**shape_to_hf(shape, "lm", "float32", {}))).to(dtype)
+    shape = shape_of(tied).model_copy(update={"family": family})
+    theirs = make_theirs(shape, head).to(dtype)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size=shard)
     assert huggingface.read_shape(tmp_path / "theirs") == shape
-    buffer, _ = loaded(tmp_path / "theirs")
-    huggingface.save(tmp_path / "ours", shape, "lm", buffer, None, dtype, 3000)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
-    assert again.dtype == dtype
-    for name, tensor in theirs.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor), name
+    buffer, missing = loaded(tmp_path / "theirs", head)
+    assert missing == []
+    origin = read_origin(tmp_path / "theirs")
+    huggingface.save(tmp_path / "ours", shape, head, buffer, None, dtype, 3000, origin=origin)
+    written, source = stored_tensors(tmp_path / "ours"), stored_tensors(tmp_path / "theirs")
+    assert written.keys() == source.keys()
+    assert all(torch.equal(written[name], values) for name, values in source.items())
+    assert {values.dtype for values in written.values()} == {dtype}
+    opened = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+    again = opened.from_pretrained(tmp_path / "ours", dtype="auto")
+    assert type(again) is type(theirs) and type(again.config) is type(theirs.config)
+    tokens = torch.tensor([[3, 9, 4, 30]])
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, theirs.eval()(tokens).logits)
+
+
+def stored_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors in a directory's files."""
+    return {name: values for file in path.glob("*.safetensors") for name, values in load_file(file).items()}
 
 
 def test_transformers_opens_a_scalar_head_as_a_classifier_with_one_label(tmp_path: Path) -> None:
@@ -128,7 +144,7 @@ def test_a_tied_model_fills_an_untied_head_from_its_table(tmp_path: Path) -> Non
     path = saved(tmp_path / "m", tied=True)
     tensors = model_tensors(shape_of(tied=False), "lm")
     buffer = FlatBuffer(tensors, torch.float32, "cpu")
-    assert huggingface.load(path, tensors, buffer) == []
+    assert huggingface.load(path, shape_of(), tensors, buffer) == []
     assert torch.equal(buffer["lm_head.weight"], buffer["model.embed_tokens.weight"])
 
 
@@ -233,7 +249,7 @@ def test_only_the_regions_that_are_read_are_looked_at(tmp_path: Path) -> None:
         region = Region("model.embed_tokens.weight", (rows[0], 0), (rows[1], 16))
         buffer = FlatBuffer(tensors, torch.float32, "cpu")
         with nullcontext() if finite else pytest.raises(UserError, match="not finite"):
-            huggingface.load(path, tensors, buffer, {region.tensor: region})
+            huggingface.load(path, shape_of(), tensors, buffer, {region.tensor: region})
 
 
 @pytest.mark.parametrize("shard", [5e9, 2000.0], ids=["one-file", "sharded"])
@@ -249,10 +265,10 @@ def test_a_model_that_is_not_finite_is_not_saved(shard: float, tmp_path: Path) -
 def test_headers_alone_show_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(tmp_path / "m")
     monkeypatch.setattr(huggingface, "_read", None)
-    assert huggingface.check(path, model_tensors(shape_of(), "scalar")) == ["score.weight"]
+    assert huggingface.check(path, shape_of(), model_tensors(shape_of(), "scalar")) == ["score.weight"]
     change(path, NORM, torch.ones(3))
     with pytest.raises(UserError, match=r"norm\.weight has shape \[3\]"):
-        huggingface.check(path, model_tensors(shape_of(), "lm"))
+        huggingface.check(path, shape_of(), model_tensors(shape_of(), "lm"))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -302,14 +318,14 @@ def test_a_hub_name_that_cannot_be_fetched_is_named(monkeypatch: pytest.MonkeyPa
     with pytest.raises(
         UserError, match="someone/model: no such model directory, and the Hugging Face hub"
     ) as caught:
-        huggingface.load("someone/model", (), FlatBuffer((), torch.float32, "cpu"))
+        huggingface.load("someone/model", shape_of(), (), FlatBuffer((), torch.float32, "cpu"))
     assert "\n" not in str(caught.value)
 
 
 def test_a_hub_model_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(tmp_path / "m")
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(path))
-    assert huggingface.check("someone/model", model_tensors(shape_of(), "lm")) == []
+    assert huggingface.check("someone/model", shape_of(), model_tensors(shape_of(), "lm")) == []
 
 
 @pytest.mark.parametrize("generation", [None, {"eos_token_id": [3, 5]}])

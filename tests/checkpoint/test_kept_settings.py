@@ -114,7 +114,7 @@ def test_a_tokenizer_whose_files_are_gone_is_written_without_anything_of_ours(
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.name_or_path = str(tmp_path / "gone")
     (tmp_path / "m").mkdir()
-    write_tokenizer(tokenizer, tmp_path / "m")
+    write_tokenizer(tokenizer, tmp_path / "m", "llama")
     settings = json.loads((tmp_path / "m" / "tokenizer_config.json").read_text())
     assert not {"is_local", "local_files_only"} & set(settings)
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"  # transformers 4 knows no other name
@@ -130,7 +130,7 @@ def test_a_tokenizer_of_the_hub_is_copied_from_the_cache(
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.name_or_path = "someone/model"
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: str(source / file))
-    write_tokenizer(tokenizer, tmp_path)
+    write_tokenizer(tokenizer, tmp_path, "llama")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (tmp_path / name).read_bytes() == (source / name).read_bytes()
 
@@ -144,7 +144,7 @@ def test_files_that_need_another_models_config_are_not_copied(source: Path, tmp_
     (tmp_path / "gpt2" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "gpt2")
     (tmp_path / "m").mkdir()
-    write_tokenizer(tokenizer, tmp_path / "m")
+    write_tokenizer(tokenizer, tmp_path / "m", "llama")
     assert "tokenizer_class" in json.loads((tmp_path / "m" / "tokenizer_config.json").read_text())
 
 

@@ -51,7 +51,7 @@ def our_scores(path: Path, rows: list[list[int]]) -> Tensor:
     model = whole_model(
         huggingface.read_shape(path), "scalar", dtype=torch.float32, device=torch.device("cpu")
     )
-    assert huggingface.load(path, model.layout.specs, model.parameters) == []
+    assert huggingface.load(path, model.shape, model.layout.specs, model.parameters) == []
     with torch.no_grad():
         packed = Ragged.of(rows)
         packing = Packing.of(packed.lengths, "cpu")

@@ -25,7 +25,8 @@ def place(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "folder").mkdir()
     (directory / "folder" / "records.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     (directory / "nothing").mkdir()
-    for family in ("qwen2", "mistral", "qwen3"):
+    (directory / "family.py").write_text("")
+    for family in ("mistral", "qwen9"):
         (directory / family).mkdir()
         (directory / family / "config.json").write_text(json.dumps({**CONFIG_JSON, "model_type": family}))
     return directory

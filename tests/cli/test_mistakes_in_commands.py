@@ -74,7 +74,7 @@ CONFIGS: list[tuple[dict[str, Any] | str, str]] = [
     (DEEPER, "nested too deep"),
     ('{"model_type": "llama", "model_type": "llama"}', "key 'model_type' twice"),
     ({"model_type": None}, "model_type null is not supported"),
-    ({"model_type": "mixtral"}, "'mixtral' is not supported; supported is: llama, qwen2, mistral"),
+    ({"model_type": "mixtral"}, "'mixtral' is not supported; supported is: llama, mistral, qwen2, qwen3"),
     ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
     ({"vocab_size": None}, "vocab_size is missing"),
     ({"vocab_size": "320"}, "vocab_size='320' is not a whole number above 0"),
@@ -129,7 +129,7 @@ def test_a_wrong_config_json_is_one_error_message(
     (place / "model" / "config.json").write_text(text)
     more = {"show": [f"models.actor.shape={place / 'model'}"], "generate": ["--prompt", "a"]}[command]
     model = {"show": recipe_of(place, "sft"), "generate": str(place / "model")}[command]
-    words = words.replace("llama, qwen2, mistral", "llama") if command == "generate" else words
+    words = words.replace("llama, mistral, qwen2", "llama, qwen2") if command == "generate" else words
     refused(capsys, [command, model, *more], words)
 
 
@@ -186,7 +186,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("profile", "give a recipe, or --shape NAME"),
     ("profile gone.yaml", "gone.yaml does not exist"),
     ("profile --shape lama-2-7b", "did you mean llama-2-7b?"),
-    ("profile --shape qwen3-8b", "known models are"),
+    ("profile --shape qwen9-8b", "known models are"),
     ("profile --shape DIR/nothing", "config.json: no such file"),
     ("profile --shape llama-2-7b --dtype fp16", "'fp16' is neither float32 nor bfloat16"),
     ("profile PPO --cluster h100:1x2", "torch finds none here"),
@@ -210,7 +210,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("generate DIR/gone --prompt a", "no such model directory"),
     ("generate DIR/nothing --prompt a", "config.json: no such file"),
     ("generate DIR/text.txt --prompt a", "no such model directory"),
-    ("generate DIR/qwen2 --prompt a", "model_type 'qwen2' is not supported; supported is: llama"),
+    ("generate DIR/mistral --prompt a", "model_type 'mistral' is not supported; supported is: llama, qwen2"),
     ("generate ACTOR", "give --prompt TEXT or --prompts FILE"),
     ("generate ACTOR --prompts DIR/gone.txt", "cannot be read"),
     ("generate ACTOR --prompts DIR/empty.txt", "there is nothing to continue"),

@@ -68,7 +68,12 @@ def make_scenario(cluster: str, graph: DataflowGraph = PPO, shape: str = "llama-
 
 def make_report(scenario: Scenario, chosen: Estimate, **presets: Preset) -> PlanReport:
     other = Alternative(
-        scenario.graph.calls[0].name, place(0, 1), ("optimizer",), 99.0, False, "is too large"
+        call=scenario.graph.calls[0].name,
+        placement=place(0, 1),
+        offload=("optimizer",),
+        step_seconds=99.0,
+        fits=False,
+        reason="is too large",
     )
     options = {call.name: 7 for call in scenario.graph.calls}
     bound = 0.9 * chosen.step_seconds
@@ -140,8 +145,17 @@ REPORTS = {
         ppo_report(),
         objective="cost",
         sizes=(
-            SizeReport(1, 8, None, None, "is too small", None),
-            SizeReport(2, 16, ppo_report().chosen, 0.1, None, None),
+            SizeReport(
+                nodes=1, devices=8, estimate=None, gap=None, refused="is too small", price_per_hour=None
+            ),
+            SizeReport(
+                nodes=2,
+                devices=16,
+                estimate=ppo_report().chosen,
+                gap=0.1,
+                refused=None,
+                price_per_hour=None,
+            ),
         ),
     ),
 }

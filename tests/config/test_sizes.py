@@ -9,8 +9,8 @@ from realrl.algorithms.sft.config import SFTExperiment
 from realrl.config.errors import UserError
 from realrl.config.units import format_bytes, parse_bytes
 from realrl.config.yaml_file import parse_yaml
+from realrl.families.config_json import read_config
 from realrl.families.find import find_shape
-from realrl.families.llama import read_config
 from realrl.families.published import SHAPES
 from realrl.recipe.load import dump_experiment, parse_experiment
 
@@ -61,12 +61,12 @@ def test_a_shape_may_be_a_config_file_or_a_directory_with_one(name: str, tmp_pat
     assert parse_experiment(parse_yaml(dump_experiment(experiment), "dump")) == experiment
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mistral"])
-def test_sizes_may_be_those_of_a_model_that_we_cannot_load(family: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "model_type": family}))
+def test_sizes_may_be_those_of_a_model_that_we_cannot_load(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "model_type": "mistral"}))
     shape = find_shape(str(tmp_path))
     assert (shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (2, 4, 2, 8)
-    with pytest.raises(UserError, match=f"model_type '{family}' is not supported; supported is: llama"):
+    message = "model_type 'mistral' is not supported; supported is: llama, qwen2, qwen3"
+    with pytest.raises(UserError, match=message):
         read_config(tmp_path / "config.json")
 
 
@@ -85,7 +85,7 @@ def test_sizes_may_be_those_of_a_model_that_we_cannot_load(family: str, tmp_path
         (
             "config.json",
             '{"model_type": "bert"}',
-            "'bert' is not supported; supported is: llama, qwen2, mistral",
+            "'bert' is not supported; supported is: llama, mistral, qwen2, qwen3",
         ),
         (".", '{"model_type": "llama"}', "config.json: vocab_size is missing"),
     ],

@@ -40,7 +40,7 @@ def learn(started: list[int]) -> torch.Tensor:
     trainer.optimizer.start_reduce, trainer.optimizer.step = note_start, note_step  # type: ignore[method-assign]
     for _ in range(2):
         trainer.train(BATCH, SFTTrain(), [list(range(6))], lr=1e-2, budget=20)
-    return model.parameters.data[: sum(t.numel for t in model.parameters.tensors)].clone()
+    return model.sets["base"].buffer.data[: sum(t.numel for t in model.parameters.tensors)].clone()
 
 
 def test_overlapped_reduction_starts_the_last_buckets_first(monkeypatch: pytest.MonkeyPatch) -> None:

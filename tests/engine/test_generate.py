@@ -26,7 +26,7 @@ NOISE = Noise(seed=1, step=2)
 def load(world: World, temperature: float = 1.0) -> Model:
     shape = huggingface.read_shape(world.actor)
     model = whole_model(shape, "lm", dtype=torch.float32, device=torch.device("cpu"), temperature=temperature)
-    huggingface.load(world.actor, model.layout.specs, model.parameters)
+    huggingface.load(world.actor, shape, model.layout.specs, model.parameters)
     return model
 
 

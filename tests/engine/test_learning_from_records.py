@@ -35,7 +35,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, grad_clip=None)
 def opened(path: str, head: Head) -> Model:
     shape = huggingface.read_shape(path)
     model = whole_model(shape, head, dtype=torch.float32, device=torch.device("cpu"))
-    huggingface.load(path, model.layout.specs, model.parameters)
+    huggingface.load(path, shape, model.layout.specs, model.parameters)
     return model
 
 
@@ -90,7 +90,7 @@ def learn_pairs(world: World, batch: Batch, budget: int) -> tuple[dict[str, floa
     model = opened(world.reward, "scalar")
     everything = [list(range(len(batch)))]
     figures = Trainer(model, OPTIMIZER).train(batch, RewardTrain(), everything, lr=1e-2, budget=budget)
-    return figures.result(), model.parameters.data
+    return figures.result(), model.sets["base"].buffer.data
 
 
 def test_micro_batches_do_not_change_what_weighted_pairs_teach(world: World) -> None:

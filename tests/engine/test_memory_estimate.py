@@ -39,5 +39,5 @@ def test_a_rank_allocates_the_estimated_bytes(
         trainer = Trainer(model, OptimizerConfig())
         state = [*trainer.optimizer.kept, *trainer.optimizer.scratch, trainer.gradients.data]
         held = memory.at_rest(rank)
-        assert held[Item("actor", placement.layout, "parameters")] == model.parameters.data.nbytes
+        assert held[Item("actor", placement.layout, "parameters")] == model.sets["base"].buffer.data.nbytes
         assert held[Item("actor", placement.layout, "optimizer")] == sum(tensor.nbytes for tensor in state)

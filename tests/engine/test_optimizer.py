@@ -11,7 +11,7 @@ from torch import Tensor
 
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.training.optimizer import ShardedAdamW
-from realrl.families.tensors import SCALAR_HEAD, TensorSpec
+from realrl.families.tensors import Place, TensorSpec
 from realrl.model.group import Group, alone
 from realrl.recipe.model import OptimizerConfig
 from realrl.runtime.processes.environment import leave
@@ -19,7 +19,7 @@ from realrl.runtime.processes.process import wait_to_be_scheduled
 
 # 67 numbers: no shard of 3 ranks ends where a tensor does, and the buffer needs padding.
 TENSORS = tuple(
-    TensorSpec(name, shape)
+    TensorSpec(name=name, shape=shape, parameter="qkv", place=0, decay=len(shape) > 1)
     for name, shape in (("a", (5, 4)), ("norm", (7,)), ("b", (3, 6)), ("c", (2, 9)), ("bias", (4,)))
 )
 CASES = {
@@ -169,23 +169,29 @@ def test_bfloat16_parameters_keep_updates_too_small_for_them() -> None:
 def test_a_scaled_head_is_updated_as_its_multiple(dtype: torch.dtype) -> None:
     """Adam on `head / scale`, with the gradients that has, is Adam on the head at a rate times the scale, and the
     norm is that of those gradients."""
-    scale, tensors = 3.0, (TensorSpec("norm", (7,)), TensorSpec(SCALAR_HEAD, (1, 6)))
+    scale, tensors = (
+        3.0,
+        (
+            TensorSpec(name="norm", shape=(7,), parameter="norm", place=Place.LAST, decay=False),
+            TensorSpec(name="score", shape=(1, 6), parameter="scalar_head", place=Place.LAST),
+        ),
+    )
     parameters = FlatBuffer(tensors, dtype, "cpu")
     gradients = FlatBuffer(tensors, torch.float32, "cpu")
     parameters.data.normal_(generator=torch.Generator().manual_seed(1))
     config = OptimizerConfig(weight_decay=0.1, grad_clip=2.0, eps=1e-30)
     optimizer = ShardedAdamW(parameters, gradients, config, alone())
-    small = torch.nn.Parameter(parameters[SCALAR_HEAD].float() / scale)
+    small = torch.nn.Parameter(parameters["score"].float() / scale)
     other = torch.nn.Parameter(parameters["norm"].float())
     groups = [{"params": [small]}, {"params": [other], "weight_decay": 0.0}]
     reference = torch.optim.AdamW(groups, lr=0.02, betas=config.betas, eps=config.eps, weight_decay=0.1)
     for step in range(4):
         gradients.data.normal_(generator=torch.Generator().manual_seed(step))
-        small.grad, other.grad = gradients[SCALAR_HEAD] * scale, gradients["norm"].clone()
+        small.grad, other.grad = gradients["score"] * scale, gradients["norm"].clone()
         norm = torch.nn.utils.clip_grad_norm_([small, other], 2.0)
         assert optimizer.step(0.02, head_scale=scale) == pytest.approx(norm.item(), rel=1e-5)
         reference.step()
-    torch.testing.assert_close(parameters[SCALAR_HEAD], (small * scale).detach().to(dtype), **CLOSE[dtype])
+    torch.testing.assert_close(parameters["score"], (small * scale).detach().to(dtype), **CLOSE[dtype])
     torch.testing.assert_close(parameters["norm"], other.detach().to(dtype), **CLOSE[dtype])
 
 

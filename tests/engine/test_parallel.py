@@ -31,11 +31,15 @@ from realrl.runtime.processes.process import Process, wait_to_be_scheduled
 CPU = torch.device("cpu")
 SLOW = pytest.mark.slow
 SHAPES = {
-    "grouped tied": ModelShape(
-        vocab_size=67, hidden_size=32, intermediate_size=50, layers=5, heads=8, kv_heads=2, head_dim=8,
-        tied_embeddings=True, init_std=0.2,
+    "qwen2, grouped, tied": ModelShape(
+        family="qwen2", vocab_size=67, hidden_size=32, intermediate_size=50, layers=5, heads=8, kv_heads=2,
+        head_dim=8, tied_embeddings=True, init_std=0.2,
     ),
-    "uneven untied": ModelShape(
+    "qwen3, uneven": ModelShape(
+        family="qwen3", vocab_size=61, hidden_size=24, intermediate_size=33, layers=4, heads=6, kv_heads=3,
+        head_dim=6, init_std=0.2,
+    ),
+    "llama, uneven": ModelShape(
         vocab_size=61, hidden_size=24, intermediate_size=33, layers=4, heads=6, kv_heads=3, head_dim=4,
         init_std=0.2,
     ),
@@ -45,9 +49,9 @@ OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1, grad_clip=0.5, eps=1e-4)
 STEPS = 2
 ITEMS = 16
 MODELS: list[tuple[str, Head]] = [
-    ("grouped tied", "lm"),
-    ("uneven untied", "lm"),
-    ("uneven untied", "scalar"),
+    ("qwen2, grouped, tied", "lm"),
+    ("qwen3, uneven", "lm"),
+    ("llama, uneven", "scalar"),
 ]
 SAMPLING = GenerationConfig(max_new_tokens=6, min_new_tokens=2)
 

@@ -69,7 +69,7 @@ def test_recomputation_gives_the_same_metrics_and_updates_bit_for_bit(
             ).result()
             for _ in range(2)
         ]
-        results.append((figures, model.parameters.data))
+        results.append((figures, model.sets["base"].buffer.data))
     (plain, expected), (again, got) = results
     assert again == plain and plain[0]["grad_norm"] > 0
     assert torch.equal(got, expected)
@@ -98,7 +98,7 @@ def saved_elements(model: Model, recompute: bool) -> int:
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         # Kept until counted, because the storage of what is freed is used again.
         hidden = model.forward(tokens, packing, None, recompute=recompute)
-    found.pop(model.parameters.data.untyped_storage().data_ptr())
+    found.pop(model.sets["base"].buffer.data.untyped_storage().data_ptr())
     assert hidden.requires_grad
     return sum(found.values())
 

@@ -13,6 +13,7 @@ def shapes(draw: st.DrawFn) -> ModelShape:
     """Models whose sizes divide badly."""
     kv_heads = draw(st.integers(1, 3))
     return ModelShape(
+        family=draw(st.sampled_from(["llama", "qwen2", "qwen3"])),
         vocab_size=draw(st.integers(1, 11)),
         hidden_size=draw(st.integers(1, 5)),
         intermediate_size=draw(st.integers(1, 9)),

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realrl.config.errors import UserError
+from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
-from realrl.families.tensors import model_tensors
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.ranges import (
     feed_forward,

@@ -4,12 +4,18 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 
 from realrl.engine.flat import FlatBuffer
-from realrl.families.llama import shape_to_hf
+from realrl.families.config_json import shape_to_hf
+from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape, RopeScaling
-from realrl.families.tensors import model_tensors
+from realrl.families.tensors import Init
 from realrl.layout.shard import Shard
 from realrl.model.group import alone
 from realrl.model.transformer import Transformer
@@ -32,25 +38,42 @@ SHAPES = {
             factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
         ),
     ),
+    "qwen2": ModelShape(
+        family="qwen2", vocab_size=90, hidden_size=40, intermediate_size=48, layers=2, heads=6, kv_heads=2,
+        head_dim=8, tied_embeddings=True, norm_eps=1e-6,
+    ),
+    "qwen3": ModelShape(
+        family="qwen3", vocab_size=85, hidden_size=40, intermediate_size=48, layers=2, heads=6, kv_heads=3,
+        head_dim=12, norm_eps=1e-6,
+    ),
 }  # fmt: skip
 
 
-Twins = tuple[Transformer, FlatBuffer, LlamaForCausalLM | LlamaForSequenceClassification]
+Twins = tuple[Transformer, FlatBuffer, PreTrainedModel]
+
+
+def make_theirs(shape: ModelShape, head: Head) -> PreTrainedModel:
+    """The model of transformers, with its own initial weights."""
+    settings = shape_to_hf(shape, head, "float32", {"pad_token_id": 0})
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    found = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+    theirs = found.from_config(config)
+    assert [type(theirs).__name__] == settings["architectures"]
+    return theirs
 
 
 def make_twins(shape: ModelShape, head: Head) -> Twins:
     """Our model and the transformers one with the same random weights."""
     torch.manual_seed(0)
-    config = LlamaConfig(**shape_to_hf(shape, head, "float32", {"pad_token_id": 0}))
-    theirs = (LlamaForCausalLM if head == "lm" else LlamaForSequenceClassification)(config).eval()
+    theirs = make_theirs(shape, head).eval()
     tensors = model_tensors(shape, head)
     buffer = FlatBuffer(tensors, torch.float32, "cpu")
     state = theirs.state_dict()
     with torch.no_grad():
         for tensor in tensors:
             source = state[tensor.name]
-            # Norms of 1 and tiny weights would hide mistakes.
-            source.copy_(torch.randn(tensor.shape) * 0.2 + (1.0 if source.dim() == 1 else 0.0))
+            # Norms of 1, biases of 0 and tiny weights would hide mistakes.
+            source.copy_(torch.randn(tensor.shape) * 0.2 + float(tensor.init is Init.ONES))
             buffer[tensor.name].copy_(source)
     return Transformer(Shard(shape, head), buffer.fused, alone()), buffer, theirs
 

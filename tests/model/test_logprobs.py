@@ -12,23 +12,33 @@ from realrl.model.group import alone
 from realrl.model.packing import Packing
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("temperature", "with_bias"), [(1.0, False), (0.7, False), (0.7, True)])
 @pytest.mark.parametrize("rows_per_chunk", [1, 7, 100])
 def test_chunked_logprobs_and_gradients_equal_the_direct_computation(
-    rows_per_chunk: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+    rows_per_chunk: int, temperature: float, with_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vocab = 31
     monkeypatch.setattr(limits, "CPU_LOGITS", rows_per_chunk * vocab)
     torch.manual_seed(0)
     hidden, weight = torch.randn(20, 8, requires_grad=True), torch.randn(vocab, 8, requires_grad=True)
+    bias = torch.randn(vocab, requires_grad=True) if with_bias else None
+    parameters = (hidden, weight) if bias is None else (hidden, weight, bias)
     targets, factor = torch.randint(vocab, (20,)), torch.randn(20)
     chosen, entropy = logprobs.token_logprobs(
-        hidden, weight, targets, temperature=temperature, entropy=True, group=alone(), rows=len(weight)
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        temperature=temperature,
+        entropy=True,
+        group=alone(),
+        rows=len(weight),
     )
-    grads = torch.autograd.grad((chosen * factor).sum(), (hidden, weight))
-    whole = (hidden @ weight.T / temperature).log_softmax(-1)
+    grads = torch.autograd.grad((chosen * factor).sum(), parameters)
+    logits = hidden @ weight.T if bias is None else hidden @ weight.T + bias
+    whole = (logits / temperature).log_softmax(-1)
     expected = whole.gather(1, targets[:, None]).squeeze(1)
-    expected_grads = torch.autograd.grad((expected * factor).sum(), (hidden, weight), retain_graph=True)
+    expected_grads = torch.autograd.grad((expected * factor).sum(), parameters, retain_graph=True)
     torch.testing.assert_close(chosen, expected)
     torch.testing.assert_close(entropy, -(whole.exp() * whole).sum(1))
     assert not entropy.requires_grad

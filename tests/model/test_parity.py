@@ -7,7 +7,10 @@ import torch
 from small_models import pack, padded, random_rows
 
 from realrl.families.shape import ModelShape
+from realrl.layout.shard import Shard
+from realrl.model.group import alone
 from realrl.model.packing import Packing
+from realrl.model.transformer import Transformer
 
 LENGTHS = [5, 30, 12, 1, 140, 9, 30]
 """More than one bucket, a lone token, and one sequence long enough for the flash kernel."""
@@ -92,11 +95,11 @@ def test_attention_kernel_of_the_gpu_agrees_with_the_cpu(shape: ModelShape, twin
     rows = random_rows(shape.vocab_size, LENGTHS)
     tokens, lengths = pack(rows)
     expected = ours.logits(ours(tokens, Packing.of(lengths, "cpu"))).log_softmax(-1)
-    there = type(ours)(shape, "lm", lambda *names: buffer.fused(*names).bfloat16().cuda())
+    there = Transformer(Shard(shape, "lm"), lambda *names: buffer.fused(*names).bfloat16().cuda(), alone())
     hidden = there(tokens.cuda(), Packing.of(lengths, "cuda"))
     logprobs = there.logits(hidden).log_softmax(-1).cpu()
     assert (logprobs.exp() - expected.exp()).abs().mean() < 1e-2
     hidden.sum().backward()
     assert all(
-        parameter.grad.isfinite().all() for name, parameter in there.named_parameters() if name != "head"
+        parameter.grad.isfinite().all() for name, parameter in there.named_parameters() if name != "lm_head"
     )

@@ -5,7 +5,8 @@ import torch
 from small_models import SHAPES, pack, random_rows
 
 from realrl.engine.flat import FlatBuffer
-from realrl.families.tensors import TensorSpec, model_tensors
+from realrl.families.registry import model_tensors
+from realrl.families.tensors import TensorSpec
 from realrl.layout.shard import Shard
 from realrl.model.group import alone
 from realrl.model.init import initialise
@@ -72,9 +73,9 @@ def test_parameters_are_views_that_cover_the_flat_buffer() -> None:
 
 
 def test_the_flat_buffer_is_padded_with_zeros_to_a_multiple() -> None:
-    buffer = FlatBuffer(
-        [TensorSpec("a", (3, 2)), TensorSpec("b", (1, 2))], torch.float32, "cpu", multiple_of=5
-    )
+    sizes = {"a": (3, 2), "b": (1, 2)}
+    tensors = [TensorSpec(name=name, shape=size, parameter="qkv", place=0) for name, size in sizes.items()]
+    buffer = FlatBuffer(tensors, torch.float32, "cpu", multiple_of=5)
     assert buffer.data.tolist() == [0] * 10
     buffer["b"].fill_(1)
     assert buffer.offset("b") == 6 and buffer.fused("a", "b")[3].tolist() == [1, 1]

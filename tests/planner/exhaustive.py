@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable
 
 from realrl.dataflow.call import Call, Kind
-from realrl.planner.moves.transfers import Layouts
+from realrl.planner.moves.transfers import Layouts, name_mixing
 from realrl.planner.space.problem import Candidate, Problem
 from realrl.program.order import (
     Waves,
@@ -190,7 +190,8 @@ class _Step:
             self.load(average.role)
             source, target = self.homes[average.source], self.homes[average.role]
             ranks = {*source.placement.ranks, *target.placement.ranks}
-            self.move(ranks, self.transfer(average.source, source, target))
+            name = name_mixing(average.role, average.source)
+            self.move(ranks, self.transfer(name, source, target))
             self.hold(ranks)
         for role in changes(self.graph, call):
             self.unload(role)

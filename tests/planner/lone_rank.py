@@ -102,6 +102,7 @@ class LoneRank:
             Parallel(alone(), tensor, pipeline, pipeline, alone(), ends),
             dtype=DTYPES[model.element_bytes],
             device=CPU,
+            part=model.part,
         )
         regions = {local.region.tensor: local.region for local in self.model.layout.tensors(rank)}
         specs = [spec for spec in self.model.layout.specs if spec.name in regions]

@@ -11,7 +11,7 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
 from realrl.planner.moves.exchange import ExchangeModel
 from realrl.planner.moves.links import LinkTransfers, ParameterBytes
-from realrl.planner.moves.transfers import Layouts
+from realrl.planner.moves.transfers import Layouts, name_mixing
 from realrl.planner.simulate.simulator import simulate
 from realrl.planner.space.problem import Assignment, Candidate, Problem
 from realrl.program.instructions import (
@@ -45,9 +45,10 @@ class Walk:
         match instruction:
             case Run(call):
                 return self.candidates[call].seconds
-            case Reallocate(role, source, target):
+            case Reallocate(role, source, target, into):
                 pair = Layouts.of([source]), Layouts.of([target])
-                return float(self.problem.transfers.seconds(role, *pair)[0])
+                name = role if into is None else name_mixing(into, role)
+                return float(self.problem.transfers.seconds(name, *pair)[0])
             case Receive(_, _, producer, consumer):
                 pair = Layouts.of([self.plan[producer]]), Layouts.of([self.plan[consumer]])
                 return float(self.problem.exchange.seconds(producer, consumer, *pair)[0])
@@ -259,6 +260,19 @@ def _cost_candidate(
     )
 
 
+def _weights(rng: random.Random, parameters: float) -> tuple[ParameterBytes, ...]:
+    """A model of one parameter set, or of two, of which the second one has the last layers."""
+    sizes = {"layers": 8, "layer": 0.25 * parameters, "tied": rng.random() < 0.3}
+    embedding, end = 0.3 * parameters, 0.1 * parameters
+    if rng.random() < 0.7:
+        return (ParameterBytes(**sizes, embedding=embedding, end=end),)
+    first = rng.randrange(1, 8)
+    return (
+        ParameterBytes(**sizes, embedding=embedding, end=0.0, held=tuple(range(first))),
+        ParameterBytes(**sizes, embedding=0.0, end=end, held=tuple(range(first, 8))),
+    )
+
+
 def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bool = True) -> Problem:
     """Sample a step on 2 to 8 devices with about `combinations` plans, sometimes short of memory."""
     graph = sampled_graph(rng)
@@ -281,12 +295,9 @@ def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bo
         candidates[call.name] = tuple(chosen)
     transfer_speed = rng.choice([2.0, 2.0, 20.0])
     links = Links(3 * transfer_speed, transfer_speed, 1e-3)
-    weights = {
-        role: ParameterBytes(
-            layers=8, layer=0.25 * p, embedding=0.3 * p, end=0.1 * p, tied=rng.random() < 0.3
-        )
-        for role, p in parameters.items()
-    }
+    weights = {role: _weights(rng, p) for role, p in parameters.items()}
+    for average in graph.averages:
+        weights[name_mixing(average.role, average.source)] = weights[average.source][-1:]
     transfers = LinkTransfers(cluster, weights, (links,) * cluster.nodes)
     memory = rng.choice([30.0, 60.0, 1000.0]) * sum(parameters.values()) / cluster.size
     volumes = {(p.name, c.name): rng.choice([0.0, 0.3]) for c in graph.calls for p in producers(graph, c)}

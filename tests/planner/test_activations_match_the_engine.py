@@ -8,6 +8,7 @@ import pytest
 
 from realrl.dataflow.call import Call, Kind
 from realrl.families.shape import ModelShape
+from realrl.layout.sets import TrainablePart
 from realrl.model.packing import Packing
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster.spec import ClusterSpec
@@ -30,6 +31,7 @@ GROUPED = ModelShape(
     vocab_size=3000, hidden_size=256, intermediate_size=700, layers=4, heads=8, kv_heads=2, head_dim=32
 )
 TIED = GROUPED.model_copy(update={"vocab_size": 20000, "tied_embeddings": True})
+NORMED = GROUPED.model_copy(update={"family": "qwen3", "head_dim": 48})
 WIDE = ModelShape(
     vocab_size=1000, hidden_size=384, intermediate_size=1100, layers=2, heads=6, kv_heads=6, head_dim=64
 )
@@ -87,6 +89,8 @@ ONE_RANK = {
     "grouped-long-bfloat16": (GROUPED, 2, LONG),
     "tied": (TIED, 4, EVEN),
     "tied-bfloat16": (TIED, 2, EVEN),
+    "norms-of-heads": (NORMED, 4, EVEN),
+    "norms-of-heads-bfloat16": (NORMED, 2, LONG),
     "wide-short": (WIDE, 4, SHORT),
     "wide-short-bfloat16": (WIDE, 2, SHORT),
 }
@@ -103,6 +107,22 @@ def test_one_rank_allocates_the_predicted_bytes(case: str, kind: str) -> None:
 def test_a_scalar_head_allocates_the_predicted_bytes(kind: str) -> None:
     name, *flags = kind.split()
     check(name, Stored(GROUPED, "scalar", 4, True), place(["1 1 1", *flags]), EVEN)
+
+
+PARTS = {
+    "last": (GROUPED, TrainablePart(last_layers=1)),
+    "last-tied": (TIED, TrainablePart(last_layers=1)),
+    "head": (GROUPED, TrainablePart(last_layers=0)),
+    "frozen-embeddings": (GROUPED, TrainablePart(freeze_embeddings=True)),
+    "frozen-tied": (TIED, TrainablePart(freeze_embeddings=True)),
+}
+
+
+@pytest.mark.parametrize("strategy", ["1 1 1 r", "1 1 2"])
+@pytest.mark.parametrize("part", PARTS)
+def test_training_a_part_allocates_what_is_predicted(part: str, strategy: str) -> None:
+    shape, trained = PARTS[part]
+    check("train", Stored(shape, "lm", 4, True, trained), place([strategy], 400), EVEN)
 
 
 UNEVEN = GROUPED.model_copy(update={"heads": 9, "kv_heads": 3})

@@ -11,6 +11,7 @@ from realrl.config.errors import UserError
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.published import SHAPES
+from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
@@ -33,16 +34,24 @@ CLUSTERS = ("l40s:1x2", "l40s:1x8", "a100-40g:2x4", "l40s:2x2+rtx-4090:2x2", "h1
 
 
 def sampled_scenario(rng: random.Random, graph: DataflowGraph) -> Scenario:
-    """A step on 2 to 16 devices, of models of which a plan offloads some."""
+    """A step on 2 to 16 devices, of models of which a plan offloads some, and of which some are trained in part."""
     spec = ClusterSpec.parse(rng.choice(CLUSTERS))
     source = {average.role: average.source for average in graph.averages}
     shapes = {role: SHAPES[rng.choice(SIZES)] for role in graph.roles}
+    chosen = [
+        rng.choice([WHOLE, WHOLE, TrainablePart(last_layers=2), TrainablePart(freeze_embeddings=True)])
+        for _ in graph.roles
+    ]
+    parts = {
+        role: part if graph.trained(role) else WHOLE for role, part in zip(graph.roles, chosen, strict=True)
+    }
     models = {
         role: Stored(
             shapes[source.get(role, role)],
             "scalar" if role in ("critic", "reward") else "lm",
             4 if role in source else rng.choice([2, 4]),
             graph.trained(role),
+            parts[source.get(role, role)],
         )
         for role in graph.roles
     }

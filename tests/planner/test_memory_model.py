@@ -6,6 +6,7 @@ from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
 from realrl.families.published import SHAPES
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import build_layout
+from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.placement import Placement
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.memory.model import MemoryModel, MemoryNeed
@@ -29,39 +30,49 @@ TOTALS = {
     "qwen2.5-14b": 14770033664,
     "qwen2.5-32b": 32763876352,
     "qwen2.5-72b": 72706203648,
+    "qwen3-0.6b": 596049920,
+    "qwen3-1.7b": 1720574976,
+    "qwen3-4b": 4022468096,
+    "qwen3-8b": 8190735360,
+    "qwen3-14b": 14768307200,
+    "qwen3-32b": 32762123264,
 }
 """Elements of the published checkpoints, as their safetensors indices and model cards have them."""
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_named_shapes_have_the_published_number_of_parameters(name: str) -> None:
-    shape = SHAPES[name]
-    biases = 0
-    if name.startswith("qwen"):
-        biases = shape.layers * (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    assert sum(LocalSizes(shape, "lm", 1).stage_elements(1)) + biases == TOTALS[name]
+    assert sum(LocalSizes(SHAPES[name], "lm", 1).sets["base"].stage_elements(1)) == TOTALS[name]
 
 
 @pytest.mark.parametrize("placement", [place(1), place(2, 4), place(1, 5, 3), place(1, 1, 5), place(2, 6, 2)])
 @pytest.mark.parametrize("shape", [GROUPED, GROUPED.model_copy(update={"tied_embeddings": True})])
 @pytest.mark.parametrize("head", sorted(set(PPO_SPEC.heads.values())))
-def test_parameter_bytes_match_those_of_the_layout(
-    shape: ModelShape, head: Head, placement: Placement
+@pytest.mark.parametrize("part", [WHOLE, TrainablePart(last_layers=3), TrainablePart(freeze_embeddings=True)])
+def test_parameter_sets_are_those_that_layouts_store(
+    shape: ModelShape, head: Head, placement: Placement, part: TrainablePart
 ) -> None:
-    whole = build_layout(shape, head, placement)
-    elements = [
-        max(
-            sum(tensor.stored.numel for tensor in whole.tensors(placement.rank(dp=0, tp=t, pp=stage)))
-            for t in range(placement.strategy.tp)
-        )
-        for stage in range(placement.strategy.pp)
+    model, strategy = replace(stored(shape, head), trained=True, part=part), placement.strategy
+    padded: dict[str, list[int]] = {}
+    for name, of in model.sets.items():
+        held = build_layout(shape, head, placement, of.tensors)
+        elements = [
+            max(
+                sum(tensor.stored.numel for tensor in held.tensors(placement.rank(dp=0, tp=t, pp=stage)))
+                for t in range(strategy.tp)
+            )
+            for stage in range(strategy.pp)
+        ]
+        sizes = LocalSizes(shape, head, strategy.tp, part).sets[name]
+        assert list(sizes.stage_elements(strategy.pp)) == elements
+        padded[name] = [-(-n // strategy.dp) * strategy.dp for n in elements]
+    needs = MODEL.stages(call("actor.train"), model, placement, STEP)
+    assert [n.static["parameters"] for n in needs] == [
+        2 * sum(sizes) for sizes in zip(*padded.values(), strict=True)
     ]
-    assert (
-        list(LocalSizes(shape, head, placement.strategy.tp).stage_elements(placement.strategy.pp)) == elements
-    )
-    needs = MODEL.stages(call("ref.inference"), stored(shape, head), placement, STEP)
-    dp = placement.strategy.dp
-    assert [need.static["parameters"] for need in needs] == [2 * -(-n // dp) * dp for n in elements]
+    trained = padded["base" if part == WHOLE else "tuned"]
+    assert [n.static["gradients"] for n in needs] == [4 * n for n in trained]
+    assert [n.static["optimizer"] for n in needs] == [16 * n // strategy.dp for n in trained]
 
 
 def need(name: str, placement: Placement, *, shape=SMALL, step=STEP, element_bytes=2) -> MemoryNeed:

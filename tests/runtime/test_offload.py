@@ -11,6 +11,7 @@ from realrl.config.errors import UserError
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.model import Model
 from realrl.engine.offload import Offloadable
+from realrl.families.registry import model_tensors
 from realrl.plan.cluster import Cluster
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
@@ -62,13 +63,16 @@ def home(run: TrainingRun, role: str) -> Model:
 
 
 def copy_of(run: TrainingRun, role: str) -> torch.Tensor:
-    model = home(run, role)
-    if model.memory.resident:
-        return model.parameters.data.clone()
-    model.memory.load()
-    data = model.parameters.data.clone()
-    model.memory.offload(changed=False)
-    return data
+    """The values of all parameter sets of a role, back to back."""
+    found = []
+    for held in home(run, role).sets.values():
+        offloaded = not held.memory.resident
+        if offloaded:
+            held.memory.load()
+        found.append(held.buffer.data.clone())
+        if offloaded:
+            held.memory.offload(changed=False)
+    return torch.cat(found)
 
 
 def test_offloaded_tensors_return_bit_for_bit_and_free_their_memory() -> None:
@@ -85,15 +89,22 @@ def test_offloaded_tensors_return_bit_for_bit_and_free_their_memory() -> None:
         assert torch.equal(view.flatten(), first[10:20]) and not scratch.any()
 
 
-def test_a_step_with_everything_offloaded_learns_the_same(world: World, tmp_path: Path) -> None:
-    usual = prepared(recipe(world, tmp_path / "usual", None))
-    offloaded = prepared(recipe(world, tmp_path / "offloaded", ALONE))
+PARTIAL = {"models__actor__trainable_layers": 1, "models__critic__freeze_embeddings": True}
+
+
+@pytest.mark.parametrize("changes", [{}, PARTIAL])
+def test_a_step_with_everything_offloaded_learns_the_same(
+    world: World, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    usual = prepared(recipe(world, tmp_path / "usual", None, **changes))
+    offloaded = prepared(recipe(world, tmp_path / "offloaded", ALONE, **changes))
     for step in range(2):
         for run in (usual, offloaded):
             run._train_step(step)
     for role in ("actor", "critic", "ref", "reward"):
         assert torch.equal(copy_of(usual, role), copy_of(offloaded, role)), role
-        assert home(offloaded, role).parameters.data.untyped_storage().nbytes() == 0
+        for held in home(offloaded, role).sets.values():
+            assert held.buffer.data.untyped_storage().nbytes() == 0
     trainer = offloaded.roles.trainers["actor"]
     for tensor in (trainer.gradients.data, *trainer.optimizer.kept, *trainer.optimizer.scratch):
         assert tensor.untyped_storage().nbytes() == 0
@@ -135,9 +146,10 @@ def test_layouts_offloading_and_averages_do_not_change_learning(runs: tuple[Path
 def test_a_sharded_model_is_saved_whole(runs: tuple[Path, Path], name: str) -> None:
     def saved(run: Path) -> FlatBuffer:
         head = "lm" if name == "final" else "scalar"
-        tensors = huggingface.model_tensors(huggingface.read_shape(run / name), head)
+        shape = huggingface.read_shape(run / name)
+        tensors = model_tensors(shape, head)
         buffer = FlatBuffer(tensors, torch.float32, "cpu")
-        assert huggingface.load(run / name, tensors, buffer) == []
+        assert huggingface.load(run / name, shape, tensors, buffer) == []
         return buffer
 
     alone, mixed = map(saved, runs)

@@ -29,6 +29,7 @@ from realrl.runtime.worker.reallocation import CHUNK_BYTES, Reallocator, Staging
 RANKS = 8
 CPU = torch.device("cpu")
 SHAPE = ModelShape(
+    family="qwen2",
     vocab_size=67, hidden_size=24, intermediate_size=50, layers=8, heads=8, kv_heads=2, head_dim=4,
     tied_embeddings=True,
 )  # fmt: skip

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from realrl.config.errors import UserError
 from realrl.config.paths import is_local, local_path
-from realrl.families.llama import read_config
+from realrl.families.config_json import read_config
 from realrl.families.shape import ModelShape
 from realrl.recipe.model import ModelConfig
 
@@ -62,9 +62,12 @@ def generation_config_file(path: str | Path) -> Path | None:
         raise _not_given(path, error) from error
 
 
-def read_shape(path: str | Path) -> ModelShape:
-    """Read the shape of a model in a directory or on the hub; UserError if absent or not supported."""
-    return read_config(config_file(path))
+def read_shape(path: str | Path, family: str | None = None) -> ModelShape:
+    """Read the shape of a model in a directory or on the hub; UserError if absent or not supported.
+
+    `family` is how `find_family` finds the model's family; by default its `config.json` says it.
+    """
+    return read_config(config_file(path), family)
 
 
 def known_shape(config: ModelConfig) -> ModelShape | None:
@@ -77,11 +80,11 @@ def known_shape(config: ModelConfig) -> ModelShape | None:
         return config.shape
     if is_local(config.path):
         file = local_path(config.path) / "config.json"
-        return read_shape(config.path) if file.is_file() else None
+        return read_shape(config.path, config.family) if file.is_file() else None
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(config.path, "config.json")
-    return read_config(Path(cached)) if isinstance(cached, str) else None
+    return read_config(Path(cached), config.family) if isinstance(cached, str) else None
 
 
 def shape_of(config: ModelConfig) -> ModelShape:
@@ -93,7 +96,7 @@ def shape_of(config: ModelConfig) -> ModelShape:
     if known is not None:
         return known
     assert config.path is not None, "a model has a path or a shape"
-    return read_shape(config.path)
+    return read_shape(config.path, config.family)
 
 
 def _not_given(path: str | Path, error: Exception) -> UserError:

@@ -1,16 +1,18 @@
 """Headers of a model's safetensors files, checked before weights are read."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from safetensors import SafetensorError, safe_open
 
 from realrl.config.errors import UserError
 from realrl.config.json_file import read_json
-from realrl.families.llama import read_config
-from realrl.families.tensors import EMBEDDING, LM_HEAD, SCALAR_HEAD, TensorSpec
+from realrl.families.config_json import read_config
+from realrl.families.registry import find_family, model_tensors
+from realrl.families.shape import Head, ModelShape
+from realrl.families.tensors import Parameter, TensorSpec
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -34,8 +36,8 @@ class Contents:
     """Source of each tensor of the model."""
     absent: list[str]
     """Tensors of the model that no file has."""
-    repeated_head: StoredTensor | None
-    """Place of an `lm_head.weight` in a model with tied embeddings; the two must be equal."""
+    repeated_head: tuple[StoredTensor, StoredTensor] | None
+    """Language-model head that is stored though the embeddings are tied, and the embeddings; both must be equal."""
 
 
 def open_file(file: Path) -> Any:
@@ -46,35 +48,46 @@ def open_file(file: Path) -> Any:
         raise UserError(f"{file}: not a complete safetensors file ({error})") from error
 
 
-def find_tensors(directory: Path, wanted: Iterable[TensorSpec]) -> Contents:
-    """Find the file of each tensor of a model.
+def find_tensors(directory: Path, shape: ModelShape, wanted: Iterable[TensorSpec]) -> Contents:
+    """Find the file of each of these tensors of a model.
 
-    Only `score.weight` may be absent: a language model has none when a scalar head is put on it. An
-    `lm_head.weight` that is not there is the embedding table if the model's `config.json` ties them. UserError,
-    with file and tensor, for everything else that does not fit, and for tensors that would be lost without notice.
+    Only a scalar head may be absent: a language model has none when one is put on it. A language-model head that is
+    not there is the embedding table if the model's `config.json` ties them. UserError, with file and tensor, for
+    everything else that does not fit, and for tensors that would be lost without notice.
     """
     specs = {spec.name: spec for spec in wanted}
+    names = _names_outside_layers(shape)
+    embedding, lm_head, scalar_head = names["embedding"], names["lm_head"], names["scalar_head"]
     stored = _read_headers(directory)
-    if SCALAR_HEAD in stored and SCALAR_HEAD not in specs:
-        raise UserError(f"{directory} is a sequence classifier, not a language model: it has a {SCALAR_HEAD}")
+    if scalar_head in stored and scalar_head not in specs:
+        raise UserError(f"{directory} is a sequence classifier, not a language model: it has a {scalar_head}")
     found = {}
     absent = []
     for name, spec in specs.items():
         source = name
-        if name == LM_HEAD and name not in stored and read_config(directory / "config.json").tied_embeddings:
-            source = EMBEDDING
+        if name == lm_head and name not in stored:
+            config = read_config(directory / "config.json", shape.family, sizes_only=True)
+            source = embedding if config.tied_embeddings else name
         if source in stored:
             _check(stored[source], spec)
             found[name] = stored[source]
-        elif name == SCALAR_HEAD:
+        elif name == scalar_head:
             absent.append(name)
         else:
             raise UserError(f"{directory}: tensor {source} is missing from the safetensors files")
-    _check_known(stored, specs)
-    repeated = stored.get(LM_HEAD) if LM_HEAD not in specs and SCALAR_HEAD not in specs else None
+    _check_known(stored, {*specs, *names.values()}, find_family(shape.family).buffers)
+    repeated = stored.get(lm_head) if lm_head not in specs and scalar_head not in specs else None
     if repeated is not None:
-        _check(repeated, specs[EMBEDDING])
-    return Contents(found, absent, repeated)
+        _check(repeated, specs[embedding])
+    return Contents(found, absent, None if repeated is None else (repeated, found[embedding]))
+
+
+def _names_outside_layers(shape: ModelShape) -> dict[Parameter, str]:
+    """Names of the tensors outside the layers, with either head and untied embeddings."""
+    untied = shape.model_copy(update={"tied_embeddings": False, "layers": 1})
+    heads: tuple[Head, ...] = get_args(Head)
+    specs = [spec for head in heads for spec in model_tensors(untied, head)]
+    return {spec.parameter: spec.name for spec in specs if spec.layer is None}
 
 
 def _check(tensor: StoredTensor, spec: TensorSpec) -> None:
@@ -90,10 +103,11 @@ def _check(tensor: StoredTensor, spec: TensorSpec) -> None:
         )
 
 
-def _check_known(stored: Mapping[str, StoredTensor], specs: Mapping[str, TensorSpec]) -> None:
-    known = {EMBEDDING, LM_HEAD, SCALAR_HEAD}
+def _check_known(
+    stored: Mapping[str, StoredTensor], known: Collection[str], buffers: tuple[str, ...]
+) -> None:
     for name, tensor in stored.items():
-        if name not in specs and name not in known and not name.endswith("rotary_emb.inv_freq"):
+        if name not in known and not name.endswith(buffers):
             raise UserError(
                 f"{tensor.file}: tensor {name} does not belong to the model that config.json describes"
             )

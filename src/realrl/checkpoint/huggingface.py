@@ -19,11 +19,12 @@ from realrl.config.errors import UserError
 from realrl.config.files import partial_path
 from realrl.config.json_file import read_json
 from realrl.engine.finite import NotFiniteError, all_finite
-from realrl.engine.flat import FlatBuffer
-from realrl.families.llama import UNTOUCHED, shape_to_hf
+from realrl.families.config_json import shape_to_hf
+from realrl.families.registry import find_family, model_tensors
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import EMBEDDING, TensorSpec, model_tensors
+from realrl.families.tensors import TensorSpec
 from realrl.layout.region import Region
+from realrl.model.init import Weights
 
 __all__ = ["Tokenizer", "check", "load", "read_dtype", "read_shape", "save", "shards"]
 
@@ -38,27 +39,28 @@ def read_dtype(path: str | Path) -> torch.dtype:
     return torch.bfloat16 if name in ("bfloat16", "float16") else torch.float32
 
 
-def check(path: str | Path, tensors: Sequence[TensorSpec]) -> list[str]:
+def check(path: str | Path, shape: ModelShape, tensors: Sequence[TensorSpec]) -> list[str]:
     """Check the headers of a model's files; return the names of tensors that are absent."""
-    return find_tensors(local_directory(path), tensors).absent
+    return find_tensors(local_directory(path), shape, tensors).absent
 
 
 def load(
     path: str | Path,
+    shape: ModelShape,
     tensors: Sequence[TensorSpec],
-    into: FlatBuffer,
+    into: Weights,
     regions: Mapping[str, Region] | None = None,
 ) -> list[str]:
-    """Copy a model's tensors into a buffer, converting the type; returns the names that were missing.
+    """Copy tensors of a model of this shape into a buffer, converting the type; returns names of missing ones.
 
     `tensors` are global. The buffer holds all of them whole or, with `regions`, only these regions of them,
     from the first row on; nothing else is read.
 
-    Only `score.weight` may be missing: a language model has none when a scalar head is put on it. Everything
-    else that does not fit is a UserError naming file and tensor, and so are weights that are not finite.
+    Only a scalar head may be missing: a language model has none when one is put on it. Everything else that does
+    not fit is a UserError naming file and tensor, and so are weights that are not finite.
     """
     directory = local_directory(path)
-    contents = find_tensors(directory, tensors)
+    contents = find_tensors(directory, shape, tensors)
     for name, stored in contents.tensors.items():
         if regions is None or name in regions:
             values = _read(stored, regions[name] if regions is not None else None)
@@ -87,12 +89,12 @@ def _not_finite(stored: StoredTensor, values: Tensor, dtype: torch.dtype) -> Use
 
 def _check_repeated_head(contents: Contents, directory: Path) -> None:
     """Check that a stored head which is not used equals the embeddings; else UserError."""
-    repeated = contents.repeated_head
-    if repeated is None:
+    if contents.repeated_head is None:
         return
-    if not torch.equal(_read(repeated, None), _read(contents.tensors[EMBEDDING], None)):
+    repeated, embedding = contents.repeated_head
+    if not torch.equal(_read(repeated, None), _read(embedding, None)):
         raise UserError(
-            f"{repeated.file}: lm_head.weight differs from the embeddings it is said to be tied to;"
+            f"{repeated.file}: {repeated.name} differs from the embeddings it is said to be tied to;"
             f" set tie_word_embeddings to false in {directory / CONFIG}"
         )
 
@@ -101,7 +103,7 @@ def save(
     directory: str | Path,
     shape: ModelShape,
     head: Head,
-    weights: FlatBuffer | Callable[[int], FlatBuffer],
+    weights: Weights | Callable[[int], Weights],
     tokenizer: Tokenizer | None,
     dtype: torch.dtype,
     max_shard_bytes: float = SHARD_BYTES,
@@ -124,7 +126,7 @@ def save(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        fetch = (lambda _: weights) if isinstance(weights, FlatBuffer) else weights
+        fetch = weights if callable(weights) else lambda _: weights
         _save_tensors(partial, shards(model_tensors(shape, head), dtype, max_shard_bytes), fetch, dtype)
         _save_settings(partial, shape, head, tokenizer, dtype, origin, ends)
     except BaseException:
@@ -150,15 +152,15 @@ def _save_settings(
     """Write all files but the tensors."""
     special = find_saved_ids(tokenizer, origin)
     if tokenizer is not None:
-        write_tokenizer(tokenizer, directory)
+        write_tokenizer(tokenizer, directory, find_family(shape.family).model_type)
         ends = dict.fromkeys([*end_ids(tokenizer, origin, shape.vocab_size), *ends])
         if head == "scalar":
             pad = special["pad_token_id"] = find_classifier_padding(tokenizer, ends, shape.vocab_size)
             if pad != tokenizer.pad_token_id:
                 set_padding(directory, None if pad is None else tokenizer.convert_ids_to_tokens(pad))
-    kept = {key: origin.config[key] for key in UNTOUCHED if key in origin.config} if origin else {}
+    kept = {} if origin is None else origin.config
     name = str(dtype).removeprefix("torch.")
-    _write_json(directory / CONFIG, shape_to_hf(shape, head, name, kept | special))
+    _write_json(directory / CONFIG, shape_to_hf(shape, head, name, {**kept, **special}))
     if head == "lm":
         if origin is not None and origin.generation is not None:
             _write_json(directory / GENERATION_CONFIG, origin.generation)
@@ -187,7 +189,7 @@ def shards(
 def _save_tensors(
     directory: Path,
     shards: Sequence[Sequence[TensorSpec]],
-    fetch: Callable[[int], FlatBuffer],
+    fetch: Callable[[int], Weights],
     dtype: torch.dtype,
 ) -> None:
     weight_map: dict[str, str] = {}

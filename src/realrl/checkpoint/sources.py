@@ -2,7 +2,8 @@
 
 from realrl.config.errors import UserError
 from realrl.config.paths import is_local, local_path
-from realrl.families.shape import TRAINABLE
+from realrl.families.config_json import describe_untrainable
+from realrl.families.registry import find_family
 from realrl.recipe.experiment import Experiment
 
 
@@ -24,8 +25,5 @@ def check_trainable(experiment: Experiment) -> None:
     """
     for role in experiment.spec.roles_of(experiment):
         shape = getattr(experiment.models, role).shape
-        if shape is not None and shape.family not in TRAINABLE:
-            raise UserError(
-                f"models.{role}.shape: models of family {shape.family} can be planned for (realrl plan, realrl"
-                f" show) and not trained yet; trained are: {', '.join(TRAINABLE)}"
-            )
+        if shape is not None and not find_family(shape.family).trainable:
+            raise UserError(f"models.{role}.shape: {describe_untrainable(shape.family)}")

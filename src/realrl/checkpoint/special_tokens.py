@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from realrl.checkpoint.origin import Origin
 from realrl.config.errors import UserError
-from realrl.families.llama import SPECIAL_TOKENS
+from realrl.families.config_json import SPECIAL_TOKENS
 
 
 class AddedToken(Protocol):

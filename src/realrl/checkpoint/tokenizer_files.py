@@ -37,13 +37,13 @@ class Tokenizer(SpecialTokens, Protocol):
         """Find the token of an id."""
 
 
-def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write the tokenizer's files into a model's directory.
+def write_tokenizer(tokenizer: Tokenizer, directory: Path, model_type: str) -> None:
+    """Write the tokenizer's files into the directory of a model whose `config.json` names this type.
 
     transformers would write them anew, in its own version's way: without settings it does not know any more, and
     with some that are only about where the tokenizer was found.
     """
-    source = _source(tokenizer.name_or_path)
+    source = _source(tokenizer.name_or_path, model_type)
     if source is None:
         save_tokenizer(tokenizer, directory)
         return
@@ -65,7 +65,7 @@ def set_padding(directory: Path, token: str | None) -> None:
         _write(older, tokens if token is None else tokens | {"pad_token": token})
 
 
-def _source(name: str) -> Path | None:
+def _source(name: str, model_type: str) -> Path | None:
     """Find the directory whose files open this tokenizer wherever they are copied; None where there is none.
 
     Files that do not name the tokenizer's class depend on the `config.json` beside them.
@@ -76,7 +76,7 @@ def _source(name: str) -> Path | None:
     try:
         if "tokenizer_class" in read_json(directory / TOKENIZER_CONFIG):
             return directory
-        same = read_json(directory / "config.json").get("model_type") == "llama"
+        same = read_json(directory / "config.json").get("model_type") == model_type
     except UserError:
         return None
     return directory if same else None

@@ -16,7 +16,7 @@ from realrl.planner.simulate.estimate import DeviceMemory, Footprint
 from realrl.program.instructions import Program, Reallocate, Run
 from realrl.program.memory import Memory
 from realrl.program.order import waves
-from realrl.program.text import format_ranks
+from realrl.program.text import format_ranks, name_parameters
 from realrl.runtime.prepare.compile import Compiled, Phase
 
 _WIDTH = 110
@@ -115,7 +115,8 @@ def format_reallocations(programs: Sequence[Program], memory: Memory, cluster: C
     found = dict.fromkeys(i for p in programs for i in p.instructions if isinstance(i, Reallocate))
     for move in found:
         into = move.into or move.role
-        name = move.role if into == move.role else f"{move.role} mixed into {into}"
+        name = name_parameters(move.role, move.parameter_set)
+        name += "" if into == move.role else f" mixed into {into}"
         row = [f"{name}: {move.source.layout} -> {move.target.layout}", _when(programs, move)]
         if move.role in memory.stored and into in memory.stored:
             old = memory.stored[move.role]
@@ -124,11 +125,11 @@ def format_reallocations(programs: Sequence[Program], memory: Memory, cluster: C
                 of.element_bytes if (own := place.strategy.dtype) is None else ELEMENT_BYTES[own]
                 for of, place in ((old, move.source), (new, move.target))
             )
-            layouts = (
-                build_layout(old.shape, old.head, move.source),
-                build_layout(new.shape, new.head, move.target),
+            source, target = (
+                build_layout(of.shape, of.head, place, of.sets[move.parameter_set].tensors)
+                for of, place in ((old, move.source), (new, move.target))
             )
-            routes = reallocate(*layouts, cluster)
+            routes = reallocate(source, target, cluster)
             links = routes.bytes_by_link(width)
             busiest = max(max(b.sent, b.received) for b in routes.bytes_by_rank(width).values())
             row += map(format_bytes, (links.node + links.network, busiest, links.network))

@@ -38,6 +38,10 @@ def generate(
     greedy: Annotated[bool, typer.Option("--greedy", help="Take the most likely token.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same samples.")] = 1,
     n: Annotated[int, typer.Option("--n", min=1, help="Samples per prompt.")] = 1,
+    family: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.py", help="The file of a model family of your own that the model is of."),
+    ] = None,
     out: Annotated[str | None, typer.Option(metavar="FILE", help="Write .jsonl records here.")] = None,
 ) -> None:
     """Sample completions from a model."""
@@ -72,6 +76,7 @@ def generate(
         seed,
         n,
         chat=chat,
+        family=family,
         say=lambda text: typer.echo(f"note: {text}", err=True),
     )
     if out is None:

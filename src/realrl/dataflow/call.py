@@ -37,6 +37,8 @@ class Average:
     role: str
     source: str
     factor: float
+    same_start: bool = False
+    """Whether both start from the same values, so that what training leaves alone stays equal by itself."""
 
 
 @dataclass(frozen=True)

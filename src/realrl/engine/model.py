@@ -1,6 +1,7 @@
 """Model of a role in one layout: flat parameters, and computation without training."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import repeat
 
 import torch
@@ -9,13 +10,12 @@ from torch import Tensor
 from realrl.algorithms.method import InferenceMethod, Metrics, ModelOutput
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import even_micro_batches, micro_batches
-from realrl.engine.flat import FlatBuffer
-from realrl.engine.offload import Offloadable, allocate, free
+from realrl.engine.local_set import LocalSet, Parameters
 from realrl.engine.parallel import Parallel
 from realrl.engine.pipeline.messages import Pipeline, one_ahead
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import Layout, build_layout
-from realrl.layout.limits import bucket_count
+from realrl.layout.sets import WHOLE, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
 from realrl.model.group import Group, alone
 from realrl.model.packing import Packing
@@ -35,18 +35,23 @@ class Model:
         dtype: torch.dtype,
         device: torch.device,
         temperature: float = 1.0,
+        part: TrainablePart = WHOLE,
     ) -> None:
-        """`rank` is global, `parallel` its groups under the layout's placement; `temperature` divides logits
-        before log-probabilities."""
+        """`rank` is global, `layout` that of the whole model, `parallel` its groups under the layout's placement;
+        `temperature` divides logits before log-probabilities; `part` says which parameter sets there are."""
         self.layout, self.rank, self.parallel = layout, rank, parallel
         self.shape, self.head = layout.shape, layout.head
-        self.device, self.temperature = device, temperature
+        self.dtype, self.device, self.temperature = dtype, device, temperature
+        self.part = part
         self.sequence = layout.placement.strategy.sequence_parallel
         self.shard = Shard.of(layout.shape, layout.head, layout.placement, rank)
-        stored = [tensor.stored for tensor in layout.tensors(rank)]
-        multiple = parallel.data.size * bucket_count(sum(tensor.numel for tensor in stored))
-        self.parameters = FlatBuffer(stored, dtype, device, multiple_of=multiple)
-        self.memory = Offloadable([self.parameters.data])
+        sets = build_parameter_sets(layout.shape, layout.head, part, trained=True)
+        self.sets = {
+            name: LocalSet(replace(layout, subset=of.tensors), rank, dtype, device)
+            for name, of in sets.items()
+        }
+        """By name, in storage order."""
+        self.parameters = Parameters({name: of.buffer for name, of in self.sets.items()})
         self.transformer = Transformer(self.shard, self.parameters.fused, parallel.tensor)
         self.pipeline = Pipeline(
             parallel.pipeline,
@@ -58,20 +63,8 @@ class Model:
 
     @property
     def resident(self) -> bool:
-        """Whether the parameters are in device memory: neither freed nor offloaded."""
-        return self.parameters.data.untyped_storage().nbytes() >= self.parameters.data.nbytes
-
-    def free(self) -> None:
-        """Release the memory of the parameters."""
-        free(self.parameters.data)
-
-    def allocate(self) -> None:
-        """Allocate memory for the parameters again; until they are filled in, only padding has a value, zero."""
-        allocate(self.parameters.data)
-        self.parameters.padding.zero_()
-        for tensor in self.layout.tensors(self.rank):
-            if tensor.region.size != tensor.shape:
-                self.parameters[tensor.region.tensor][tensor.region.size[0] :].zero_()
+        """Whether all parameters are in device memory: neither freed nor offloaded."""
+        return all(of.resident for of in self.sets.values())
 
     def forward(
         self, rows: Ragged, packing: Packing, received: Tensor | None, *, recompute: bool = False

@@ -1,31 +1,28 @@
 """What may stand for the sizes of a model: the name of a published one, or a `config.json`."""
 
 import re
-from typing import get_args
 
 from realrl.config.errors import UserError
 from realrl.config.explain import nearest
 from realrl.config.paths import local_path
-from realrl.families.llama import read_config
+from realrl.families.config_json import read_config
 from realrl.families.published import SHAPES
-from realrl.families.shape import Family, ModelShape
-
-_FAMILIES: tuple[Family, ...] = get_args(Family)
+from realrl.families.shape import ModelShape
 
 
-def find_shape(source: str) -> ModelShape:
+def find_shape(source: str, family: str | None = None) -> ModelShape:
     """The sizes that a name in `SHAPES`, a Hugging Face `config.json` or a directory with one stands for.
 
-    The file may be of a model that can be planned for and not trained (`shape.TRAINABLE`). UserError where it is
-    neither, or describes something else.
+    The file may be of a model that can be planned for and not trained. `family` is how `find_family` finds its
+    family; by default the file says it. UserError where it is neither, or describes something else.
     """
     if source in SHAPES:
         return SHAPES[source]
     path = local_path(source)
     if path.is_dir():
-        return read_config(path / "config.json", _FAMILIES)
+        return read_config(path / "config.json", family, sizes_only=True)
     if path.exists():
-        return read_config(path, _FAMILIES)
+        return read_config(path, family, sizes_only=True)
     if path.suffix == ".json" or "/" in source:
         raise UserError(
             f"{source}: no such file; give a config.json, a directory that holds one, or the name of a"

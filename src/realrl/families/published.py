@@ -7,18 +7,20 @@ from realrl.families.shape import ModelShape, RopeScaling
 
 
 def _qwen(
+    family: str,
     hidden: int,
     inner: int,
     layers: int,
     heads: int,
     kv_heads: int,
     *,
-    vocabulary: int,
+    vocabulary: int = 151936,
     head_dim: int = 128,
+    max_positions: int = 32768,
     tied: bool = False,
 ) -> ModelShape:
     return ModelShape(
-        family="qwen2",
+        family=family,
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=inner,
@@ -26,7 +28,7 @@ def _qwen(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        max_positions=32768,
+        max_positions=max_positions,
         rope_theta=1e6,
         norm_eps=1e-6,
         tied_embeddings=tied,
@@ -119,15 +121,21 @@ SHAPES: Mapping[str, ModelShape] = MappingProxyType(
             ),
             tied_embeddings=True,
         ),
-        # arXiv 2412.15115 and config.json of Qwen/Qwen2.5-0.5B to -72B. They have biases on queries, keys and
-        # values besides, less than a ten-thousandth of the parameters.
-        "qwen2.5-0.5b": _qwen(896, 4864, 24, 14, 2, vocabulary=151936, head_dim=64, tied=True),
-        "qwen2.5-1.5b": _qwen(1536, 8960, 28, 12, 2, vocabulary=151936, tied=True),
-        "qwen2.5-3b": _qwen(2048, 11008, 36, 16, 2, vocabulary=151936, tied=True),
-        "qwen2.5-7b": _qwen(3584, 18944, 28, 28, 4, vocabulary=152064),
-        "qwen2.5-14b": _qwen(5120, 13824, 48, 40, 8, vocabulary=152064),
-        "qwen2.5-32b": _qwen(5120, 27648, 64, 40, 8, vocabulary=152064),
-        "qwen2.5-72b": _qwen(8192, 29568, 80, 64, 8, vocabulary=152064),
+        # arXiv 2412.15115 and config.json of Qwen/Qwen2.5-0.5B to -72B.
+        "qwen2.5-0.5b": _qwen("qwen2", 896, 4864, 24, 14, 2, head_dim=64, tied=True),
+        "qwen2.5-1.5b": _qwen("qwen2", 1536, 8960, 28, 12, 2, tied=True),
+        "qwen2.5-3b": _qwen("qwen2", 2048, 11008, 36, 16, 2, tied=True),
+        "qwen2.5-7b": _qwen("qwen2", 3584, 18944, 28, 28, 4, vocabulary=152064),
+        "qwen2.5-14b": _qwen("qwen2", 5120, 13824, 48, 40, 8, vocabulary=152064),
+        "qwen2.5-32b": _qwen("qwen2", 5120, 27648, 64, 40, 8, vocabulary=152064),
+        "qwen2.5-72b": _qwen("qwen2", 8192, 29568, 80, 64, 8, vocabulary=152064),
+        # arXiv 2505.09388 and config.json of Qwen/Qwen3-0.6B to -32B.
+        "qwen3-0.6b": _qwen("qwen3", 1024, 3072, 28, 16, 8, max_positions=40960, tied=True),
+        "qwen3-1.7b": _qwen("qwen3", 2048, 6144, 28, 16, 8, max_positions=40960, tied=True),
+        "qwen3-4b": _qwen("qwen3", 2560, 9728, 36, 32, 8, max_positions=40960, tied=True),
+        "qwen3-8b": _qwen("qwen3", 4096, 12288, 36, 32, 8, max_positions=40960),
+        "qwen3-14b": _qwen("qwen3", 5120, 17408, 40, 40, 8, max_positions=40960),
+        "qwen3-32b": _qwen("qwen3", 5120, 25600, 64, 64, 8, max_positions=40960),
     }
 )
 """Name -> shape."""

@@ -10,14 +10,6 @@ Head = Literal["lm", "scalar"]
 """`lm`: a next-token distribution per position; `scalar`: one number per position (reward and critic)."""
 
 
-Family = Literal["llama", "qwen2", "mistral"]
-"""What `model_type` in a `config.json` calls a family of models whose sizes can be described."""
-
-TRAINABLE: tuple[Family, ...] = ("llama",)
-"""Families that can be loaded, trained and saved. The others differ by a few biases or by which tokens see which:
-their sizes are enough to plan for them, but a model made from these would be a Llama."""
-
-
 Size = Annotated[int, Field(gt=0, le=10**9)]
 """A width; a thousand times what there is."""
 
@@ -49,9 +41,9 @@ class RopeScaling(Settings):
 class ModelShape(Settings):
     """Sizes of a decoder-only transformer."""
 
-    family: Family = "llama"
-    """Model family: decides the Hugging Face names and configuration class. All can be planned for; only `llama`
-    can be trained yet."""
+    family: str = "llama"
+    """Model family, which decides the tensors, the options of layers and the configuration class: the name of a
+    registered one, or a file of your own, FILE.py."""
     vocab_size: Size
     """Rows of the embedding table."""
     hidden_size: Size
@@ -73,7 +65,7 @@ class ModelShape(Settings):
     rope_scaling: RopeScaling | None = None
     """Frequency stretching of Llama 3.1 and later; none for plain rotary embeddings."""
     norm_eps: PositiveFloat = 1e-5
-    """Epsilon inside RMSNorm."""
+    """Epsilon inside the norms."""
     tied_embeddings: bool = False
     """Whether the language-model head shares the embedding table."""
     init_std: float = Field(default=0.02, gt=0, le=10)

@@ -1,59 +1,109 @@
-"""The global tensors of a model: names, shapes and storage order. No torch."""
+"""Descriptions of a model's global tensors. No torch."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 from math import prod
+from typing import Literal
 
-from realrl.families.shape import Head, ModelShape
+Parameter = Literal[
+    "embedding",
+    "attention_norm",
+    "attention_norm_bias",
+    "qkv",
+    "qkv_bias",
+    "q_norm",
+    "k_norm",
+    "out",
+    "out_bias",
+    "mlp_norm",
+    "mlp_norm_bias",
+    "gate_up",
+    "gate_up_bias",
+    "down",
+    "down_bias",
+    "norm",
+    "norm_bias",
+    "lm_head",
+    "lm_head_bias",
+    "scalar_head",
+]
+"""Parameters of the transformer (`model/transformer.py`). One may consist of several tensors, stacked by rows:
+`qkv` of queries, keys and values, `gate_up` of gate and up. A scalar head gives a reward model or a critic its
+numbers."""
 
-EMBEDDING, LM_HEAD, SCALAR_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
-"""Tensors outside the layers; a scalar head gives a reward model or a critic its numbers."""
+
+class Axis(StrEnum):
+    """Quantity that tensor-parallel ranks divide between them along a dim of a tensor."""
+
+    VOCABULARY = "vocabulary"
+    """Tokens, padded to equal numbers of rows."""
+    QUERY_HEADS = "query heads"
+    KV_HEADS = "key/value heads"
+    """Neighbouring ranks may hold the same ones."""
+    FEED_FORWARD = "feed-forward units"
 
 
 @dataclass(frozen=True)
+class Partition:
+    """Cut of a tensor over tensor-parallel ranks."""
+
+    axis: Axis
+    dim: int = 0
+    """The dim of the tensor that is cut."""
+
+
+class Init(StrEnum):
+    """Initial values."""
+
+    NORMAL = "normal"
+    """normal(0, init_std)."""
+    RESIDUAL = "residual"
+    """normal(0, init_std / sqrt(2 * layers)), for matrices that write to the residual stream."""
+    ONES = "ones"
+    ZEROS = "zeros"
+
+
+class Partial(StrEnum):
+    """Condition under which each TP rank computes only a part of the gradient of a tensor that all of them hold."""
+
+    NEVER = "never"
+    SEQUENCE_PARALLEL = "sequence parallel"
+    """With sequence parallelism: each rank applies the tensor to its own tokens."""
+    TENSOR_PARALLEL = "tensor parallel"
+    """Always: each rank applies the tensor to its own heads."""
+
+
+class Place(StrEnum):
+    """Pipeline stages that hold a tensor outside the layers."""
+
+    FIRST = "first"
+    LAST = "last"
+    BOTH_ENDS = "both ends"
+
+
+@dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """A named global tensor; `layer` is None for those outside the decoder layers."""
+    """A named global tensor, with all that storage, training and planning need to know of it."""
 
     name: str
     shape: tuple[int, ...]
-    layer: int | None = None
+    parameter: Parameter
+    """The parameter of the transformer that it is, or is a part of."""
+    place: int | Place
+    """The number of its decoder layer, or the pipeline stages that hold it."""
+    partition: Partition | None = None
+    """How it is cut over tensor-parallel ranks; None where each of them holds all of it."""
+    init: Init = Init.NORMAL
+    decay: bool = True
+    """Whether weight decay applies."""
+    partial_gradient: Partial = Partial.NEVER
+
+    @property
+    def layer(self) -> int | None:
+        """Number of its decoder layer; None outside the layers."""
+        return None if isinstance(self.place, Place) else self.place
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
-
-
-def model_tensors(shape: ModelShape, head: Head) -> tuple[TensorSpec, ...]:
-    """All tensors of a model in storage order, under their Hugging Face names.
-
-    Matrices are [output rows, input columns]. Query, key and value of a layer are neighbours, and so are
-    gate and up, so that each group is one matrix when stored back to back. A language-model head is listed
-    only where it is not the embedding table; a scalar head is `score.weight` [1, hidden].
-    """
-    hidden = shape.hidden_size
-    tensors = [TensorSpec(EMBEDDING, (shape.vocab_size, hidden))]
-    for i in range(shape.layers):
-        tensors += _layer_tensors(shape, i)
-    tensors.append(TensorSpec("model.norm.weight", (hidden,)))
-    if head == "scalar":
-        tensors.append(TensorSpec(SCALAR_HEAD, (1, hidden)))
-    elif not shape.tied_embeddings:
-        tensors.append(TensorSpec(LM_HEAD, (shape.vocab_size, hidden)))
-    return tuple(tensors)
-
-
-def _layer_tensors(shape: ModelShape, layer: int) -> list[TensorSpec]:
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    q_rows, kv_rows = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    sizes: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (q_rows, hidden),
-        "self_attn.k_proj": (kv_rows, hidden),
-        "self_attn.v_proj": (kv_rows, hidden),
-        "self_attn.o_proj": (hidden, q_rows),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    return [TensorSpec(f"model.layers.{layer}.{name}.weight", size, layer) for name, size in sizes.items()]

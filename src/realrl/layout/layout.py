@@ -1,16 +1,15 @@
 """Layout of a model: the regions that each rank of a placement holds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
+from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import EMBEDDING, LM_HEAD, SCALAR_HEAD, TensorSpec, model_tensors
-from realrl.layout.ranges import feed_forward, kv_heads, query_heads, stage_layers, vocabulary
-from realrl.layout.ranges import padded_vocabulary as padded
+from realrl.families.tensors import Axis, Place, TensorSpec
+from realrl.layout.ranges import axis_elements, padded_vocabulary, query_heads, stage_layers
 from realrl.layout.region import Region
 from realrl.plan.placement import Placement
-
-_ENDS = ("model.norm.weight", SCALAR_HEAD, LM_HEAD)
 
 
 @dataclass(frozen=True)
@@ -21,13 +20,20 @@ class LocalTensor:
     has as many columns and at most as many rows: fewer only where a vocabulary is padded.
     """
 
+    spec: TensorSpec
+    """The global tensor."""
     region: Region
     shape: tuple[int, ...]
 
     @property
     def stored(self) -> TensorSpec:
-        """Name and allocated shape."""
-        return TensorSpec(self.region.tensor, self.shape)
+        """Description of the tensor in its allocated shape."""
+        return replace(self.spec, shape=self.shape)
+
+    @property
+    def numel(self) -> int:
+        """Number of allocated elements."""
+        return prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,8 @@ class Layout:
     shape: ModelShape
     head: Head
     placement: Placement
+    subset: tuple[TensorSpec, ...] | None = None
+    """Global tensors of the one parameter set that is laid out; None for the whole model."""
 
     def tensors(self, rank: int) -> tuple[LocalTensor, ...]:
         """List the local tensors of a global rank in storage order; none for a rank outside the mesh."""
@@ -48,7 +56,7 @@ class Layout:
     @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
         """All global tensors in storage order."""
-        return model_tensors(self.shape, self.head)
+        return model_tensors(self.shape, self.head) if self.subset is None else self.subset
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
@@ -59,9 +67,11 @@ class Layout:
             for stage, layers in enumerate(stage_layers(self.shape.layers, last + 1))
             for layer in layers
         }
-        twice = self.shape.tied_embeddings and self.head == "lm" and last > 0
-        ends = dict.fromkeys(_ENDS, (last,)) | {EMBEDDING: (0, last) if twice else (0,)}
-        return tuple(ends[spec.name] if spec.layer is None else of_layer[spec.layer] for spec in self.specs)
+        both = (0, last) if last > 0 else (0,)
+        ends = {Place.FIRST: (0,), Place.LAST: (last,), Place.BOTH_ENDS: both}
+        return tuple(
+            ends[spec.place] if isinstance(spec.place, Place) else of_layer[spec.place] for spec in self.specs
+        )
 
     @cached_property
     def _shards(self) -> tuple[tuple[tuple[LocalTensor, ...], ...], ...]:
@@ -80,38 +90,27 @@ class Layout:
         )
 
 
-def build_layout(shape: ModelShape, head: Head, placement: Placement) -> Layout:
-    """Lay out a model under a placement.
+def build_layout(
+    shape: ModelShape, head: Head, placement: Placement, subset: tuple[TensorSpec, ...] | None = None
+) -> Layout:
+    """Lay out a model, or a subset of its tensors, under a placement.
 
     Raises UserError for more pipeline stages than layers and for more tensor ranks than attention heads.
     """
     stage_layers(shape.layers, placement.strategy.pp)
     query_heads(shape, placement.strategy.tp, 0)
-    return Layout(shape, head, placement)
+    return Layout(shape, head, placement, subset)
 
 
 def local_tensor(shape: ModelShape, spec: TensorSpec, tp: int, t: int) -> LocalTensor:
     """Compute the part of a global tensor on TP rank `t`, sharded as in Megatron-LM (arXiv 1909.08053)."""
-    name = spec.name.split(".")[-2]
-    if name in ("embed_tokens", "lm_head"):
-        rows = vocabulary(shape, tp, t)
-        region = Region(spec.name, (rows.start, 0), (len(rows), spec.shape[1]))
-        return LocalTensor(region, (padded(shape, tp), spec.shape[1]))
     offset, size = [0] * len(spec.shape), list(spec.shape)
-    if name in _SPLIT:
-        dim, share, per_head = _SPLIT[name]
-        part, width = share(shape, tp, t), shape.head_dim if per_head else 1
-        offset[dim], size[dim] = part.start * width, len(part) * width
-    return LocalTensor(Region(spec.name, tuple(offset), tuple(size)), tuple(size))
-
-
-_SPLIT = {
-    "q_proj": (0, query_heads, True),
-    "k_proj": (0, kv_heads, True),
-    "v_proj": (0, kv_heads, True),
-    "o_proj": (1, query_heads, True),
-    "gate_proj": (0, feed_forward, False),
-    "up_proj": (0, feed_forward, False),
-    "down_proj": (1, feed_forward, False),
-}
-"""Name of a tensor -> sharded dimension, its range on a TP rank, and whether that range counts heads."""
+    stored = list(spec.shape)
+    if spec.partition is not None:
+        dim = spec.partition.dim
+        part = axis_elements(shape, spec.partition.axis, tp, t)
+        offset[dim] = part.start
+        size[dim] = stored[dim] = len(part)
+        if spec.partition.axis is Axis.VOCABULARY:
+            stored[dim] = padded_vocabulary(shape, tp)
+    return LocalTensor(spec=spec, region=Region(spec.name, tuple(offset), tuple(size)), shape=tuple(stored))

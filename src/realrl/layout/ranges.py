@@ -5,6 +5,7 @@ from itertools import pairwise
 
 from realrl.config.errors import UserError
 from realrl.families.shape import ModelShape
+from realrl.families.tensors import Axis
 
 
 def query_heads(shape: ModelShape, tp: int, t: int) -> range:
@@ -35,6 +36,23 @@ def vocabulary(shape: ModelShape, tp: int, t: int) -> range:
     """Compute the token ids whose rows TP rank `t` holds; the last ranks may hold none."""
     rows = padded_vocabulary(shape, tp)
     return range(min(t * rows, shape.vocab_size), min((t + 1) * rows, shape.vocab_size))
+
+
+def axis_elements(shape: ModelShape, axis: Axis, tp: int, t: int) -> range:
+    """Elements that TP rank `t` of `tp` holds along a dim that is cut by `axis`."""
+    match axis:
+        case Axis.VOCABULARY:
+            return vocabulary(shape, tp, t)
+        case Axis.QUERY_HEADS:
+            return _scaled(query_heads(shape, tp, t), shape.head_dim)
+        case Axis.KV_HEADS:
+            return _scaled(kv_heads(shape, tp, t), shape.head_dim)
+        case Axis.FEED_FORWARD:
+            return feed_forward(shape, tp, t)
+
+
+def _scaled(part: range, width: int) -> range:
+    return range(part.start * width, part.stop * width)
 
 
 @cache

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from realrl.families.shape import Head, ModelShape
+from realrl.families.tensors import Place, TensorSpec
 from realrl.layout.ranges import kv_heads, query_heads, stage_layers, vocabulary
 from realrl.plan.placement import Placement
 
@@ -24,6 +25,18 @@ class Shard:
         """Make the shard of a global rank of the placement."""
         s = placement.strategy
         return cls(shape, head, s.tp, placement.tp_index(rank), s.pp, placement.pp_index(rank))
+
+    def holds(self, spec: TensorSpec) -> bool:
+        """Check whether this stage holds any of a tensor."""
+        match spec.place:
+            case Place.FIRST:
+                return self.first
+            case Place.LAST:
+                return self.last
+            case Place.BOTH_ENDS:
+                return self.first or self.last
+            case layer:
+                return layer in self.layers
 
     @property
     def first(self) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from realrl.families.shape import ModelShape
-from realrl.families.tensors import TensorSpec
+from realrl.families.tensors import Init, TensorSpec
 from realrl.layout.region import Region
 
 
@@ -26,7 +26,7 @@ def initialise(
     seed: int,
     regions: Mapping[str, Region] | None = None,
 ) -> None:
-    """Initialise every tensor from normal(0, init_std); norms are 1.
+    """Fill every tensor with its initial values (`TensorSpec.init`).
 
     `tensors` are global. `buffer` holds them whole or, with `regions`, these regions of them from the first
     row on.
@@ -36,13 +36,13 @@ def initialise(
     """
     for tensor in tensors:
         target = buffer[tensor.name]
-        if len(tensor.shape) == 1:
-            target.fill_(1.0)
+        if tensor.init in (Init.ONES, Init.ZEROS):
+            target.fill_(float(tensor.init is Init.ONES))
             continue
         digest = hashlib.sha256(f"{seed}/{tensor.name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
         std = shape.init_std
-        if tensor.name.endswith(("self_attn.o_proj.weight", "mlp.down_proj.weight")):
+        if tensor.init is Init.RESIDUAL:
             std /= math.sqrt(2 * shape.layers)
         drawn = torch.empty(tensor.shape).normal_(0.0, std, generator=generator)
         if regions is not None:

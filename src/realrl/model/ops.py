@@ -32,21 +32,23 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return product(x, weight)
+        out = product(x, weight)
+        return out if bias is None else out.add_(bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        need_x, need_weight = ctx.needs_input_grad
+        need_x, need_weight, need_bias = ctx.needs_input_grad
         grad_x = product(grad, weight.T) if need_x else None
-        return grad_x, weight_gradient(grad, x) if need_weight else None
+        grad_weight = weight_gradient(grad, x) if need_weight else None
+        return grad_x, grad_weight, grad.sum(0, dtype=torch.float32) if need_bias else None
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply x @ weight.T. x: [N, K], weight: [M, K] -> [N, M]"""
-    return _Linear.apply(x, weight)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply x @ weight.T and add the bias, if any. x: [N, K], weight: [M, K], bias: [M] -> [N, M]"""
+    return _Linear.apply(x, weight, bias)
 
 
 class _RMSNorm(Function):
@@ -59,20 +61,20 @@ class _RMSNorm(Function):
         return (wide * scale).mul_(weight).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         grad = grad.float()
         unit = x * scale
         both = grad * unit
-        mean = torch.mv(both, weight.float()).div_(x.shape[-1])
+        mean = torch.matmul(both, weight.float()).div_(x.shape[-1])
         grad_x = torch.mul(grad, weight).addcmul_(unit, mean.unsqueeze(-1), value=-1).mul_(scale)
-        return grad_x.to(x.dtype), both.sum(0), None
+        return grad_x.to(x.dtype), both.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise x / sqrt(mean(x²) + eps) * weight over the last dim (Zhang and Sennrich 2019).
 
-    x: [N, H], weight: [H] -> [N, H]; computed in float32
+    x: [..., H], weight: [H] -> [..., H]; computed in float32
     """
     # On a CPU torch derives the gradient of its many parts one by one, which takes three times as long and keeps
     # two float32 copies of bfloat16 numbers.

@@ -1,5 +1,6 @@
 """Decoder with one code path for training, inference and generation, whole or as one rank's shard."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 
@@ -7,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from realrl.families.registry import find_layer_options, model_tensors
+from realrl.families.shape import ModelShape
+from realrl.families.tensors import Parameter
 from realrl.layout.ranges import padded_vocabulary
 from realrl.layout.shard import Shard
 from realrl.model.attention import attention, decode_attention, split_heads
@@ -19,32 +23,49 @@ from realrl.model.recompute import recomputed
 from realrl.model.rotary import frequencies, rotary
 from realrl.model.tensor_parallel import TensorParallel
 
-LAYER_SOURCES = {
-    "attention_norm": ("input_layernorm",),
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "out": ("self_attn.o_proj",),
-    "mlp_norm": ("post_attention_layernorm",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-"""Parameter of a layer -> canonical tensors that it stacks by rows."""
-
 Attend = Callable[[int, Tensor], Tensor]
 """Attention function: (layer of the stage, rotated qkv [T, C]) -> output [T, query heads * D]."""
+Normalise = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Norm: (x [N, H], weight [H], bias [H] if any) -> [N, H]."""
+
+
+def make_norm(shape: ModelShape) -> Normalise:
+    """Make the norm of a model's layers."""
+    match find_layer_options(shape).norm:
+        case "rms":
+            return lambda x, weight, _: rms_norm(x, weight, shape.norm_eps)
+        case "layer":
+            return lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, shape.norm_eps)
 
 
 class Layer(nn.Module):
     """Pre-norm attention and feed-forward blocks, each added to the residual stream."""
 
-    def __init__(self, eps: float, weight: Callable[[str], nn.Parameter]) -> None:
+    def __init__(self, shard: Shard, parameter: Callable[[Parameter], nn.Parameter | None]) -> None:
+        """`parameter` gives the layer's parameters; None for biases and norms of heads that the family has not."""
         super().__init__()
-        self.eps = eps
-        self.attention_norm = weight("attention_norm")
-        self.qkv = weight("qkv")
-        self.out = weight("out")
-        self.mlp_norm = weight("mlp_norm")
-        self.gate_up = weight("gate_up")
-        self.down = weight("down")
+
+        def required(name: Parameter) -> nn.Parameter:
+            found = parameter(name)
+            assert found is not None, f"every layer has {name}"
+            return found
+
+        self._heads, self._kv_heads = len(shard.queries), len(shard.keys)
+        self._eps, self._norm = shard.shape.norm_eps, make_norm(shard.shape)
+        self.attention_norm = required("attention_norm")
+        self.attention_norm_bias = parameter("attention_norm_bias")
+        self.qkv = required("qkv")
+        self.qkv_bias = parameter("qkv_bias")
+        self.q_norm = parameter("q_norm")
+        self.k_norm = parameter("k_norm")
+        self.out = required("out")
+        self.out_bias = parameter("out_bias")
+        self.mlp_norm = required("mlp_norm")
+        self.mlp_norm_bias = parameter("mlp_norm_bias")
+        self.gate_up = required("gate_up")
+        self.gate_up_bias = parameter("gate_up_bias")
+        self.down = required("down")
+        self.down_bias = parameter("down_bias")
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor], Tensor], tp: TensorParallel
@@ -53,20 +74,39 @@ class Layer(nn.Module):
 
         With sequence parallelism a rank holds a part of the rows of x.
         """
-
-        def entering(weight: nn.Parameter, norm: nn.Parameter) -> Tensor:
-            return linear(tp.enter(rms_norm(x, norm, self.eps)), weight)
-
         # What is computed on the way has no name, which would keep it in memory until the end.
-        x = x + tp.leave(linear(attend(rotate(entering(self.qkv, self.attention_norm), cos, sin)), self.out))
-        return x + tp.leave(linear(swiglu(entering(self.gate_up, self.mlp_norm)), self.down))
+        x = self._add(
+            x, tp.leave(linear(attend(rotate(self._qkv(x, tp), cos, sin)), self.out)), self.out_bias
+        )
+        return self._add(x, tp.leave(linear(swiglu(self._gate_up(x, tp)), self.down)), self.down_bias)
+
+    def _qkv(self, x: Tensor, tp: TensorParallel) -> Tensor:
+        """Queries, keys and values, heads normalised where the family does so. [T, (heads + 2 kv_heads) * D]"""
+        qkv = linear(
+            tp.enter(self._norm(x, self.attention_norm, self.attention_norm_bias)), self.qkv, self.qkv_bias
+        )
+        if self.q_norm is None or self.k_norm is None:
+            return qkv
+        q, k, v = split_heads(qkv, self._heads, self._kv_heads)
+        normed = rms_norm(q, self.q_norm, self._eps), rms_norm(k, self.k_norm, self._eps)
+        return torch.cat((*normed, v), 1).view(len(qkv), -1)
+
+    def _gate_up(self, x: Tensor, tp: TensorParallel) -> Tensor:
+        return linear(
+            tp.enter(self._norm(x, self.mlp_norm, self.mlp_norm_bias)), self.gate_up, self.gate_up_bias
+        )
+
+    @staticmethod
+    def _add(x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
+        """The residual stream after a block, whose bias is added once, and not on every tensor-parallel rank."""
+        return x + block if bias is None else x + block + bias
 
 
 class Transformer(nn.Module):
     """Decoder, or one rank's shard of it, whose parameters are views of storage owned by others.
 
-    `weights(*names)` returns the view over these canonical tensors as the rank stores them, stacked by rows.
-    `sources` maps each parameter's name to the canonical tensors it is made of. `tensor_group` are the ranks
+    `weights(*names)` returns the view over these global tensors as the rank stores them, stacked by rows.
+    `sources` maps each parameter's name to the global tensors it is made of. `tensor_group` are the ranks
     that hold the other tensor-parallel shards of this stage.
     """
 
@@ -74,30 +114,28 @@ class Transformer(nn.Module):
         super().__init__()
         shape = shard.shape
         self.shard, self.shape, self.tensor_group = shard, shape, tensor_group
+        self._norm = make_norm(shape)
         self.sources: dict[str, tuple[str, ...]] = {}
+        tensors: defaultdict[tuple[int | None, Parameter], list[str]] = defaultdict(list)
+        for spec in model_tensors(shape, shard.head):
+            if shard.holds(spec):
+                tensors[spec.layer, spec.parameter].append(spec.name)
 
-        def parameter(name: str, *tensors: str) -> nn.Parameter:
-            self.sources[name] = tuple(f"{tensor}.weight" for tensor in tensors)
-            return nn.Parameter(weights(*self.sources[name]))
+        def parameter(layer: int | None, parameter: Parameter) -> nn.Parameter | None:
+            names = tuple(tensors[layer, parameter])
+            if not names:
+                return None
+            name = parameter if layer is None else f"layers.{layer - shard.layers.start}.{parameter}"
+            self.sources[name] = names
+            return nn.Parameter(weights(*names))
 
-        def layer(i: int) -> Layer:
-            def of_layer(name: str) -> nn.Parameter:
-                tensors = (f"model.layers.{i}.{tensor}" for tensor in LAYER_SOURCES[name])
-                return parameter(f"layers.{i - shard.layers.start}.{name}", *tensors)
-
-            return Layer(shape.norm_eps, of_layer)
-
-        self.embedding: nn.Parameter | None = None
-        tied = shard.last and shard.head == "lm" and shape.tied_embeddings
-        if shard.first or tied:
-            self.embedding = parameter("embedding", "model.embed_tokens")
-        self.layers = nn.ModuleList(layer(i) for i in shard.layers)
-        self.norm: nn.Parameter | None = None
-        self.head: nn.Parameter | None = None
-        if shard.last:
-            self.norm = parameter("norm", "model.norm")
-            if not tied:
-                self.head = parameter("head", "lm_head" if shard.head == "lm" else "score")
+        self.embedding = parameter(None, "embedding")
+        self.layers = nn.ModuleList(Layer(shard, partial(parameter, i)) for i in shard.layers)
+        self.norm = parameter(None, "norm")
+        self.norm_bias = parameter(None, "norm_bias")
+        self.lm_head = parameter(None, "lm_head")
+        self.lm_head_bias = parameter(None, "lm_head_bias")
+        self.scalar_head = parameter(None, "scalar_head")
         device = next(self.parameters()).device
         self.frequency = frequencies(shape).to(device)
         self._reads = None
@@ -172,9 +210,12 @@ class Transformer(nn.Module):
         rotated = len(self.shard.queries) + len(self.shard.keys)
         cos, sin = rotary(positions, self.frequency, rotated, x.dtype)
         for i, layer in enumerate(self.layers):
+            if recompute and not x.requires_grad and layer.qkv.requires_grad:
+                # All before is frozen; what is recomputed has gradients only if its input requires one.
+                x = x.detach().requires_grad_(True)
             run = partial(layer, cos=cos, sin=sin, attend=partial(attend, i), tp=tp)
             x = recomputed(run, x) if recompute else run(x)
-        return x if self.norm is None else rms_norm(x, self.norm, self.shape.norm_eps)
+        return x if self.norm is None else self._norm(x, self.norm, self.norm_bias)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Embed tokens: [T] -> [T, H], zero where another TP rank has the token's row."""
@@ -192,13 +233,20 @@ class Transformer(nn.Module):
         assert self.shard.head == "lm" and self.shard.last, (
             "only a language model's last stage has a vocabulary"
         )
-        table = self.embedding if self.head is None else self.head
+        table = self.embedding if self.lm_head is None else self.lm_head
         assert table is not None, "a tied head is an embedding"
         return table[: len(self.shard.vocabulary)]
+
+    @property
+    def _vocabulary_bias(self) -> Tensor | None:
+        """The biases of these rows, if the family has them. [rows]"""
+        return None if self.lm_head_bias is None else self.lm_head_bias[: len(self.shard.vocabulary)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute unscaled logits over the whole vocabulary, without gradient. hidden: [N, H] -> [N, V] float32"""
         local = product(hidden, self._vocabulary).float()
+        if self._vocabulary_bias is not None:
+            local += self._vocabulary_bias
         if self.shard.tp == 1:
             return local
         return self.tensor_group.gather_columns(local, self.shape.vocab_size)
@@ -226,6 +274,7 @@ class Transformer(nn.Module):
             before,
             self._vocabulary,
             tokens[index] - self.shard.vocabulary.start,
+            bias=self._vocabulary_bias,
             temperature=temperature,
             entropy=entropy,
             group=self.tensor_group,
@@ -237,6 +286,6 @@ class Transformer(nn.Module):
 
     def values(self, hidden: Tensor, packing: Packing, *, sequence: bool = False) -> Tensor:
         """Compute the scalar head's output at every position, equal on every TP rank. [T, H] -> [T] float32"""
-        assert self.shard.head == "scalar" and self.head is not None, "a language-model head has no values"
+        assert self.scalar_head is not None, "only the last stage of a model with a scalar head has values"
         tp = TensorParallel(self.tensor_group, len(packing.positions), sequence)
-        return (tp.whole(hidden).float() @ self.head.float().T).squeeze(-1)
+        return (tp.whole(hidden).float() @ self.scalar_head.float().T).squeeze(-1)

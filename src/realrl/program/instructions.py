@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from realrl.layout.sets import BASE
 from realrl.plan.placement import Placement
 
 
@@ -14,15 +15,15 @@ class Feed:
 
 
 What = Literal["parameters", "optimizer"]
-"""State kinds of a role that may be offloaded: its parameters, or all else that its training needs."""
+"""State kinds of a parameter set that may be offloaded: the parameters, or all else that its training needs."""
 
 
 @dataclass(frozen=True)
 class Reallocate:
-    """Turn a role's parameters from the layout of `source` into that of `target`, on the ranks of both.
+    """Turn a parameter set of a role from the layout of `source` into that of `target`, on the ranks of both.
 
-    With a `mix`, this is an EMA update: the parameters of the role `into`, which are in the layout of `target`
-    already, become (1 - mix) * old + mix * received.
+    With a `mix`, this is an EMA update: that set of the role `into`, which is in the layout of `target` already,
+    becomes (1 - mix) * old + mix * received.
     """
 
     role: str
@@ -30,6 +31,7 @@ class Reallocate:
     target: Placement
     into: str | None = None
     mix: float | None = None
+    parameter_set: str = BASE
 
     def __post_init__(self) -> None:
         if (self.into is None) != (self.mix is None):
@@ -38,19 +40,21 @@ class Reallocate:
 
 @dataclass(frozen=True)
 class Release:
-    """Free the copy of a role's parameters that was reallocated into the layout of `placement`."""
+    """Free the copy of a role's parameter set that was reallocated into the layout of `placement`."""
 
     role: str
     placement: Placement
+    parameter_set: str = BASE
 
 
 @dataclass(frozen=True)
 class Offload:
-    """Move one kind of a role's state on these ranks into host memory."""
+    """Move one kind of state of a role's parameter set on these ranks into host memory."""
 
     role: str
     placement: Placement
     what: What
+    parameter_set: str = BASE
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Load:
     role: str
     placement: Placement
     what: What
+    parameter_set: str = BASE
 
 
 @dataclass(frozen=True)

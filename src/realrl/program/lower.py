@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from realrl.dataflow.call import Call, Kind
+from realrl.dataflow.call import Average, Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
@@ -22,12 +22,16 @@ from realrl.program.instructions import (
     What,
 )
 from realrl.program.order import (
+    TrainableParts,
+    changed_sets,
     changes,
     collecting_wave,
     keys_between,
     length_readers,
     producers,
+    set_names,
     sharing,
+    trained_sets,
     waves,
 )
 
@@ -66,16 +70,18 @@ def lower(
     plan: Plan,
     homes: Mapping[str, Placement],
     kept: Mapping[str, Sequence[Placement]] | None = None,
+    parts: TrainableParts | None = None,
 ) -> list[Program]:
     """Compile one step into one program per rank of the plan's cluster.
 
     `homes` and `kept` say where each role's parameters lie when the step starts (see `home_placements` and
     `kept_copies`). A copy in another layout is made before the first call that needs it and released after the
-    last one; one that is kept is refreshed when the role has changed. Every rank's program is a part of one
+    last one; of one that is kept, the parameter sets that a call has changed are refreshed. `parts` says which sets
+    roles have that are trained in part. Every rank's program is a part of one
     global order of instructions, and nothing waits for a later one, so programs cannot deadlock; `validate`
     proves it again for any programs.
     """
-    step = _Lowering(graph, plan, homes, kept or {})
+    step = _Lowering(graph, plan, homes, kept or {}, parts or {})
     step.emit(tuple(range(plan.cluster.size)), Feed(graph.sources))
     collected = {f: collecting_wave(graph, step.waves, f) for f in graph.functions}
     # Collective steps of a wave come before its long calls, so that the calls run side by side on their meshes.
@@ -97,14 +103,17 @@ def lower(
 
 
 def lower_start(
-    plan: Plan, homes: Mapping[str, Placement], kept: Mapping[str, Sequence[Placement]]
+    plan: Plan,
+    homes: Mapping[str, Placement],
+    kept: Mapping[str, Sequence[Placement]],
+    parts: TrainableParts | None = None,
 ) -> list[Program]:
     """Compile one program per rank that makes the kept copies, before the first step."""
-    start = _Lowering(DataflowGraph((), ()), plan, homes, kept)
+    start = _Lowering(DataflowGraph((), ()), plan, homes, kept, parts or {})
     for role in kept:
         if kept[role]:
             start.load(role)
-            start.refresh(role)
+            start.refresh(role, set_names(role, start.parts))
             start.unload(role)
     return start.programs()
 
@@ -118,8 +127,10 @@ class _Lowering:
         plan: Plan,
         homes: Mapping[str, Placement],
         kept: Mapping[str, Sequence[Placement]],
+        parts: TrainableParts,
     ) -> None:
         self.graph, self.plan, self.homes, self.kept = graph, plan, homes, kept
+        self.parts = parts
         self.waves = waves(graph, plan)
         pairs = [(p.name, c.name) for c in graph.order for p in producers(graph, c)]
         self.numbers = {pair: number for number, pair in enumerate(pairs)}
@@ -139,19 +150,23 @@ class _Lowering:
     def load(self, role: str) -> None:
         """Load the role's parameters into device memory at home, unless they are there."""
         if role in self.plan.offload and role not in self._loaded:
-            self.emit(self.homes[role].ranks, Load(role, self.homes[role], "parameters"))
+            home = self.homes[role]
+            for name in set_names(role, self.parts):
+                self.emit(home.ranks, Load(role, home, "parameters", name))
             self._loaded.add(role)
 
     def unload(self, role: str) -> None:
         """Offload the role's parameters again, if the plan keeps them in host memory between uses."""
         if role in self._loaded:
-            self.emit(self.homes[role].ranks, Offload(role, self.homes[role], "parameters"))
+            home = self.homes[role]
+            for name in set_names(role, self.parts):
+                self.emit(home.ranks, Offload(role, home, "parameters", name))
             self._loaded.remove(role)
 
-    def refresh(self, role: str) -> None:
-        """Reallocate the role's parameters, loaded at home, into its kept copies."""
+    def refresh(self, role: str, names: Sequence[str]) -> None:
+        """Reallocate parameter sets of the role, loaded at home, into its kept copies."""
         for placement in self.kept.get(role, ()):
-            self._reallocate(role, placement)
+            self._reallocate(role, placement, names)
 
     def bring_parameters(self, models: Sequence[Call]) -> None:
         """Load and reallocate the parameters of the models of a wave, and offload all others."""
@@ -162,7 +177,7 @@ class _Lowering:
                 self.load(role)
             if self._borrowed(call) and sharing(self.graph, self.plan, self.waves, call)[0] == call:
                 self.load(role)
-                self._reallocate(role, self.plan[call.name])
+                self._reallocate(role, self.plan[call.name], set_names(role, self.parts))
         for role in {call.model_role: None for call in models}:
             if role not in at_home:
                 self.unload(role)
@@ -176,12 +191,14 @@ class _Lowering:
             receive = Receive(number, keys, producer.name, call.name, self.plan[producer.name].heads)
             self.emit(placement.ranks, receive)
         run = Run(call.name, role, placement)
-        if role is not None and call.kind is Kind.TRAIN and role in self.plan.offload_optimizer:
-            self.emit(placement.ranks, Load(role, placement, "optimizer"))
+        if role is None or call.kind is not Kind.TRAIN or role not in self.plan.offload_optimizer:
             self.emit(placement.ranks, run)
-            self.emit(placement.ranks, Offload(role, placement, "optimizer"))
-        else:
-            self.emit(placement.ranks, run)
+            return
+        for name in trained_sets(role, self.parts):
+            self.emit(placement.ranks, Load(role, placement, "optimizer", name))
+        self.emit(placement.ranks, run)
+        for name in trained_sets(role, self.parts):
+            self.emit(placement.ranks, Offload(role, placement, "optimizer", name))
 
     def share_outputs(self, call: Call) -> None:
         """Emit what follows a call: lengths, then the rows its consumers need."""
@@ -202,15 +219,14 @@ class _Lowering:
             for average in self.graph.averages if changes(self.graph, call) else ():
                 if average.source == call.role:
                     self.load(average.role)
-                    source, into = self.homes[average.source], self.homes[average.role]
-                    mixing = Reallocate(average.source, source, into, average.role, average.factor)
-                    self.emit(_union(source.ranks, into.ranks), mixing)
+                    self._mix(call, average)
             for role in changes(self.graph, call):
-                self.refresh(role)
+                self.refresh(role, changed_sets(self.graph, call, role, self.parts))
                 self.unload(role)
             if self._borrowed(call) and sharing(self.graph, self.plan, self.waves, call)[-1] == call:
-                release = Release(call.model_role, self.plan[call.name])
-                self.emit(release.placement.ranks, release)
+                for name in set_names(call.model_role, self.parts):
+                    release = Release(call.model_role, self.plan[call.name], name)
+                    self.emit(release.placement.ranks, release)
         for call in models:
             self.unload(call.model_role)
 
@@ -232,9 +248,18 @@ class _Lowering:
         layout = self.plan[call.name].layout
         return self._is_copy(call) and layout not in [p.layout for p in self.kept.get(call.model_role, ())]
 
-    def _reallocate(self, role: str, target: Placement) -> None:
+    def _reallocate(self, role: str, target: Placement, names: Sequence[str]) -> None:
         home = self.homes[role]
-        self.emit(_union(home.ranks, target.ranks), Reallocate(role, home, target))
+        for name in names:
+            move = Reallocate(role, home, target, parameter_set=name)
+            self.emit(_union(home.ranks, target.ranks), move)
+
+    def _mix(self, call: Call, average: Average) -> None:
+        """Let a role follow the one that the call has trained."""
+        source, into = self.homes[average.source], self.homes[average.role]
+        for name in changed_sets(self.graph, call, average.role, self.parts):
+            mixing = Reallocate(average.source, source, into, average.role, average.factor, name)
+            self.emit(_union(source.ranks, into.ranks), mixing)
 
 
 def _union(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:

@@ -10,20 +10,29 @@ from typing import get_args
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.limits import bucket_count
+from realrl.layout.sets import BASE, WHOLE, ParameterSet, TrainablePart, build_parameter_sets
 from realrl.plan.placement import ELEMENT_BYTES, Placement, Strategy
 from realrl.program.instructions import Instruction, Load, Offload, Program, Reallocate, Release, What
+from realrl.program.text import name_parameters
 
 _FLOAT32 = 4
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Storage of a role: the sizes of its model, the bytes of a parameter, and whether it is trained."""
+    """Storage of a role: the sizes of its model, the bytes of a parameter, whether it is trained, and which part of
+    it training updates."""
 
     shape: ModelShape
     head: Head
     element_bytes: int
     trained: bool
+    part: TrainablePart = WHOLE
+
+    @property
+    def sets(self) -> Mapping[str, ParameterSet]:
+        """Its parameter sets by name, in storage order."""
+        return build_parameter_sets(self.shape, self.head, self.part, trained=self.trained)
 
     def width(self, strategy: Strategy) -> int:
         """Compute the bytes of a parameter, and of an activation, under a strategy."""
@@ -32,17 +41,19 @@ class Stored:
 
 @dataclass(frozen=True)
 class Item:
-    """State that a rank may hold: the parameters of a role in a layout, or all else that its training needs."""
+    """State that a rank may hold: a parameter set of a role in a layout, or all else that its training needs."""
 
     role: str
     layout: str
     what: What
     host: bool = False
     """Whether it is the host copy of offloaded state, on devices whose memory is the host's."""
+    parameter_set: str = BASE
 
     def __str__(self) -> str:
         about = "parameters" if self.what == "parameters" else "gradients and optimizer"
-        return f"{self.role} {about} ({self.layout}{', host' if self.host else ''})"
+        name = name_parameters(self.role, self.parameter_set)
+        return f"{name} {about} ({self.layout}{', host' if self.host else ''})"
 
 
 Holdings = Mapping[Item, int]
@@ -65,8 +76,8 @@ class Memory:
         there: copies in host memory are never given back."""
         self._shared = shared
         self.stored, self._homes, self._offloaded, self._kept = stored, homes, offloaded, kept
-        self._layouts: dict[tuple[str, str], Layout] = {}
-        self._numbers: dict[tuple[str, str, int, int], int] = {}
+        self._layouts: dict[tuple[str, str, str], Layout] = {}
+        self._numbers: dict[tuple[str, str, str, int, int], int] = {}
 
     def in_host_memory(self) -> "Memory":
         """Copy the model for devices that are processes which share the host's memory."""
@@ -87,11 +98,11 @@ class Memory:
         for role, home in self._homes.items():
             for what in get_args(What):
                 if (role, what) not in self._offloaded:
-                    held |= self._item(role, home, what, rank)
+                    held |= self._items(role, home, what, rank)
                 elif self._shared:
-                    held |= self._item(role, home, what, rank, host=True)
+                    held |= self._items(role, home, what, rank, host=True)
             for copy in self._kept.get(role, ()):
-                held |= self._item(role, copy, "parameters", rank)
+                held |= self._items(role, copy, "parameters", rank)
         return held
 
     def timeline(self, program: Program) -> Iterator[tuple[Instruction, Holdings]]:
@@ -99,41 +110,53 @@ class Memory:
         held = dict(self.at_rest(program.rank))
         for instruction in program.instructions:
             match instruction:
-                case Reallocate(role, _, target, None, _):
-                    held |= self._item(role, target, "parameters", program.rank)
-                case Load(role, placement, what):
-                    held |= self._item(role, placement, what, program.rank)
+                case Reallocate(role, _, target, None, _, name):
+                    held |= self._item(role, target, "parameters", program.rank, name)
+                case Load(role, placement, what, name):
+                    held |= self._item(role, placement, what, program.rank, name)
             yield instruction, dict(held)
             match instruction:
-                case Release(role, placement):
-                    held.pop(Item(role, placement.layout, "parameters"), None)
-                case Offload(role, placement, what):
-                    held.pop(Item(role, placement.layout, what), None)
+                case Release(role, placement, name):
+                    held.pop(Item(role, placement.layout, "parameters", parameter_set=name), None)
+                case Offload(role, placement, what, name):
+                    held.pop(Item(role, placement.layout, what, parameter_set=name), None)
 
-    def _item(
+    def _items(
         self, role: str, placement: Placement, what: What, rank: int, *, host: bool = False
     ) -> dict[Item, int]:
+        """`_item` for every set of a role."""
+        found: dict[Item, int] = {}
+        for name in self.stored[role].sets if role in self.stored else ():
+            found |= self._item(role, placement, what, rank, name, host=host)
+        return found
+
+    def _item(
+        self, role: str, placement: Placement, what: What, rank: int, name: str, *, host: bool = False
+    ) -> dict[Item, int]:
         stored = self.stored.get(role)
-        if stored is None or rank not in placement.ranks or (what == "optimizer" and not stored.trained):
+        if stored is None or rank not in placement.ranks:
             return {}
-        dp, number = placement.strategy.dp, self._parameters(role, placement, rank)
+        if what == "optimizer" and not stored.sets[name].trainable:
+            return {}
+        dp, number = placement.strategy.dp, self._parameters(role, name, placement, rank)
         size = number * stored.width(placement.strategy)
         if what == "optimizer":
             # Float32 of the shard: two moments, and a master copy where parameters have a lower precision. On the
             # device also the full gradients and their reduced shard.
             parts = 2 + (stored.element_bytes < _FLOAT32)
             size = _FLOAT32 * (parts * number // dp if host else number + (parts + 1) * number // dp)
-        return {Item(role, placement.layout, what, host): size}
+        return {Item(role, placement.layout, what, host, name): size}
 
-    def _parameters(self, role: str, placement: Placement, rank: int) -> int:
-        """Count the parameters of a role that a rank stores, padded for equal data-parallel shards."""
-        key = (role, placement.layout, placement.pp_index(rank), placement.tp_index(rank))
+    def _parameters(self, role: str, name: str, placement: Placement, rank: int) -> int:
+        """Count the parameters of a set that a rank stores, padded for equal data-parallel shards."""
+        where = (role, name, placement.layout)
+        key = (*where, placement.pp_index(rank), placement.tp_index(rank))
         if key not in self._numbers:
-            if (role, placement.layout) not in self._layouts:
+            if where not in self._layouts:
                 stored = self.stored[role]
-                self._layouts[role, placement.layout] = build_layout(stored.shape, stored.head, placement)
-            stored_here = [t.stored for t in self._layouts[role, placement.layout].tensors(rank)]
-            elements = sum(tensor.numel for tensor in stored_here)
+                tensors = stored.sets[name].tensors
+                self._layouts[where] = build_layout(stored.shape, stored.head, placement, tensors)
+            elements = sum(tensor.numel for tensor in self._layouts[where].tensors(rank))
             multiple = placement.strategy.dp * bucket_count(elements)
             self._numbers[key] = -(-elements // multiple) * multiple
         return self._numbers[key]

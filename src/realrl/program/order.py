@@ -1,10 +1,15 @@
 """Order and sharing that follow from a graph and a plan: waves of calls, shared copies, readers of lengths."""
 
-from realrl.dataflow.call import Call, Kind
+from collections.abc import Mapping
+
+from realrl.dataflow.call import Average, Call, Kind
 from realrl.dataflow.graph import DataflowGraph
+from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.plan import Plan
 
 Waves = tuple[tuple[Call, ...], ...]
+TrainableParts = Mapping[str, TrainablePart]
+"""Role -> what training updates of it, which says which parameter sets it has; of other roles, everything."""
 
 
 def waves(graph: DataflowGraph, plan: Plan) -> Waves:
@@ -44,6 +49,29 @@ def changes(graph: DataflowGraph, call: Call) -> tuple[str, ...]:
     if call.kind is not Kind.TRAIN or call.role is None:
         return ()
     return (call.role, *(average.role for average in graph.averages if average.source == call.role))
+
+
+def set_names(role: str, parts: TrainableParts) -> tuple[str, ...]:
+    """List the parameter sets of a role, in storage order."""
+    return tuple(parts.get(role, WHOLE).sets)
+
+
+def trained_sets(role: str, parts: TrainableParts) -> tuple[str, ...]:
+    """List the parameter sets of a role that training it updates."""
+    return tuple(name for name, updated in parts.get(role, WHOLE).sets.items() if updated)
+
+
+def changed_sets(graph: DataflowGraph, call: Call, role: str, parts: TrainableParts) -> tuple[str, ...]:
+    """List the parameter sets of a role that have other values after the call."""
+    if call.kind is Kind.TRAIN and call.role == role:
+        return trained_sets(role, parts)
+    follows = [average for average in graph.averages if average.role == role and role in changes(graph, call)]
+    return following_sets(follows[0], parts) if follows else ()
+
+
+def following_sets(average: Average, parts: TrainableParts) -> tuple[str, ...]:
+    """List the parameter sets in which a role follows another one, without those that stay equal by themselves."""
+    return (trained_sets if average.same_start else set_names)(average.role, parts)
 
 
 def sharing(graph: DataflowGraph, plan: Plan, order: Waves, call: Call) -> tuple[Call, ...]:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import cast
 
+from realrl.layout.sets import BASE
 from realrl.plan.placement import Mesh, Placement
 from realrl.program.instructions import (
     Feed,
@@ -41,20 +42,30 @@ def _keys(text: str) -> tuple[str, ...]:
     return tuple(key.strip() for key in text.split(","))
 
 
+def name_parameters(role: str, parameter_set: str) -> str:
+    """Name a role's parameter set, as people read it: `actor` for the set `base`, `actor/tuned` for another."""
+    return role if parameter_set == BASE else f"{role}/{parameter_set}"
+
+
+def _split_name(text: str) -> tuple[str, str]:
+    role, _, parameter_set = text.partition("/")
+    return role, parameter_set or BASE
+
+
 def format_instruction(instruction: Instruction) -> str:
     """Format an instruction as one line that `parse_instruction` reads back."""
     match instruction:
         case Feed(keys):
             verb, rest = "feed", ", ".join(keys)
-        case Reallocate(role, source, target, into, mix):
+        case Reallocate(role, source, target, into, mix, name):
             mixed = "" if mix is None else f" mixed into {into} by {mix!r}"
-            verb, rest = "reallocate", f"{role}: {source} -> {target}{mixed}"
-        case Release(role, placement):
-            verb, rest = "release", f"{role}: {placement}"
-        case Offload(role, placement, what):
-            verb, rest = "offload", f"{role} {what}: {placement}"
-        case Load(role, placement, what):
-            verb, rest = "load", f"{role} {what}: {placement}"
+            verb, rest = "reallocate", f"{name_parameters(role, name)}: {source} -> {target}{mixed}"
+        case Release(role, placement, name):
+            verb, rest = "release", f"{name_parameters(role, name)}: {placement}"
+        case Offload(role, placement, what, name):
+            verb, rest = "offload", f"{name_parameters(role, name)} {what}: {placement}"
+        case Load(role, placement, what, name):
+            verb, rest = "load", f"{name_parameters(role, name)} {what}: {placement}"
         case Run(call, role, placement):
             verb, rest = "run", f"{call}{'' if role is None else f' [{role}]'} on {placement}"
         case ShareLengths(key, call, heads, readers):
@@ -70,18 +81,32 @@ def format_instruction(instruction: Instruction) -> str:
     return f"{verb:<10} {rest}"
 
 
+def _parse_reallocate(name: str, source: str, target: str, into: str | None, mix: str | None) -> Reallocate:
+    role, parameter_set = _split_name(name)
+    factor = None if mix is None else float(mix)
+    return Reallocate(role, Placement.parse(source), Placement.parse(target), into, factor, parameter_set)
+
+
+def _parse_release(name: str, placement: str) -> Release:
+    role, parameter_set = _split_name(name)
+    return Release(role, Placement.parse(placement), parameter_set)
+
+
+def _parse_offload(kind: type[Offload | Load], name: str, what: str, placement: str) -> Offload | Load:
+    role, parameter_set = _split_name(name)
+    return kind(role, Placement.parse(placement), cast(What, what), parameter_set)
+
+
 _PART = r"(\S+) (parameters|optimizer): (.+)"
 _FORMS: dict[str, tuple[str, Callable[..., Instruction]]] = {
     "feed": (r"(.+)", lambda keys: Feed(_keys(keys))),
     "reallocate": (
         r"(\S+): (.+) -> (.+?)(?: mixed into (\S+) by (\S+))?",
-        lambda role, a, b, into, mix: Reallocate(
-            role, Placement.parse(a), Placement.parse(b), into, None if mix is None else float(mix)
-        ),
+        _parse_reallocate,
     ),
-    "release": (r"(\S+): (.+)", lambda role, p: Release(role, Placement.parse(p))),
-    "offload": (_PART, lambda role, what, p: Offload(role, Placement.parse(p), cast(What, what))),
-    "load": (_PART, lambda role, what, p: Load(role, Placement.parse(p), cast(What, what))),
+    "release": (r"(\S+): (.+)", _parse_release),
+    "offload": (_PART, lambda *texts: _parse_offload(Offload, *texts)),
+    "load": (_PART, lambda *texts: _parse_offload(Load, *texts)),
     "run": (r"(\S+)(?: \[(\S+)\])? on (.+)", lambda call, role, p: Run(call, role, Placement.parse(p))),
     "lengths": (
         r"(\S+) of (\S+): (\S+) -> (\S+)",

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import get_args
 
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
@@ -22,20 +21,23 @@ from realrl.program.instructions import (
     ShareLengths,
     What,
 )
-from realrl.program.text import format_instruction
+from realrl.program.order import TrainableParts, set_names, trained_sets
+from realrl.program.text import format_instruction, name_parameters
 
 
 class ProgramError(Exception):
     """Programs that would hang, or run a call without its data or parameters: our bug, not the user's."""
 
 
-_WHAT: tuple[What, ...] = get_args(What)
-
 MessageKey = tuple[object, ...]
 """Key that identifies a message of the programs."""
 
 Kept = Mapping[str, Sequence[Placement]]
 """Role -> placements of its kept copies."""
+
+
+_Copy = tuple[str, str, str]
+"""A parameter set in a layout: role, layout, set."""
 
 
 @dataclass
@@ -50,10 +52,10 @@ class _Rank:
     lengths: set[str] = field(default_factory=set)
     produced: set[str] = field(default_factory=set)
     """keys this rank holds as a head of their producer"""
-    parameters: dict[tuple[str, str], int] = field(default_factory=dict)
-    """(role, layout) -> version"""
-    offloaded: set[tuple[str, str, What]] = field(default_factory=set)
-    """(role, layout, state kind) in host memory"""
+    parameters: dict[_Copy, int] = field(default_factory=dict)
+    """Parameter set in a layout -> version"""
+    offloaded: set[tuple[_Copy, What]] = field(default_factory=set)
+    """(parameter set in a layout, state kind) in host memory"""
 
     @property
     def current(self) -> Instruction | None:
@@ -75,13 +77,15 @@ class _DryRun:
         homes: Mapping[str, Placement],
         offloaded: Collection[tuple[str, What]],
         kept: Kept,
+        parts: TrainableParts,
         *,
         copies_there: bool,
     ) -> None:
         """`copies_there`: whether the copies that are kept are there already."""
-        self.graph = graph
+        self.graph, self.parts = graph, parts
         self.ranks = [_Rank(program) for program in programs]
-        self.versions = dict.fromkeys(homes, 0)
+        self.versions = {(role, name): 0 for role in homes for name in set_names(role, parts)}
+        """By role and parameter set."""
         self.posted: dict[MessageKey, set[int]] = {}
         """message -> ranks that have sent it"""
         self.promised: dict[MessageKey, set[int]] = {}
@@ -90,16 +94,25 @@ class _DryRun:
         self.ran: set[str] = set()
         for role, home in homes.items():
             for rank in home.ranks:
-                self.ranks[rank].parameters[role, home.layout] = 0
-                for what in _WHAT:
-                    if (role, what) in offloaded:
-                        self.ranks[rank].offloaded.add((role, home.layout, what))
+                self._place(self.ranks[rank], role, home, offloaded)
         self.at_rest = [({*rank.parameters}, {*rank.offloaded}) for rank in self.ranks]
         for role, placement in ((role, p) for role, placements in kept.items() for p in placements):
+            copies = [(role, placement.layout, name) for name in set_names(role, parts)]
             for rank in placement.ranks:
-                self.at_rest[rank][0].add((role, placement.layout))
+                self.at_rest[rank][0].update(copies)
                 if copies_there:
-                    self.ranks[rank].parameters[role, placement.layout] = 0
+                    self.ranks[rank].parameters |= dict.fromkeys(copies, 0)
+
+    def _place(
+        self, rank: _Rank, role: str, home: Placement, offloaded: Collection[tuple[str, What]]
+    ) -> None:
+        """What a rank of its home has of a role when a step starts."""
+        for name in set_names(role, self.parts):
+            rank.parameters[role, home.layout, name] = 0
+            if (role, "parameters") in offloaded:
+                rank.offloaded.add(((role, home.layout, name), "parameters"))
+        for name in trained_sets(role, self.parts) if (role, "optimizer") in offloaded else ():
+            rank.offloaded.add(((role, home.layout, name), "optimizer"))
 
     def run(self) -> None:
         while any(rank.current is not None for rank in self.ranks):
@@ -113,8 +126,9 @@ class _DryRun:
         for rank, at_rest in zip(self.ranks, self.at_rest, strict=True):
             rests = ({*rank.parameters}, rank.offloaded) == at_rest
             self._need(rank, rests, "ends with other things in memory than there are between steps")
-            for (role, layout), version in rank.parameters.items():
-                self._need(rank, version == self.versions[role], f"ends with an outdated {role} [{layout}]")
+            for (role, layout, name), version in rank.parameters.items():
+                current = version == self.versions[role, name]
+                self._need(rank, current, f"ends with an outdated {name_parameters(role, name)} [{layout}]")
         for message, receivers in self.promised.items():
             if receivers != self.received.get(message, set()):
                 raise self._error(f"not received by those it was sent to: {message}", [])
@@ -134,11 +148,10 @@ class _DryRun:
                 return self._receive(rank, instruction)
             case Report():
                 return self._report(rank, instruction)
-            case Release(role, placement):
-                self._need(
-                    rank, (role, placement.layout) in rank.parameters, "releases what it does not hold"
-                )
-                del rank.parameters[role, placement.layout]
+            case Release(role, placement, name):
+                copy = (role, placement.layout, name)
+                self._need(rank, copy in rank.parameters, "releases what it does not hold")
+                del rank.parameters[copy]
             case Offload() | Load():
                 self._offload(rank, instruction)
             case Run(role=None):
@@ -168,33 +181,41 @@ class _DryRun:
         return True
 
     def _reallocate(self, instruction: Reallocate) -> None:
-        role, target, into = instruction.role, instruction.target, instruction.into
+        role = instruction.role
+        target = instruction.target
+        into = instruction.into
+        name = instruction.parameter_set
+        owner = into or role
         for r in instruction.source.ranks:
-            self._need_parameters(self.ranks[r], role, instruction.source)
+            self._need_parameters(self.ranks[r], role, instruction.source, name)
         if into is not None:
             for r in target.ranks:
-                self._need_parameters(self.ranks[r], into, target)
-            self.versions[into] += 1
+                self._need_parameters(self.ranks[r], into, target, name)
+            self.versions[into, name] += 1
         for r in target.ranks:
-            self.ranks[r].parameters[into or role, target.layout] = self.versions[into or role]
+            self.ranks[r].parameters[owner, target.layout, name] = self.versions[owner, name]
 
-    def _need_parameters(self, rank: _Rank, role: str, placement: Placement) -> None:
-        held = rank.parameters.get((role, placement.layout))
-        self._need(rank, held is not None, f"has no parameters of {role} in this layout")
-        self._need(rank, held == self.versions[role], f"has outdated parameters of {role}")
-        offloaded = (role, placement.layout, "parameters") in rank.offloaded
-        self._need(rank, not offloaded, f"has the parameters of {role} in host memory")
+    def _need_parameters(self, rank: _Rank, role: str, placement: Placement, name: str) -> None:
+        copy = (role, placement.layout, name)
+        about = name_parameters(role, name)
+        held = rank.parameters.get(copy)
+        self._need(rank, held is not None, f"has no parameters of {about} in this layout")
+        self._need(rank, held == self.versions[role, name], f"has outdated parameters of {about}")
+        self._need(
+            rank, (copy, "parameters") not in rank.offloaded, f"has the parameters of {about} in host memory"
+        )
 
     def _offload(self, rank: _Rank, instruction: Offload | Load) -> None:
-        role, placement, what = instruction.role, instruction.placement, instruction.what
-        key = (role, placement.layout, what)
-        self._need(rank, key[:2] in rank.parameters, f"has no parameters of {role} in this layout")
+        role = instruction.role
+        name = instruction.parameter_set
+        what = instruction.what
+        copy = (role, instruction.placement.layout, name)
+        about = name_parameters(role, name)
+        self._need(rank, copy in rank.parameters, f"has no parameters of {about} in this layout")
         loads = isinstance(instruction, Load)
-        place = "device" if loads else "host"
-        self._need(
-            rank, (key in rank.offloaded) == loads, f"has the {what} of {role} in {place} memory already"
-        )
-        rank.offloaded ^= {key}
+        already = f"has the {what} of {about} in {'device' if loads else 'host'} memory already"
+        self._need(rank, ((copy, what) in rank.offloaded) == loads, already)
+        rank.offloaded ^= {(copy, what)}
 
     def _run_call(self, run: Run, members: list[_Rank]) -> None:
         call = self.graph.call(run.call)
@@ -205,18 +226,15 @@ class _DryRun:
                 length = self.graph.length_key(key)
                 self._need(rank, length is None or length in rank.lengths, f"does not know how long {key} is")
             self._need(rank, call.role == run.role, f"runs {call.name} with the model of {run.role}")
-            if run.role is not None:
-                self._need_parameters(rank, run.role, run.placement)
-            offloaded = (run.role, run.placement.layout, "optimizer") in rank.offloaded
-            self._need(
-                rank,
-                call.kind is not Kind.TRAIN or not offloaded,
-                f"has the optimizer of {run.role} in host memory",
-            )
-        if call.kind is Kind.TRAIN and run.role is not None:
-            self.versions[run.role] += 1
+            for name in () if run.role is None else set_names(run.role, self.parts):
+                self._need_parameters(rank, call.model_role, run.placement, name)
+        for name in trained_sets(call.model_role, self.parts) if call.kind is Kind.TRAIN else ():
+            copy = (call.model_role, run.placement.layout, name)
+            self.versions[call.model_role, name] += 1
             for rank in members:
-                rank.parameters[run.role, run.placement.layout] = self.versions[run.role]
+                there = (copy, "optimizer") not in rank.offloaded
+                self._need(rank, there, f"has the optimizer of {call.role} in host memory")
+                rank.parameters[copy] = self.versions[call.model_role, name]
         for rank in members:
             if rank.program.rank in run.placement.heads:
                 rank.produced |= set(call.outputs)
@@ -271,7 +289,7 @@ def _members(instruction: Run | Reallocate | ShareLengths) -> tuple[int, ...]:
     match instruction:
         case Run(_, _, placement):
             return placement.ranks
-        case Reallocate(_, source, target, _, _):
+        case Reallocate(_, source, target):
             return tuple(sorted({*source.ranks, *target.ranks}))
         case ShareLengths(_, _, heads, readers):
             return tuple(sorted({*heads, *readers}))
@@ -283,13 +301,15 @@ def validate(
     homes: Mapping[str, Placement],
     offloaded: Collection[tuple[str, What]] = (),
     kept: Kept | None = None,
+    parts: TrainableParts | None = None,
 ) -> None:
     """Dry-run `programs` of a step; ProgramError, with the position of every rank, when they cannot be run.
 
     Between steps the parameters of each role are where `homes` says and in the copies that are `kept`;
-    `offloaded` says what of which role is in host memory then.
+    `offloaded` says what of which role is in host memory then, `parts` which parameter sets roles have that are
+    trained in part.
     """
-    _DryRun(programs, graph, homes, offloaded, kept or {}, copies_there=True).run()
+    _DryRun(programs, graph, homes, offloaded, kept or {}, parts or {}, copies_there=True).run()
 
 
 def validate_start(
@@ -297,6 +317,8 @@ def validate_start(
     homes: Mapping[str, Placement],
     offloaded: Collection[tuple[str, What]],
     kept: Kept,
+    parts: TrainableParts | None = None,
 ) -> None:
     """Dry-run programs that make the kept copies; ProgramError when they cannot be run."""
-    _DryRun(programs, DataflowGraph((), ()), homes, offloaded, kept, copies_there=False).run()
+    empty = DataflowGraph((), ())
+    _DryRun(programs, empty, homes, offloaded, kept, parts or {}, copies_there=False).run()

@@ -2,12 +2,21 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from realrl.config.base import Settings
 from realrl.config.explain import brief
 from realrl.families.find import find_shape
 from realrl.families.published import SHAPES
+from realrl.families.registry import find_family
 from realrl.families.shape import ModelShape
 
 Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
@@ -50,12 +59,15 @@ class ModelConfig(Settings):
 
     path: str | None = None
     """A Hugging Face directory or hub name to load weights, shape and tokenizer from."""
+    family: str | None = None
+    """File of a model family of your own, FILE.py, that the model is of; null where its `config.json` or its shape
+    names a registered family."""
     shape: ModelShape | None = Field(
         default=None,
         description="Sizes of a model to initialise from scratch, when there is no `path`: each of them, a Hugging"
         " Face `config.json` or a directory that holds one, or the name of a published model. Names are "
         + ", ".join(SHAPES)
-        + ". Qwen2.5 models can be planned for and not trained yet.",
+        + ".",
     )
     tokenizer: str | None = None
     """Tokenizer directory or hub name; taken from `path` when not given."""
@@ -67,9 +79,14 @@ class ModelConfig(Settings):
         """Whether it says where the weights come from."""
         return self.path is not None or self.shape is not None
 
+    def starts_like(self, other: "ModelConfig") -> bool:
+        """Whether both models start from the same values; fresh weights depend on sizes and seed alone."""
+        mine, theirs = ((m.path, m.shape if m.path is None else None, m.dtype) for m in (self, other))
+        return mine == theirs
+
     @field_validator("shape", mode="before")
     @classmethod
-    def _named(cls, value: Any) -> Any:
+    def _named(cls, value: Any, info: ValidationInfo) -> Any:
         if value == "":
             raise ValueError("must not be empty")
         if isinstance(value, int | float | list):
@@ -77,10 +94,32 @@ class ModelConfig(Settings):
                 f"{brief(value)} is neither the name of a published model, nor a config.json, nor a section of"
                 " sizes"
             )
-        return find_shape(value) if isinstance(value, str) else value
+        family = info.data.get("family")
+        if isinstance(value, str):
+            return find_shape(value, family)
+        if isinstance(value, dict):
+            given = value.get("family", family)
+            if isinstance(given, str):
+                find_family(given)
+            if family is not None and given != family:
+                raise ValueError(f"its family={brief(given)} is not the role's family={family}")
+            return value if given is None else {**value, "family": given}
+        return value
+
+    @field_validator("family")
+    @classmethod
+    def _is_family(cls, value: str | None) -> str | None:
+        if value is not None:
+            find_family(value)
+        return value
 
 
 class TrainedModelConfig(ModelConfig):
     """A role whose parameters the run updates."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
+    trainable_layers: int | None = Field(default=None, ge=0, le=10**4)
+    """Train only the last so many decoder layers, the final norm and the head, and freeze all below them, the
+    embeddings included; null trains all layers. 0 trains only the final norm and the head."""
+    freeze_embeddings: bool = False
+    """Keep the embedding table as it is; a head that is tied to it stays as it is, too."""

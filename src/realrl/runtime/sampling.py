@@ -56,6 +56,7 @@ def generate_text(
     n: int,
     *,
     chat: bool = False,
+    family: str | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[dict[str, Any]]:
     """Continue the prompt of each record, {prompt} or {messages}, `n` times.
@@ -64,10 +65,11 @@ def generate_text(
     list of messages.
 
     Prompts of plain text are used as they stand, or with `chat` as one user turn in the tokenizer's chat template;
-    `say` is called with the one used, where there is a choice. UserError when the directory holds no model that can
-    be loaded, or a record has no prompt, or one that is too long for the model.
+    `say` is called with the one used, where there is a choice. `family`: see `checkpoint.directory.read_shape`.
+    UserError when the directory holds no model that can be loaded, or a record has no prompt, or one that is too
+    long for the model.
     """
-    shape = huggingface.read_shape(model_dir)
+    shape = huggingface.read_shape(model_dir, family)
     check_top_k("top_k", sampling.top_k, shape.vocab_size)
     tokenizer = load_tokenizer(model_dir)
     ends = read_ends(tokenizer, model_dir, shape.vocab_size)
@@ -77,7 +79,7 @@ def generate_text(
     # A CPU is no faster at bfloat16, and float32 repeats what training computed.
     dtype = huggingface.read_dtype(model_dir) if device.type == "cuda" else torch.float32
     model = whole_model(shape, "lm", dtype=dtype, device=device)
-    huggingface.load(model_dir, model.layout.specs, model.parameters)
+    huggingface.load(model_dir, shape, model.layout.specs, model.parameters)
     rows = Ragged.of([ids for ids in encoded for _ in range(n)], dtype=torch.int64)
     try:
         batch = generate(

@@ -52,10 +52,15 @@ def _reward(function: str | None, extra: tuple[str, ...] = ()) -> Call:
 
 
 def train_graph(
-    *, minibatches: int, ref_ema: float | None = None, reward: str | None = None
+    *,
+    minibatches: int,
+    ref_ema: float | None = None,
+    same_start: bool = False,
+    reward: str | None = None,
 ) -> DataflowGraph:
     """One step: sample, score, train. `minibatches` are optimizer steps per pass over the samples; with
-    `ref_ema` the reference follows the actor at this rate; `reward` is the reference of a function that scores."""
+    `ref_ema` the reference follows the actor at this rate, from the same weights on if they have the
+    `same_start`; `reward` is the reference of a function that scores."""
     calls = [
         GENERATE,
         _reward(reward),
@@ -65,7 +70,7 @@ def train_graph(
     for role in ("actor", "critic"):
         name = f"{role}.train"
         calls.append(Call(name, role, Kind.TRAIN, EXPERIENCE, work=("sequences",), minibatches=minibatches))
-    averages = [] if ref_ema is None else [Average("ref", "actor", ref_ema)]
+    averages = [] if ref_ema is None else [Average("ref", "actor", ref_ema, same_start)]
     return DataflowGraph(calls, KEYS, averages)
 
 

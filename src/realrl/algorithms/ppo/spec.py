@@ -7,8 +7,12 @@ from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
 
 
 def _train_graph(experiment: PPOExperiment) -> DataflowGraph:
+    models = experiment.models
     return train_graph(
-        minibatches=experiment.ppo.minibatches, ref_ema=experiment.ppo.ref_ema, reward=experiment.reward
+        minibatches=experiment.ppo.minibatches,
+        ref_ema=experiment.ppo.ref_ema,
+        same_start=models.ref.starts_like(models.actor),
+        reward=experiment.reward,
     )
 
 

@@ -15,6 +15,7 @@ from realrl.cli.page.text import (
 )
 from realrl.cli.page.tips import find_call_class, find_role_class
 from realrl.config.units import format_bytes
+from realrl.program.text import name_parameters
 
 if TYPE_CHECKING:
     from realrl.planner.report.alternatives import Alternative
@@ -133,7 +134,7 @@ def make_moves_table(report: "PlanReport") -> Table:
     looks = []
     for move in report.chosen.moves:
         i = move.instruction
-        what = i.role if i.into is None else f"{i.role} into {i.into}"
+        what = name_parameters(i.role, i.parameter_set) + (f" into {i.into}" if i.into else "")
         sizes = (format_bytes(move.sent_bytes), format_bytes(move.network_bytes))
         row = (what, i.source.layout, i.target.layout, move.before or "after the update", *sizes)
         rows.append((*row, f"{move.start:.2f}", _short(move.seconds)))

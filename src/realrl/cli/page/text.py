@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from realrl.config.units import format_bytes
 from realrl.families.published import SHAPES
-from realrl.families.tensors import model_tensors
+from realrl.families.registry import model_tensors
 from realrl.plan.placement import Placement
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.simulate.estimate import DeviceMemory

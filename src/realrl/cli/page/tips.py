@@ -9,6 +9,7 @@ from realrl.config.units import format_bytes
 from realrl.dataflow.call import Call
 from realrl.planner.simulate.estimate import Estimate
 from realrl.program.instructions import Load, Offload, Reallocate, Run
+from realrl.program.text import name_parameters
 
 if TYPE_CHECKING:
     from realrl.planner.report.report import PlanReport
@@ -41,9 +42,10 @@ def describe_block(estimate: Estimate, block: Block) -> str:
         case Reallocate() as move:
             title, facts = _move_tip(estimate, move)
             return make_tip(title, [*facts, *when])
-        case Load(role, _, what) | Offload(role, _, what):
+        case Load(role, _, what, name) | Offload(role, _, what, name):
             verb = "comes from" if isinstance(block.instruction, Load) else "goes to"
-            return make_tip(f"{what} of {role} {verb} host memory", [("takes", seconds), *when])
+            title = f"{what} of {name_parameters(role, name)} {verb} host memory"
+            return make_tip(title, [("takes", seconds), *when])
     return make_tip(block.reason.capitalize(), [("takes", seconds), *when])
 
 
@@ -69,7 +71,7 @@ def describe_call(estimate: Estimate, name: str) -> str:
 
 def _move_tip(estimate: Estimate, instruction: Reallocate) -> tuple[str, list[tuple[str, str]]]:
     """Describe a reallocation with its layouts and bytes."""
-    role = instruction.role
+    role = name_parameters(instruction.role, instruction.parameter_set)
     into = instruction.into
     title = f"{role} is reallocated" if into is None else f"{role} is mixed into {into}"
     facts = [("old layout", instruction.source.layout), ("new layout", instruction.target.layout)]

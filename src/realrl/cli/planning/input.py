@@ -11,8 +11,8 @@ from realrl.config.files import check_file
 from realrl.config.json_file import read_json
 from realrl.config.paths import local_path
 from realrl.config.units import parse_bytes
-from realrl.config.words import join
-from realrl.families.shape import TRAINABLE
+from realrl.families.config_json import describe_untrainable
+from realrl.families.registry import find_family
 
 if TYPE_CHECKING:
     from realrl.planner.cluster.spec import ClusterSpec
@@ -132,11 +132,9 @@ def read_scenario(
 
 def _not_trainable(scenario: "Scenario") -> str:
     """Write a note on models of families that can only be planned for; empty where there are none."""
-    families = {model.shape.family for model in scenario.models.values()} - set(TRAINABLE)
-    if not families:
-        return ""
-    names = join(sorted(families))
-    return f"models of family {names} can be planned for and not trained yet (trained are: {', '.join(TRAINABLE)})"
+    families = {model.shape.family for model in scenario.models.values()}
+    refused = sorted(family for family in families if not find_family(family).trainable)
+    return describe_untrainable(*refused) if refused else ""
 
 
 def parse_objective(text: str) -> "Objective":

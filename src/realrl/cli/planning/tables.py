@@ -25,6 +25,7 @@ from realrl.config.words import join
 from realrl.plan.placement import Placement
 from realrl.planner.report.report import Alternative, PlanReport, Preset
 from realrl.planner.simulate.estimate import CallEstimate, Estimate
+from realrl.program.text import name_parameters
 
 _WIDTH = 100
 """Columns where the terminal does not report its width."""
@@ -136,9 +137,10 @@ def _moves(chosen: Estimate) -> Table:
     for move in chosen.moves:
         source = move.instruction.source
         target = move.instruction.target
+        name = name_parameters(move.instruction.role, move.instruction.parameter_set)
         into = move.instruction.into
         rows.add_row(
-            move.instruction.role if into is None else f"{move.instruction.role} into {into}",
+            name if into is None else f"{name} into {into}",
             move.before or "-",
             f"{format_degrees(source)} @{source.mesh}",
             f"{format_degrees(target)} @{target.mesh}",

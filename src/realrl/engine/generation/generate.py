@@ -176,7 +176,7 @@ class Continuation:
             head_dim=model.shape.head_dim,
             rows=len(prompts),
             max_tokens=max(prompts.lengths) + self.sampling.max_new_tokens,
-            dtype=model.parameters.data.dtype,
+            dtype=model.dtype,
             device=model.device,
         )
         if model.pipeline.first:

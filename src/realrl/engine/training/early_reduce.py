@@ -19,6 +19,8 @@ class EarlyReduce:
         self._next = 0
         sizes = {tensor.name: tensor.numel for tensor in gradients.tensors}
         for name, parameter in model.transformer.named_parameters():
+            if not parameter.requires_grad:
+                continue
             sources = model.transformer.sources[name]
             first = gradients.offset(sources[0])
             end = first + sum(sizes[source] for source in sources)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realrl.engine.flat import FlatBuffer
-from realrl.families.tensors import SCALAR_HEAD
+from realrl.families.tensors import TensorSpec
 from realrl.model.group import Group, all_gather, reduce_scatter
 from realrl.recipe.model import OptimizerConfig
 
@@ -32,7 +32,8 @@ class ShardedAdamW:
         everyone: Group | None = None,
         owned: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
-        """Both buffers must be padded to a multiple of `group.size` times their bucket count.
+        """Both buffers must be padded to a multiple of `group.size` times their bucket count. They may be empty, on
+        a pipeline stage that has nothing to train.
 
         The gradient norm is taken over `everyone`, the ranks of all shards of the model, where a rank counts
         elements `owned[name]`, first and end, of a tensor; by default over `group` and all elements.
@@ -40,8 +41,8 @@ class ShardedAdamW:
         self._parameters, self._gradients = parameters, gradients.data
         self._group, self._everyone = group, everyone or group
         self._clip, self._decay = config.grad_clip, config.weight_decay
-        self.buckets = parameters.buckets
-        self.bucket_size = parameters.data.numel() // self.buckets
+        self.buckets = parameters.buckets if parameters.tensors else 0
+        self.bucket_size = parameters.data.numel() // max(1, self.buckets)
         self._part = self.bucket_size // group.size
         mine = parameters.data.new_empty(self.buckets * self._part, dtype=torch.float32)
         self._gradient, *self._moments = (torch.zeros_like(mine) for _ in range(3))
@@ -77,26 +78,26 @@ class ShardedAdamW:
         begin = self._begin(bucket)
         return self._parameters.data[begin : begin + self._part]
 
-    def _runs(self, bucket: int) -> Iterator[tuple[str, int, int]]:
-        """Tensors, or parts of them, in this rank's part of a bucket: name, first element and end in the
+    def _runs(self, bucket: int) -> Iterator[tuple[TensorSpec, int, int]]:
+        """Tensors, or parts of them, in this rank's part of a bucket: which, first element and end in the
         buffers."""
         begin = self._begin(bucket)
         for tensor in self._parameters.tensors:
             start = self._parameters.offset(tensor.name)
             low, high = max(start, begin), min(start + tensor.numel, begin + self._part)
             if low < high:
-                yield tensor.name, low, high
+                yield tensor, low, high
 
     def _counted_parts(self, owned: Mapping[str, tuple[int, int]] | None) -> Iterator[tuple[Tensor, bool]]:
         """Views of this rank's gradient whose elements it counts in the norm, and whether they are the head's."""
         for bucket in range(self.buckets):
             gradient, begin = self._slot(self._gradient, bucket), self._begin(bucket)
-            for name, low, high in self._runs(bucket):
+            for tensor, low, high in self._runs(bucket):
                 if owned is not None:
-                    start = self._parameters.offset(name)
-                    low, high = max(low, start + owned[name][0]), min(high, start + owned[name][1])
+                    start, (first, end) = self._parameters.offset(tensor.name), owned[tensor.name]
+                    low, high = max(low, start + first), min(high, start + end)
                 if low < high:
-                    yield gradient[low - begin : high - begin], name == SCALAR_HEAD
+                    yield gradient[low - begin : high - begin], _is_scalar_head(tensor)
 
     def _bucket_optimizer(self, bucket: int, config: OptimizerConfig) -> torch.optim.AdamW:
         """AdamW over this rank's part of a bucket: pieces with weight decay, pieces without, and the scalar head,
@@ -107,7 +108,7 @@ class ShardedAdamW:
         pieces: dict[str, list[Tensor]] = {"decay": [], "no decay": [], "head": []}
         state: dict[Tensor, dict[str, Tensor]] = {}
         for kind, low, high in _merged(
-            (self._kind(name), low, high) for name, low, high in self._runs(bucket)
+            (_kind(tensor), low, high) for tensor, low, high in self._runs(bucket)
         ):
             window = slice(low - begin, high - begin)
             piece = torch.nn.Parameter(values[window])
@@ -129,11 +130,6 @@ class ShardedAdamW:
         )
         optimizer.state.update(state)
         return optimizer
-
-    def _kind(self, name: str) -> str:
-        if name == SCALAR_HEAD:
-            return "head"
-        return "decay" if len(self._parameters[name].shape) > 1 else "no decay"
 
     def start_reduce(self, bucket: int) -> None:
         """Start the reduce-scatter of a bucket, whose gradients must be complete.
@@ -200,6 +196,16 @@ class ShardedAdamW:
         if self._reducing:
             self._finish_reduce()
         self._gradients.zero_()
+
+
+def _kind(tensor: TensorSpec) -> str:
+    if _is_scalar_head(tensor):
+        return "head"
+    return "decay" if tensor.decay else "no decay"
+
+
+def _is_scalar_head(tensor: TensorSpec) -> bool:
+    return tensor.parameter == "scalar_head"
 
 
 def _merged(runs: Iterator[tuple[str, int, int]]) -> list[tuple[str, int, int]]:

@@ -119,4 +119,4 @@ def _suspects(model: Model, minibatch: Batch, figures: Metrics, gradients: FlatB
     for name in figures.means:
         yield isfinite(results[name])
     for spec in model.layout.specs:
-        yield spec.name not in held or all_finite(gradients[spec.name])
+        yield spec.name not in gradients or all_finite(gradients[spec.name])

@@ -22,17 +22,29 @@ from realrl.recipe.model import OptimizerConfig
 
 
 class Trainer:
-    """Gradients and optimizer state of a model."""
+    """Gradients and optimizer state of the parameter set of a model that training updates.
+
+    The others are frozen: they have neither, and no gradient is computed for them, or passed back to pipeline
+    stages before the first one that has something to train.
+    """
 
     def __init__(self, model: Model, config: OptimizerConfig, *, max_skipped: int | None = None) -> None:
         """`max_skipped`: see `SkippedSteps`."""
         self.model = model
         self._skipped = SkippedSteps(max_skipped)
-        parameters, parallel = model.parameters, model.parallel
+        trained = next(model.sets[name] for name, updated in model.part.sets.items() if updated)
+        parameters, parallel = trained.buffer, model.parallel
+        first = min(stage for stages in trained.layout.stages for stage in stages)
+        self._learns = model.shard.pp_index >= first
+        """Whether this pipeline stage, or one before it, has something to train."""
+        self._passes_back = model.shard.pp_index > first
+        """Whether one before it has."""
         multiple = parallel.data.size * parameters.buckets
         self.gradients = FlatBuffer(parameters.tensors, torch.float32, model.device, multiple_of=multiple)
         for name, parameter in model.transformer.named_parameters():
-            parameter.requires_grad_(True)
+            parameter.requires_grad_(model.transformer.sources[name][0] in parameters)
+            if not parameter.requires_grad:
+                continue
             if parameter.dtype != torch.float32:
                 parameter.grad_dtype = torch.float32
             parameter.grad = self.gradients.fused(*model.transformer.sources[name])
@@ -42,9 +54,11 @@ class Trainer:
             config,
             parallel.data,
             everyone=parallel.everyone,
-            owned={tensor.name: owned(model, tensor.name) for tensor in parameters.tensors},
+            owned={tensor.name: owned(model, tensor) for tensor in parameters.tensors},
         )
-        self._early = None if needs_completion(model) else EarlyReduce(model, self.gradients, self.optimizer)
+        self._early = (
+            None if needs_completion(model, trained) else EarlyReduce(model, self.gradients, self.optimizer)
+        )
         self.memory = Offloadable(self.optimizer.kept, [self.gradients.data, *self.optimizer.scratch])
         """Memory that training needs besides the parameters."""
 
@@ -120,8 +134,8 @@ class Trainer:
         parts = model.split(costs, budget)
         tokens = [sum(costs[i] for i in positions) for positions in parts]
         received = model.received(tokens)
-        gradients = model.received_gradients(tokens)
         stage, stages = model.parallel.pipeline.index, model.parallel.pipeline.size
+        gradients = model.received_gradients(tokens) if self._learns else None
         figures = Metrics()
         passes: dict[int, _Pass] = {}
         actions = one_forward_one_backward(stages, len(parts))[stage]
@@ -130,10 +144,11 @@ class Trainer:
                 self._early.arm()
             if action.kind == "F":
                 part = batch.select(parts[action.micro_batch])
-                passes[action.micro_batch] = self._forward(
-                    part, method, next(received), weight, figures, recompute
-                )
-            else:
+                done = self._forward(part, method, next(received), weight, figures, recompute)
+                if self._learns:
+                    passes[action.micro_batch] = done
+                del done  # what a stage without a backward pass has sent is of no use here
+            elif gradients is not None:
                 self._backward(passes.pop(action.micro_batch), next(gradients))
             turn()
         model.pipeline.finish()
@@ -153,7 +168,7 @@ class Trainer:
         rows = method.sequences(part)
         packing = Packing.of(rows.lengths, model.device)
         if received is not None:
-            received.requires_grad_(True)
+            received.requires_grad_(self._passes_back)
         hidden = model.forward(rows, packing, received, recompute=recompute)
         if not model.shard.last:
             model.pipeline.send(hidden)
@@ -165,8 +180,10 @@ class Trainer:
 
     def _backward(self, done: "_Pass", gradient: Tensor | None) -> None:
         done.result.backward(gradient)
-        if done.received is not None:
-            assert done.received.grad is not None, "every stage depends on the one before it"
+        if self._passes_back:
+            assert done.received is not None and done.received.grad is not None, (
+                "every stage depends on the one before it"
+            )
             self.model.pipeline.send_gradient(done.received.grad)
 
 

@@ -73,7 +73,7 @@ class Storage:
         end = 0
         for tensor in tensors:
             self._tensors[tensor.region.tensor] = (end, tensor.region)
-            end += tensor.stored.numel
+            end += tensor.numel
 
     def span(self, region: Region) -> Span:
         """Locate a region that the rank holds."""
@@ -229,7 +229,7 @@ def group_tensors(target: Layout, element_bytes: int, limit: int) -> list[tuple[
     tp = target.placement.strategy.tp
     for spec in target.specs:
         tensors = (local_tensor(target.shape, spec, tp, t) for t in range(tp))
-        size = max(tensor.stored.numel for tensor in tensors) * element_bytes
+        size = max(tensor.numel for tensor in tensors) * element_bytes
         if not groups or used + size > limit:
             groups.append([])
             used = 0

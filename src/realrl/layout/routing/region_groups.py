@@ -8,7 +8,7 @@ from itertools import pairwise, product
 from math import prod
 from operator import add, le
 
-from realrl.families.tensors import TensorSpec
+from realrl.families.tensors import Partition, TensorSpec
 from realrl.layout.layout import Layout, local_tensor
 from realrl.layout.region import Region
 
@@ -16,6 +16,10 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size of a region; the context names its tensor."""
 _Atom = tuple[Box, tuple[int, ...], tuple[int, ...]]
 """A box that neither layout cuts, and the TP ranks that hold it in the source and in the target."""
+
+
+_Kind = tuple[Partition | None, tuple[int, ...]]
+"""How a tensor is cut, and its shape."""
 
 
 @dataclass
@@ -76,17 +80,17 @@ class RegionGroup:
 def group_regions(source: Layout, target: Layout) -> list[RegionGroup]:
     """Group all regions of a model, cut wherever either layout cuts, by their holders and targets.
 
-    Tensors that differ only in the layer they belong to are cut alike, so each kind of tensor is cut once.
+    Tensors of one shape and partition are cut alike, so each kind of tensor is cut once.
     """
     groups: dict[tuple[tuple[int, ...], tuple[int, ...]], RegionGroup] = {}
     source_ranks = cache(partial(_ranks, source))
     target_ranks = cache(partial(_ranks, target))
-    atoms: dict[str, list[_Atom]] = {}
+    atoms: dict[_Kind, list[_Atom]] = {}
     boxes_by_stage: dict[
-        tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[Box, int, RegionGroup]]
+        tuple[_Kind, tuple[int, ...], tuple[int, ...]], list[tuple[Box, int, RegionGroup]]
     ] = {}
     for spec, before, after in zip(source.specs, source.stages, target.stages, strict=True):
-        kind = spec.name if spec.layer is None else spec.name.split(".", 3)[3]
+        kind = (spec.partition, spec.shape)
         if kind not in atoms:
             atoms[kind] = list(_atoms(_shards(source, spec), _shards(target, spec)))
         if (kind, before, after) not in boxes_by_stage:

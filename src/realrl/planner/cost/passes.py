@@ -1,6 +1,6 @@
 """Time model of train and inference calls."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from realrl.layout.limits import bucket_count
@@ -42,7 +42,12 @@ def _by_stage(stages: int, every: float, first: float, last: float) -> list[floa
 
 
 def cost_training(context: CallContext) -> Mapping[str, float]:
-    """Cost all optimizer steps of a train call under the 1F1B schedule, in seconds by term."""
+    """Cost all optimizer steps of a train call under the 1F1B schedule, in seconds by term.
+
+    Layers below the first one that is trained have no backward pass; nor have frozen embeddings. Not modelled is
+    what else a frozen part spares: the gradient of a tied head's weight, and messages to stages without a backward
+    pass.
+    """
     timing = context.timing
     strategy = context.strategy
     work = context.work
@@ -54,24 +59,38 @@ def cost_training(context: CallContext) -> Mapping[str, float]:
     rounds = 3 if strategy.recompute else 2
     device = backward.device + forward.device * (rounds - 1)
     host = backward.host + forward.host * (rounds - 1)
-    layer = DeviceHostTime(device, host + rounds * layer_communication.host)
+    trained = timing.sizes.trained
+    updated = trained.stage_layers(strategy.pp)
+    frozen = [n - k for n, k in zip(context.layers, updated, strict=True)]
+    layers = [
+        _EqualLayers(
+            counts=updated,
+            layer=DeviceHostTime(device, host + rounds * layer_communication.host),
+            communication=rounds * layer_communication.device,
+        ),
+        _EqualLayers(
+            counts=frozen,
+            layer=DeviceHostTime(forward.device, forward.host + layer_communication.host),
+            communication=layer_communication.device,
+        ),
+    ]
     outside = OutsideLayers(
         every=timing.enter(size),
-        first=timing.enter_backward(size),
+        first=timing.enter_backward(size) if any(trained.embedding) else 0.0,
         last=timing.head(size) + timing.head_backward(size),
         comm_first=layer_communication.device / 2,
         comm_last=context.head_communication(chunks.tokens)
         + context.head_backward_communication(chunks.tokens),
     )
-    terms = _cost_pipeline(context, chunks, layer, rounds * layer_communication.device, outside)
+    terms = _cost_pipeline(context, chunks, layers, outside)
     if strategy.pp > 1:
         # Under 1F1B forward waits for backward of the next stage and vice versa, so that transfers are exposed.
         terms["pipeline"] = 2 * (chunks.count + strategy.pp - 1) * context.hop(chunks.tokens)
         terms["pipeline"] += 2 * context.network.hop(_SMALL)
-    elements = max(timing.sizes.stage_elements(strategy.pp))
+    elements = max(trained.stage_elements(strategy.pp))
     update = timing.update(elements, strategy.dp)
     terms["optimizer"] = update + context.network.mesh_group.all_reduce(_SMALL)
-    last_pass = context.layers[-1] * backward.device
+    last_pass = updated[-1] * backward.device
     terms["data"] = _cost_gradient_reduction(context, elements, last_pass) + _cost_parameter_gather(
         context, elements, update
     )
@@ -102,13 +121,15 @@ def _cost_partial_gradients(context: CallContext) -> float:
     sizes = context.timing.sizes
     network = context.network
     shape = context.timing.sizes.shape
+    most = max(sizes.trained.stage_layers(context.strategy.pp))
     seconds = 0.0
-    if context.strategy.sequence_parallel:
-        seconds += 2 * max(context.layers) * network.tp_group.all_reduce(4 * shape.hidden_size)
+    partial = sizes.partial_elements(sequence_parallel=context.strategy.sequence_parallel)
+    if most * partial:
+        seconds += network.tp_group.all_reduce(4 * most * partial)
     if sizes.shares_kv_heads:
         keys = 4 * shape.kv_heads * shape.head_dim * shape.hidden_size
-        seconds += 2 * max(context.layers) * network.tp_group.all_reduce(keys)
-    if shape.tied_embeddings and sizes.head == "lm" and context.strategy.pp > 1:
+        seconds += 2 * most * network.tp_group.all_reduce(keys)
+    if sizes.trained.tied and any(sizes.trained.embedding) and context.strategy.pp > 1:
         seconds += network.embedding_group.all_reduce(4 * sizes.padded_vocab * shape.hidden_size)
     return seconds
 
@@ -141,34 +162,57 @@ def cost_forward_pass(
 ) -> dict[str, float]:
     """Cost the forward pass of all chunks through all stages, in seconds by term."""
     layer_communication = context.layer_communication(chunks.tokens)
-    layer = DeviceHostTime(layer.device, layer.host + layer_communication.host)
-    terms = _cost_pipeline(context, chunks, layer, layer_communication.device, outside)
+    layers = _EqualLayers(
+        counts=context.layers,
+        layer=DeviceHostTime(layer.device, layer.host + layer_communication.host),
+        communication=layer_communication.device,
+    )
+    terms = _cost_pipeline(context, chunks, [layers], outside)
     # Sends do not wait, and a stage works on the next chunk meanwhile.
     terms["pipeline"] = (context.strategy.pp - 1) * context.hop(chunks.tokens)
     return terms
 
 
+@dataclass(frozen=True, kw_only=True)
+class _EqualLayers:
+    """Layers that cost the same."""
+
+    counts: Sequence[int]
+    """Such layers on each stage."""
+    layer: DeviceHostTime
+    """Time of one of them for one chunk."""
+    communication: float
+    """Seconds of its TP communication."""
+
+    @property
+    def wait(self) -> float:
+        """Seconds that the device waits for the host."""
+        return max(0.0, self.layer.host - self.layer.device - self.communication)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of one layer for one chunk."""
+        return self.layer.device + self.communication + self.wait
+
+
 def _cost_pipeline(
-    context: CallContext,
-    chunks: Chunks,
-    layer: DeviceHostTime,
-    layer_communication: float,
-    outside: OutsideLayers,
+    context: CallContext, chunks: Chunks, layers: Sequence[_EqualLayers], outside: OutsideLayers
 ) -> dict[str, float]:
     """Seconds of the busiest stage by term, and the bubble: its idle time while the pipeline fills and drains.
 
     A pipeline takes one chunk through all stages and all other chunks through the slowest one.
     """
-    wait = max(0.0, layer.host - layer.device - layer_communication)
-    each = layer.device + layer_communication + wait
-    own = outside.own(context.strategy.pp)
-    communication = outside.communication(context.strategy.pp)
-    stages = [n * each + a + b for n, a, b in zip(context.layers, own, communication, strict=True)]
+    pp = context.strategy.pp
+    own = outside.own(pp)
+    communication = outside.communication(pp)
+    stages = [
+        sum(one.counts[s] * one.seconds for one in layers) + own[s] + communication[s] for s in range(pp)
+    ]
     slowest = stages.index(max(stages))
-    layers = context.layers[slowest]
+    counted = [(one.counts[slowest], one) for one in layers]
     return {
-        "compute": chunks.count * (layers * layer.device + own[slowest]),
-        "tensor": chunks.count * (layers * layer_communication + communication[slowest]),
-        "launch": chunks.count * layers * wait,
+        "compute": chunks.count * (sum(n * one.layer.device for n, one in counted) + own[slowest]),
+        "tensor": chunks.count * (sum(n * one.communication for n, one in counted) + communication[slowest]),
+        "launch": chunks.count * sum(n * one.wait for n, one in counted),
         "bubble": sum(stages) - stages[slowest],
     }

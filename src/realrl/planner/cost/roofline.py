@@ -91,4 +91,6 @@ class Roofline:
             + e.attention_passes * (2 * s.q_dim + 2 * s.kv_dim)
             + e.activation_passes * s.ffn_dim
         )
+        if s.qk_norm:
+            values += 2 * (s.q_dim + s.kv_dim) + 2 * (s.q_dim + 2 * s.kv_dim)  # normalised, and put together
         return self.traffic(tokens * values * self.element_bytes)

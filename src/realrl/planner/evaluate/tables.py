@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.planner.moves.transfers import Floats, Ints, Layouts, TransferTable
+from realrl.planner.moves.transfers import Floats, Ints, Layouts, TransferTable, name_mixing
 from realrl.planner.space.problem import Candidate, Problem
 from realrl.program.order import changes, dependents, length_calls, producers
 
@@ -88,7 +88,11 @@ class Tables:
         self.same_role = [[p for p in indices if p != c and self.home[p] == self.home[c]] for c in indices]
         """Other calls of a call's role."""
         self.ema_updates = [
-            EmaUpdate(c, self.home[r], self._table(self.home[c], self.home[r]))
+            EmaUpdate(
+                c,
+                self.home[r],
+                self._table(self.home[c], self.home[r], name_mixing(average.role, average.source)),
+            )
             for c, call in enumerate(self.calls)
             for average in graph.averages
             if average.source == call.role and call.kind is Kind.TRAIN
@@ -137,9 +141,10 @@ class Tables:
         """Return the distinct layouts of a call's candidates, which `Columns.layout` indexes."""
         return self._layouts[call]
 
-    def _table(self, source: int, target: int) -> TransferTable:
-        role = self.calls[source].model_role
-        return TransferTable(self.problem.transfers, role, self._layouts[source], self._layouts[target])
+    def _table(self, source: int, target: int, moving: str | None = None) -> TransferTable:
+        """Transfers of the role of `source`, or of what else moves."""
+        name = moving or self.calls[source].model_role
+        return TransferTable(self.problem.transfers, name, self._layouts[source], self._layouts[target])
 
     def _order(self, graph: DataflowGraph) -> None:
         """Build the dependencies between calls: matrices are [call, earlier call]."""

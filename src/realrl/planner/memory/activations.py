@@ -66,12 +66,22 @@ class Activations:
             {"cache": cache, "logits": logits},
         )
 
-    def training(self, tokens: float, *, layers: int, stage: int, chunks: int) -> Parts:
-        """Compute the peak of a train call: in the backward pass of the logits, of a layer, or of the embedding."""
+    def training(
+        self, tokens: float, *, layers: int, stage: int, chunks: int, frozen_layers: int = 0
+    ) -> Parts:
+        """Compute the peak of a train call: in the backward pass of the logits, of a layer, or of the embedding.
+
+        `layers` are those of the stage that have a backward pass; `frozen_layers`, which come before them, have
+        none, and keep nothing.
+        """
+        if frozen_layers and not layers and stage < self._last:
+            expected = self._expected(tokens, stage, chunks - 1)
+            return {"activations": self._forward(tokens, stage, chunks) + expected}
         layer = self.layer
-        shape = self.sizes.shape
+        trains_embedding = any(self.sizes.trained.embedding)
         flying = min(chunks, self.strategy.pp - stage)
-        sent = self._sent(tokens, chunks * ((stage > 0) + (stage < self._last)))
+        back = trains_embedding or any(self.sizes.trained.stage_layers(self.strategy.pp)[:stage])
+        sent = self._sent(tokens, chunks * ((stage > 0 and back) + (stage < self._last)))
         sent += self._expected(tokens, stage, chunks - flying)
         if stage < self._last and chunks > 1:
             sent += layer.bytes(tokens, layer.stream)  # the posted receive of the next gradient
@@ -87,12 +97,17 @@ class Activations:
             states = layer.bytes(tokens, layer.stream + 2 * layer.hidden)
             kept = sent + flying * each + states
             moments.append({"activations": kept, "logits": self.logits.backward(tokens)})
-            if stage == 0 and shape.tied_embeddings and self.sizes.head == "lm":
+            if stage == 0 and self.sizes.trained.tied and trains_embedding:
                 # The head's contribution to the tied embedding gradient is held until the embedding adds its own.
                 waiting = self.logits.table_bytes
-        moments.append({"activations": sent + flying * each + inside, "logits": waiting})
-        if stage == 0:
-            table = layer.matrix_bytes(self.sizes.padded_vocab * shape.hidden_size)
+        if layers:
+            moments.append({"activations": sent + flying * each + inside, "logits": waiting})
+        if frozen_layers:
+            # A later micro-batch, in the layers that keep nothing.
+            kept = sent + (flying - 1) * each + self._shared(tokens)
+            moments.append({"activations": kept + layer.bytes(tokens, layer.stream + layer.computed)})
+        if stage == 0 and trains_embedding:
+            table = layer.matrix_bytes(self.sizes.padded_vocab * layer.hidden)
             moments.append({"activations": sent + (flying - 1) * each + table, "logits": waiting})
         return _peak(*moments)
 

@@ -57,7 +57,8 @@ class LayerMemory:
         Attention holds the residual stream, queries, keys and values, and its output; where it pads, padded copies
         of queries, keys and values too, and scores with their softmax, or two padded outputs and a packed one. The
         feed-forward block holds the stream before and after attention, and gate, up and their product, or the
-        tensors that these are computed from or projected to.
+        tensors that these are computed from or projected to. Norms of heads hold the stream, queries, keys and
+        values, and the normalised ones before and after they are put together.
         """
         s = self.stream
         inner = self.sizes.ffn_dim
@@ -74,7 +75,8 @@ class LayerMemory:
             attention += queries
         entering = self.hidden + (s if self.strategy.sequence_parallel else 0)
         block = max(entering + 2 * inner, 3 * inner, inner + self.hidden, 2 * self.hidden)
-        return max(attention, 2 * s + block)
+        joined = 2 * self._qkv + self.sizes.q_dim + self.sizes.kv_dim if self.sizes.qk_norm else 0
+        return max(s + joined, attention, 2 * s + block)
 
     @cached_property
     def kept(self) -> float:
@@ -82,9 +84,13 @@ class LayerMemory:
 
         These are inputs of the two norms, their outputs and their scales in float32; queries, keys and values as
         attention reads them; its output; gate, up and their product. Attention also saves a log-sum-exp per head in
-        float32, and where it pads its padded output, or scores instead of both.
+        float32, and where it pads its padded output, or scores instead of both. Norms of heads save what they
+        normalise, and a scale for each head in float32.
         """
         norms = 2 * self.stream + 2 * self.hidden + 2 * self._float32
+        if self.sizes.qk_norm:
+            heads = (self.sizes.q_dim + self.sizes.kv_dim) / self.sizes.shape.head_dim
+            norms += self._qkv + heads * self._float32
         attention = self._padding.rows * self._read + self._scores + self.sizes.q_dim
         attention += self._padding.long * self._heads * self._float32
         if self._pads:
@@ -136,6 +142,11 @@ class LayerMemory:
     @property
     def _scores(self) -> float:
         return self._heads * self._padding.scores
+
+    @property
+    def _qkv(self) -> int:
+        """Queries, keys and values as they are computed."""
+        return self.sizes.q_dim + 2 * self.sizes.kv_dim
 
     @property
     def _read(self) -> int:

@@ -40,12 +40,12 @@ class Logits:
 
         A micro-batch of a single chunk keeps its log-probabilities. The peak is either at the log-probabilities,
         which turn into the gradient of logits, beside the accumulated gradient of the head; or at the gradient of
-        logits, beside that accumulated gradient and the term added to it.
+        logits, beside that accumulated gradient and the term added to it. A frozen head has no gradient.
         """
         if self._scalar:
             return int(2 * self._float32 * tokens * self.sizes.shape.hidden_size)
         chunk = self._chunk(tokens)
-        table = self.table_bytes
+        table = self.table_bytes if self.sizes.trains_head else 0
         kept = 4 * chunk if chunk == tokens * self.sizes.padded_vocab else 0
         added = table * self.element_bytes / 4 + (table if self.cpu and self._narrow else 0)
         return int(kept + max(self._log_softmax * chunk, self.element_bytes * chunk + added) + table)

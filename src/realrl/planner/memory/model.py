@@ -10,13 +10,14 @@ from realrl.families.shape import Head, ModelShape
 from realrl.layout.limits import STAGING_BUFFERS, bucket_count
 from realrl.layout.ranges import stage_layers
 from realrl.layout.routing.chunks import CHUNK_BYTES
+from realrl.layout.sets import TrainablePart
 from realrl.plan.placement import Placement
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.memory.activations import Activations, Parts
 from realrl.planner.workload.batching import split_work
-from realrl.planner.workload.sizes import LocalSizes
+from realrl.planner.workload.sizes import LocalSizes, SetSizes
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 
@@ -66,7 +67,7 @@ class MemoryModel:
                 )
         self.spec = spec
         self.efficiency = efficiency or Efficiency()
-        self._sizes: dict[tuple[ModelShape, Head, int], LocalSizes] = {}
+        self._sizes: dict[tuple[ModelShape, Head, int, TrainablePart], LocalSizes] = {}
         self._needs: dict[object, tuple[MemoryNeed, ...]] = {}
 
     def capacity(self, rank: int) -> int:
@@ -78,13 +79,19 @@ class MemoryModel:
 
     def parameters(self, model: Stored, placement: Placement) -> int:
         """Compute the bytes of a copy of the parameters on the peak device of a placement."""
-        return model.width(placement.strategy) * max(self._elements(model, placement))
+        stages = zip(*self._elements(model, placement).values(), strict=True)
+        return model.width(placement.strategy) * max(map(sum, stages))
+
+    def set_bytes(self, model: Stored, placement: Placement) -> dict[str, int]:
+        """Compute the bytes of a copy of each parameter set, on the device that has most of it."""
+        width = model.width(placement.strategy)
+        return {name: width * max(stages) for name, stages in self._elements(model, placement).items()}
 
     def state(self, model: Stored, placement: Placement) -> int:
         """Compute the bytes that optimizer offloading frees on the peak device: gradients and optimizer state."""
         return max(
             sum(_state(elements, placement.strategy.dp, model.element_bytes).values())
-            for elements in self._elements(model, placement)
+            for elements in self._trained(model, placement)
         )
 
     def kept_state(self, model: Stored, placement: Placement) -> int:
@@ -93,7 +100,7 @@ class MemoryModel:
         Gradients are discarded between steps.
         """
         parts = 2 + (model.element_bytes < _FLOAT32)
-        return _FLOAT32 * parts * max(self._elements(model, placement)) // placement.strategy.dp
+        return _FLOAT32 * parts * max(self._trained(model, placement)) // placement.strategy.dp
 
     def stages(
         self, call: Call, model: Stored, placement: Placement, workload: Workload
@@ -109,14 +116,14 @@ class MemoryModel:
         if key not in self._needs:
             strategy = placement.strategy
             width = model.width(placement.strategy)
-            stages = zip(
-                self._elements(model, placement), self._dynamic(call, model, placement, workload), strict=True
-            )
+            stored = map(sum, zip(*self._elements(model, placement).values(), strict=True))
+            trained = self._trained(model, placement)
+            stages = zip(stored, trained, self._dynamic(call, model, placement, workload), strict=True)
             needs = []
-            for elements, dynamic in stages:
+            for elements, updated, dynamic in stages:
                 static = {"parameters": elements * width}
                 if call.kind is Kind.TRAIN:
-                    static |= _state(elements, strategy.dp, width)
+                    static |= _state(updated, strategy.dp, width)
                 fragmentation = int(FRAGMENTATION * (sum(dynamic.values()) - dynamic.get("cache", 0)))
                 needs.append(MemoryNeed(static, {**dynamic, "fragmentation": fragmentation}))
             self._needs[key] = tuple(needs)
@@ -141,16 +148,20 @@ class MemoryModel:
             chunks = split_work(work, strategy, self.efficiency.pass_chunks_per_stage)
         tokens = chunks.peak.tokens
         lengths = chunks.peak.lengths
+        sizes = self._local(model, placement)
         activations = Activations(
-            sizes=self._local(model, placement),
-            strategy=strategy,
-            element_bytes=width,
-            cpu=cpu,
-            lengths=lengths,
+            sizes=sizes, strategy=strategy, element_bytes=width, cpu=cpu, lengths=lengths
         )
+        updated = sizes.trained.stage_layers(strategy.pp)
         for stage, layers in enumerate(map(len, stage_layers(model.shape.layers, strategy.pp))):
             if call.kind is Kind.TRAIN:
-                yield activations.training(tokens, layers=layers, stage=stage, chunks=chunks.count)
+                yield activations.training(
+                    tokens,
+                    layers=updated[stage],
+                    stage=stage,
+                    chunks=chunks.count,
+                    frozen_layers=layers - updated[stage],
+                )
             elif call.kind is Kind.INFERENCE:
                 yield activations.inferring(tokens, stage=stage, chunks=chunks.count)
             else:
@@ -164,15 +175,25 @@ class MemoryModel:
                     chunks=chunks.count,
                 )
 
-    def _elements(self, model: Stored, placement: Placement) -> list[int]:
-        """Elements that each stage stores, padded so that each bucket divides evenly among DP ranks."""
-        stages = self._local(model, placement).stage_elements(placement.strategy.pp)
-        multiples = [placement.strategy.dp * bucket_count(elements) for elements in stages]
-        return [-(-n // multiple) * multiple for n, multiple in zip(stages, multiples, strict=True)]
+    def _elements(self, model: Stored, placement: Placement) -> dict[str, list[int]]:
+        """Elements that each stage stores of each parameter set."""
+        sizes = self._local(model, placement).sets
+        return {name: _padded(of, placement) for name, of in sizes.items()}
+
+    def _trained(self, model: Stored, placement: Placement) -> list[int]:
+        """Elements that each stage stores of what training updates."""
+        return _padded(self._local(model, placement).trained, placement)
 
     def _local(self, model: Stored, placement: Placement) -> LocalSizes:
-        key = (model.shape, model.head, placement.strategy.tp)
+        key = (model.shape, model.head, placement.strategy.tp, model.part)
         return self._sizes.setdefault(key, LocalSizes(*key))
+
+
+def _padded(sizes: SetSizes, placement: Placement) -> list[int]:
+    """Elements that each stage stores, padded so that data-parallel ranks can share out each bucket."""
+    stages = sizes.stage_elements(placement.strategy.pp)
+    multiples = [placement.strategy.dp * bucket_count(elements) for elements in stages]
+    return [-(-n // multiple) * multiple for n, multiple in zip(stages, multiples, strict=True)]
 
 
 def _usable(kind: DeviceKind) -> int:

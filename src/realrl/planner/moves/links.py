@@ -1,6 +1,6 @@
 """Reallocation time from the load on node and device links, vectorised over pairs of layouts."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from realrl.layout.ranges import stage_layers
 from realrl.layout.routing.links import Links
+from realrl.layout.sets import BASE
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Placement
 from realrl.planner.moves.transfers import Floats, Ints, Layouts
@@ -22,35 +23,44 @@ _PAIR = tuple[Floats, Floats]
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterBytes:
-    """Parameter bytes of a model, by the parts that pipeline stages are made of."""
+    """Parameter bytes of a parameter set, by the parts that pipeline stages are made of."""
 
     layers: int
+    """Of the model."""
     layer: float
-    """Bytes of each layer."""
+    """Bytes of each layer that the set has."""
     embedding: float
     """Bytes of the embedding table, on the first stage, and on the last one if it is tied to the head."""
     end: float
     """Bytes of the final norm and the head, on the last stage."""
     tied: bool = False
+    held: tuple[int, ...] | None = None
+    """Layers that the set has; None for all of them."""
 
     @classmethod
-    def of(cls, model: Stored, width: int) -> "ParameterBytes":
-        """Build from a model whose parameters have `width` bytes each."""
-        layer, embedding, end = LocalSizes(model.shape, model.head, 1).parts
-        tied = model.shape.tied_embeddings and model.head == "lm"
+    def of(cls, model: Stored, width: int, name: str = BASE) -> "ParameterBytes":
+        """Build from a set of a model whose parameters have `width` bytes each."""
+        sizes = LocalSizes(model.shape, model.head, 1, model.part).sets[name]
         return cls(
-            layers=model.shape.layers,
-            layer=layer * width,
-            embedding=embedding * width,
-            end=end * width,
-            tied=tied,
+            layers=sizes.layers_of_model,
+            layer=sizes.layer[0] * width,
+            embedding=sizes.embedding[0] * width,
+            end=sizes.end[0] * width,
+            tied=sizes.tied,
+            held=None if len(sizes.layers) == sizes.layers_of_model else sizes.layers,
         )
+
+    @property
+    def stack(self) -> float:
+        """Bytes of all layers."""
+        return self.layer * (self.layers if self.held is None else len(self.held))
 
     def cuts(self, pp: int) -> list[float]:
         """Return the bytes before each pipeline stage, and before the end of the last one."""
         bounds = [0.0]
         for stage in stage_layers(self.layers, pp):
-            bounds.append(bounds[-1] + len(stage) * self.layer)
+            layers = len(stage) if self.held is None else sum(layer in stage for layer in self.held)
+            bounds.append(bounds[-1] + layers * self.layer)
         bounds[-1] += self.end
         return bounds
 
@@ -97,22 +107,19 @@ class LinkTransfers:
 
     A node receives once what its devices need and none of them holds; a device receives what it needs and does not
     hold. The nodes that hold the data send equal shares, and all nodes forward. Tensors are assumed to be sharded
-    evenly over TP ranks. Values travel in the width of `weights`.
+    evenly over TP ranks. Values travel in the width of `weights`. Parameter sets are moved one after the other.
     """
 
     cluster: Cluster
-    weights: Mapping[str, ParameterBytes]
-    """Parameter bytes by role."""
+    weights: Mapping[str, tuple[ParameterBytes, ...]]
+    """Parameter bytes of every set that moves, by role or by `name_mixing`."""
     links: tuple[Links, ...]
     """Links of each node; between heterogeneous nodes the slower ones count."""
-    _cuts: dict[str, Floats] = field(default_factory=dict, compare=False, repr=False)
+    _cuts: dict[ParameterBytes, Floats] = field(default_factory=dict, compare=False, repr=False)
 
     def seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
         """See `Transfers`."""
-        result = np.zeros(len(source.first))
-        for part in self._parts(np.arange(len(result)), self.cluster.nodes):
-            result[part] = self._seconds(role, source[part], target[part])
-        return result
+        return self._sum(role, source, target, self._seconds)
 
     def one(self, role: str, source: Placement, target: Placement) -> float:
         """Compute the seconds of one pair."""
@@ -120,16 +127,28 @@ class LinkTransfers:
 
     def at_least(self, role: str, source: Layouts, target: Layouts) -> Floats:
         """See `Transfers`."""
+        return self._sum(role, source, target, self._least)
+
+    def _sum(
+        self,
+        role: str,
+        source: Layouts,
+        target: Layouts,
+        seconds: Callable[[ParameterBytes, Layouts, Layouts], Floats],
+    ) -> Floats:
         result = np.zeros(len(source.first))
         for part in self._parts(np.arange(len(result)), self.cluster.nodes):
-            result[part] = self._least(role, source[part], target[part])
+            for weights in self.weights[role]:
+                result[part] += seconds(weights, source[part], target[part])
         return result
 
     def sent(self, role: str, source: Layouts, target: Layouts) -> _PAIR:
         """Compute the bytes that all devices receive, and those that enter another node."""
-        received, _ = self._lacking(role, source, target, 1)
-        entering, _ = self._lacking(role, source, target, self.cluster.devices_per_node)
-        return np.asarray(received.sum(axis=0)), np.asarray(entering.sum(axis=0))
+        totals = []
+        for block in (1, self.cluster.devices_per_node):
+            received = [self._lacking(weights, source, target, block)[0] for weights in self.weights[role]]
+            totals.append(np.asarray(np.sum(received, axis=(0, 1))))
+        return totals[0], totals[1]
 
     @cached_property
     def _ports_of_nodes(self) -> _Ports:
@@ -153,25 +172,24 @@ class LinkTransfers:
         step = max(1, _AT_ONCE // blocks)
         return (pairs[i : i + step] for i in range(0, len(pairs), step))
 
-    def _seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
+    def _seconds(self, weights: ParameterBytes, source: Layouts, target: Layouts) -> Floats:
         per_node = self.cluster.devices_per_node
         ports = self._slower(source, target)
-        entering, distinct = self._lacking(role, source, target, per_node)
+        entering, distinct = self._lacking(weights, source, target, per_node)
         everything = entering.sum(axis=0)
         leaving = np.maximum(distinct / self._nodes(source), everything / self._nodes(source, target))
         network = np.maximum(entering.max(axis=0), leaving) / ports.node
-        device = self._needed(role, target) / ports.device
+        device = self._needed(weights, target) / ports.device
         # `device` is an upper bound so far: compute it exactly only where it exceeds the network's time.
         for part in self._parts(np.flatnonzero(device > network), self.cluster.size):
-            device[part] = self._ports(role, source[part], target[part])
+            device[part] = self._ports(weights, source[part], target[part])
         seconds = np.maximum(network, device)
         seconds = np.where(seconds > 0, seconds + self._latency(source, target), 0.0)
         return np.where(_same(source, target, where=True), 0.0, seconds)
 
-    def _least(self, role: str, source: Layouts, target: Layouts) -> Floats:
-        weights = self.weights[role]
-        held = self._boxes(role, source, self.cluster.devices_per_node)
-        needed = self._boxes(role, target, self.cluster.devices_per_node)
+    def _least(self, weights: ParameterBytes, source: Layouts, target: Layouts) -> Floats:
+        held = self._boxes(weights, source, self.cluster.devices_per_node)
+        needed = self._boxes(weights, target, self.cluster.devices_per_node)
         layers = (held.high - held.low).max(axis=0)
         width = (held.right - held.left).max(axis=0)
         common = np.minimum(needed.high - needed.low, layers), np.minimum(needed.right - needed.left, width)
@@ -179,16 +197,16 @@ class LinkTransfers:
         lacking += weights.embedding * (needed.whole[1] - needed.embeds * common[1])
         most = np.maximum(lacking.max(axis=0), _into_empty(held, needed, weights))
         network = most / self._ports_of_nodes.node.max()
-        stage = self._largest(role, target.pp)
-        before = self._largest(role, source.pp)
+        stage = self._largest(weights, target.pp)
+        before = self._largest(weights, source.pp)
         kept = np.minimum(stage, before) * np.minimum(1 / target.tp, 1 / source.tp)
-        new = np.where(target.size > source.size, self._smallest(role, target.pp) / target.tp, 0.0)
+        new = np.where(target.size > source.size, self._smallest(weights, target.pp) / target.tp, 0.0)
         device = np.maximum(stage / target.tp - kept, new) / self._ports_of_nodes.device.max()
         return np.where(_same(source, target, where=False), 0.0, np.maximum(network, device))
 
-    def _ports(self, role: str, source: Layouts, target: Layouts) -> Floats:
+    def _ports(self, weights: ParameterBytes, source: Layouts, target: Layouts) -> Floats:
         """Seconds of the busiest device link inside a node."""
-        received, distinct = self._lacking(role, source, target, 1)
+        received, distinct = self._lacking(weights, source, target, 1)
         first = np.minimum(source.first, target.first)
         last = np.maximum(source.first + source.size, target.first + target.size)
         spread = np.minimum(source.size + target.size, last - first)
@@ -209,27 +227,26 @@ class LinkTransfers:
         alone = sum((p.first + p.size - 1) // per - p.first // per + 1 for p in places)
         return np.minimum(alone, last - first + 1)
 
-    def _lacking(self, role: str, source: Layouts, target: Layouts, block: int) -> _PAIR:
+    def _lacking(self, weights: ParameterBytes, source: Layouts, target: Layouts, block: int) -> _PAIR:
         """Bytes that blocks of `block` devices need and do not hold, [blocks, pairs], and a bound on distinct
         ones."""
-        weights = self.weights[role]
-        held = self._boxes(role, source, block)
-        needed = self._boxes(role, target, block)
+        held = self._boxes(weights, source, block)
+        needed = self._boxes(weights, target, block)
         layers, embedding = needed.whole
         layers_held, embedding_held = needed.common(held)
         layers = layers - layers_held
         embedding = weights.embedding * (embedding - embedding_held)
-        distinct = np.minimum(layers.sum(axis=0), weights.layers * weights.layer + weights.end)
+        distinct = np.minimum(layers.sum(axis=0), weights.stack + weights.end)
         return layers + embedding, distinct + np.minimum(embedding.sum(axis=0), weights.embedding)
 
-    def _boxes(self, role: str, layouts: Layouts, block: int) -> _Boxes:
+    def _boxes(self, weights: ParameterBytes, layouts: Layouts, block: int) -> _Boxes:
         """Boxes of each block of devices, empty if it holds nothing; computed once per distinct layout."""
         _, first, where = np.unique(layouts.codes, return_index=True, return_inverse=True)
-        boxes = self._different_boxes(role, layouts[first], block)
+        boxes = self._different_boxes(weights, layouts[first], block)
         return _Boxes(*(values.take(where, axis=1) for values in boxes.__dict__.values()))
 
-    def _different_boxes(self, role: str, layouts: Layouts, block: int) -> _Boxes:
-        cuts = self._bounds(role, int(layouts.pp.max()))
+    def _different_boxes(self, weights: ParameterBytes, layouts: Layouts, block: int) -> _Boxes:
+        cuts = self._bounds(weights, int(layouts.pp.max()))
         start = np.arange(self.cluster.size // block)[:, None] * block
         a = np.maximum(start - layouts.first, 0)
         b = np.minimum(start + block - layouts.first, layouts.size) - 1
@@ -240,36 +257,37 @@ class LinkTransfers:
         whole = (b - a + 1 >= layouts.tp) | (a % layouts.tp > b % layouts.tp)
         left = np.where(whole, 0, a % layouts.tp) / layouts.tp
         right = np.where(whole, layouts.tp, b % layouts.tp + 1) / layouts.tp
-        ends = (first == 0) | (self.weights[role].tied & (last == layouts.pp - 1))
+        ends = (first == 0) | (weights.tied & (last == layouts.pp - 1))
         low = cuts[layouts.pp, first]
         high = cuts[layouts.pp, last + 1]
         return _Boxes(low, np.where(present, high, low), left, np.where(present, right, left), 1.0 * ends)
 
-    def _needed(self, role: str, layouts: Layouts) -> Floats:
+    def _needed(self, weights: ParameterBytes, layouts: Layouts) -> Floats:
         """Upper bound on the bytes of any device."""
-        return (self._largest(role, layouts.pp) + self.weights[role].embedding) / layouts.tp
+        return (self._largest(weights, layouts.pp) + weights.embedding) / layouts.tp
 
-    def _largest(self, role: str, pp: Ints) -> Floats:
+    def _largest(self, weights: ParameterBytes, pp: Ints) -> Floats:
         """Bytes of the largest stage, without the embedding."""
-        cuts = self._bounds(role, int(pp.max()))
+        cuts = self._bounds(weights, int(pp.max()))
         return np.asarray(np.diff(cuts, axis=1).max(axis=1)[pp])
 
-    def _smallest(self, role: str, pp: Ints) -> Floats:
+    def _smallest(self, weights: ParameterBytes, pp: Ints) -> Floats:
         """Bytes of the smallest stage, without the embedding."""
-        stages = np.diff(self._bounds(role, int(pp.max())), axis=1)
-        return np.asarray(np.where(stages > 0, stages, np.inf).min(axis=1)[pp])
+        stages = np.diff(self._bounds(weights, int(pp.max())), axis=1)
+        there = np.arange(stages.shape[1]) < np.arange(len(stages))[:, None]
+        return np.asarray(np.where(there, stages, np.inf).min(axis=1)[pp])
 
-    def _bounds(self, role: str, most: int) -> Floats:
+    def _bounds(self, weights: ParameterBytes, most: int) -> Floats:
         """Table [PP degree, stage] of the bytes at which stages begin; past the last stage, where it ends."""
-        if role not in self._cuts or len(self._cuts[role]) <= most:
-            most = min(max(most, self.cluster.size), self.weights[role].layers)
+        if weights not in self._cuts or len(self._cuts[weights]) <= most:
+            most = min(max(most, self.cluster.size), weights.layers)
             table = np.zeros((most + 1, most + 1))
             for pp in range(1, most + 1):
-                cuts = self.weights[role].cuts(pp)
+                cuts = weights.cuts(pp)
                 table[pp] = cuts[-1]
                 table[pp, : pp + 1] = cuts
-            self._cuts[role] = table
-        return self._cuts[role]
+            self._cuts[weights] = table
+        return self._cuts[weights]
 
 
 def _into_empty(held: _Boxes, needed: _Boxes, weights: ParameterBytes) -> Floats:
@@ -284,7 +302,7 @@ def _into_empty(held: _Boxes, needed: _Boxes, weights: ParameterBytes) -> Floats
         np.where(holding < len(layers), np.take_along_axis(values, last, axis=0)[0], 0.0)
         for values in (layers, np.cumsum(layers, axis=0))
     )
-    leaving = np.minimum(everything, weights.layers * weights.layer) / holding
+    leaving = np.minimum(everything, weights.stack) / holding
     return np.asarray(np.maximum(entering, leaving))
 
 

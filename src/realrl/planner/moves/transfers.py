@@ -43,8 +43,13 @@ class Layouts:
         return [Placement(Mesh(f, n), Strategy(n // (tp * pp), tp, pp)) for f, n, tp, pp in rows]
 
 
+def name_mixing(role: str, source: str) -> str:
+    """Name the parameter sets in which a role follows another one, for `Transfers`."""
+    return f"{source} mixed into {role}"
+
+
 class Transfers(Protocol):
-    """Time model of reallocations."""
+    """Time model of reallocations, by role or by `name_mixing`."""
 
     def seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
         """Compute the seconds of each pair; 0 for two equal layouts."""

@@ -79,8 +79,9 @@ memory that is requested from the system and zeroed."""
 
 
 class ShapeKey(Settings):
-    """Model sizes that the times of layers, head and sampling depend on."""
+    """Model sizes and family, which the times of layers, head and sampling depend on."""
 
+    family: str = "llama"
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
     heads: PositiveInt

@@ -84,6 +84,7 @@ def _call(call: CallEstimate) -> dict[str, Any]:
 def _move(move: MoveEstimate) -> dict[str, Any]:
     return {
         "role": move.instruction.role,
+        "parameter_set": move.instruction.parameter_set,
         "into": move.instruction.into or move.instruction.role,
         "from": move.instruction.source.layout,
         "to": move.instruction.target.layout,

@@ -6,7 +6,7 @@ from realrl.plan.plan import Plan
 from realrl.planner.moves.transfers import Layouts
 from realrl.planner.simulate.scenario import Scenario
 from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Receive, Run
-from realrl.program.order import changes
+from realrl.program.order import changed_sets, changes
 
 
 class Durations:
@@ -20,15 +20,21 @@ class Durations:
         self._plan = plan
         graph = scenario.graph
         self._exchange = scenario.cost.exchange(graph, scenario.workload)
-        self._changing = {role for call in graph.calls for role in changes(graph, call)}
+        self._changing = {
+            (role, name)
+            for call in graph.calls
+            for role in changes(graph, call)
+            for name in changed_sets(graph, call, role, scenario.parts)
+        }
+        """Parameter sets that a step changes, by role and name."""
 
     def __call__(self, instruction: Instruction) -> float:
         """Return the seconds of an instruction."""
         match instruction:
             case Run(call):
                 return sum(self.terms(call).values())
-            case Reallocate(role, source, target):
-                return self._scenario.cost.reallocation(self._scenario.models[role], source, target)
+            case Reallocate(role, source, target, parameter_set=name):
+                return self._scenario.cost.reallocation(self._scenario.models[role], source, target, name)
             case Receive(_, _, producer, consumer):
                 pair = (Layouts.of([self._plan[call]]) for call in (producer, consumer))
                 return float(self._exchange.seconds(producer, consumer, *pair)[0])
@@ -44,11 +50,14 @@ class Durations:
     def _copy(self, instruction: Load | Offload) -> float:
         """Seconds of a copy between device and host memory; unchanged parameters need not be copied back."""
         role = instruction.role
+        name = instruction.parameter_set
         placement = instruction.placement
-        if isinstance(instruction, Offload) and role not in self._changing:
+        if isinstance(instruction, Offload) and (role, name) not in self._changing:
             return 0.0
         scenario = self._scenario
-        model = self._scenario.models[role]
-        optimizer = instruction.what == "optimizer"
-        size = scenario.memory.kept_state if optimizer else scenario.memory.parameters
-        return scenario.cost.offload(size(model, placement), placement.mesh.first)
+        model = scenario.models[role]
+        if instruction.what == "optimizer":
+            size = scenario.memory.kept_state(model, placement)
+        else:
+            size = scenario.memory.set_bytes(model, placement)[name]
+        return scenario.cost.offload(size, placement.mesh.first)

@@ -22,7 +22,7 @@ def estimate_plan(scenario: Scenario, plan: Plan) -> Estimate:
     graph = scenario.graph
     homes = home_placements(graph, plan)
     kept = kept_copies(graph, plan, homes)
-    programs = lower(graph, plan, homes, kept)
+    programs = lower(graph, plan, homes, kept, scenario.parts)
     durations = Durations(scenario, plan)
     simulation = simulate(programs, durations)
     memory = Memory(scenario.models, homes, offloaded(plan), kept)
@@ -72,7 +72,8 @@ def _moves(scenario: Scenario, programs: Sequence[Program], simulation: Simulati
     for event in _once(simulation):
         move = event.instruction
         if isinstance(move, Reallocate):
-            sent, network = scenario.cost.moved(scenario.models[move.role], move.source, move.target)
+            model = scenario.models[move.role]
+            sent, network = scenario.cost.moved(model, move.source, move.target, move.parameter_set)
             start = event.start + event.waiting
             seconds = event.seconds - event.waiting
             before = _before(programs[move.target.mesh.first], move)

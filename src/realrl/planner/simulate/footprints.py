@@ -1,5 +1,6 @@
 """Memory footprints of devices by call and part."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from realrl.plan.placement import Placement
@@ -64,7 +65,11 @@ class _Devices:
         return tuple(footprints)
 
     def _parts(self, holdings: Holdings) -> dict[str, int]:
-        return {self._name(item): size for item, size in holdings.items() if size}
+        """Bytes by name; parameter sets of a role in one layout are added up."""
+        found: Counter[str] = Counter()
+        for item, size in holdings.items():
+            found[self._name(item)] += size
+        return {name: size for name, size in found.items() if size}
 
     def _name(self, item: Item) -> str:
         if item.host:

@@ -11,6 +11,7 @@ from realrl.planner.cost.model import CallCost, CostModel
 from realrl.planner.memory.model import MemoryModel
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
+from realrl.program.order import TrainableParts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,11 @@ class Scenario:
     workload: Workload
     cost: CostModel
     memory: MemoryModel
+
+    @property
+    def parts(self) -> TrainableParts:
+        """Part of each role that training updates."""
+        return {role: model.part for role, model in self.models.items()}
 
     def model(self, call: Call) -> Stored | None:
         """The model that a call uses; None for a function."""

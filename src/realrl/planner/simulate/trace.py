@@ -18,8 +18,8 @@ def predict_trace(scenario: Scenario, plan: Plan, steps: int = STEPS) -> list[li
     homes = home_placements(scenario.graph, plan)
     kept = kept_copies(scenario.graph, plan, homes)
     durations = Durations(scenario, plan)
-    start = simulate(lower_start(plan, homes, kept), durations, steps=1)
-    walk = simulate(lower(scenario.graph, plan, homes, kept), durations, steps)
+    start = simulate(lower_start(plan, homes, kept, scenario.parts), durations, steps=1)
+    walk = simulate(lower(scenario.graph, plan, homes, kept, scenario.parts), durations, steps)
     trace = _events(start.slices(0), durations, 0.0)
     for step in range(steps):
         for rank, events in enumerate(_events(walk.slices(step), durations, start.step_seconds)):

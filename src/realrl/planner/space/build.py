@@ -12,7 +12,7 @@ from realrl.plan.plan import Plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.candidates import list_meshes, list_micro_batches, list_strategies
 from realrl.planner.space.problem import Candidate, Problem
-from realrl.program.order import changes
+from realrl.program.order import changed_sets
 
 _WORTH_OFFLOADING = 0.05
 """Fraction of device memory below which offloading is not considered."""
@@ -49,7 +49,7 @@ def build_problem(
         graph=graph,
         cluster=spec.cluster,
         candidates=candidates,
-        transfers=scenario.cost.transfers({role: scenario.models[role] for role in graph.roles}),
+        transfers=scenario.cost.transfers(graph, scenario.models),
         memory_bytes=tuple(float(scenario.memory.capacity(rank)) for rank in first_ranks),
         exchange=scenario.cost.exchange(graph, scenario.workload),
     )
@@ -167,7 +167,8 @@ class _Builder:
         if graph.home(call.model_role) != call or not self.search_space.offload:
             return variants
         rank = candidate.placement.mesh.first
-        state = candidate.resident_bytes - candidate.weights_bytes
+        # Parameters and state may be largest on different stages, where a model is trained in part.
+        state = memory.state(model, candidate.placement) if call.kind is Kind.TRAIN else 0
         if state > _WORTH_OFFLOADING * limit:
             moved = cost.offload(memory.kept_state(model, candidate.placement), rank)
             variants.append(
@@ -175,20 +176,29 @@ class _Builder:
                     candidate,
                     seconds=candidate.seconds + 2 * moved,
                     resident_bytes=candidate.weights_bytes,
-                    working_bytes=candidate.working_bytes + state,
+                    working_bytes=candidate.working_bytes
+                    + candidate.resident_bytes
+                    - candidate.weights_bytes,
                     offload_optimizer=True,
                 )
             )
         if candidate.weights_bytes > _WORTH_OFFLOADING * limit:
-            load = cost.offload(candidate.weights_bytes, rank)
-            changing = any(call.role in changes(graph, other) for other in graph.calls)
+            copies = {
+                name: cost.offload(size, rank)
+                for name, size in memory.set_bytes(model, candidate.placement).items()
+            }
+            changing = {
+                name
+                for other in graph.calls
+                for name in changed_sets(graph, other, call.model_role, self.scenario.parts)
+            }
             variants += [
                 replace(
                     o,
-                    resident_bytes=o.resident_bytes - o.weights_bytes,
+                    resident_bytes=0 if o.offload_optimizer else state,
                     offload=True,
-                    load_seconds=load,
-                    unload_seconds=load if changing else 0.0,
+                    load_seconds=sum(copies.values()),
+                    unload_seconds=sum(s for name, s in copies.items() if name in changing),
                 )
                 for o in tuple(variants)
             ]

@@ -10,19 +10,22 @@ def count_flops(call: Call, model: Stored | None, workload: Workload) -> float:
     """Count the FLOPs of a call in a step; a function, which has no model, has none.
 
     Matmuls take 2 per parameter and token, causal attention 2 * s² per layer and element of the query
-    dimension, and the backward pass twice as much. Embedding look-ups and recomputation do not count. As in
-    PaLM (arXiv 2204.02311, appendix B), which does not halve attention. In generation, the head counts only
-    sampled tokens.
+    dimension, and the backward pass of what is trained twice as much. Embedding look-ups and recomputation do not
+    count. As in PaLM (arXiv 2204.02311, appendix B), which does not halve attention. In generation, the head counts
+    only sampled tokens.
     """
     if model is None:
         return 0.0
     work = workload.work(call)
     if call.kind is Kind.GENERATE:
         return work.sequences * _generated(model, work)
-    rounds = 3 if call.kind is Kind.TRAIN else 1
     tokens = work.mean
     squares = work.mean_square
-    return rounds * work.passes * work.sequences * _forward(model, tokens, tokens, squares)
+    operations = _forward(model, tokens, tokens, squares)
+    if call.kind is Kind.TRAIN:
+        last = model.part.last_layers
+        operations += 2 * _forward(model, tokens, tokens, squares, layers=last)
+    return work.passes * work.sequences * operations
 
 
 def _generated(model: Stored, work: CallWork) -> float:
@@ -33,11 +36,15 @@ def _generated(model: Stored, work: CallWork) -> float:
     return _forward(model, tokens, drawn, sum(n * n for n in lengths) / len(lengths))
 
 
-def _forward(model: Stored, tokens: float, scored: float, squares: float) -> float:
+def _forward(
+    model: Stored, tokens: float, scored: float, squares: float, *, layers: int | None = None
+) -> float:
+    """Forward operations of a sequence in the head and in all layers, or in so many of them."""
     shape = model.shape
     attention = 2 * squares * shape.heads * shape.head_dim
-    layers = shape.layers * (2 * tokens * count_layer_weights(shape) + attention)
-    return layers + 2 * scored * shape.hidden_size * _outputs(shape, model.head)
+    each = 2 * tokens * count_layer_weights(shape) + attention
+    outputs = 2 * scored * shape.hidden_size * _outputs(shape, model.head)
+    return (shape.layers if layers is None else layers) * each + outputs
 
 
 def count_layer_weights(shape: ModelShape) -> int:

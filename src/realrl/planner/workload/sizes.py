@@ -1,12 +1,16 @@
 """Shard sizes of a model on one TP rank."""
 
+from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from realrl.families.registry import find_layer_options, model_tensors
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import model_tensors
+from realrl.families.tensors import Partial, Place
 from realrl.layout.layout import local_tensor
 from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
+from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
 
 
@@ -17,6 +21,7 @@ class LocalSizes:
     shape: ModelShape
     head: Head
     tp: int
+    part: TrainablePart = WHOLE
 
     @cached_property
     def _shards(self) -> list[Shard]:
@@ -65,41 +70,90 @@ class LocalSizes:
         return self._shards[0].shares_keys
 
     @cached_property
-    def _elements(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Stored elements by TP rank: of a layer, the embedding table, the final norm, and the head."""
-        found: tuple[list[int], list[int], list[int], list[int]] = ([], [], [], [])
-        few = self.shape.model_copy(update={"layers": 1, "tied_embeddings": False})
-        for t in range(self.tp):
-            sums = [0, 0, 0, 0]
-            for spec in model_tensors(few, self.head):
-                name = spec.name.split(".")[-2]
-                place = 0 if spec.layer == 0 else {"embed_tokens": 1, "norm": 2}.get(name, 3)
-                sums[place] += local_tensor(self.shape, spec, self.tp, t).stored.numel
-            for parts, elements in zip(found, sums, strict=True):
-                parts.append(elements)
-        return found
+    def qk_norm(self) -> bool:
+        """Whether the heads of queries and keys are normalised."""
+        return find_layer_options(self.shape).qk_norm
+
+    def partial_elements(self, *, sequence_parallel: bool) -> int:
+        """Count the elements of a layer whose gradients TP ranks compute in parts and add up.
+
+        Shared key/value heads are not among them.
+        """
+        partial = {Partial.TENSOR_PARALLEL} | ({Partial.SEQUENCE_PARALLEL} if sequence_parallel else set())
+        specs = model_tensors(self.shape.model_copy(update={"layers": 1}), self.head)
+        return sum(spec.numel for spec in specs if spec.layer == 0 and spec.partial_gradient in partial)
 
     @cached_property
-    def parts(self) -> tuple[int, int, int]:
-        """Elements of a layer, of the embedding table, and of final norm and head, each on its largest rank."""
-        layer, embedding, norm, head = self._elements
+    def sets(self) -> Mapping[str, "SetSizes"]:
+        """Elements of each parameter set."""
+        found = build_parameter_sets(self.shape, self.head, self.part, trained=True)
+        return {name: self._set_sizes(of) for name, of in found.items()}
+
+    def _set_sizes(self, of: ParameterSet) -> "SetSizes":
+        layer = [0] * self.tp
+        embedding = [0] * self.tp
+        end = [0] * self.tp
+        for spec in of.tensors:
+            if spec.layer is not None and spec.layer != of.layers[0]:
+                continue  # all layers are alike
+            sums = layer if spec.layer is not None else end if spec.place is Place.LAST else embedding
+            for t in range(self.tp):
+                sums[t] += local_tensor(self.shape, spec, self.tp, t).numel
         tied = self.shape.tied_embeddings and self.head == "lm"
-        return max(layer), max(embedding), max(norm) + (0 if tied else max(head))
+        return SetSizes(
+            layers_of_model=self.shape.layers,
+            layers=of.layers,
+            layer=tuple(layer),
+            embedding=tuple(embedding),
+            end=tuple(end),
+            tied=tied,
+        )
+
+    @property
+    def trained(self) -> "SetSizes":
+        """Sizes of the set that training updates, if the role is trained."""
+        return next(self.sets[name] for name, updated in self.part.sets.items() if updated)
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether training updates the head: unless it is a frozen embedding table."""
+        return not self.trained.tied or any(self.trained.embedding)
+
+    @cached_property
+    def layer_elements(self) -> int:
+        """Elements of a layer on the fullest rank."""
+        return max(max(sizes.layer) for sizes in self.sets.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetSizes:
+    """Elements of a parameter set, by tensor-parallel rank, and which of a model's layers have such elements."""
+
+    layers_of_model: int
+    layers: tuple[int, ...]
+    layer: tuple[int, ...]
+    """Of each of `layers`."""
+    embedding: tuple[int, ...]
+    """What the first stage of a pipeline holds, and the last one, too, where the head is tied to it."""
+    end: tuple[int, ...]
+    """What follows the layers."""
+    tied: bool
+
+    def stage_layers(self, pp: int) -> tuple[int, ...]:
+        """Count the layers of the set on each stage of a pipeline."""
+        stages = stage_layers(self.layers_of_model, pp)
+        return tuple(
+            bisect_left(self.layers, stage.stop) - bisect_left(self.layers, stage.start) for stage in stages
+        )
 
     def stage_elements(self, pp: int) -> tuple[int, ...]:
         """Compute the elements that each pipeline stage stores on its largest rank."""
-        layer, embedding, norm, head = self._elements
-        tied = self.shape.tied_embeddings and self.head == "lm"
-        counts = [len(layers) for layers in stage_layers(self.shape.layers, pp)]
         result = []
-        for stage, layers in enumerate(counts):
-            last = stage == pp - 1
-            own = [layers * elements for elements in layer]
-            if stage == 0 or (last and tied):
-                own = [a + b for a, b in zip(own, embedding, strict=True)]
-            if last:
-                own = [a + b for a, b in zip(own, norm, strict=True)]
-            if last and not tied:
-                own = [a + b for a, b in zip(own, head, strict=True)]
+        for stage, layers in enumerate(self.stage_layers(pp)):
+            own = [layers * elements for elements in self.layer]
+            if stage == 0 or (stage == pp - 1 and self.tied):
+                own = [a + b for a, b in zip(own, self.embedding, strict=True)]
+            if stage == pp - 1:
+                own = [a + b for a, b in zip(own, self.end, strict=True)]
             result.append(max(own))
         return tuple(result)

@@ -1,12 +1,14 @@
 """Compilation of a recipe to validated programs, without torch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from realrl.checkpoint.directory import known_shape, shape_of
 from realrl.config.errors import UserError
+from realrl.dataflow.call import Average
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import ModelShape
+from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import ELEMENT_BYTES, Placement
 from realrl.plan.plan import Plan
@@ -14,10 +16,11 @@ from realrl.plan.presets import SEARCH, make_plan
 from realrl.program.instructions import Program
 from realrl.program.lower import home_placements, kept_copies, lower, lower_start, offloaded
 from realrl.program.memory import Memory, Stored
+from realrl.program.order import TrainableParts
 from realrl.program.validate import validate, validate_start
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
-from realrl.recipe.model import ModelConfig
+from realrl.recipe.model import ModelConfig, TrainedModelConfig
 
 
 @dataclass(frozen=True)
@@ -65,14 +68,45 @@ def models(experiment: Experiment) -> dict[str, ModelConfig]:
     return {role: getattr(experiment.models, role) for role in experiment.spec.roles_of(experiment)}
 
 
+def find_trainable_parts(
+    configs: Mapping[str, ModelConfig], averages: Iterable[Average]
+) -> dict[str, TrainablePart]:
+    """Find what training updates of every role; a role that follows another is divided like it."""
+    parts = {
+        role: TrainablePart(config.trainable_layers, config.freeze_embeddings)
+        if isinstance(config, TrainedModelConfig)
+        else WHOLE
+        for role, config in configs.items()
+    }
+    return parts | {average.role: parts[average.source] for average in averages}
+
+
 def stored_models(
     experiment: Experiment, graph: DataflowGraph, shapes: Mapping[str, ModelShape]
 ) -> dict[str, Stored]:
-    """Describe the storage of roles whose shapes are given."""
+    """Describe the storage of roles whose shapes are given.
+
+    UserError where more layers are to be trained than there are.
+    """
+    configs = models(experiment)
     heads = experiment.spec.heads
+    parts = find_trainable_parts(configs, graph.averages)
+    for role, shape in shapes.items():
+        layers = parts[role].last_layers
+        if layers is not None and layers > shape.layers:
+            raise UserError(
+                f"models.{role}.trainable_layers={layers} is more than the {shape.layers} decoder layers of the"
+                " model; null trains all of them"
+            )
     return {
-        role: Stored(shapes[role], heads[role], ELEMENT_BYTES[config.dtype], graph.trained(role))
-        for role, config in models(experiment).items()
+        role: Stored(
+            shape=shapes[role],
+            head=heads[role],
+            element_bytes=ELEMENT_BYTES[config.dtype],
+            trained=graph.trained(role),
+            part=parts[role],
+        )
+        for role, config in configs.items()
         if role in shapes
     }
 
@@ -96,11 +130,16 @@ def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None =
     homes = home_placements(graph, plan)
     kept = kept_copies(graph, plan, homes)
     _check_batch(experiment, graph, plan)
-    start = lower_start(plan, homes, kept)
-    validate_start(start, homes, offloaded(plan), kept)
-    train, evaluation, eval_graph = _phase(graph, plan, homes, kept), None, build_eval_graph(experiment)
+    parts = find_trainable_parts(models(experiment), graph.averages)
+    start = lower_start(plan, homes, kept, parts)
+    validate_start(start, homes, offloaded(plan), kept, parts)
+    train, evaluation, eval_graph = (
+        _phase(graph, plan, homes, kept, parts),
+        None,
+        build_eval_graph(experiment),
+    )
     if eval_graph is not None:
-        evaluation = _phase(eval_graph, plan.evaluation(eval_graph, graph), homes, kept)
+        evaluation = _phase(eval_graph, plan.evaluation(eval_graph, graph), homes, kept, parts)
     memory = Memory(stored, homes, offloaded(plan), kept)
     return Compiled(train, evaluation, homes, kept, start, memory)
 
@@ -126,11 +165,12 @@ def _phase(
     plan: Plan,
     homes: Mapping[str, Placement],
     kept: Mapping[str, tuple[Placement, ...]],
+    parts: TrainableParts,
 ) -> Phase:
     homes = {role: homes[role] for role in graph.roles}
     kept = {role: kept[role] for role in graph.roles if role in kept}
-    programs = lower(graph, plan, homes, kept)
-    validate(programs, graph, homes, offloaded(plan), kept)
+    programs = lower(graph, plan, homes, kept, parts)
+    validate(programs, graph, homes, offloaded(plan), kept, parts)
     return Phase(graph, plan, programs)
 
 

@@ -11,21 +11,27 @@ from realrl.config.errors import UserError
 from realrl.dataflow.call import Average
 from realrl.engine.finite import NotFiniteError
 from realrl.engine.flat import FlatBuffer
+from realrl.engine.local_set import LocalSet, Parameters
 from realrl.engine.model import Model
 from realrl.engine.offload import Offloadable
 from realrl.engine.parallel import parallel
 from realrl.engine.training.trainer import Trainer
+from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import TensorSpec, model_tensors
+from realrl.families.tensors import TensorSpec
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.routing.chunks import group_tensors
 from realrl.layout.routing.routes import reallocate
+from realrl.layout.sets import build_parameter_sets
 from realrl.model.group import Group
 from realrl.model.init import initialise
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.program.instructions import Load, Offload, Reallocate, Release
+from realrl.program.order import following_sets, trained_sets
+from realrl.program.text import name_parameters
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
+from realrl.runtime.prepare.compile import find_trainable_parts
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.reallocation import Reallocator, Staging
 
@@ -38,7 +44,7 @@ def role_shape(config: ModelConfig) -> ModelShape:
     if config.shape is not None:
         return config.shape
     assert config.path is not None, "a recipe names a path or a shape"
-    return huggingface.read_shape(config.path)
+    return huggingface.read_shape(config.path, config.family)
 
 
 class Roles:
@@ -74,7 +80,12 @@ class Roles:
                 raise UserError(
                     f"models.{average.role} cannot follow models.{average.source}: their sizes differ"
                 )
-        self._following = {average.role for average in averages}
+        self._parts = find_trainable_parts(configs, averages)
+        following = {average.role: following_sets(average, self._parts) for average in averages}
+        trained = [role for role, config in configs.items() if isinstance(config, TrainedModelConfig)]
+        changed = {role: trained_sets(role, self._parts) for role in trained} | following
+        self._changing = {(role, name) for role, names in changed.items() for name in names}
+        """Parameter sets that steps change."""
         self._models: dict[tuple[str, str], Model] = {}
         self._staging = Staging(process.device)
         self._reallocators: dict[tuple[str, ...], Reallocator] = {}
@@ -93,7 +104,7 @@ class Roles:
         config = self._configs[role]
         if config.path is None:
             return []
-        missing = huggingface.check(config.path, self._specs(role))
+        missing = huggingface.check(config.path, self.shapes[role], self._specs(role))
         if missing and not isinstance(config, TrainedModelConfig):
             raise UserError(
                 f"models.{role}.path={config.path} is no sequence classifier: it has no tensor {missing[0]}"
@@ -109,7 +120,8 @@ class Roles:
             if self._process.rank in home.ranks:
                 self._build_home(role, home, self._seed)
                 if role in self._plan.offload:
-                    self._models[role, home.layout].memory.offload()
+                    for held in self._models[role, home.layout].sets.values():
+                        held.memory.offload()
                 if role in self._plan.offload_optimizer:
                     self.trainers[role].memory.offload()
 
@@ -119,7 +131,7 @@ class Roles:
         regions = {local.region.tensor: local.region for local in model.layout.tensors(model.rank)}
         missing = [tensor.name for tensor in tensors]
         if config.path is not None:
-            missing = huggingface.load(config.path, tensors, model.parameters, regions)
+            missing = huggingface.load(config.path, model.shape, tensors, model.parameters, regions)
         absent = [tensor for tensor in tensors if tensor.name in missing and tensor.name in regions]
         initialise(model.parameters, absent, model.shape, seed, regions)
         if isinstance(config, TrainedModelConfig):
@@ -134,12 +146,18 @@ class Roles:
             dtype=self._dtype(role, placement),
             device=self._process.device,
             temperature=self._temperature,
+            part=self._parts[role],
         )
         self._models[role, placement.layout] = model
         return model
 
-    def _layout(self, role: str, placement: Placement) -> Layout:
-        return build_layout(self.shapes[role], self._heads[role], placement)
+    def _layout(self, role: str, placement: Placement, parameter_set: str | None = None) -> Layout:
+        """The layout of a role, or of one parameter set of it."""
+        shape, head = self.shapes[role], self._heads[role]
+        if parameter_set is None:
+            return build_layout(shape, head, placement)
+        sets = build_parameter_sets(shape, head, self._parts[role], trained=True)
+        return build_layout(shape, head, placement, sets[parameter_set].tensors)
 
     def _dtype(self, role: str, placement: Placement) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, placement.strategy.dtype or self._configs[role].dtype)
@@ -155,28 +173,40 @@ class Roles:
         return model
 
     def reallocate(self, instruction: Reallocate) -> None:
-        """Reallocate the role's parameters to the target ranks, or mix them into another role's."""
-        role, source, target = instruction.role, instruction.source, instruction.target
-        into, rank = instruction.into or role, self._process.rank
-        key = (role, source.layout, into, target.layout)
+        """Reallocate a parameter set of the role to the target ranks, or mix it into that of another role."""
+        role = instruction.role
+        source = instruction.source
+        target = instruction.target
+        name = instruction.parameter_set
+        into = instruction.into or role
+        rank = self._process.rank
+        key = (role, source.layout, into, target.layout, name)
         if key not in self._reallocators:
             self._reallocators[key] = self._reallocator(instruction)
-        outgoing = self.model(role, source).parameters if rank in source.ranks else None
+        outgoing = self._set(role, source, name).buffer if rank in source.ranks else None
         if instruction.mix is not None:
-            own = self.model(into, target).parameters if rank in target.ranks else None
+            own = self._set(into, target, name).buffer if rank in target.ranks else None
             self._reallocators[key].mix(outgoing, own, instruction.mix)
         else:
-            incoming = self._copy(role, target).parameters if rank in target.ranks else None
+            incoming = self._copy(role, target, name).buffer if rank in target.ranks else None
             self._reallocators[key].run(outgoing, incoming)
+
+    def _set(self, role: str, placement: Placement, name: str) -> LocalSet:
+        """A parameter set that is in device memory."""
+        held = self._models[role, placement.layout].sets[name]
+        assert held.resident, f"{name_parameters(role, name)} has no parameters in device memory"
+        return held
 
     def _reallocator(self, instruction: Reallocate) -> Reallocator:
         role, into = instruction.role, instruction.into or instruction.role
-        source, target = self._layout(role, instruction.source), self._layout(into, instruction.target)
+        parameter_set = instruction.parameter_set
+        source = self._layout(role, instruction.source, parameter_set)
+        target = self._layout(into, instruction.target, parameter_set)
         dtypes = self._dtype(role, instruction.source), self._dtype(into, instruction.target)
         groups = None
         if instruction.mix is not None:
             groups = group_tensors(target, dtypes[1].itemsize, MIX_BYTES)
-        name = role if into == role else f"{role} into {into}"
+        name = name_parameters(role, parameter_set) + ("" if into == role else f" into {into}")
         return self._compile(name, source, target, dtypes, groups)
 
     def _compile(
@@ -197,22 +227,23 @@ class Roles:
             verify=self._verify,
         )
 
-    def _copy(self, role: str, placement: Placement) -> Model:
-        """Make a model outside its home, with memory for its parameters."""
-        model = self._models.get((role, placement.layout))
-        if model is None:
-            return self._build(role, placement)
-        model.allocate()
-        return model
+    def _copy(self, role: str, placement: Placement, name: str) -> LocalSet:
+        """Make a parameter set of a model outside its home, with memory for its parameters."""
+        if (role, placement.layout) not in self._models:
+            for held in self._build(role, placement).sets.values():
+                held.free()
+        held = self._models[role, placement.layout].sets[name]
+        held.allocate()
+        return held
 
     def release(self, instruction: Release) -> None:
         """Release the memory of a reallocated copy."""
-        self.model(instruction.role, instruction.placement).free()
+        self._set(instruction.role, instruction.placement, instruction.parameter_set).free()
 
     def offload(self, instruction: Offload) -> None:
-        """Offload one kind of state of a role here to host memory."""
-        frozen = instruction.role not in self.trainers and instruction.role not in self._following
-        self._memory(instruction).offload(changed=not frozen)
+        """Offload a parameter set, or what training it needs, to host memory."""
+        changed = (instruction.role, instruction.parameter_set) in self._changing
+        self._memory(instruction).offload(changed=changed)
 
     def load(self, instruction: Load) -> None:
         """Load offloaded state back."""
@@ -221,11 +252,12 @@ class Roles:
     def _memory(self, instruction: Offload | Load) -> Offloadable:
         if instruction.what == "optimizer":
             return self.trainers[instruction.role].memory
-        return self._models[instruction.role, instruction.placement.layout].memory
+        model = self._models[instruction.role, instruction.placement.layout]
+        return model.sets[instruction.parameter_set].memory
 
     def held(self) -> int:
         """Count the bytes of device memory that parameters, gradients and optimizers take on this rank now."""
-        memories = [model.memory for model in self._models.values()]
+        memories = [held.memory for model in self._models.values() for held in model.sets.values()]
         memories += [trainer.memory for trainer in self.trainers.values()]
         return sum(memory.nbytes for memory in memories)
 
@@ -244,20 +276,20 @@ class Roles:
         home = self._homes[role]
         dtype = self._dtype(role, home)
         first, model = home.ranks[0], self._models[role, home.layout]
-        whole = self._layout(role, Placement(Mesh(first, 1), Strategy(1)))
-        files = huggingface.shards(whole.specs, dtype)
-        key = (role, home.layout)
-        if key not in self._reallocators:
-            names = [[spec.name for spec in file] for file in files]
-            self._reallocators[key] = self._compile(role, model.layout, whole, (dtype, dtype), names)
-        gather, resident = self._reallocators[key], model.memory.resident
-        if not resident:
-            model.memory.load()
+        files = huggingface.shards(self._specs(role), dtype)
+        gathers = {name: self._gather(role, name, files) for name in model.sets}
+        offloaded = [held.memory for held in model.sets.values() if not held.memory.resident]
+        for memory in offloaded:
+            memory.load()
 
-        def fetch(file: int) -> FlatBuffer:
-            buffer = FlatBuffer(files[file], dtype, torch.device("cpu"))
-            gather.run(model.parameters, buffer, file)
-            return buffer
+        def fetch(file: int) -> Parameters:
+            buffers = {}
+            for name, gather in gathers.items():
+                tensors = [tensor for tensor in files[file] if tensor.name in gather.groups[file]]
+                if tensors:
+                    buffers[name] = FlatBuffer(tensors, dtype, torch.device("cpu"))
+                    gather.run(model.sets[name].buffer, buffers[name], file)
+            return Parameters(buffers)
 
         if self._process.rank == first:
             try:
@@ -275,6 +307,21 @@ class Roles:
                 raise NotFiniteError(f"models.{role}: {error}") from None
         else:
             for file in range(len(files)):
-                gather.run(model.parameters, None, file)
-        if not resident:
-            model.memory.offload(changed=False)
+                for name, gather in gathers.items():
+                    if gather.groups[file]:
+                        gather.run(model.sets[name].buffer, None, file)
+        for memory in offloaded:
+            memory.offload(changed=False)
+
+    def _gather(self, role: str, name: str, files: Sequence[Sequence[TensorSpec]]) -> Reallocator:
+        """What brings a parameter set, one file's tensors at a time, to the first rank of the role's home."""
+        home = self._homes[role]
+        key = (role, home.layout, name)
+        if key not in self._reallocators:
+            source = self._layout(role, home, name)
+            whole = self._layout(role, Placement(Mesh(home.ranks[0], 1), Strategy(1)), name)
+            mine = {spec.name for spec in source.specs}
+            names = [[spec.name for spec in file if spec.name in mine] for file in files]
+            dtype, label = self._dtype(role, home), name_parameters(role, name)
+            self._reallocators[key] = self._compile(label, source, whole, (dtype, dtype), names)
+        return self._reallocators[key]

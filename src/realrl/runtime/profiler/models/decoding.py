@@ -119,7 +119,7 @@ class _Cached(Continuation):
             head_dim=model.shape.head_dim,
             rows=rows,
             max_tokens=self._cached + self.sampling.max_new_tokens,
-            dtype=model.parameters.data.dtype,
+            dtype=model.dtype,
             device=model.device,
         )
         cache.start(Packing.of([self._cached] * rows, model.device))

@@ -9,8 +9,9 @@ from operator import itemgetter
 import torch
 
 from realrl.engine.model import Model
+from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import TensorSpec, model_tensors
+from realrl.families.tensors import TensorSpec
 from realrl.layout.padding import DENSE_LENGTH
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
 from realrl.planner.profile.profile import LayerKind, Measurement
@@ -120,7 +121,7 @@ class ShapeMeasurements:
             yield [point(tokens, context) for tokens in group]
 
     def _turns(self, tp: int) -> Iterator[ShapeRow]:
-        layer_bytes = LocalSizes(self.shape, "lm", tp).parts[0] * ELEMENT_BYTES[self.dtype]
+        layer_bytes = LocalSizes(self.shape, "lm", tp).layer_elements * ELEMENT_BYTES[self.dtype]
         layers = min(self.shape.layers, max(_LAYERS, -(-_DECODED_BYTES // layer_bytes)))
         decoding = cache(lambda: Decoding(self._model("lm", tp, layers), self.sampling, self.clock))
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from realrl.engine.model import Model
 from realrl.engine.parallel import Parallel
 from realrl.families.shape import Head, ModelShape
+from realrl.families.tensors import Init
 from realrl.layout.layout import build_layout
 from realrl.layout.shard import Shard
 from realrl.model.group import Group, alone
@@ -41,8 +42,9 @@ def make_tensor_rank(
     whole = build_layout(shape, head, placement)
     model = Model(whole, rank, parallel, dtype=dtype, device=device)
     # Numbers like those of a model, drawn where they are needed: on a CPU it would take minutes for a large one.
-    model.parameters.data.normal_(0.0, shape.init_std)
+    for part in model.sets.values():
+        part.buffer.data.normal_(0.0, shape.init_std)
     for spec in model.parameters.tensors:
-        if len(spec.shape) == 1:
-            model.parameters[spec.name].fill_(1.0)
+        if spec.init in (Init.ONES, Init.ZEROS):
+            model.parameters[spec.name].fill_(float(spec.init is Init.ONES))
     return model

@@ -1,10 +1,10 @@
 """`config.json` of transformers 5 and of before become our shape; what we cannot do is refused."""
 
 import pytest
-from transformers import LlamaConfig
+from transformers import AutoConfig
 
 from realrl.config.errors import UserError
-from realrl.families.llama import shape_from_hf, shape_to_hf
+from realrl.families.config_json import shape_from_hf, shape_to_hf
 from realrl.families.shape import ModelShape
 from tests.model.small_models import SHAPES
 
@@ -27,7 +27,8 @@ def test_a_shape_comes_back_from_what_we_write(shape: ModelShape) -> None:
 
 
 def test_transformers_understands_what_we_write(shape: ModelShape) -> None:
-    written = LlamaConfig(**shape_to_hf(shape, "scalar", "bfloat16", {"eos_token_id": 7, "pad_token_id": 3}))
+    settings = shape_to_hf(shape, "scalar", "bfloat16", {"eos_token_id": 7, "pad_token_id": 3})
+    written = AutoConfig.for_model(settings.pop("model_type"), **settings)
     assert shape_from_hf(written.to_dict()) == shape
     assert (written.num_labels, written.eos_token_id, written.pad_token_id) == (1, 7, 3)
     assert str(written.dtype) == "torch.bfloat16"
@@ -53,7 +54,7 @@ def test_rotary_settings_are_read_in_every_style(rope: dict) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "bert"}, "model_type 'bert' is not supported; supported is: llama"),
+        ({"model_type": "bert"}, "model_type 'bert' is not supported; supported is: llama, qwen2, qwen3"),
         ({"attention_bias": True}, "attention_bias=true is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"hidden_size": None}, "hidden_size is missing"),
@@ -68,7 +69,40 @@ def test_rotary_settings_are_read_in_every_style(rope: dict) -> None:
     ],
 )
 def test_unsupported_config_settings_are_refused_in_one_error_message(change: dict, message: str) -> None:
-    config = shape_to_hf(SHAPES["plain"], "lm", "float32", {}) | change
+    check_refused(shape_to_hf(SHAPES["plain"], "lm", "float32", {}) | change, message)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_sliding_window": True}, "use_sliding_window=true is not supported; it must be false"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": None},
+            "rope_type 'yarn' is not",
+        ),
+    ],
+)
+def test_qwen_settings_that_are_not_supported_are_refused(family: str, change: dict, message: str) -> None:
+    check_refused(shape_to_hf(SHAPES[family], "lm", "float32", {}) | change, message)
+
+
+def test_biases_of_qwen3_are_refused() -> None:
+    config = shape_to_hf(SHAPES["qwen3"], "lm", "float32", {}) | {"attention_bias": True}
+    check_refused(config, "attention_bias=true is not supported; it must be false")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_settings_that_a_file_leaves_out_are_those_of_its_class(family: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = {"model_type": family, **sizes, "num_attention_heads": 32}
+    theirs = AutoConfig.for_model(family, **sizes, num_attention_heads=32)
+    assert shape_from_hf(config) == shape_from_hf(theirs.to_dict())
+
+
+def check_refused(config: dict, message: str) -> None:
     with pytest.raises(UserError, match=r"^dir/config\.json: ") as caught:
         shape_from_hf(config, where="dir/config.json")
     assert message in str(caught.value) and "\n" not in str(caught.value)

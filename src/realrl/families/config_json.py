@@ -1,0 +1,85 @@
+"""Hugging Face `config.json` files, to and from shapes, by the family that they name."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from realrl.config.errors import UserError
+from realrl.config.explain import brief, explain
+from realrl.config.json_file import read_json
+from realrl.config.words import join
+from realrl.families.registry import find_family, list_families
+from realrl.families.shape import Head, ModelShape
+
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_UNTOUCHED = ("attention_dropout", "use_cache", *SPECIAL_TOKENS)
+
+
+def read_config(file: Path, family: str | None = None, *, sizes_only: bool = False) -> ModelShape:
+    """Read the shape that a `config.json` describes; see `shape_from_hf`. UserError where there is no such file."""
+    return shape_from_hf(read_json(file), str(file), family, sizes_only=sizes_only)
+
+
+def shape_from_hf(
+    config: Mapping[str, Any],
+    where: str = "config.json",
+    family: str | None = None,
+    *,
+    sizes_only: bool = False,
+) -> ModelShape:
+    """Derive the shape that the contents of a `config.json` describe.
+
+    `where` names the file in errors. `family` is how `find_family` finds the model's family; by default it is the
+    registered one of the file's `model_type`. With `sizes_only` it may be one that cannot be trained. UserError for
+    another family, or a setting that models here do not have.
+    """
+    model_type = config.get("model_type")
+    if family is None:
+        known = list_families(trainable=not sizes_only)
+        if model_type not in known:
+            raise UserError(
+                f"{where}: model_type {brief(model_type)} is not supported; supported is: {', '.join(known)}"
+            )
+        family = str(model_type)
+    found = find_family(family)
+    if found.model_type != model_type:
+        raise UserError(
+            f"{where}: model_type {brief(model_type)} is not that of family {family}, {brief(found.model_type)}"
+        )
+    if not (found.trainable or sizes_only):
+        raise UserError(f"{where}: {describe_untrainable(family)}")
+    try:
+        return ModelShape(family=family, **found.read_config(config, where))
+    except ValidationError as error:
+        raise UserError(f"{where}: {explain(error, ModelShape)}") from error
+
+
+def shape_to_hf(shape: ModelShape, head: Head, dtype: str, others: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the contents of `config.json`, understood by transformers 5 and 4 and by inference servers.
+
+    `dtype` is torch's name, such as `float32`; `others` are the settings of the model that was opened, of which
+    those are kept that training does not touch; absent ones are left to the class of transformers. A scalar head is
+    a sequence classifier with one label.
+    """
+    family = find_family(shape.family)
+    config: dict[str, Any] = {
+        "architectures": [family.architectures[head]],
+        "model_type": family.model_type,
+        **family.write_config(shape),
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        **{name: others[name] for name in (*_UNTOUCHED, *family.untouched) if name in others},
+    }
+    if head == "scalar":
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return config
+
+
+def describe_untrainable(*families: str) -> str:
+    """Write the error message for families that can be planned for and not trained."""
+    return (
+        f"models of family {join(families)} can be planned for (realrl plan, realrl show) and not trained yet;"
+        f" trained are: {', '.join(list_families(trainable=True))}"
+    )

@@ -1,0 +1,79 @@
+"""Description of a model family, which one file gives."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from realrl.families.decoder import LayerOptions, decoder_tensors
+from realrl.families.shape import Head, ModelShape
+from realrl.families.tensors import Parameter, TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A model family: its `config.json` both ways, its tensors, and the options of its layers."""
+
+    model_type: str
+    """What `config.json` calls it."""
+    architectures: Mapping[Head, str]
+    """Classes of transformers: that of language models and, with one label, that of sequence classifiers."""
+    read_config: Callable[[Mapping[str, Any], str], Mapping[str, Any]]
+    """(contents of a `config.json`, the file's name for errors) -> fields of `ModelShape`, without `family`. Raises
+    UserError for settings that models here have no other value for."""
+    write_config: Callable[[ModelShape], Mapping[str, Any]]
+    """The settings of `config.json` that follow from a shape."""
+    layer: LayerOptions = field(default_factory=LayerOptions)
+    tensors: Callable[[ModelShape, Head, LayerOptions], Sequence[TensorSpec]] = decoder_tensors
+    """All tensors of a model in storage order, under their names in Hugging Face files."""
+    untouched: tuple[str, ...] = ()
+    """Settings of `config.json` besides the usual ones that a shape does not hold and training leaves as they
+    are."""
+    buffers: tuple[str, ...] = ()
+    """Endings of names of stored tensors that are computed anew instead of read."""
+    trainable: bool = True
+    """Whether models can be loaded, trained and saved; of others the sizes are enough to plan for them."""
+
+
+_REQUIRED: frozenset[Parameter] = frozenset(
+    {"embedding", "attention_norm", "qkv", "out", "mlp_norm", "gate_up", "down", "norm"}
+)
+
+
+def check_family(family: Family) -> None:
+    """Check that the transformer can be made of a family's tensors; ValueError if not."""
+    sample = ModelShape(
+        vocab_size=16, hidden_size=8, intermediate_size=8, layers=2, heads=4, kv_heads=2, head_dim=2
+    )
+    if set(family.architectures) != set(get_args(Head)):
+        raise ValueError(f"architectures must have exactly the keys {', '.join(get_args(Head))}")
+    for head in get_args(Head):
+        specs = family.tensors(sample, head, family.layer)
+        required = _REQUIRED | {"lm_head" if head == "lm" else "scalar_head"}
+        missing = required - {spec.parameter for spec in specs}
+        if missing:
+            raise ValueError(f"there is no tensor for parameter {min(missing)}")
+        _check_parameters(specs)
+        parameters = {spec.parameter for spec in specs}
+        if ("q_norm" in parameters) != ("k_norm" in parameters):
+            raise ValueError("queries and keys must both be normalised, or neither")
+        if family.layer.norm == "rms" and any(name.endswith("norm_bias") for name in parameters):
+            raise ValueError("RMSNorm has no bias; LayerNorm is LayerOptions(norm='layer')")
+
+
+def _check_parameters(specs: Sequence[TensorSpec]) -> None:
+    """Check that parameters are known, and parts of one neighbours; ValueError if not."""
+    seen: set[tuple[object, str]] = set()
+    names: set[str] = set()
+    previous = None
+    for spec in specs:
+        if spec.name in names:
+            raise ValueError(f"tensor {spec.name} is listed twice")
+        if spec.parameter not in get_args(Parameter):
+            known = ", ".join(get_args(Parameter))
+            raise ValueError(f"tensor {spec.name} is part of {spec.parameter!r}, which is none of {known}")
+        key = (spec.place, spec.parameter)
+        if key in seen and key != previous:
+            raise ValueError(f"tensor {spec.name} must follow the other tensors of {spec.parameter}")
+        names.add(spec.name)
+        seen.add(key)
+        previous = key

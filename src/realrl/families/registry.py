@@ -1,0 +1,108 @@
+"""Model families by name, or from a user's own file."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, lru_cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from realrl.config.errors import UserError
+from realrl.config.explain import brief, nearest
+from realrl.config.paths import local_path
+from realrl.config.user_code import UserCode
+from realrl.families.decoder import LayerOptions
+from realrl.families.family import Family, check_family
+from realrl.families.shape import Head, ModelShape
+from realrl.families.tensors import TensorSpec
+
+GROUP = "realrl.families"
+"""Entry points `MODEL_TYPE = "package.module:FAMILY"` that packages declare."""
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def list_families(*, trainable: bool = False) -> tuple[str, ...]:
+    """List the names of the registered families, or of those that can be trained."""
+    names = sorted(_registered())
+    return tuple(name for name in names if not trainable or find_family(name).trainable)
+
+
+def find_family(reference: str) -> Family:
+    """Find the family of a registered name, or the `FAMILY` of a user's FILE.py.
+
+    UserError, naming the registered ones, where there is none; UserCodeError where the user's file cannot be run.
+    """
+    if reference.endswith(".py"):
+        return _from_file(reference, local_path(reference).resolve())
+    return _from_package(reference)
+
+
+def model_tensors(shape: ModelShape, head: Head) -> tuple[TensorSpec, ...]:
+    """List all tensors of a model in storage order, under their Hugging Face names."""
+    return _tensors(shape, head)
+
+
+def find_layer_options(shape: ModelShape) -> LayerOptions:
+    """Find the options of a model's layers."""
+    return find_family(shape.family).layer
+
+
+@lru_cache(maxsize=256)
+def _tensors(shape: ModelShape, head: Head) -> tuple[TensorSpec, ...]:
+    family = find_family(shape.family)
+    return tuple(family.tensors(shape, head, family.layer))
+
+
+@cache
+def _registered() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+@cache
+def _from_package(name: str) -> Family:
+    registered = _registered()
+    if name not in registered:
+        hint = nearest(name, registered)
+        known = f"there are {', '.join(sorted(registered))}, and files of your own, FILE.py"
+        raise UserError(f"{brief(name)} is no model family; {f'did you mean {hint}?' if hint else known}")
+    family = registered[name].load()
+    assert isinstance(family, Family), f"{registered[name].value} is a model family"
+    check_family(family)
+    return family
+
+
+@cache
+def _from_file(file: str, resolved: Path) -> Family:
+    """Load the family in a user's file, whose functions then raise nothing but UserError.
+
+    `file` is how error messages name it.
+    """
+    code = UserCode("family", file)
+    family = code.attribute("FAMILY")
+    if not isinstance(family, Family):
+        raise UserError(f"family={file}: FAMILY must be a realrl.families.family.Family")
+    with code.errors("cannot be used:"):
+        check_family(family)
+    return replace(
+        family,
+        read_config=_guarded(code, family.read_config),
+        write_config=_guarded(code, family.write_config),
+        tensors=_guarded(code, family.tensors),
+    )
+
+
+def _guarded(code: UserCode, function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Wrap a user's function: whatever it raises but UserError becomes a UserCodeError."""
+
+    def call(*arguments: _P.args, **options: _P.kwargs) -> _T:
+        with code.errors("raised"):
+            try:
+                return function(*arguments, **options)
+            except UserError as error:
+                refused = error
+        raise refused
+
+    return call

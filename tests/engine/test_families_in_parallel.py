@@ -1,0 +1,178 @@
+"""Every family under tensor, sequence and pipeline parallelism computes what transformers computes."""
+
+import os
+import tempfile
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from realrl.algorithms.sft.method import SFTInference, SFTTrain
+from realrl.data.batch import Batch, Ragged
+from realrl.engine.generation.generate import Noise, generate
+from realrl.engine.model import Model
+from realrl.engine.parallel import all_rank_sets, parallel
+from realrl.engine.training.trainer import Trainer
+from realrl.families.shape import ModelShape
+from realrl.layout.layout import build_layout
+from realrl.model.packing import Packing
+from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.settings import GenerationConfig
+from realrl.runtime.processes.environment import leave
+from realrl.runtime.processes.process import Process, wait_to_be_scheduled
+from tests.model.small_models import make_theirs, random_rows
+
+CPU = torch.device("cpu")
+FAMILIES = ("llama", "qwen2", "qwen3")
+PLACEMENTS = {
+    "one rank": Placement(Mesh(0, 1), Strategy(1)),
+    "tensor": Placement(Mesh(0, 2), Strategy(1, 2)),
+    "sequence": Placement(Mesh(0, 2), Strategy(1, 2, sequence_parallel=True)),
+    "pipeline": Placement(Mesh(0, 2), Strategy(1, 1, 2, micro_batch_tokens=40)),
+}
+LENGTHS = [9, 17, 4, 23]
+EPSILON = 1e-4
+"""Large, because without it Adam divides rounding differences of tiny gradients by their own size."""
+CONFIG = OptimizerConfig(weight_decay=0.1, grad_clip=0.5, eps=EPSILON)
+LR = 0.01
+END, NEW_TOKENS = 3, 6
+
+Figures = dict[str, Tensor]
+
+
+def shape_of(family: str) -> ModelShape:
+    """Each of two tensor-parallel ranks has two of three key/value heads, read by unequal groups of queries."""
+    return ModelShape(
+        family=family,
+        vocab_size=61,
+        hidden_size=24,
+        intermediate_size=33,
+        layers=3,
+        heads=6,
+        kv_heads=3,
+        head_dim=6,
+        tied_embeddings=family == "qwen2",
+    )
+
+
+def rows() -> list[Tensor]:
+    return random_rows(61, LENGTHS)
+
+
+def reference(family: str) -> tuple[Figures, Figures]:
+    """Weights, and what transformers and torch compute with them: logits and log-probabilities, gradients, an
+    optimizer step, and greedy continuations."""
+    torch.manual_seed(0)
+    theirs = make_theirs(shape_of(family), "lm").eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    weights = {name: parameter.detach().clone() for name, parameter in theirs.named_parameters()}
+    logits = [theirs(row[None]).logits[0] for row in rows()]
+    nll = [
+        -x[:-1].log_softmax(-1).gather(1, row[1:, None]).sum() for x, row in zip(logits, rows(), strict=True)
+    ]
+    found = {"logits": torch.cat(logits).detach(), "nll": torch.stack(nll).detach()}
+    for i, row in enumerate(rows()):
+        found[f"continuation {i}"] = continued(theirs, row)
+    (sum(nll) / (sum(LENGTHS) - len(LENGTHS))).backward()
+    found |= {f"gradient of {name}": p.grad.clone() for name, p in theirs.named_parameters()}
+    found["norm"] = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5).detach()
+    matrices = [parameter for parameter in theirs.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in theirs.parameters() if parameter.dim() == 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    torch.optim.AdamW(groups, lr=LR, betas=CONFIG.betas, eps=EPSILON, weight_decay=0.1).step()
+    found |= {f"updated {name}": parameter.detach() for name, parameter in theirs.named_parameters()}
+    return weights, found
+
+
+@torch.no_grad()
+def continued(theirs: torch.nn.Module, row: Tensor) -> Tensor:
+    for _ in range(NEW_TOKENS):
+        logits = theirs(row[None]).logits[0, -1]
+        logits[END] = -torch.inf
+        row = torch.cat((row, logits.argmax()[None]))
+    return row
+
+
+def compare(name: str, got: Tensor, expected: Tensor, where: str) -> None:
+    scale = max(1.0, expected.abs().max().item()) if expected.is_floating_point() else 1.0
+    torch.testing.assert_close(
+        got, expected, rtol=0, atol=1e-4 * scale, msg=lambda m: f"{where}: {name}: {m}"
+    )
+
+
+def check(model: Model, weights: Figures, expected: Figures, where: str) -> None:
+    """Compare all that this rank has with the reference."""
+    regions = {local.region.tensor: local.region for local in model.layout.tensors(model.rank)}
+    for name, region in regions.items():
+        model.parameters[name][: region.size[0]] = weights[name][region.slices]
+    tokens = Ragged.of(rows())
+    mask = torch.ones_like(tokens.values)
+    mask[list(tokens.offsets[:-1])] = 0
+    batch = Batch(tuple(range(len(LENGTHS))), {"tokens": tokens, "loss_mask": Ragged(mask, tokens.lengths)})
+    budget = model.layout.placement.strategy.micro_batch_tokens
+
+    if model.parallel.pipeline.size == 1 and not model.sequence:
+        with torch.no_grad():
+            packing = Packing.of(LENGTHS, CPU)
+            logits = model.transformer.logits(model.forward(tokens, packing, None))
+        compare("logits", logits, expected["logits"], where)
+    scored, _ = model.infer(batch, SFTInference(), budget)
+    if model.shard.last:
+        compare("nll", scored["nll"].values, expected["nll"], where)
+    sampling = GenerationConfig(greedy=True, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
+    texts = generate(
+        model, batch, "tokens", sampling=sampling, ends=(END,), noise=Noise(1, 1), budget=200
+    )  # fmt: skip
+    if model.shard.last:
+        for i, row in enumerate(texts["sequences"].rows()):
+            compare("continuation", row, expected[f"continuation {i}"], where)
+
+    trainer = Trainer(model, CONFIG)
+    step, gradients = trainer.optimizer.step, {}
+
+    def noted(*args: float, **options: float) -> float:
+        gradients.update({name: trainer.gradients[name].clone() for name in regions})
+        return step(*args, **options)
+
+    trainer.optimizer.step = noted  # type: ignore[method-assign]
+    figures = trainer.train(batch, SFTTrain(), [list(range(len(LENGTHS)))], lr=LR, budget=budget).result()
+    compare("norm", torch.tensor(figures["grad_norm"]), expected["norm"], where)
+    for name, region in regions.items():
+        for what, values in (("gradient of", gradients[name]), ("updated", model.parameters[name])):
+            wanted = expected[f"{what} {name}"][region.slices]
+            compare(f"{what} {name}", values[: region.size[0]], wanted, where)
+
+
+def run_rank(rank: int, references: dict[str, tuple[Figures, Figures]], store: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    wait_to_be_scheduled()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    process = Process(rank, 2, CPU, dist.new_group(backend="gloo"))
+    groups = process.groups(all_rank_sets(PLACEMENTS.values()))
+    for family, (name, placement) in product(FAMILIES, PLACEMENTS.items()):
+        if rank in placement.ranks:
+            model = Model(
+                build_layout(shape_of(family), "lm", placement),
+                rank,
+                parallel(placement, rank, groups),
+                dtype=torch.float32,
+                device=CPU,
+            )
+            check(model, *references[family], where=f"{family}, {name}, rank {rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+    leave(0)
+
+
+def test_every_family_and_strategy_computes_what_transformers_does() -> None:
+    """Logits, log-probabilities, greedy tokens, gradients, their norm, and an optimizer step."""
+    references = {family: reference(family) for family in FAMILIES}
+    with tempfile.TemporaryDirectory() as scratch:
+        mp.spawn(run_rank, args=(references, str(Path(scratch) / "store")), nprocs=2)
