@@ -9,7 +9,7 @@ def config(
     algorithm: Annotated[
         str | None,
         typer.Argument(
-            metavar="[ALGORITHM]",
+            metavar="ALGORITHM",
             help="A name, or FILE.py or package.module of an algorithm of your own; without it, the names.",
             show_default=False,
         ),

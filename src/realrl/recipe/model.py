@@ -33,7 +33,7 @@ class OptimizerConfig(Settings):
     eps: float = Field(default=1e-8, gt=0, le=1)
     """Added to the denominator of the update."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay; not applied to one-dimensional tensors. Each step takes `lr * weight_decay` of a
+    """Decoupled weight decay; not applied to norms and biases. Each step takes `lr * weight_decay` of a
     weight away, which must be less than all of it."""
     grad_clip: PositiveFloat | None = 1.0
     """Global gradient norm is scaled down to this; null for no clipping."""
