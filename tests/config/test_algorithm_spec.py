@@ -93,6 +93,17 @@ def roles(**changes: RoleSpec) -> dict[str, RoleSpec]:
         ),
         (
             PPO,
+            {"roles": roles(critic=RoleSpec("scalar", "reward"))},
+            "roles: critic: weights_else goes with a weights_from that is optional",
+        ),
+        (
+            PPO,
+            {"roles": roles(critic=RoleSpec("scalar", "reward", optional=True, weights_else="actor"))},
+            "roles: critic: is optional, so PPOModels.critic needs the default None",
+        ),
+        (PPO, {"optional_calls": "reward.function"}, "optional_calls: a tuple of names of calls is needed"),
+        (
+            PPO,
             {"roles": roles(ref=RoleSpec("lm", "critic"))},
             "roles: ref: weights_from='critic' has no weights of its own",
         ),

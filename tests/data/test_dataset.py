@@ -205,3 +205,38 @@ def test_a_tokenizer_must_be_able_to_end_a_sequence(tokenizer):
 
 def test_every_form_of_record_has_a_reader():
     assert set(READERS) == set(FORMS)
+
+
+def test_fields_no_key_is_made_of_are_kept_by_item_for_who_wants_them(tokenizer, write, settings):
+    records = [
+        {"prompt": "a", "answer": "x", "tests": ["t"]},
+        {"prompt": ""},
+        {"prompt": "b", "answer": None, "level": 3},
+        {"prompt": "c", "level": 0, "note": "left out"},
+    ]
+    wanted = {"answer", "tests", "level", "prompt"}
+    data = Dataset.load(
+        write(records), "prompt", PROMPTS, tokenizer, settings(), 1, ENDS, wanted.__contains__
+    )
+    assert data.further_fields([3, 0, 2]) == {
+        "answer": [None, "x", None],
+        "tests": [None, ["t"], None],
+        "level": [0, None, 3],
+    }
+    assert Dataset.load(write(records), "prompt", PROMPTS, tokenizer, settings(), 1, ENDS).further == {}
+
+
+def test_the_items_of_one_record_share_its_further_fields(tokenizer, write, settings):
+    source = write([{"prompt": "q", "pos_answers": ["a", "b"], "neg_answers": ["c"], "tests": [1]}])
+    keys = ("chosen", "rejected")
+    data = Dataset.load(source, "pair", keys, tokenizer, settings(), 1, ENDS, lambda name: True)
+    (first, second) = data.further["tests"]
+    assert data.further.keys() == {"tests"} and first is second
+
+
+def test_messages_beside_a_prompt_leave_the_prompt_to_functions(chat_tokenizer, write, settings):
+    record = {"messages": [{"role": "user", "content": "a"}], "prompt": "b"}
+    data = Dataset.load(
+        write([record]), "prompt", PROMPTS, chat_tokenizer, settings(), 1, ENDS, lambda name: True
+    )
+    assert data.further == {"prompt": ["b"]}

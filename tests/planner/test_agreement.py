@@ -12,13 +12,14 @@ from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.published import SHAPES
 from realrl.layout.sets import WHOLE, TrainablePart
-from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.cost.model import CostModel
 from realrl.planner.evaluate.timeline import Timeline
 from realrl.planner.memory.model import MemoryModel
+from realrl.planner.profile.profile import FunctionTime, Profile
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import build_problem
@@ -55,12 +56,17 @@ def sampled_scenario(rng: random.Random, graph: DataflowGraph) -> Scenario:
         for role in graph.roles
     }
     workload = Workload(rng.choice([64, 256]), (128,), (100, 300), 400)
+    times = [
+        FunctionTime(function=str(call.function), seconds=rng.choice([1e-3, 0.1, 1.0]), steps=1)
+        for call in graph.functions
+    ]
+    profile = Profile(device=spec.groups[0].device.name, software={}, functions=tuple(times))
     return Scenario(
         graph=graph,
         models=models,
         spec=spec,
         workload=workload,
-        cost=CostModel(spec),
+        cost=CostModel(spec, profile),
         memory=MemoryModel(spec),
     )
 
@@ -75,7 +81,10 @@ def test_search_and_simulation_agree_about_sampled_plans(seed: int) -> None:
     rng = random.Random(seed)
     of = sampled_scenario(rng, sampled_graph(rng))
     everywhere = Placement(Mesh(0, 2), Strategy(1, 2))
-    careless = Plan(of.spec.cluster, {call.name: everywhere for call in of.graph.calls})
+    hosts = function_placement(everywhere.mesh)
+    careless = Plan(
+        of.spec.cluster, {call.name: hosts if call.is_function else everywhere for call in of.graph.calls}
+    )
     problem = build_problem(of, include=[careless])
     timeline, compared = Timeline(problem), 0
     for assignment in sampled_choices(rng, problem, 25):
@@ -99,11 +108,16 @@ def test_search_and_simulation_agree_about_sampled_plans(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "separate"])
-@pytest.mark.parametrize("averaging", [None, 0.1])
-def test_search_and_simulation_agree_about_presets(name: str, averaging: float | None) -> None:
-    of = sampled_scenario(random.Random(1), train_graph(minibatches=4, ref_ema=averaging))
+@pytest.mark.parametrize(("averaging", "reward"), [(None, None), (0.1, None), (None, "judge.py:score")])
+def test_search_and_simulation_agree_about_presets(
+    name: str, averaging: float | None, reward: str | None
+) -> None:
+    graph = train_graph(minibatches=4, ref_ema=averaging, reward=reward)
+    of = sampled_scenario(random.Random(1), graph)
     of = replace(of, spec=ClusterSpec.parse("a100-80g:2x4"))
-    of = replace(of, cost=CostModel(of.spec), memory=MemoryModel(of.spec))
+    times = (FunctionTime(function="judge.py:score", seconds=0.5, steps=1),)
+    profile = Profile(device="a100-80g", software={}, functions=times)
+    of = replace(of, cost=CostModel(of.spec, profile), memory=MemoryModel(of.spec))
     shapes = {role: model.shape for role, model in of.models.items()}
     plan = make_plan(name, of.graph, of.spec.cluster, 4096, shapes)
     problem = build_problem(of, include=[plan])

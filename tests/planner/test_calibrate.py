@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from realrl.algorithms.ppo.graph import train_graph
 from realrl.config.errors import UserError
-from realrl.plan.placement import Placement
+from realrl.plan.placement import Mesh, Placement, function_placement
 from realrl.planner.calibration.calibrate import calibrate_profile
 from realrl.planner.calibration.comparison import CallCosts, Comparison, Seconds
+from realrl.planner.calibration.coverage import describe_times
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.cost.model import CostModel
 from realrl.planner.profile.corrections import find_correction
@@ -172,3 +174,42 @@ def test_invalid_cost_files_are_rejected_with_one_message(
     with pytest.raises(UserError, match=words) as caught:
         Comparison.load(tmp_path)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+REWARD = train_graph(minibatches=4, reward="reward.py:score").call("reward.function")
+HOSTS = function_placement(Mesh(0, 4))
+
+
+def of_a_function(seconds: float) -> Comparison:
+    """A run in which a function took these seconds on each of four ranks."""
+    times = Seconds(median=seconds, least=seconds, most=seconds, steps=STEPS)
+    costs = CallCosts(
+        call=REWARD,
+        placement=str(HOSTS),
+        seconds=times,
+        waited=times,
+        predicted_seconds=None,
+        terms={},
+        bytes=None,
+        predicted_bytes=None,
+    )
+    return run().model_copy(update={"calls": (costs,)})
+
+
+def test_a_function_takes_per_item_what_it_took_in_a_run(tmp_path: Path) -> None:
+    profile = calibrate_profile(None, of_a_function(3.2))
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+    for ranks in (1, 4, 8):
+        cost = CostModel(SPEC, profile).call(REWARD, None, function_placement(Mesh(0, ranks)), STEP)
+        assert cost.seconds == pytest.approx(3.2 * 4 / ranks)
+    newer = calibrate_profile(profile, of_a_function(1.6))
+    assert CostModel(SPEC, newer).call(REWARD, None, HOSTS, STEP).seconds == pytest.approx(1.6)
+
+
+def test_a_function_no_run_has_measured_counts_nothing_and_that_is_said() -> None:
+    assert CostModel(SPEC).call(REWARD, None, HOSTS, STEP).terms == {}
+    said = "; ".join(describe_times(None, "", SPEC, MODELS, ["reward.py:score"]))
+    assert "reward.py:score not measured, so counted as 0 s" in said
+    profile = calibrate_profile(None, of_a_function(3.2))
+    assert "not measured" not in "; ".join(describe_times(profile, "p", SPEC, MODELS, ["reward.py:score"]))

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from realrl.config.errors import UserCodeError, UserError
+from realrl.config.user_function import UserFunction
 from realrl.recipe.load import load_experiment
-from realrl.runtime.judge import Judge
 from realrl.runtime.train import train
 from tests.conftest import World
 from tests.runtime.ranks import Silent
@@ -70,6 +70,10 @@ FAILURES = {
 }
 
 
+def rate(reference: str) -> list[float]:
+    return UserFunction("training.judge", reference).numbers(2, ["a", "b"])
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     file = tmp_path / "judge.py"
@@ -80,23 +84,23 @@ def file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", FAILURES)
 def test_errors_of_a_judge_are_described(file: Path, name: str) -> None:
     with pytest.raises(UserError) as raised:
-        Judge(f"{file}:{name}").rate(["a", "b"])
+        rate(f"{file}:{name}")
     assert str(raised.value) == f"training.judge={file}:{name} {FAILURES[name].replace('FILE', str(file))}"
     if "raised" not in FAILURES[name]:
         return
     assert isinstance(raised.value, UserCodeError)
-    assert str(file) in raised.value.trace and "runtime/judge.py" not in raised.value.trace
+    assert str(file) in raised.value.trace and "user_function.py" not in raised.value.trace
 
 
 @pytest.mark.parametrize(("name", "scores"), [("tensor", [1.0, 2.0]), ("generator", [1.0, 1.0])])
 def test_a_judge_may_give_any_numbers(file: Path, name: str, scores: list[float]) -> None:
-    assert Judge(f"{file}:{name}").rate(["a", "b"]) == scores
+    assert rate(f"{file}:{name}") == scores
 
 
 def test_a_judge_that_leaves_while_it_is_imported_is_named(tmp_path: Path) -> None:
     (tmp_path / "judge.py").write_text("import sys\nsys.exit()\n")
     with pytest.raises(UserError, match=r"cannot be imported: SystemExit \(.*judge\.py:2\)"):
-        Judge(f"{tmp_path / 'judge.py'}:judge")
+        rate(f"{tmp_path / 'judge.py'}:judge")
 
 
 def test_a_judge_that_fails_at_the_end_loses_no_model(world: World, tmp_path: Path) -> None:
@@ -129,4 +133,4 @@ def test_a_judge_may_define_a_dataclass_with_postponed_annotations(tmp_path: Pat
         "def judge(completions):\n"
         "    return [Scale().factor] * len(completions)\n"
     )
-    assert Judge(f"{tmp_path / 'judge.py'}:judge").rate(["a", "b"]) == [2.0, 2.0]
+    assert rate(f"{tmp_path / 'judge.py'}:judge") == [2.0, 2.0]

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from realrl.checkpoint import huggingface
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
+from realrl.config.user_function import UserFunction
 from realrl.data.dataset import split_eval_batches
 from realrl.plan.plan import Plan
 from realrl.program.lower import home_placements
@@ -19,7 +20,6 @@ from realrl.program.text import parse_program
 from realrl.program.validate import validate
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.load import dump_experiment, load_experiment
-from realrl.runtime.judge import Judge
 from realrl.runtime.output.rundir import RunDirectory
 from tests.conftest import World, figures
 from tests.runtime.conftest import run
@@ -210,7 +210,7 @@ def test_a_judge_that_cannot_be_used_is_named(tmp_path: Path, case: str) -> None
     code, sentence = JUDGES[case]
     (tmp_path / "judge.py").write_text(code)
     with pytest.raises(UserError, match=sentence):
-        Judge(f"{tmp_path / 'judge.py'}:judge")
+        UserFunction("training.judge", f"{tmp_path / 'judge.py'}:judge")
 
 
 def test_a_judge_must_give_a_number_for_each_completion(

@@ -30,7 +30,11 @@ def build_algorithm(experiment: Experiment) -> Algorithm:
     return algorithm
 
 
-_NEEDED = {Kind.INFERENCE: ("sequences", "outputs", "metrics"), Kind.TRAIN: ("sequences", "weight", "loss")}
+_NEEDED = {
+    Kind.INFERENCE: ("sequences", "outputs", "metrics"),
+    Kind.TRAIN: ("sequences", "weight", "loss"),
+    Kind.FUNCTION: ("load", "wants", "check_fields", "call"),
+}
 """Methods that tell one kind of call from the others."""
 
 

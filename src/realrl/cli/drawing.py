@@ -41,6 +41,9 @@ def format_plan(plan: Plan, graph: DataflowGraph) -> str:
     for call in graph.order:
         placement = plan[call.name]
         s = plan[call.name].strategy
+        if call.is_function:
+            rows.append([call.name, str(placement.mesh), str(s.dp), "-", "-", "-", "function on the host"])
+            continue
         row = [call.name, str(placement.mesh), *map(str, (s.dp, s.tp, s.pp, s.micro_batch_tokens))]
         flags = {s.dtype or "": s.dtype, "sequence parallel": s.sequence_parallel, "recompute": s.recompute}
         rows.append([*row, " ".join(name for name, given in flags.items() if given)])
@@ -54,7 +57,8 @@ _EXTRAS = ("offload", "offload_optimizer", "keep")
 
 
 def draw_phase(phase: Phase, compiled: Compiled) -> str:
-    """Draw devices as rows and time as columns: calls in the same column run at the same time."""
+    """Draw devices as rows and time as columns: calls in the same column run at the same time, and functions begin
+    in theirs."""
     columns = waves(phase.graph, phase.plan)
     rows: list[tuple[str, ...]] = []
     for rank in range(phase.plan.cluster.size):
@@ -63,7 +67,10 @@ def draw_phase(phase: Phase, compiled: Compiled) -> str:
         cells = []
         for calls in columns:
             here = [call for call in calls if rank in phase.plan[call.name].ranks]
-            cells.append(_cell(phase.plan, here[0].name) if here else idle)
+            device = [_cell(phase.plan, call.name) for call in here if not call.is_function] or [idle]
+            cells.append(
+                " + ".join([*device, *(f"{call.name} on the host" for call in here if call.is_function)])
+            )
         rows.append(tuple(cells))
     lines = []
     for first, last in _fold(rows):

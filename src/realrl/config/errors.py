@@ -6,11 +6,12 @@ class UserError(ValueError):
 
 
 class UserCodeError(UserError):
-    """An error in the user's own code. `trace` is its traceback, printed above the message."""
+    """An error in the user's own code. `trace` is its traceback, printed above the message; `alone` whether it may
+    have come up on this rank only."""
 
-    def __init__(self, message: str, trace: str = "") -> None:
-        super().__init__(message, trace)
-        self.trace = trace
+    def __init__(self, message: str, trace: str = "", alone: bool = False) -> None:
+        super().__init__(message, trace, alone)
+        self.trace, self.alone = trace, alone
 
     def __str__(self) -> str:
         return str(self.args[0])

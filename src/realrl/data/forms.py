@@ -10,7 +10,8 @@
 is a list is a conversation: it is written with the tokenizer's chat template, a text `prompt` in it is the user
 turn, and a text answer the assistant turn. Chosen and rejected messages are either the turns that follow
 `prompt` or, when they do not begin with an assistant turn, whole conversations. All other text is used as it
-stands, unless `data.apply_chat_template` makes every record a conversation. Other fields are ignored.
+stands, unless `data.apply_chat_template` makes every record a conversation. Other fields are for functions, for
+example a reward function; where no call of the graph sees them they are ignored.
 """
 
 import json
@@ -145,6 +146,21 @@ READERS: Mapping[str, Form] = MappingProxyType(
     {"answer": Reader.answers, "pair": Reader.pairs, "prompt": Reader.prompts}
 )
 """Form of record, as in `recipe.forms.FORMS`, -> what reads it."""
+
+
+def further_fields(form: str, record: Fields) -> Fields:
+    """Fields of a record of a form, as in `recipe.forms.FORMS`, that no key is made of."""
+    return {name: value for name, value in record.items() if name not in _read_by(form, record)}
+
+
+def _read_by(form: str, record: Fields) -> set[str]:
+    if form == "prompt":
+        return {"messages" if "messages" in record else "prompt"}
+    if form == "answer":
+        return {"messages"} if "messages" in record else {"prompt", "answer"}
+    assert form == "pair", f"records of form {form} have no fields known here"
+    pooled = "pos_answers" in record or "neg_answers" in record
+    return {"prompt", *(("pos_answers", "neg_answers") if pooled else ("chosen", "rejected"))}
 
 
 def is_plain_text(record: Fields) -> bool:

@@ -11,7 +11,8 @@ class DataflowGraph:
 
     Data edges follow from keys: a call depends on the calls that produce its inputs. Parameter edges follow
     from roles: a role is trained after every other use of it in the step, so that all of them see the same
-    parameters. Inputs that no call produces are `sources`: they come from the data set.
+    parameters. Functions have no role, and none of these edges. Inputs that no call produces are `sources`: they
+    come from the data set.
     """
 
     def __init__(self, calls: Iterable[Call], keys: Iterable[Key], averages: Iterable[Average] = ()) -> None:
@@ -66,7 +67,12 @@ class DataflowGraph:
     @cached_property
     def roles(self) -> tuple[str, ...]:
         """Roles in order of first use."""
-        return tuple(dict.fromkeys(call.role for call in self.calls))
+        return tuple(dict.fromkeys(call.role for call in self.calls if call.role is not None))
+
+    @cached_property
+    def functions(self) -> tuple[Call, ...]:
+        """Calls that have no model, in the order they run."""
+        return tuple(call for call in self.order if call.is_function)
 
     def role_calls(self, role: str) -> tuple[Call, ...]:
         """List the calls of a role, in the order they run."""

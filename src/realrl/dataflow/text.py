@@ -9,8 +9,9 @@ def format_graph(graph: DataflowGraph) -> str:
     lines = [f"data set -> {', '.join(graph.sources)}"]
     for number, call in enumerate(graph.order, 1):
         lines += ["", f"{number}. {call.name}  ({_about(graph, call)})"]
-        labels = ("in", *[""] * len(call.inputs))
-        lines += [f"   {label:<6} {line}" for label, line in zip(labels, _inputs(graph, call), strict=False)]
+        inputs = _inputs(graph, call)
+        labels = ("in", *[""] * (len(inputs) - 1))
+        lines += [f"   {label:<6} {line}" for label, line in zip(labels, inputs, strict=True)]
         lines += [f"   out    {', '.join(call.outputs)}"] if call.outputs else []
         for average in graph.averages if call.kind is Kind.TRAIN else ():
             if average.source == call.role:
@@ -21,6 +22,8 @@ def format_graph(graph: DataflowGraph) -> str:
 
 
 def _about(graph: DataflowGraph, call: Call) -> str:
+    if call.role is None:
+        return f"{call.kind} {call.function} on the host"
     frozen = "" if graph.trained(call.role) else " frozen"
     split = f" in {call.minibatches} mini-batches" if call.minibatches > 1 else ""
     return f"{call.kind}{split},{frozen} role {call.role}"
@@ -32,4 +35,5 @@ def _inputs(graph: DataflowGraph, call: Call) -> list[str]:
     for key in call.inputs:
         producer = graph.producer(key)
         places.setdefault(producer.name if producer else "data set", []).append(key)
-    return [f"{', '.join(keys)}  <- {place}" for place, keys in places.items()]
+    lines = [f"{', '.join(keys)}  <- {place}" for place, keys in places.items()]
+    return lines + ["further fields of the records  <- data set"] * call.record_fields

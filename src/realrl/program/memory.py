@@ -1,4 +1,4 @@
-"""Device memory held by programs: parameters, gradients and optimizer states.
+"""Device memory held by programs: parameters, gradients and optimizer states. Functions hold none.
 
 Memory that calls need while they run is modelled in `planner.memory`; `planner.simulate.footprints` adds both up.
 """

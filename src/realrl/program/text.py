@@ -67,7 +67,7 @@ def format_instruction(instruction: Instruction) -> str:
         case Load(role, placement, what, name):
             verb, rest = "load", f"{name_parameters(role, name)} {what}: {placement}"
         case Run(call, role, placement):
-            verb, rest = "run", f"{call} [{role}] on {placement}"
+            verb, rest = "run", f"{call}{'' if role is None else f' [{role}]'} on {placement}"
         case ShareLengths(key, call, heads, readers):
             verb, rest = "lengths", f"{key} of {call}: {format_ranks(heads)} -> {format_ranks(readers)}"
         case Send(number, keys, producer, consumer, receivers):
@@ -76,8 +76,8 @@ def format_instruction(instruction: Instruction) -> str:
         case Receive(number, keys, producer, consumer, senders):
             rest = f"#{number} {', '.join(keys)}: {consumer} <- {producer} on {format_ranks(senders)}"
             verb = "receive"
-        case Report(call, sender, receiver):
-            verb, rest = "report", f"{call}: {sender} -> {receiver}"
+        case Report(call, senders, receiver):
+            verb, rest = "report", f"{call}: {format_ranks(senders)} -> {receiver}"
     return f"{verb:<10} {rest}"
 
 
@@ -107,7 +107,7 @@ _FORMS: dict[str, tuple[str, Callable[..., Instruction]]] = {
     "release": (r"(\S+): (.+)", _parse_release),
     "offload": (_PART, lambda *texts: _parse_offload(Offload, *texts)),
     "load": (_PART, lambda *texts: _parse_offload(Load, *texts)),
-    "run": (r"(\S+) \[(\S+)\] on (.+)", lambda call, role, p: Run(call, role, Placement.parse(p))),
+    "run": (r"(\S+)(?: \[(\S+)\])? on (.+)", lambda call, role, p: Run(call, role, Placement.parse(p))),
     "lengths": (
         r"(\S+) of (\S+): (\S+) -> (\S+)",
         lambda key, call, a, b: ShareLengths(key, call, _parse_ranks(a), _parse_ranks(b)),
@@ -120,7 +120,7 @@ _FORMS: dict[str, tuple[str, Callable[..., Instruction]]] = {
         r"#(\d+) (.+): (\S+) <- (\S+) on (\S+)",
         lambda n, keys, b, a, at: Receive(int(n), _keys(keys), a, b, _parse_ranks(at)),
     ),
-    "report": (r"(\S+): (\d+) -> (\d+)", lambda call, a, b: Report(call, int(a), int(b))),
+    "report": (r"(\S+): (\S+) -> (\d+)", lambda call, a, b: Report(call, _parse_ranks(a), int(b))),
 }
 
 

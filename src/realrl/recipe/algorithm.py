@@ -24,6 +24,10 @@ class RoleSpec:
     """Role whose path or shape, and tokenizer, it takes; None where the recipe must say where weights come from."""
     dtype_from: str | None = None
     """Role whose dtype it takes; `weights_from` when not given."""
+    weights_else: str | None = None
+    """Role that takes the place of `weights_from` in recipes that leave that out."""
+    optional: bool = False
+    """Whether a recipe may leave the role out: `null`, and by default so."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,8 @@ class AlgorithmSpec:
     recipe: type[Experiment]
     """Class of its recipes; the first sentence of its docstring sums up the algorithm."""
     roles: Mapping[str, RoleSpec]
-    """The roles of `recipe.models`, all of which the training graph uses."""
+    """The roles of `recipe.models`, all of which the training graph uses, but for optional ones that a recipe
+    leaves out."""
     form: str
     """Form of its records, one of `recipe.forms.FORMS`: it yields what no call of the graphs produces."""
     train_graph: Callable[[Any], DataflowGraph]
@@ -80,6 +85,9 @@ class AlgorithmSpec:
     Evaluation takes one."""
     epochs: Callable[[Any], int] = _one
     """Passes of train calls over the items of a step."""
+
+    optional_calls: tuple[str, ...] = ()
+    """Calls that only the graphs of some recipes have; headlines may name them all the same."""
 
     def __post_init__(self) -> None:
         for field, problem in self._problems():
@@ -136,23 +144,33 @@ class AlgorithmSpec:
         for role, of in self.roles.items():
             if of.head not in _HEADS:
                 found.append(("roles", f"{role}: head {of.head!r} is not {join(_HEADS, 'or')}"))
-            for field, source in (("weights_from", of.weights_from), ("dtype_from", of.dtype_from)):
+            for field in ("weights_from", "dtype_from", "weights_else"):
+                source = getattr(of, field)
                 if source is not None and (source == role or source not in self.roles):
                     found.append(("roles", f"{role}: {field}={source!r} is not another role"))
             source_spec = self.roles.get(of.weights_from or "")
             if source_spec is not None and source_spec.weights_from is not None:
                 found.append(("roles", f"{role}: weights_from={of.weights_from!r} has no weights of its own"))
-            if fields[role].is_required() is not (of.weights_from is None):
+            if of.optional and (fields[role].is_required() or fields[role].default is not None):
+                found.append(
+                    ("roles", f"{role}: is optional, so {models.__name__}.{role} needs the default None")
+                )
+            if not of.optional and fields[role].is_required() is not (of.weights_from is None):
                 default = "a default" if of.weights_from else "no default"
                 found.append(
                     ("roles", f"{role}: with this weights_from, {models.__name__}.{role} needs {default}")
                 )
+            left_out = self.roles.get(of.weights_from or "")
+            if (left_out is not None and left_out.optional) is not (of.weights_else is not None):
+                found.append(("roles", f"{role}: weights_else goes with a weights_from that is optional"))
         return found
 
     def _report_problems(self) -> list[tuple[str, str]]:
         found = []
         if not _all(self.headlines, tuple, str):
             found.append(("headlines", "a tuple of call/name is needed"))
+        if not _all(self.optional_calls, tuple, str):
+            found.append(("optional_calls", "a tuple of names of calls is needed"))
         if not isinstance(self.curves, Mapping) or not _all(
             (*self.curves, *self.curves.values()), tuple, str
         ):
@@ -172,6 +190,10 @@ class AlgorithmSpec:
     def about(self) -> str:
         """One line about the algorithm."""
         return " ".join((self.recipe.__doc__ or "").split()).partition(". ")[0].rstrip(".")
+
+    def roles_of(self, experiment: Experiment) -> dict[str, RoleSpec]:
+        """The roles that a recipe has."""
+        return {role: of for role, of in self.roles.items() if getattr(experiment.models, role) is not None}
 
     def eval_generation(self, experiment: Experiment) -> GenerationConfig | None:
         """Find the sampling of evaluation: that of training but for `training.eval_min_new_tokens`."""

@@ -63,7 +63,8 @@ class Costs:
         if self.spec is None:
             return f"no times, since these devices are of an unknown kind; the profile {path} was not used"
         stored = stored_models(self._experiment, graph, self._roles.shapes)
-        return "; ".join(describe_times(self._profile, path, self.spec, stored))
+        functions = [call.function for call in graph.functions if call.function is not None]
+        return "; ".join(describe_times(self._profile, path, self.spec, stored, functions))
 
     @contextmanager
     def step(self, store: Store) -> Iterator[None]:

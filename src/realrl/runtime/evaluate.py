@@ -3,10 +3,10 @@
 from typing import Any
 
 from realrl.algorithms.method import Metrics
+from realrl.config.user_function import UserFunction
 from realrl.data.dataset import Dataset, split_eval_batches
 from realrl.engine.generation.generate import Noise
 from realrl.program.lower import WRITER
-from realrl.runtime.judge import Judge
 from realrl.runtime.prepare.compile import Phase
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.store import Store
@@ -32,7 +32,7 @@ class Evaluation:
         batch: int,
         seed: int,
         tokenizer: Any,
-        judge: Judge | None,
+        judge: UserFunction | None,
     ) -> None:
         self._process, self._worker, self._phase, self._records = process, worker, phase, records
         dp = max(placement.strategy.dp for placement in phase.plan.placements.values())
@@ -47,7 +47,13 @@ class Evaluation:
         for indices in self._batches:
             store = Store(self._phase.graph, self._phase.plan)
             noise = Noise(self._seed, _NOISE_STEP, first=indices[0])
-            step = StepInput(self._records.batch(indices), noise, {}, evaluation=True)
+            step = StepInput(
+                self._records.batch(indices),
+                noise,
+                {},
+                further=self._records.further_fields(indices),
+                evaluation=True,
+            )
             figures = self._worker.run(program, store, step)
             for call, metrics in figures.items():
                 totals.setdefault(call, Metrics()).update(metrics)
@@ -93,9 +99,9 @@ class Evaluation:
         return sample | ({"score": row["score"][0]} if "score" in row else {})
 
 
-def _ask(judge: Judge, samples: list[dict[str, Any]]) -> float:
-    """Add the judge's scores to the samples; return their mean. UserError when it gives no scores."""
-    scores = judge.rate([sample["completion"] for sample in samples])
+def _ask(judge: UserFunction, samples: list[dict[str, Any]]) -> float:
+    """Add the judge's scores to the samples; return their mean. UserCodeError when it gives no scores."""
+    scores = judge.numbers(len(samples), [sample["completion"] for sample in samples])
     for sample, score in zip(samples, scores, strict=True):
         sample["judge"] = score
     return sum(scores) / len(scores)

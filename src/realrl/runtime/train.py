@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from realrl.algorithms.build import build_algorithm
 from realrl.checkpoint.notes import list_saving_notes
 from realrl.checkpoint.sources import check_trainable
-from realrl.config.errors import RunError, UserCodeError, UserError
+from realrl.config.errors import RunError, UserCodeError
+from realrl.config.user_function import UserFunction
 from realrl.data.dataset import Order
 from realrl.engine.generation.generate import Noise
 from realrl.engine.parallel import all_rank_sets
@@ -24,7 +25,6 @@ from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import TrainedModelConfig
 from realrl.runtime.costs import Costs
 from realrl.runtime.evaluate import Evaluation, flatten
-from realrl.runtime.judge import Judge
 from realrl.runtime.output.notes import StepNotes, list_data_notes, list_model_notes
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.output.saved import find_saved
@@ -34,7 +34,7 @@ from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.fit.check import check_fit
 from realrl.runtime.processes.process import Process, connect, resolve_cluster
 from realrl.runtime.processes.startup import agree_on_plan, find_least_device
-from realrl.runtime.setup import load_data, load_ends, load_shared_tokenizer
+from realrl.runtime.setup import load_data, load_ends, load_functions, load_shared_tokenizer
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.store import Store
 from realrl.runtime.worker.trace import Trace
@@ -152,17 +152,20 @@ class TrainingRun:
         self.saving_notes = [
             f"models.{role}: {text}" for role in self.trained for text in self._saving_notes(role)
         ]
-        self.records, self.eval_records = load_data(experiment, compiled, self.tokenizer, self.ends)
+        functions = load_functions(algorithm, compiled, process.rank)
+        self.records, self.eval_records = load_data(
+            experiment, compiled, self.tokenizer, self.ends, functions
+        )
         data = experiment.data
         self.order = Order(len(self.records), data.batch, experiment.seed, data.shuffle)
         self.steps = experiment.training.steps or max(1, self.order.steps(experiment.training.epochs))
         # Code of the user's runs once: on the rank that asks it.
         reference = experiment.training.judge if process.rank == WRITER else None
-        judge = None if reference is None else Judge(reference)
+        judge = None if reference is None else UserFunction("training.judge", reference)
         say: Callable[[str], None] = observer.note if observer is not None else lambda text: None
         self.costs = Costs(experiment, compiled, process, self.roles, profile, say)
         self.trace = Trace(process.rank)
-        self.worker = Worker(process, self.roles, algorithm, self.ends, self.trace)
+        self.worker = Worker(process, self.roles, algorithm, self.ends, self.trace, self.tokenizer)
         self.evaluation: Evaluation | None = None
         if compiled.evaluation is not None and self.eval_records is not None:
             self.evaluation = Evaluation(
@@ -233,19 +236,22 @@ class TrainingRun:
         store = Store(phase.graph, phase.plan)
         samples = self.experiment.spec.samples_per_prompt(self.experiment)
         # Samples of a prompt are consecutive items, so that item // samples is the prompt.
-        records = self.records.batch([i for i in self.order.indices(step) for _ in range(samples)])
+        indices = [i for i in self.order.indices(step) for _ in range(samples)]
         rates = {
             role: learning_rate(config.optimizer, step, self.steps)
             for role, config in models(self.experiment).items()
             if isinstance(config, TrainedModelConfig)
         }
-        inputs = StepInput(records, Noise(self.experiment.seed, step), rates)
+        noise, further = Noise(self.experiment.seed, step), self.records.further_fields(indices)
+        inputs = StepInput(self.records.batch(indices), noise, rates, further)
         with self.costs.step(store):
             program = phase.programs[self.process.rank]
             try:
                 figures = flatten(self.worker.run(program, store, inputs, self.costs.timer))
             except SkippedStepsError as error:
                 raise self._stopped(error, step + 1) from None
+            except UserCodeError as error:
+                raise self._saying_what_is_saved(error) from error
         self._record(MetricsRecord(step + 1, "train", time.monotonic() - start, figures))
         if self.observer is not None:
             for note in self.notes.describe_step(step + 1, figures):
@@ -278,14 +284,17 @@ class TrainingRun:
         start = time.monotonic()
         try:
             figures, samples = self.evaluation.run()
-        except UserError as error:
-            # The judge's. What was trained before is not lost.
-            saved = find_saved(self.directory.path, self.trained).checkpoint
-            trace = error.trace if isinstance(error, UserCodeError) else ""
-            raise UserCodeError(f"{error}; saved: {saved}" if saved else str(error), trace) from error
+        except UserCodeError as error:
+            raise self._saying_what_is_saved(error) from error
         if self.observer is not None and samples:
             self.directory.write_samples(done, samples[: self.experiment.training.samples])
         self._record(MetricsRecord(done, "eval", time.monotonic() - start, figures))
+
+    def _saying_what_is_saved(self, error: UserCodeError) -> UserCodeError:
+        """A mistake in a function or in the judge. What was trained before is not lost."""
+        saved = find_saved(self.directory.path, self.trained).checkpoint
+        message = f"{error}; saved: {saved}" if saved else str(error)
+        return UserCodeError(message, error.trace, error.alone)
 
     def _record(self, record: MetricsRecord) -> None:
         if self.observer is not None:

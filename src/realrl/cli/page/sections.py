@@ -27,6 +27,7 @@ TERMS: Mapping[str, str] = {
     "pipeline": "messages between pipeline stages",
     "bubble": "pipeline stages that wait for others",
     "launch": "devices that wait for their host",
+    "function": "functions on hosts, beside what devices do",
     "reallocation": "parameters on their way from layout to layout",
     "offload": "copies from and to host memory",
     "exchange": "what calls hand to each other",
@@ -154,6 +155,8 @@ def make_time_bars(report: "PlanReport") -> list[Bar]:
     whole = estimate.step_seconds * len(estimate.slices)
     parts: dict[str, dict[str, float]] = {}
     for name, call in estimate.calls.items():
+        if call.call.is_function:  # takes no device's time
+            continue
         parts[name] = {term: seconds * call.placement.mesh.size for term, seconds in call.terms.items()}
     for term in ("reallocation", "offload", "exchange", "idle"):
         if estimate.terms[term] > _VISIBLE * whole:

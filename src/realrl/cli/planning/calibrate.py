@@ -55,7 +55,8 @@ def _print(run: "Comparison", before: "Profile | None", after: "Profile") -> Non
     models = [CostModel(run.spec, profile) for profile in (before, after)]
     for of in run.calls:
         place = Placement.parse(of.placement)
-        arguments = (of.call, run.models[of.call.role], place, run.workload)
-        old, new = (f"{model.call(*arguments).seconds:.4g} s" for model in models)
+        stored = None if of.call.role is None else run.models[of.call.role]
+        costs = [model.call(of.call, stored, place, run.workload) for model in models]
+        old, new = (f"{cost.seconds:.4g} s" if cost.terms else "not measured" for cost in costs)
         table.add_row(of.call.name, place.layout, old, new, str(of.seconds.steps))
     Console(stderr=True, highlight=False).print(table)

@@ -125,7 +125,8 @@ def read_scenario(
     measured = Profile.load(path) if path else None
     draft = Draft(experiment, spec, measured=Measured(measured, known.prompts, known.answers))
     scenario = draft.scenario()
-    source = describe_times(measured, path or "", spec, scenario.models)
+    functions = [call.function for call in scenario.graph.functions if call.function is not None]
+    source = describe_times(measured, path or "", spec, scenario.models, functions)
     return draft, scenario, "; ".join(filter(None, (*source, remark, _not_trainable(scenario))))
 
 

@@ -108,6 +108,11 @@ def _calls(chosen: Estimate) -> RenderableType:
     rows = make_table("call", "devices", "dp×tp×pp", "micro-batch>", "", "time>", "where it goes")
     for name, call in chosen.calls.items():
         strategy = call.placement.strategy
+        if call.call.is_function:
+            seconds = format_seconds(call.seconds) if call.terms else "not measured"
+            mesh, dp = str(call.placement.mesh), f"{strategy.dp}"
+            rows.add_row(name, mesh, dp, "-", "", seconds, "function on the host")
+            continue
         flags = ["recompute" if strategy.recompute else "", strategy.dtype or ""]
         rows.add_row(
             name,
@@ -196,11 +201,18 @@ def _alternatives(report: PlanReport) -> Table:
             rows.add_row(
                 "" if number else name,
                 str(other.placement.mesh),
-                format_degrees(other.placement),
-                f"{strategy.micro_batch_tokens:,}",
+                *_how(other),
                 ": ".join(filter(None, (", ".join(filter(None, flags)), other.reason))),
             )
     return rows
+
+
+def _how(other: Alternative) -> tuple[str, str]:
+    """Degrees and micro-batch of an alternative; of a function, its degree of data parallelism."""
+    strategy = other.placement.strategy
+    if other.function:
+        return f"{strategy.dp}", "-"
+    return format_degrees(other.placement), f"{strategy.micro_batch_tokens:,}"
 
 
 def _few(found: Sequence[Alternative]) -> Iterable[Alternative]:

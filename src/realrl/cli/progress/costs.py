@@ -6,6 +6,7 @@ from rich import box
 from rich.table import Table
 
 from realrl.config.units import format_bytes
+from realrl.planner.calibration.comparison import waiting_for
 
 if TYPE_CHECKING:
     from realrl.planner.calibration.comparison import Comparison
@@ -15,16 +16,18 @@ _COLUMNS = ("predicted\nseconds", _MEASURED[0], "ratio", "predicted\nmemory", _M
 
 
 def costs_table(comparison: "Comparison") -> Table:
-    """Make a row for each call, for all reallocations, and for the step; predictions only where there are any."""
+    """Make a row for each call, one more for waiting for a function, and rows for all reallocations and for the
+    step; predictions only where there are any."""
     predicted = comparison.spec is not None
     table = Table(box=box.SIMPLE)
     table.add_column("in a step", no_wrap=True, overflow="fold")
     for name in _COLUMNS if predicted else _MEASURED:
         table.add_column(name, justify="right", no_wrap=True)
-    rows: list[tuple[str, float | None, float, int | None, int | None]] = [
-        (of.call.name, of.predicted_seconds, of.seconds.median, of.predicted_bytes, of.bytes)
-        for of in comparison.calls
-    ]
+    rows: list[tuple[str, float | None, float, int | None, int | None]] = []
+    for of in comparison.calls:
+        rows.append((of.call.name, of.predicted_seconds, of.seconds.median, of.predicted_bytes, of.bytes))
+        if of.waited is not None:
+            rows.append((waiting_for(of.call.name), None, of.waited.median, None, None))
     moves = comparison.reallocations
     if moves:
         expected = sum(move.predicted_seconds or 0.0 for move in moves)

@@ -25,6 +25,7 @@ from realrl.planner.moves.links import LinkTransfers, ParameterBytes
 from realrl.planner.moves.transfers import Layouts, name_mixing
 from realrl.planner.profile.corrections import find_correction
 from realrl.planner.profile.profile import Profile
+from realrl.planner.workload.batching import records_per_rank
 from realrl.planner.workload.sizes import LocalSizes
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
@@ -37,7 +38,8 @@ class CallCost:
 
     compute: arithmetic of the busiest stage. decode: memory-bound decode steps. tensor, pipeline, data: exposed
     communication of TP, PP and DP. bubble: idle time of the busiest stage. launch: the device waits for the host to
-    launch kernels. optimizer: update of the parameters.
+    launch kernels. optimizer: update of the parameters. function: a function on the host,
+    which no device waits for until its outputs are needed; no term for one that no run has measured.
     """
 
     terms: Mapping[str, float]
@@ -66,11 +68,14 @@ class CostModel:
         self._networks: dict[tuple[int, int, int, int], Network] = {}
         self._transfers: dict[tuple[Stored, int, str], LinkTransfers] = {}
 
-    def call(self, call: Call, model: Stored, placement: Placement, workload: Workload) -> CallCost:
-        """Cost one call of a step, all mini-batches and epochs included.
+    def call(self, call: Call, model: Stored | None, placement: Placement, workload: Workload) -> CallCost:
+        """Cost one call of a step, all mini-batches and epochs included. `model` is that of the call's role, None
+        for a function.
 
         UserError if there are fewer records than DP ranks.
         """
+        if model is None:
+            return self._function(call, placement, workload)
         group = self.spec.group_index(placement.mesh.first)
         key = (call, model, placement.strategy, group, workload)
         if key not in self._calls:
@@ -83,6 +88,14 @@ class CostModel:
             factor = self._correction(call, model, placement)
             self._calls[key] = CallCost({name: factor * s for name, s in cost_by_kind(context).items()})
         return self._calls[key]
+
+    def _function(self, call: Call, placement: Placement, workload: Workload) -> CallCost:
+        """Time of a function on the busiest rank, from what runs have measured for an item."""
+        assert call.function is not None, f"{call.name} has a model"
+        records = records_per_rank(workload.work(call), placement.strategy)
+        profile = self._profile_of(placement.mesh.first)
+        measured = profile.function_seconds(call.function) if profile else None
+        return CallCost({} if measured is None else {"function": measured * records})
 
     def reallocation(
         self, model: Stored, source: Placement, target: Placement, parameter_set: str = BASE

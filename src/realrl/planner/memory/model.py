@@ -107,7 +107,7 @@ class MemoryModel:
     ) -> tuple[MemoryNeed, ...]:
         """Compute the memory need of a device per pipeline stage while it holds the call's role and runs the call.
 
-        Static memory includes gradients and optimizer for a train call only.
+        Static memory includes gradients and optimizer for a train call only. The call is no function.
 
         UserError where there are fewer records than data-parallel ranks.
         """
@@ -165,6 +165,7 @@ class MemoryModel:
             elif call.kind is Kind.INFERENCE:
                 yield activations.inferring(tokens, stage=stage, chunks=chunks.count)
             else:
+                assert call.kind is Kind.GENERATE, f"{call.name} is a function, which uses no device memory"
                 yield activations.generating(
                     tokens,
                     rows=chunks.peak.sequences,

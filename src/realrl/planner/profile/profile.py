@@ -167,6 +167,17 @@ class CollectiveTime(Settings):
         return self.kind, self.ranks, self.nodes
 
 
+class FunctionTime(Settings):
+    """What a function of the user's takes on the host."""
+
+    function: str
+    """Its reference, for example `reward.py:score`."""
+    seconds: PositiveFloat
+    """Per item, of one rank that calls it."""
+    steps: PositiveInt
+    """Steps that were measured."""
+
+
 class Profile(Settings):
     """Measured times of one kind of device; written by `save`, read by `load`."""
 
@@ -182,6 +193,12 @@ class Profile(Settings):
     collectives: tuple[CollectiveTime, ...] = Field(default=(), strict=False)
     corrections: tuple[Correction, ...] = Field(default=(), strict=False)
     """Call times measured in runs, relative to predictions from the other fields (`calibrate_profile`)."""
+    functions: tuple[FunctionTime, ...] = Field(default=(), strict=False)
+    """What runs have measured of functions (`calibrate_profile`)."""
+
+    def function_seconds(self, reference: str) -> float | None:
+        """Seconds per item of a function; None where no run has measured it."""
+        return next((time.seconds for time in self.functions if time.function == reference), None)
 
     def seconds(
         self,

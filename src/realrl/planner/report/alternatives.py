@@ -73,7 +73,7 @@ def _possible(scenario: Scenario, plans: Iterable[Plan]) -> Iterator[Plan]:
     for plan in plans:
         try:
             for call in scenario.graph.calls:
-                scenario.cost.call(call, scenario.models[call.role], plan[call.name], scenario.workload)
+                scenario.call_cost(call, plan[call.name])
         except UserError:
             continue
         yield plan
@@ -145,6 +145,7 @@ class _View:
             fits=other.fits,
             reason=reason,
             on_device=tuple(name for name, (before, after) in away.items() if before and not after),
+            function=self.call.is_function,
         )
 
     def _where_slower(self, base: PlanEvaluation, other: PlanEvaluation, candidate: Candidate) -> str:
@@ -161,9 +162,7 @@ class _View:
 
     def _terms(self, evaluation: PlanEvaluation, candidate: Candidate) -> dict[str, float]:
         """Seconds of the call, and of reallocations before all calls, by term."""
-        model = self.scenario.models[self.call.role]
-        workload = self.scenario.workload
-        terms = dict(self.scenario.cost.call(self.call, model, candidate.placement, workload).terms)
+        terms = dict(self.scenario.call_cost(self.call, candidate.placement).terms)
         terms["offload"] = candidate.seconds - sum(terms.values())
         terms["reallocation"] = sum(evaluation.reallocation_seconds.values())
         return terms
@@ -214,7 +213,7 @@ def describe_shortage(scenario: Scenario, shortage: Shortage) -> str:
     graph = scenario.graph
     call = graph.call(shortage.call)
     strategy = shortage.candidate.placement
-    need = scenario.memory.call(call, scenario.models[call.role], strategy, scenario.workload)
+    need = scenario.memory.call(call, scenario.models[call.model_role], strategy, scenario.workload)
     parts = Counter(need.dynamic)
     parts[f"{call.role} parameters"] = need.static["parameters"]
     parts[f"{call.role} gradients and optimizer"] = need.static_bytes - need.static["parameters"]

@@ -41,6 +41,8 @@ class Alternative:
     79 GiB in actor.train, most of it activations`."""
     on_device: tuple[str, ...] = ()
     """State kept on devices that the chosen plan offloads: `parameters`, `optimizer`."""
+    function: bool = False
+    """Whether the call is a function, which has neither degrees but dp, nor micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)

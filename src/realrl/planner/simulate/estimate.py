@@ -25,7 +25,7 @@ class CallEstimate:
     flops: float
     """Model FLOPs without recomputation: 2 per parameter and token forward, 4 backward, and attention."""
     peak_flops: float
-    """Peak FLOP/s of all devices of the cluster in the type that the call computes in."""
+    """Peak FLOP/s of all devices of the cluster in the type that the call computes in; 0 of a function."""
 
     @property
     def seconds(self) -> float:
@@ -57,8 +57,10 @@ class Slice:
     start: float
     seconds: float
     waiting: float
-    """Part of `seconds` spent waiting for other participants."""
+    """Part of `seconds` spent waiting for other participants, or for the function whose outputs are needed."""
     instruction: Instruction
+    host: bool = False
+    """Whether it is a function, which runs beside the rank's other instructions."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +138,13 @@ class Estimate:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Fraction of the step in which a rank computes or moves parameters, by rank."""
-        working = (Run, Reallocate)
         return tuple(
-            sum(s.seconds - s.waiting for s in rank if isinstance(s.instruction, working)) / self.step_seconds
+            sum(
+                s.seconds - s.waiting
+                for s in rank
+                if isinstance(s.instruction, Run | Reallocate) and not s.host
+            )
+            / self.step_seconds
             for rank in self.slices
         )
 
@@ -150,16 +156,17 @@ class Estimate:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation (MFU) in steady state."""
-        return sum(c.flops / c.peak_flops for c in self.calls.values()) / self.repeated_seconds
+        models = (call for call in self.calls.values() if not call.call.is_function)
+        return sum(call.flops / call.peak_flops for call in models) / self.repeated_seconds
 
     @cached_property
     def terms(self) -> Mapping[str, float]:
-        """Device-seconds by term: those of calls, `reallocation`, `offload`, `exchange` and `idle`.
+        """Device-seconds by term: those of calls of models, `reallocation`, `offload`, `exchange` and `idle`.
 
         They add up to `step_seconds` times the number of devices.
         """
         total: defaultdict[str, float] = defaultdict(float)
-        for call in self.calls.values():
+        for call in (call for call in self.calls.values() if not call.call.is_function):
             for name, seconds in call.terms.items():
                 total[name] += seconds * call.placement.mesh.size
         moving = {Reallocate: "reallocation", Load: "offload", Offload: "offload", Receive: "exchange"}

@@ -7,7 +7,7 @@ from realrl.plan.placement import Placement
 from realrl.planner.simulate.estimate import DeviceMemory, Footprint
 from realrl.planner.simulate.scenario import Scenario
 from realrl.program.instructions import Load, Program, Reallocate, Run
-from realrl.program.memory import Holdings, Item, Memory
+from realrl.program.memory import Holdings, Item, Memory, Stored
 
 
 def compute_footprints(
@@ -30,7 +30,7 @@ class _Devices:
 
     def device(self, program: Program) -> DeviceMemory:
         """Memory of a rank; ranks with equal programs and positions share the result."""
-        runs = (i.placement for i in program.instructions if isinstance(i, Run))
+        runs = (i.placement for i in program.instructions if isinstance(i, Run) and i.role is not None)
         positions = {place: _position(place, program.rank) for place in (*self._held.resting, *runs)}
         alike = (tuple(map(id, program.instructions)), *positions.values())
         if alike not in self._known:
@@ -39,15 +39,17 @@ class _Devices:
         return DeviceMemory(program.rank, self._scenario.memory.capacity(program.rank), *self._known[alike])
 
     def _footprints(self, program: Program) -> tuple[Footprint, ...]:
-        """Footprint of each call: the peak while it runs or while parameters are moved before it.
+        """Footprint of each call of a model: the peak while it runs or while parameters are moved before it.
 
-        Reallocations after the last call are attributed to it.
+        Reallocations after the last call are attributed to it. Functions hold no device memory.
         """
         footprints: list[Footprint] = []
         moving: list[dict[str, int]] = []
         for instruction, holdings in self._held.timeline(program):
-            if isinstance(instruction, Run):
-                running = self._parts(holdings) | self._dynamic(instruction, program.rank)
+            if isinstance(instruction, Run) and instruction.role is not None:
+                model = self._scenario.models.get(instruction.role)
+                dynamic = {} if model is None else self._dynamic(instruction, model, program.rank)
+                running = self._parts(holdings) | dynamic
                 moments = [running, *moving]
                 largest = max(moments, key=lambda parts: sum(parts.values()))
                 footprints.append(Footprint(instruction.call, largest))
@@ -77,12 +79,9 @@ class _Devices:
         copy = f" (copy {item.layout})" if item.layout != self._held.home(item.role) else ""
         return f"{item.role} parameters{copy}"
 
-    def _dynamic(self, run: Run, rank: int) -> dict[str, int]:
+    def _dynamic(self, run: Run, model: Stored, rank: int) -> dict[str, int]:
         """Dynamic memory of the call on the rank, by part."""
         scenario = self._scenario
-        model = self._scenario.models.get(run.role)
-        if model is None:
-            return {}
         call = scenario.graph.call(run.call)
         stages = scenario.memory.stages(call, model, run.placement, scenario.workload)
         return {name: size for name, size in stages[run.placement.pp_index(rank)].dynamic.items() if size}

@@ -36,6 +36,7 @@ def _events(slices: Sequence[Sequence[Slice]], durations: Durations, after: floa
                 1e6 * (after + slice_.start),
                 1e6 * slice_.seconds,
                 {"step": slice_.step, "waiting": slice_.waiting, **_terms(slice_, durations)},
+                host=slice_.host,
             )
             for slice_ in rank
         ]

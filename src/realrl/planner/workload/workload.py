@@ -111,6 +111,7 @@ class Workload:
         if call.kind is Kind.GENERATE:
             prompts, answers = zip(*self.pairs, strict=True)
             return CallWork(self.items, prompts, answers, self.max_new_tokens, 1, 1, per_item=len(call.work))
+        # Inference, training, and functions, which see whole sequences too.
         passes = self.epochs if call.kind is Kind.TRAIN else 1
         lengths = tuple(sorted(prompt + answer for prompt, answer in self.pairs))
         episode = max(self.answers) if call.kind is Kind.TRAIN else 0

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 
 from realrl.dataflow.call import Call
 from realrl.families.shape import ModelShape
-from realrl.planner.calibration.comparison import CallCosts, Comparison, MoveCosts, Seconds
+from realrl.planner.calibration.comparison import (
+    CallCosts,
+    Comparison,
+    MoveCosts,
+    Seconds,
+    waiting_for,
+)
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.cost.model import CostModel
 from realrl.planner.memory.model import MemoryModel
@@ -79,10 +85,11 @@ def _call(call: Call, info: RunInfo, expected: Estimate | None, log: "TimingLog"
         call=call,
         placement=str(placement),
         seconds=Seconds.of(measured.counted),
+        waited=Seconds.of(log.spans[waiting_for(call.name)].counted) if call.is_function else None,
         predicted_seconds=sum(terms.values()) or None,
         terms=dict(terms),
         bytes=measured.bytes,
-        predicted_bytes=_peak(expected, call.name) if expected else None,
+        predicted_bytes=_peak(expected, call.name) if expected and not call.is_function else None,
     )
 
 

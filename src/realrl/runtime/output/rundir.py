@@ -17,6 +17,7 @@ from realrl.plan.plan import Plan
 from realrl.program.instructions import Program
 from realrl.program.text import format_program
 from realrl.recipe.experiment import Experiment
+from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import dump_experiment
 from realrl.runtime.output.saved import METRICS, checkpoint_path, find_saved
 
@@ -165,7 +166,11 @@ def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
     """List all that the run reads, by the name of its field. Not all are files: models may be on the hub."""
     if experiment.algorithm.endswith(".py"):
         yield "algorithm", experiment.algorithm
-    for role in experiment.spec.roles:
+    for call in build_graph(experiment).functions:
+        # A package has no path; one that has is a file of the user's.
+        if call.function is not None and (source := call.function.rpartition(":")[0]).endswith(".py"):
+            yield call.name, source
+    for role in experiment.spec.roles_of(experiment):
         config = getattr(experiment.models, role)
         for field in ("path", "tokenizer"):
             if getattr(config, field) is not None:

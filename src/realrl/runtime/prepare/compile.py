@@ -64,8 +64,8 @@ class Compiled:
 
 
 def models(experiment: Experiment) -> dict[str, ModelConfig]:
-    """List the model settings of every role."""
-    return {role: getattr(experiment.models, role) for role in type(experiment.models).model_fields}
+    """List the model settings of every role that the recipe has."""
+    return {role: getattr(experiment.models, role) for role in experiment.spec.roles_of(experiment)}
 
 
 def find_trainable_parts(

@@ -44,6 +44,8 @@ class Failure:
     distance: int = CAUSE
     trace: str = ""
     """Traceback to print where the message cannot say enough: of a bug, or of the user's own code."""
+    alone: bool = False
+    """Whether a mistake that the user can correct came up on this rank, and others may not know of it."""
 
 
 def describe(error: Exception) -> Failure:
@@ -53,8 +55,8 @@ def describe(error: Exception) -> Failure:
     text = " ".join(str(error).split())
     if isinstance(error, UserError | RunError):
         status = USER_STATUS if isinstance(error, UserError) else RUN_STATUS
-        trace = error.trace if isinstance(error, UserCodeError) else ""
-        return Failure(text, status, rank, time.time(), trace=trace)
+        trace, alone = (error.trace, error.alone) if isinstance(error, UserCodeError) else ("", False)
+        return Failure(text, status, rank, time.time(), trace=trace, alone=alone)
     who = f"rank {rank}: " if _is_one_of_several() else ""
     refusal = as_os_error(error)
     if isinstance(error, MemoryError) or name == "OutOfMemoryError":
@@ -120,9 +122,11 @@ def _blames_a_peer(error: BaseException) -> bool:
 def _prints(failure: Failure) -> bool:
     """Check whether this process prints its failure: one per node.
 
-    All ranks of a node find the same mistakes in a user's input, but the files of nodes may differ.
+    All ranks of a node find the same mistakes in a user's input, but the files of nodes may differ. An error of the
+    user's code may have come up on this rank alone.
     """
-    return is_writer() or failure.status != USER_STATUS or int(os.environ.get("LOCAL_RANK", 0)) == 0
+    first = is_writer() or int(os.environ.get("LOCAL_RANK", 0)) == 0
+    return first or failure.alone or failure.status != USER_STATUS
 
 
 def _log(error: Exception) -> None:

@@ -19,11 +19,13 @@ class Trace:
         self.events: deque[Event] = deque(maxlen=KEPT)
 
     @contextmanager
-    def slice(self, name: str, **details: object) -> Iterator[None]:
-        """Record the block as one slice."""
+    def slice(self, name: str, *, host: bool = False, **details: object) -> Iterator[dict[str, object]]:
+        """Record the block as one slice, to whose details it may add; `host`: of a function, which runs beside the
+        others. May be used by several threads."""
         start = time.time_ns()
         try:
-            yield
+            yield details
         finally:
-            end = time.time_ns()
-            self.events.append(make_event(self.rank, name, start / 1000, (end - start) / 1000, details))
+            seconds = time.time_ns() - start
+            event = make_event(self.rank, name, start / 1000, seconds / 1000, details, host=host)
+            self.events.append(event)

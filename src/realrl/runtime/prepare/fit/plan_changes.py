@@ -41,7 +41,7 @@ def _file_changes(
 ) -> Iterator[Degrees]:
     call = next((call for call in graph.calls if call.name == peak.during), None)
     if call is not None and call.name in plan.placements:
-        together = [c.name for c in graph.role_calls(call.role) if c.name in plan.placements]
+        together = [c.name for c in graph.role_calls(call.model_role) if c.name in plan.placements]
         together = [name for name in together if plan[name].layout == plan[call.name].layout]
         strategy = plan[call.name].strategy
         if strategy.tp > 1 and not strategy.sequence_parallel:
