@@ -32,7 +32,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from realrl.algorithms.graphs import build_graph
+from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
 from realrl.dataflow.call import Call, Kind
 from realrl.families.published import SHAPES
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -47,8 +47,8 @@ from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace, build_problem
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
+from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
-from realrl.recipe.model import HEADS
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED = ROOT / "bench" / "reference" / "realhf_v1.json"
@@ -91,12 +91,13 @@ class Setting:
             f"data.max_tokens={r['prompt'] + r['gen']}",
             f"generation.max_new_tokens={r['gen']}",
             f"generation.min_new_tokens={r['gen']}",
-            *(f"models.{role}.shape={NAMES[r[role]]}" for role in HEADS),
+            *(f"models.{role}.shape={NAMES[r[role]]}" for role in PPO_SPEC.heads),
         ]
         experiment = load_experiment(str(RECIPE), overrides)
         graph, spec = build_graph(experiment), ClusterSpec.parse(f"a800-80g:{self.nodes}x{PER_NODE}")
         models = {
-            role: Stored(SHAPES[NAMES[r[role]]], head, 2, graph.trained(role)) for role, head in HEADS.items()
+            role: Stored(SHAPES[NAMES[r[role]]], head, 2, graph.trained(role))
+            for role, head in PPO_SPEC.heads.items()
         }
         cost, memory = CostModel(spec, efficiency=efficiency), MemoryModel(spec, efficiency)
         return Scenario(

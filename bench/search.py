@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
 from realrl.families.published import SHAPES
 from realrl.plan.presets import make_plan
 from realrl.planner.cluster.spec import ClusterSpec
@@ -32,7 +33,6 @@ from realrl.planner.space.build import build_problem
 from realrl.planner.space.problem import Problem
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
-from realrl.recipe.model import HEADS
 
 GRAPH = train_graph(minibatches=4)
 BATCH, RANDOM_BATCHES = 4096, 30
@@ -96,7 +96,9 @@ def build(setting: Setting) -> Problem:
     length = (setting.tokens,)
     workload = Workload(setting.sequences, length, length, setting.tokens)
     preset = make_plan("heuristic", GRAPH, spec.cluster, 8192, shapes) if spec.cluster.nodes <= 80 else None
-    models = {role: Stored(shape, HEADS[role], 2, GRAPH.trained(role)) for role, shape in shapes.items()}
+    models = {
+        role: Stored(shape, PPO_SPEC.heads[role], 2, GRAPH.trained(role)) for role, shape in shapes.items()
+    }
     scenario = Scenario(
         graph=GRAPH,
         models=models,

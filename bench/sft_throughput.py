@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 
+from realrl.algorithms.sft.config import SFTExperiment
 from realrl.algorithms.sft.method import SFTTrain
 from realrl.checkpoint import huggingface
 from realrl.data.batch import Batch
@@ -27,7 +28,6 @@ from realrl.data.tokenizer import load_tokenizer, train_tokenizer
 from realrl.engine.model import Model, whole_model
 from realrl.engine.training.trainer import Trainer
 from realrl.model.init import initialise
-from realrl.recipe.experiment import SFTExperiment
 from realrl.recipe.load import load_experiment
 
 
@@ -87,7 +87,7 @@ def main() -> None:
         train_tokenizer(recipe.data.train, directory, shape.vocab_size)
         tokenizer = load_tokenizer(directory)
     keys, ends = ("tokens", "loss_mask"), (tokenizer.eos_token_id,)
-    records = Dataset.load(recipe.data.train, keys, tokenizer, recipe.data, recipe.seed, ends)
+    records = Dataset.load(recipe.data.train, "answer", keys, tokenizer, recipe.data, recipe.seed, ends)
     order = Order(len(records), recipe.data.batch, recipe.seed)
 
     cpu = torch.device("cpu")

@@ -143,7 +143,7 @@ def draw() -> str:
         x, y, to_x = x + BOX_WIDTH / 2, y + BOX_HEIGHT, to_x + BOX_WIDTH / 2
         bend = min(30.0, (to_y - y) / 2)
         curve = f"M{x:.0f} {y:.0f}C{x:.0f} {y + bend:.0f} {to_x:.0f} {to_y - bend:.0f} {to_x:.0f} {to_y:.0f}"
-        parts.append(f'<path d="{curve}"/>')
+        parts.append(f'<path id="{package}-{other}" d="{curve}"/>')
     for package, (x, y) in corners.items():
         contents, light = table[package]
         parts.append(f'<g class="{"light" if light else "heavy"}" transform="translate({x:.0f} {y:.0f})">')

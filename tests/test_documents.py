@@ -68,7 +68,7 @@ def test_documents_name_commands_of_every_program() -> None:
 @pytest.fixture
 def here(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working directory with the recipes, the documents, and what their placeholders stand for."""
-    for name in ("recipes", "docs", "bench", "demo"):
+    for name in ("recipes", "docs", "bench", "demo", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     planning = (ROOT / "docs" / "planning.md").read_text()
     (tmp_path / "mine.yaml").write_text(

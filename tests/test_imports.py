@@ -29,6 +29,8 @@ ROOMS = (
     "config",
 )
 TORCH_FREE_ROOMS = {"cli", "planner", "program", "layout", "plan", "recipe", "dataflow", "families", "config"}
+DESCRIPTIONS = {"config", "graph", "spec"}
+"""Modules of an algorithm that say what it is, and import no torch."""
 LEAF = "realrl.data.batch"
 """Algorithms speak of batches; the module that defines them depends on nothing of ours."""
 HEAVY = ("torch", "transformers", "datasets", "tokenizers", "numpy", "matplotlib")
@@ -60,8 +62,8 @@ def room(module: str) -> str | None:
 
 
 def is_torch_free(module: str) -> bool:
-    a_graph = room(module) == "algorithms" and module.rsplit(".", 1)[-1] in ("graph", "graphs")
-    return room(module) in TORCH_FREE_ROOMS or a_graph
+    described = room(module) == "algorithms" and module.rsplit(".", 1)[-1] in DESCRIPTIONS
+    return room(module) in TORCH_FREE_ROOMS or described
 
 
 def test_every_folder_is_a_known_room() -> None:
@@ -79,10 +81,6 @@ def test_imports_go_downwards_only(module: str) -> None:
         assert ROOMS.index(there) >= here, f"{module} imports {imported}, which is in a higher room"
 
 
-REGISTRIES = {"realrl.algorithms.graphs", "realrl.algorithms.registry"}
-"""Modules that know all algorithms by name, beside what algorithms share."""
-
-
 def folder(module: str) -> str:
     """The folder that a module lies in; the package's own two modules count as one each."""
     if module in ("realrl", "realrl.__main__"):
@@ -97,7 +95,7 @@ def folder_imports() -> dict[str, dict[str, str]]:
         here = found.setdefault(folder(module), {})
         for imported in imports(path):
             there = folder(imported)
-            if there != folder(module) and module not in REGISTRIES:
+            if there != folder(module):
                 here.setdefault(there, f"{module} imports {imported}")
     return found
 
@@ -167,6 +165,43 @@ def test_modules_that_promise_it_load_no_torch() -> None:
     assert loaded_by(promise) <= {"numpy"}
 
 
-@pytest.mark.parametrize("module", ["realrl.algorithms.graphs", "realrl.plan.presets", "realrl.cli.app"])
+ASKS = {"realrl.recipe.algorithm"}
+"""May ask of what class a recipe is: whether it is one at all."""
+STANDS_IN = "realrl.runtime.profiler.models.passes"
+"""Measures any model with the methods of PPO."""
+
+
+def asks_which_algorithm(node: ast.AST) -> bool:
+    """Whether code looks at the class of a recipe, or compares the name of its algorithm."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return node.func.id in ("isinstance", "issubclass") and "Experiment" in ast.unparse(node.args[-1])
+    if isinstance(node, ast.MatchClass):
+        return ast.unparse(node.cls).endswith("Experiment")
+    if isinstance(node, ast.Compare | ast.Subscript):
+        return any(isinstance(inner, ast.Attribute) and inner.attr == "algorithm" for inner in ast.walk(node))
+    return False
+
+
+def test_nothing_asks_which_algorithm_a_recipe_is_of() -> None:
+    asking = {
+        name
+        for name, path in MODULES.items()
+        if any(asks_which_algorithm(node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    }
+    assert asking <= ASKS
+
+
+def test_only_an_algorithm_imports_its_own_modules() -> None:
+    for name, path in MODULES.items():
+        own = ".".join(name.split(".")[:3])
+        for imported in imports(path):
+            parts = imported.split(".")
+            of_one = room(imported) == "algorithms" and len(parts) > 3
+            assert not of_one or own == ".".join(parts[:3]) or name == STANDS_IN, f"{name}: {imported}"
+
+
+@pytest.mark.parametrize(
+    "module", ["realrl.algorithms.ppo.spec", "realrl.recipe.load", "realrl.plan.presets", "realrl.cli.app"]
+)
 def test_an_entry_point_alone_loads_nothing_heavy(module: str) -> None:
     assert loaded_by([module]) == set()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from realrl.algorithms.method import ModelOutput, Sum
+from realrl.algorithms.ppo.config import PPOConfig
 from realrl.data.batch import Batch, Ragged
-from realrl.recipe.settings import PPOConfig
 
 VOCABULARY = 11
 T = TypeVar("T")

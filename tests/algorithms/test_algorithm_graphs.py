@@ -1,13 +1,22 @@
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
 
-from realrl.algorithms.graphs import build_eval_graph, build_graph
-from realrl.algorithms.registry import build_algorithm
+from realrl.algorithms.base import PlainTrain, StatelessAlgorithm
+from realrl.algorithms.build import build_algorithm
+from realrl.algorithms.method import GenerateMethod
+from realrl.algorithms.ppo.actor import ActorTrain
+from realrl.algorithms.ppo.config import PPOConfig
+from realrl.algorithms.ppo.spec import ALGORITHM as PPO
+from realrl.config.errors import UserError
 from realrl.dataflow.call import Kind
-from realrl.recipe.experiment import EXPERIMENT, Experiment
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.graphs import build_eval_graph, build_graph
+from realrl.recipe.load import parse_experiment
+from realrl.recipe.settings import GenerationConfig
 from tests.conftest import PPO_CALLS
 
 MODELS = {
@@ -18,10 +27,9 @@ MODELS = {
 
 
 def experiment(algorithm: str, *, evaluate: bool = True, **settings: object) -> Experiment:
-    adapter: TypeAdapter[Experiment] = EXPERIMENT
     data = {"train": "t.jsonl", "eval": "e.jsonl" if evaluate else None, "batch": 8}
     recipe = {"algorithm": algorithm, "run_dir": "r", "models": MODELS[algorithm], "data": data, **settings}
-    return adapter.validate_python(recipe)
+    return parse_experiment(recipe)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +83,32 @@ def test_every_call_has_a_method(algorithm: str) -> None:
         assert hasattr(built.method(call.name), "sampling" if call.kind is Kind.GENERATE else "sequences")
 
 
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        ({}, "actor.generate has none"),
+        ({"actor.generate": PlainTrain()}, "actor.generate needs a GenerateMethod"),
+        (
+            {"actor.generate": GenerateMethod(GenerationConfig(greedy=True), GenerationConfig())},
+            "actor.generate samples otherwise than generation and eval_generation of the description say",
+        ),
+        ({"reward.inference": PlainTrain()}, "reward.inference needs a method with sequences"),
+        ({"actor.train": ActorTrain(PPOConfig(epochs=2))}, "actor.train passes 2 times over its items"),
+    ],
+)
+def test_methods_that_contradict_the_description_are_named(methods: dict[str, Any], message: str) -> None:
+    def build(recipe: Any, graph: Any, eval_graph: Any) -> StatelessAlgorithm:
+        ours = PPO.methods(recipe, graph, eval_graph)
+        calls = {call.name: ours.method(call.name) for call in graph.calls} if methods else {}
+        return StatelessAlgorithm(graph=graph, eval_graph=eval_graph, methods={**calls, **methods})
+
+    recipe = experiment("ppo").model_copy()
+    recipe._spec = replace(PPO, methods=build)
+    with pytest.raises(UserError) as caught:
+        build_algorithm(recipe)
+    assert str(caught.value).startswith(f"algorithm ppo: methods: {message}")
+
+
 def test_ppo_settings_reach_the_graph_and_the_methods() -> None:
     built = build_algorithm(
         experiment("ppo", ppo={"minibatches": 2, "epochs": 3}, generation={"temperature": 0.7})
@@ -98,5 +132,5 @@ def test_ppo_keys_per_token_have_the_lengths_of_sequences() -> None:
 
 
 def test_graphs_are_built_without_torch() -> None:
-    code = "import sys, realrl.algorithms.graphs; sys.exit('torch' in sys.modules)"
+    code = "import sys, realrl.algorithms.ppo.spec; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,9 +8,9 @@ from ppo_reference import alone, random_items, reference_advantages, reference_k
 
 from realrl.algorithms.packed import Responses, last_of_rows
 from realrl.algorithms.ppo.advantages import gae
+from realrl.algorithms.ppo.config import PPOConfig
 from realrl.algorithms.ppo.experience import Appraiser
 from realrl.data.batch import Ragged
-from realrl.recipe.settings import PPOConfig
 
 
 @settings(deadline=None, max_examples=80)

@@ -16,12 +16,13 @@ from ppo_reference import (
 
 from realrl.algorithms.method import ModelOutput
 from realrl.algorithms.ppo.actor import ActorTrain
+from realrl.algorithms.ppo.config import PPOConfig
 from realrl.algorithms.ppo.critic import CriticTrain
 from realrl.algorithms.ppo.graph import eval_graph, train_graph
 from realrl.algorithms.ppo.inference import RefInference, RewardInference
 from realrl.algorithms.ppo.method import PPOAlgorithm
 from realrl.data.batch import Batch, Ragged
-from realrl.recipe.settings import GenerationConfig, PPOConfig
+from realrl.recipe.settings import GenerationConfig
 
 ADAPTIVE = {"coef": 0.3, "adaptive": True, "target": 2.0, "horizon": 100}
 

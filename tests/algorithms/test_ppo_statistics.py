@@ -5,9 +5,9 @@ import pytest
 import torch
 from ppo_reference import alone, mean_and_std, on_ranks
 
+from realrl.algorithms.ppo.config import KLConfig
 from realrl.algorithms.ppo.kl import KLController, token_kl
 from realrl.algorithms.ppo.normalization import ReturnScale, global_moments, whiten
-from realrl.recipe.settings import KLConfig
 
 
 def numbers(seed: int, count: int, *, shift: float = 3.0) -> list[float]:

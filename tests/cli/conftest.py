@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from realrl.recipe.load import experiment_classes
+from realrl.recipe.registry import list_algorithms
 from tests.cli.mistakes import CONFIG_JSON
 from tests.conftest import World
 
@@ -14,7 +14,7 @@ from tests.conftest import World
 def place(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a recipe of each algorithm, and files to be named by mistake."""
     directory = tmp_path_factory.mktemp("mistakes")
-    for algorithm in experiment_classes():
+    for algorithm in list_algorithms():
         (directory / algorithm).mkdir()
         world.recipe(algorithm, directory / algorithm)
     (directory / "empty").write_text("")

@@ -23,6 +23,13 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in out for name in ("train", "show", "generate", "tokenizer", "report", "config"))
 
 
+def test_config_alone_lists_algorithms(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["config"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["ppo", "reward", "sft"]
+    assert lines[1] == "reward: Reward modelling on preference pairs (Bradley-Terry)"
+
+
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     from realrl import __version__
 
@@ -38,12 +45,12 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", DEMO, "data.batch=many"], "data.batch: 'many' is not a whole number"),
         (
             ["train", DEMO, "data.batch=63", "ppo.minibatches=2"],
-            "data.batch=63 is not divisible by ppo.minibatches=2",
+            "data.batch=63 is not divisible by the 2 mini-batches of actor.train",
         ),
         (["show", DEMO, "plan=symetric"], "did you mean symmetric?"),
         (["show", DEMO, "plan=disjoint"], "plan disjoint needs at least 4 devices"),
         (["show", DEMO, "cluster=two"], "cluster='two' is not understood"),
-        (["config", "pppo"], "'pppo' is not one of sft, reward, ppo"),
+        (["config", "pppo"], "'pppo' is not one of ppo, reward, sft"),
         (["generate", "somewhere"], "give --prompt TEXT or --prompts FILE"),
         (["generate", "somewhere", "--prompt", "a", "--top-p", "2"], "top_p: 2.0 must be at most 1"),
         (["generate", "somewhere", "--prompts", "nowhere.txt"], "nowhere.txt cannot be read"),

@@ -15,10 +15,9 @@ from realrl.config.yaml_file import parse_yaml, read_yaml
 from realrl.recipe.load import (
     apply_override,
     dump_experiment,
-    experiment_class,
-    experiment_classes,
     parse_experiment,
 )
+from realrl.recipe.registry import find_algorithm, list_algorithms
 from tests.cli.mistakes import SENTENCE, recipe_of
 
 
@@ -31,7 +30,7 @@ def fields(cls: type[Settings], prefix: str = "") -> Iterator[str]:
             yield from fields(inner, f"{prefix}{name}.")
 
 
-FIELDS = [(name, path) for name in experiment_classes() for path in fields(experiment_class(name))]
+FIELDS = [(name, path) for name in list_algorithms() for path in fields(find_algorithm(name)[0].recipe)]
 WRONG = (
     *("null", "true", "-1", "0", "1", "-0.5", "1.5", "1e30", "1e300", "1e-300", ".nan", ".inf", "-.inf"),
     *("1000000000000000000", "9" * 400, "text", "''", "'3'", "[]", "[1]", "[a, b]", "{}", "{a: 1}", "{1: 2}"),

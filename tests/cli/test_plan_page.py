@@ -27,9 +27,7 @@ from realrl.plan.plan import Plan
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.cost.model import CostModel
 from realrl.planner.memory.model import MemoryModel
-from realrl.planner.report.alternatives import Alternative
-from realrl.planner.report.report import PlanReport, Preset
-from realrl.planner.report.sizes import SizeReport
+from realrl.planner.report.report import Alternative, PlanReport, Preset, SizeReport
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario

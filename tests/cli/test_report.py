@@ -85,6 +85,19 @@ def test_a_last_figure_that_was_not_finite_is_not_taken_from_an_earlier_evaluati
     assert "not finite" in capsys.readouterr().out
 
 
+def test_a_key_that_two_algorithms_use_has_the_name_of_its_algorithm(tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text(
+        "from dataclasses import replace\n"
+        "from realrl.algorithms.ppo import spec\n"
+        "OTHER = replace(spec.ALGORITHM, name='other', summary=spec.ALGORITHM.summary[-1:])\n"
+    )
+    other = write_run(tmp_path / "o", str(tmp_path / "other.py"), [line(0, "eval", ref__kl=1.5)], 2.0)
+    assert run_app(["report", ppo_run(tmp_path / "ppo"), other, "--out", str(tmp_path / "out")]) == 0
+    found = figures(tmp_path / "out")
+    assert (found["ppo.kl"], found["other.kl"]) == (2.5, 1.5) and "kl" not in found
+    assert found["seconds"] == {"ppo": 8.0, "other": 2.0, "total": 10.0}
+
+
 def test_a_run_without_curves_still_gets_a_report(tmp_path: Path) -> None:
     assert run_app(["report", write_run(tmp_path / "s", "sft", []), "--out", str(tmp_path)]) == 0
     assert (tmp_path / "report.png").exists()

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from realrl.algorithms.sft.config import SFTExperiment
 from realrl.config.errors import UserError
 from realrl.config.units import format_bytes, parse_bytes
 from realrl.config.yaml_file import parse_yaml
 from realrl.families.config_json import read_config
 from realrl.families.find import find_shape
 from realrl.families.published import SHAPES
-from realrl.recipe.experiment import SFTExperiment
 from realrl.recipe.load import dump_experiment, parse_experiment
 
 SETTINGS = {"algorithm": "sft", "run_dir": "x", "data": {"train": "a"}}

@@ -273,6 +273,7 @@ def test_a_token_that_joins_prompt_and_answer_is_learnt_and_noted(write: Any) ->
     records = [{"messages": turns(system=False, contents=["hello", text])} for text in ("fine", "\nfine")]
     data = Dataset.load(
         write(records),
+        "answer",
         ("tokens", "loss_mask"),
         tokenizer,
         DataConfig(train="unused"),

@@ -6,6 +6,8 @@ import torch
 from realrl.config.errors import UserError
 from realrl.data import dataset
 from realrl.data.dataset import Dataset
+from realrl.data.forms import READERS
+from realrl.recipe.forms import FORMS
 from realrl.runtime.setup import read_ends
 
 PROMPTS = ("prompts",)
@@ -16,6 +18,7 @@ ENDS = (1,)
 def test_a_batch_holds_the_items_asked_for_as_int64(tokenizer, write, settings):
     data = Dataset.load(
         write([{"prompt": p} for p in ("a", "b", "c")]),
+        "prompt",
         PROMPTS,
         tokenizer,
         settings(),
@@ -31,9 +34,13 @@ def test_a_batch_holds_the_items_asked_for_as_int64(tokenizer, write, settings):
 def test_items_keep_the_order_of_the_file_across_chunks(tokenizer, write, settings, monkeypatch):
     records = [{"prompt": "", "chosen": str(i), "rejected": "x" * (1 + i % 3)} for i in range(10)]
     source = write(records)
-    whole = Dataset.load(source, ("chosen", "rejected"), tokenizer, settings(), 1, ENDS).batch(range(10))
+    whole = Dataset.load(source, "pair", ("chosen", "rejected"), tokenizer, settings(), 1, ENDS).batch(
+        range(10)
+    )
     monkeypatch.setattr(dataset, "CHUNK", 3)
-    chunked = Dataset.load(source, ("chosen", "rejected"), tokenizer, settings(), 1, ENDS).batch(range(10))
+    chunked = Dataset.load(source, "pair", ("chosen", "rejected"), tokenizer, settings(), 1, ENDS).batch(
+        range(10)
+    )
     for key in ("chosen", "rejected"):
         assert whole[key].lengths == chunked[key].lengths
         assert torch.equal(whole[key].values, chunked[key].values)
@@ -49,13 +56,13 @@ def test_items_keep_the_order_of_the_file_across_chunks(tokenizer, write, settin
 def test_a_record_over_a_limit_is_named(tokenizer, write, settings, limit, complaint):
     source = write([{"prompt": "q", "answer": "q"}, {"prompt": "qzqz", "answer": "zqz"}])
     with pytest.raises(UserError, match=rf"data\.jsonl:2: {complaint}"):
-        Dataset.load(source, ("tokens", "loss_mask"), tokenizer, settings(**limit), 1, ENDS)
+        Dataset.load(source, "answer", ("tokens", "loss_mask"), tokenizer, settings(**limit), 1, ENDS)
 
 
 def test_a_record_at_the_limits_is_kept(tokenizer, write, settings):
     source = write([{"prompt": "qzqz", "answer": "zqz"}])
     limits = settings(max_prompt_tokens=5, max_tokens=9)
-    assert len(Dataset.load(source, ("tokens", "loss_mask"), tokenizer, limits, 1, ENDS)) == 1
+    assert len(Dataset.load(source, "answer", ("tokens", "loss_mask"), tokenizer, limits, 1, ENDS)) == 1
 
 
 def test_skipped_records_are_counted_with_reasons(tokenizer, write, settings):
@@ -64,6 +71,7 @@ def test_skipped_records_are_counted_with_reasons(tokenizer, write, settings):
     )
     data = Dataset.load(
         source,
+        "prompt",
         PROMPTS,
         tokenizer,
         settings(on_error="skip", max_prompt_tokens=6),
@@ -76,7 +84,7 @@ def test_skipped_records_are_counted_with_reasons(tokenizer, write, settings):
 
 def test_only_the_first_reasons_are_kept(tokenizer, write, settings):
     source = write([{"prompt": "a"}, *[{"prompt": 1}] * 20])
-    data = Dataset.load(source, PROMPTS, tokenizer, settings(on_error="skip"), 1, ENDS)
+    data = Dataset.load(source, "prompt", PROMPTS, tokenizer, settings(on_error="skip"), 1, ENDS)
     assert data.skipped == 20
     assert len(data.reasons) == 5
 
@@ -87,13 +95,13 @@ def test_only_the_first_reasons_are_kept(tokenizer, write, settings):
 )
 def test_a_source_without_usable_records_is_a_user_error(tokenizer, write, settings, records, why):
     with pytest.raises(UserError, match=rf"no usable records in .*: {why}"):
-        Dataset.load(write(records), PROMPTS, tokenizer, settings(on_error="skip"), 1, ENDS)
+        Dataset.load(write(records), "prompt", PROMPTS, tokenizer, settings(on_error="skip"), 1, ENDS)
 
 
 def test_an_empty_prompt_to_generate_from_is_named_where_nothing_stands_before_a_text(bare, write, settings):
     source = write([{"prompt": "a"}, {"prompt": ""}])
     with pytest.raises(UserError, match=r"data\.jsonl:2: the prompt is empty.* no beginning of sequence"):
-        Dataset.load(source, PROMPTS, bare, settings(), 1, ENDS)
+        Dataset.load(source, "prompt", PROMPTS, bare, settings(), 1, ENDS)
 
 
 def test_without_beginning_of_sequence_the_first_token_of_an_answer_alone_is_not_learnt(
@@ -101,6 +109,7 @@ def test_without_beginning_of_sequence_the_first_token_of_an_answer_alone_is_not
 ):
     data = Dataset.load(
         write([{"prompt": "", "answer": "qz"}]),
+        "answer",
         ("tokens", "loss_mask"),
         bare,
         settings(),
@@ -115,7 +124,7 @@ def test_without_beginning_of_sequence_the_first_token_of_an_answer_alone_is_not
 def test_a_record_with_nothing_to_learn_is_named(bare, write, settings):
     source = write([{"prompt": "", "answer": ""}])
     with pytest.raises(UserError, match=r"data\.jsonl:1: prompt and answer are empty"):
-        Dataset.load(source, ("tokens", "loss_mask"), bare, settings(), 1, ENDS)
+        Dataset.load(source, "answer", ("tokens", "loss_mask"), bare, settings(), 1, ENDS)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +143,7 @@ def test_pairs_count_the_remaining_pairs_of_their_prompt(tokenizer, write, setti
         {"prompt": "", "chosen": "a", "rejected": "b"},
     ]
     config = settings(pair_weight=weight, max_tokens=8, on_error="skip")
-    data = Dataset.load(write(records), PAIRS, tokenizer, config, 1, ENDS)
+    data = Dataset.load(write(records), "pair", PAIRS, tokenizer, config, 1, ENDS)
     assert data.batch(range(len(data)))["pairs_of_prompt"].values.tolist() == pairs
 
 
@@ -154,8 +163,8 @@ def test_pairs_count_the_remaining_pairs_of_their_prompt(tokenizer, write, setti
 def test_pairs_of_equal_answers_are_named_or_skipped(tokenizer, write, settings, record, reason):
     source = write([{"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", **record}])
     with pytest.raises(UserError, match=rf"data\.jsonl:2: {reason}"):
-        Dataset.load(source, PAIRS, tokenizer, settings(), 1, ENDS)
-    data = Dataset.load(source, PAIRS, tokenizer, settings(on_error="skip"), 1, ENDS)
+        Dataset.load(source, "pair", PAIRS, tokenizer, settings(), 1, ENDS)
+    data = Dataset.load(source, "pair", PAIRS, tokenizer, settings(on_error="skip"), 1, ENDS)
     assert data.skipped == 1
 
 
@@ -163,7 +172,7 @@ def test_a_note_explains_plain_prompts_where_a_chat_template_exists(chat_tokeniz
     source = write([{"prompt": "a"}])
 
     def notes(**fields):
-        return Dataset.load(source, PROMPTS, chat_tokenizer, settings(**fields), 1, ENDS).notes
+        return Dataset.load(source, "prompt", PROMPTS, chat_tokenizer, settings(**fields), 1, ENDS).notes
 
     assert "used as they stand" in notes()[0] and "data.apply_chat_template=true" in notes()[0]
     assert "are written with the tokenizer's chat template" in notes(apply_chat_template=True)[0]
@@ -177,6 +186,7 @@ def test_conversations_need_no_note(chat_tokenizer, write, settings, applied):
     assert (
         Dataset.load(
             source,
+            "prompt",
             PROMPTS,
             chat_tokenizer,
             settings(apply_chat_template=applied),
@@ -193,13 +203,5 @@ def test_a_tokenizer_must_be_able_to_end_a_sequence(tokenizer):
         read_ends(tokenizer, None, len(tokenizer))
 
 
-def test_source_keys_without_a_form_of_record_are_refused(tokenizer, write, settings):
-    with pytest.raises(ValueError, match="no form of record yields the keys tokens, chosen"):
-        Dataset.load(
-            write([{"prompt": "a"}]),
-            ("tokens", "chosen"),
-            tokenizer,
-            settings(),
-            1,
-            ENDS,
-        )
+def test_every_form_of_record_has_a_reader():
+    assert set(READERS) == set(FORMS)

@@ -11,6 +11,7 @@ SFT = ("tokens", "loss_mask")
 PAIRS = ("chosen", "rejected")
 ENDS = (1,)
 PROMPTS = ("prompts",)
+FORMS = {SFT: "answer", PAIRS: "pair", PROMPTS: "prompt"}
 
 TURNS = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
 
@@ -20,7 +21,7 @@ def rows(tokenizer, write, settings):
     """The decoded rows of every item, by key; of `loss_mask`, the texts of the tokens to learn."""
 
     def rows(records: list[Any], keys: tuple[str, ...], seed: int = 1, **fields: Any) -> dict[str, list[Any]]:
-        data = Dataset.load(write(records), keys, tokenizer, settings(**fields), seed, ENDS)
+        data = Dataset.load(write(records), FORMS[keys], keys, tokenizer, settings(**fields), seed, ENDS)
         batch = data.batch(range(len(data)))
         return {
             key: [
@@ -36,6 +37,7 @@ def rows(tokenizer, write, settings):
 def test_prompt_and_answer_are_tokenised_apart_between_bos_and_eos(tokenizer, write, settings):
     data = Dataset.load(
         write([{"prompt": "the c", "answer": "at sat"}]),
+        "answer",
         SFT,
         tokenizer,
         settings(),
@@ -84,7 +86,7 @@ def test_both_sides_of_a_pair_end_alike_whoever_wrote_the_end(rows):
 
 
 def test_a_beginning_of_sequence_that_the_tokenizer_does_not_write_is_not_written(bare, write, settings):
-    data = Dataset.load(write([{"prompt": "the cat"}]), PROMPTS, bare, settings(), 1, ENDS)
+    data = Dataset.load(write([{"prompt": "the cat"}]), "prompt", PROMPTS, bare, settings(), 1, ENDS)
     assert bare.bos_token == "<s>"
     assert data.batch([0])["prompts"].values.tolist() == bare("the cat").input_ids
 
@@ -93,7 +95,7 @@ def test_an_answer_may_end_with_any_end_of_sequence(tokenizer, write, settings):
     """The first of several is the one that is appended."""
     ends = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     source = write([{"prompt": "", "answer": text} for text in ("a", "a</s>", "a<pad>")])
-    data = Dataset.load(source, SFT, tokenizer, settings(), 1, ends)
+    data = Dataset.load(source, "answer", SFT, tokenizer, settings(), 1, ends)
     texts = [tokenizer.decode(row) for row in data.batch(range(3))["tokens"].rows()]
     assert texts == ["<s>a<pad>", "<s>a</s>", "<s>a<pad>"]
 

@@ -46,7 +46,13 @@ def test_the_loss_of_a_conversation_is_that_of_transformers_on_its_answers(
     tokenizer.chat_template = TEMPLATE
     source = write_jsonl(tmp_path / "data.jsonl", [{"messages": MESSAGES}])
     data = Dataset.load(
-        source, ("tokens", "loss_mask"), tokenizer, DataConfig(train=source), 1, (tokenizer.eos_token_id,)
+        source,
+        "answer",
+        ("tokens", "loss_mask"),
+        tokenizer,
+        DataConfig(train=source),
+        1,
+        (tokenizer.eos_token_id,),
     )
 
     labels: list[int] = []

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
 from realrl.families.published import SHAPES
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import build_layout
@@ -10,7 +11,6 @@ from realrl.plan.placement import Placement
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.memory.model import MemoryModel, MemoryNeed
 from realrl.planner.workload.sizes import LocalSizes
-from realrl.recipe.model import HEADS
 from tests.planner.problems import GROUPED, KINDS, LARGE, NODES, SMALL, STEP, call, place, recomputing, stored
 
 MODEL = MemoryModel(NODES)
@@ -47,7 +47,7 @@ def test_named_shapes_have_the_published_number_of_parameters(name: str) -> None
 
 @pytest.mark.parametrize("placement", [place(1), place(2, 4), place(1, 5, 3), place(1, 1, 5), place(2, 6, 2)])
 @pytest.mark.parametrize("shape", [GROUPED, GROUPED.model_copy(update={"tied_embeddings": True})])
-@pytest.mark.parametrize("head", sorted(set(HEADS.values())))
+@pytest.mark.parametrize("head", sorted(set(PPO_SPEC.heads.values())))
 @pytest.mark.parametrize("part", [WHOLE, TrainablePart(last_layers=3), TrainablePart(freeze_embeddings=True)])
 def test_parameter_sets_are_those_that_layouts_store(
     shape: ModelShape, head: Head, placement: Placement, part: TrainablePart

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
 from realrl.algorithms.sft.graph import train_graph as sft_graph
 from realrl.dataflow.call import Kind
 from realrl.families.published import SHAPES
@@ -23,7 +24,6 @@ from realrl.planner.space.candidates import list_meshes, list_micro_batches
 from realrl.planner.space.problem import Problem
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
-from realrl.recipe.model import HEADS
 
 from .test_search import check_against_all_plans
 
@@ -35,7 +35,7 @@ PRESETS = ("heuristic", "symmetric")
 
 def problem(spec: ClusterSpec, **search_space: object) -> Problem:
     plans = [make_plan(name, GRAPH, spec.cluster, 8192, MODELS) for name in PRESETS]
-    models = {role: Stored(SHAPE, HEADS[role], 2, GRAPH.trained(role)) for role in GRAPH.roles}
+    models = {role: Stored(SHAPE, PPO_SPEC.heads[role], 2, GRAPH.trained(role)) for role in GRAPH.roles}
     workload = Workload(256, (512,), (512,), 512)
     scenario = Scenario(
         graph=GRAPH,

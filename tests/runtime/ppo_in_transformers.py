@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from realrl.recipe.settings import PPOConfig
+from realrl.algorithms.ppo.config import PPOConfig
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ CASES: dict[str, Case] = {
     "batch not divisible": (
         "ppo",
         lambda w, d: {"data__batch": 15},
-        "data.batch=15 is not divisible by ppo.minibatches=2",
+        "data.batch=15 is not divisible by the 2 mini-batches of actor.train",
     ),
     "unknown plan": (
         "ppo",

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from realrl.algorithms.graphs import build_graph
 from realrl.cli.app import run_app
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.calibration.calibrate import calibrate_profile
@@ -16,6 +15,7 @@ from realrl.planner.cost.model import CostModel
 from realrl.planner.profile.profile import Profile
 from realrl.program.instructions import Load, Run
 from realrl.program.memory import Memory
+from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
 from realrl.runtime.measure.allocations import Allocations, count_allocations
 from realrl.runtime.measure.step_timer import StepTimer, StepTimes, TimedSpan, estimate_offset

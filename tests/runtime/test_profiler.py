@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
 from realrl.cli.app import run_app
 from realrl.families.shape import ModelShape
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -21,7 +22,6 @@ from realrl.planner.profile.profile import CollectiveTime, Profile
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 from realrl.recipe.load import load_experiment
-from realrl.recipe.model import HEADS
 from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.processes.process import Process
 from realrl.runtime.profiler.models.passes import Passes
@@ -109,7 +109,7 @@ def test_predictions_rest_on_nothing_but_measurements(profiles: Mapping[int, Pat
     cost = CostModel(spec, Profile.load(profiles[processes]))
     graph, workload = train_graph(minibatches=2), Workload(16, (4, 6), (6, 12), 12)
     for call in graph.calls:
-        model = Stored(TINY, HEADS[call.role], 4, graph.trained(call.role))
+        model = Stored(TINY, PPO_SPEC.heads[call.role], 4, graph.trained(call.role))
         for strategy in strategies(processes):
             found = cost.call(call, model, Placement(Mesh(0, processes), strategy), workload)
             assert 0 < found.seconds < 1000, (call.name, strategy, found)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
-from realrl.algorithms.graphs import build_eval_graph, build_graph
 from realrl.checkpoint import huggingface
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
@@ -18,6 +17,7 @@ from realrl.plan.plan import Plan
 from realrl.program.lower import home_placements
 from realrl.program.text import parse_program
 from realrl.program.validate import validate
+from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.load import dump_experiment, load_experiment
 from realrl.runtime.judge import Judge
 from realrl.runtime.output.rundir import RunDirectory

@@ -126,7 +126,9 @@ class TrainMethod(Protocol):
         Asked after `prepare`."""
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
-        """Called once per step with all items of this rank; adds what the loss needs."""
+        """Called once per step with all items of this rank; adds what the loss needs.
+
+        Other samples of a prompt may be on other ranks: `samples.gather_samples` brings a value of all together."""
 
     def sequences(self, batch: Batch) -> Ragged:
         """Select the token rows to run the model on; a fixed number of consecutive rows per item."""

@@ -9,9 +9,9 @@ from realrl.recipe.experiment import Experiment
 
 def check_directories(experiment: Experiment) -> None:
     """Check that the local directories of models and tokenizers exist; else UserError."""
-    fields = type(experiment.models).model_fields
+    roles = experiment.spec.roles
     # Roles that may have taken their path from another one come last, so that the one with the mistake is named.
-    for role in sorted(fields, key=lambda role: not fields[role].is_required()):
+    for role in sorted(roles, key=lambda role: roles[role].weights_from is not None):
         for field in ("path", "tokenizer"):
             path = getattr(getattr(experiment.models, role), field)
             if path is not None and is_local(path) and not local_path(path).is_dir():
@@ -23,7 +23,7 @@ def check_trainable(experiment: Experiment) -> None:
 
     A model with weights is checked when it is loaded.
     """
-    for role in type(experiment.models).model_fields:
+    for role in experiment.spec.roles:
         shape = getattr(experiment.models, role).shape
         if shape is not None and not find_family(shape.family).trainable:
             raise UserError(f"models.{role}.shape: {describe_untrainable(shape.family)}")

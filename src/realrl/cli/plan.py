@@ -138,7 +138,7 @@ def plan(
         from realrl.cli.planning.tables import print_report
 
         print_report(report, source)
-    title = f"{experiment.algorithm.upper()} on {report.scenario.spec.name}"
+    title = f"{experiment.spec.name.upper()} on {report.scenario.spec.name}"
     for name, file in files.items():
         try:
             _write(report, name, file, title, source)

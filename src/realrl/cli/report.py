@@ -6,16 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from realrl.cli.reporting.figures import ReportedMetric
     from realrl.cli.reporting.runs import FinishedRun, Sample
 
-_LABELS = {
-    "reward_pair_accuracy": "reward model: held-out pairs ranked right",
-    "judge_before": "independent judge, before",
-    "judge_after": "independent judge, after",
-    "reward_before": "reward model's score, before",
-    "reward_after": "reward model's score, after",
-    "kl": "KL to the reference after (nats per sequence)",
-}
 _SHOWN_SAMPLES = 3
 
 
@@ -26,7 +19,7 @@ def report(
     """Sum up finished runs: a table and samples here, figures in report.json, curves in report.png."""
     from importlib.util import find_spec
 
-    from realrl.cli.reporting.figures import report_figures
+    from realrl.cli.reporting.figures import list_metrics, report_figures
     from realrl.cli.reporting.runs import read_runs
     from realrl.config.errors import RunError, UserError
     from realrl.config.files import check_directory, check_file, reason_of, write_whole
@@ -43,27 +36,27 @@ def report(
     picture = folder / "report.png"
     for file in (numbers, picture):
         check_file(str(file), file)
-    figures = report_figures(runs)
+    metrics = list_metrics(runs)
     try:
-        write_whole(numbers, json.dumps(figures, indent=2) + "\n")
+        write_whole(numbers, json.dumps(report_figures(runs, metrics), indent=2) + "\n")
         draw_picture(runs, picture)
     except OSError as error:
         raise RunError(f"--out {out} cannot be written: {reason_of(error)}") from error
-    _print_report(runs, figures)
+    _print_report(runs, metrics)
     typer.echo(f"figures: {numbers}   curves: {picture}")
 
 
-def _print_report(runs: "dict[str, FinishedRun]", figures: dict[str, Any]) -> None:
+def _print_report(runs: "dict[str, FinishedRun]", metrics: "list[ReportedMetric]") -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
     table = Table(title="Figures", title_justify="left", show_header=False)
-    for name, label in _LABELS.items():
-        if name in figures:
-            table.add_row(label, "not finite" if figures[name] is None else f"{figures[name]:.3f}")
-    for name, seconds in figures["seconds"].items():
-        table.add_row(f"wall time, {name}", f"{seconds:.0f} s")
+    for metric in metrics:
+        table.add_row(metric.label, "not finite" if metric.value is None else f"{metric.value:.3f}")
+    seconds = {name: run.seconds for name, run in runs.items()}
+    for name, taken in (seconds | {"total": sum(seconds.values())}).items():
+        table.add_row(f"wall time, {name}", f"{taken:.0f} s")
     console.print(table)
     for run in runs.values():
         if len(run.samples) > 1:

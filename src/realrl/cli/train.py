@@ -46,7 +46,7 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
     An interruption learns what has been saved; nothing half written is left. Yields a function for the run's
     directory, None as long as the run has not made it.
     """
-    from realrl.algorithms.graphs import build_graph
+    from realrl.recipe.graphs import build_graph
     from realrl.runtime.output.rundir import RunDirectory
     from realrl.runtime.output.saved import find_saved, remove_partial
     from realrl.runtime.processes.environment import is_writer

@@ -86,15 +86,14 @@ def section_class(field: FieldInfo) -> type[Settings] | None:
     return None
 
 
-def explain(error: ValidationError, cls: type[Settings], *, skip: int = 0) -> str:
+def explain(error: ValidationError, cls: type[Settings]) -> str:
     """Describe the first error to fix, and how many others there are.
 
-    cls: what was being validated; suggestions come from its fields. skip: parts at the start of every
-    location that are not keys.
+    cls: what was being validated; suggestions come from its fields.
     """
     # A misspelt key often also shows up as a missing one; the spelling is what has to be fixed.
     errors = sorted(error.errors(), key=lambda e: e["type"] not in ("extra_forbidden", "invalid_key"))
-    message = _message(errors[0], errors[0]["loc"][skip:], cls)
+    message = _message(errors[0], errors[0]["loc"], cls)
     others = len(errors) - 1
     return message if not others else f"{message} (and {others} more mistake{'s' if others > 1 else ''})"
 

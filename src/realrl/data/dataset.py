@@ -11,7 +11,7 @@ import torch
 
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
-from realrl.data.forms import Item, Reader, form_of, is_plain_text, plain_text_note
+from realrl.data.forms import READERS, Item, Reader, is_plain_text, plain_text_note
 from realrl.data.records import read_records
 from realrl.data.rejects import BadRecordError, Rejects
 from realrl.data.shuffle import permute
@@ -58,13 +58,14 @@ class Dataset:
     def load(
         cls,
         source: str,
+        form: str,
         keys: tuple[str, ...],
         tokenizer: "PreTrainedTokenizerFast",
         config: DataConfig,
         seed: int,
         ends: tuple[int, ...],
     ) -> "Dataset":
-        """Read and tokenise `source` (see `read_records`) into the rows that `keys` name.
+        """Read and tokenise `source` (see `read_records`), records of `form`, into the rows that `keys` name.
 
         `ends` are the ids that end a sequence, at least one. UserError where the source cannot be used, nothing is
         left, or, under `config.on_error=fail`, at the first record that is malformed or too long.
@@ -79,7 +80,7 @@ class Dataset:
             max_pairs=config.max_pairs_per_prompt,
             seed=seed,
         )
-        items = _items(source, keys, reader, rejects)
+        items = _items(source, form, reader, rejects)
         while chunk := list(islice(items, CHUNK)):
             rows = iter(tokenize([text for _, _, _, item in chunk for text in item], tokenizer, ends))
             for origin, record, plain, item in chunk:
@@ -164,14 +165,11 @@ class _Notes:
         return [note for note in notes if note is not None]
 
 
-def _items(
-    source: str, keys: tuple[str, ...], reader: Reader, rejects: Rejects
-) -> Iterator[tuple[str, int, bool, Item]]:
+def _items(source: str, form: str, reader: Reader, rejects: Rejects) -> Iterator[tuple[str, int, bool, Item]]:
     """Yield each item with its origin, the number of its record, and whether the record is plain text."""
-    form = form_of(keys)
     for number, (origin, record) in enumerate(read_records(source, rejects)):
         try:
-            items = form(reader, record)
+            items = READERS[form](reader, record)
         except BadRecordError as error:
             rejects(origin, str(error))
             continue

@@ -14,9 +14,10 @@ stands, unless `data.apply_chat_template` makes every record a conversation. Oth
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 from zlib import crc32
 
@@ -140,16 +141,10 @@ class Reader:
 Form = Callable[[Reader, Fields], list[Item]]
 
 
-def form_of(keys: tuple[str, ...]) -> Form:
-    """Find the form of record for a graph's source keys; ValueError where there is none."""
-    for made, form in (
-        ({"tokens", "loss_mask"}, Reader.answers),
-        ({"chosen", "rejected", "pairs_of_prompt"}, Reader.pairs),
-        ({"prompts"}, Reader.prompts),
-    ):
-        if set(keys) <= made:
-            return form
-    raise ValueError(f"no form of record yields the keys {', '.join(keys)}")
+READERS: Mapping[str, Form] = MappingProxyType(
+    {"answer": Reader.answers, "pair": Reader.pairs, "prompt": Reader.prompts}
+)
+"""Form of record, as in `recipe.forms.FORMS`, -> what reads it."""
 
 
 def is_plain_text(record: Fields) -> bool:

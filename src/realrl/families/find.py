@@ -1,4 +1,4 @@
-"""What may stand for the sizes of a model: the name of a published one, or a `config.json`."""
+"""Sizes of a model from the name of a published one, or from a `config.json`."""
 
 import re
 
@@ -11,7 +11,7 @@ from realrl.families.shape import ModelShape
 
 
 def find_shape(source: str, family: str | None = None) -> ModelShape:
-    """The sizes that a name in `SHAPES`, a Hugging Face `config.json` or a directory with one stands for.
+    """Find the sizes of a name in `SHAPES`, of a Hugging Face `config.json` or of a directory with one.
 
     The file may be of a model that can be planned for and not trained. `family` is how `find_family` finds its
     family; by default the file says it. UserError where it is neither, or describes something else.

@@ -261,11 +261,11 @@ class Transformer(nn.Module):
         entropy: bool = False,
         sequence: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """log p(token t | tokens before it), 0 at the first token of each sequence, logits divided by
-        `temperature`; and likewise the entropy of the distribution that token t is drawn from, in nats.
+        """Compute log p(token t | tokens before it) and, with `entropy`, the entropy of that distribution in nats.
 
-        hidden: [T, H] as `forward` returned it, tokens: [T] -> [T] float32, and [T] float32 without gradient
-        or None; the same on every tensor rank.
+        Logits are divided by `temperature`. Both are 0 at the first token of each sequence. hidden: [T, H] as
+        `forward` returned it, tokens: [T] -> [T] float32, and [T] float32 without gradient or None; the same on
+        every TP rank.
         """
         index = packing.predicted
         tp = TensorParallel(self.tensor_group, len(tokens), sequence)

@@ -2,7 +2,7 @@
 
 import json
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -16,17 +16,21 @@ _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _WIDTH = 108
 
 
-def describe(cls: type[Settings]) -> str:
-    """Commented YAML of a settings class: each field with its default, and above it its meaning and type.
+def describe(cls: type[Settings], **given: str) -> str:
+    """Commented YAML of a settings class: each field with its default, or its value in `given`, and above it its
+    meaning and type.
 
     Sections that are null by default are shown commented out below; one that repeats an earlier section only
     names it.
     """
-    return "\n".join([f"# {_doc(cls)}", "", *_lines(cls, "", {})]) + "\n"
+    return "\n".join([f"# {_doc(cls)}", "", *_lines(cls, "", {}, given)]) + "\n"
 
 
-def _lines(cls: type[Settings], prefix: str, shown: dict[type[Settings], str]) -> Iterator[str]:
-    """Lines of a section; prefix: its dotted path and a dot; shown: where a class was written out before."""
+def _lines(
+    cls: type[Settings], prefix: str, shown: dict[type[Settings], str], given: Mapping[str, str]
+) -> Iterator[str]:
+    """Lines of a section; prefix: its dotted path and a dot; shown: where a class was written out before; given:
+    values by dotted path."""
     pad = "  " * prefix.count(".")
     for name, field in cls.model_fields.items():
         inner = section_class(field)
@@ -36,7 +40,7 @@ def _lines(cls: type[Settings], prefix: str, shown: dict[type[Settings], str]) -
         for line in textwrap.wrap(" ".join(about.split()), _WIDTH - len(pad)):
             yield f"{pad}# {line}"
         if inner is None:
-            yield f"{pad}{name}: {_default(field)}".rstrip()
+            yield f"{pad}{name}: {given.get(prefix + name, _default(field))}".rstrip()
             continue
         empty = field.default is None
         if inner in shown:
@@ -44,7 +48,7 @@ def _lines(cls: type[Settings], prefix: str, shown: dict[type[Settings], str]) -
             continue
         shown[inner] = prefix + name
         yield f"{pad}{name}:" + " null" * empty
-        inside = _lines(inner, f"{prefix}{name}.", shown)
+        inside = _lines(inner, f"{prefix}{name}.", shown, given)
         if empty:
             yield f"{pad}# {name}:"
             inside = (f"{pad}# {line[len(pad) :]}" for line in inside)

@@ -2,30 +2,16 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import ValidationError
 
-from realrl.config.base import Settings
 from realrl.config.errors import UserError
-from realrl.config.explain import brief, explain, nearest, shorten
+from realrl.config.explain import brief, explain, shorten
 from realrl.config.yaml_file import dump_yaml, parse_yaml, read_yaml
-from realrl.recipe.experiment import EXPERIMENT, Experiment
-
-
-def experiment_classes() -> dict[str, type[Settings]]:
-    """Algorithm name -> class of its recipes."""
-    return {get_args(cls.model_fields["algorithm"].annotation)[0]: cls for cls in get_args(Experiment)}
-
-
-def experiment_class(algorithm: Any) -> type[Settings]:
-    """The class of an algorithm's recipes; UserError, naming those there are, for any other name."""
-    classes = experiment_classes()
-    if not isinstance(algorithm, str) or algorithm not in classes:
-        hint = nearest(str(algorithm), classes)
-        suffix = f"; did you mean {hint}?" if hint else ""
-        raise UserError(f"algorithm: {brief(algorithm)} is not one of {', '.join(classes)}{suffix}")
-    return classes[algorithm]
+from realrl.recipe.checks import complete
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.registry import describe_choices, find_algorithm
 
 
 def load_experiment(path: str, overrides: Sequence[str] = ()) -> Experiment:
@@ -44,13 +30,13 @@ def load_experiment(path: str, overrides: Sequence[str] = ()) -> Experiment:
 def parse_experiment(settings: dict[str, Any]) -> Experiment:
     """Validate a mapping; UserError with the dotted path of the first wrong field."""
     if settings.get("algorithm") is None:
-        raise UserError(f"algorithm: missing; give one of {', '.join(experiment_classes())}")
-    cls = experiment_class(settings["algorithm"])
+        raise UserError(f"algorithm: missing; give {describe_choices()}")
+    spec, reference = find_algorithm(settings["algorithm"])
     try:
-        return EXPERIMENT.validate_python(settings)
+        experiment = spec.recipe.model_validate({**settings, "algorithm": reference})
     except ValidationError as error:
-        # Every location starts with the tag of the union's member, which is nothing the user wrote.
-        raise UserError(explain(error, cls, skip=1)) from None
+        raise UserError(explain(error, spec.recipe)) from None
+    return complete(experiment, spec)
 
 
 def apply_override(settings: dict[str, Any], override: str) -> dict[str, Any]:

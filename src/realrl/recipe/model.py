@@ -17,7 +17,7 @@ from realrl.config.explain import brief
 from realrl.families.find import find_shape
 from realrl.families.published import SHAPES
 from realrl.families.registry import find_family
-from realrl.families.shape import Head, ModelShape
+from realrl.families.shape import ModelShape
 
 Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
 """How much of a moving average stays per step."""
@@ -33,7 +33,7 @@ class OptimizerConfig(Settings):
     eps: float = Field(default=1e-8, gt=0, le=1)
     """Added to the denominator of the update."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay; not applied to one-dimensional tensors. Each step takes `lr * weight_decay` of a
+    """Decoupled weight decay; not applied to norms and biases. Each step takes `lr * weight_decay` of a
     weight away, which must be less than all of it."""
     grad_clip: PositiveFloat | None = 1.0
     """Global gradient norm is scaled down to this; null for no clipping."""
@@ -123,7 +123,3 @@ class TrainedModelConfig(ModelConfig):
     embeddings included; null trains all layers. 0 trains only the final norm and the head."""
     freeze_embeddings: bool = False
     """Keep the embedding table as it is; a head that is tied to it stays as it is, too."""
-
-
-HEADS: dict[str, Head] = {"actor": "lm", "ref": "lm", "critic": "scalar", "reward": "scalar"}
-"""What each role's model computes."""

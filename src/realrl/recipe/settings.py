@@ -1,8 +1,8 @@
-"""Settings of each algorithm."""
+"""Settings that algorithms share."""
 
-from typing import Literal, Self
+from typing import Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from realrl.config.base import Settings
 
@@ -37,61 +37,3 @@ class GenerationConfig(Settings):
                 f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}"
             )
         return self
-
-
-class KLConfig(Settings):
-    """Penalty that keeps the actor near the reference."""
-
-    coef: NonNegativeFloat = 0.1
-    """Weight of the per-token penalty log p_actor - log p_ref; the initial one if adaptive."""
-    adaptive: bool = False
-    """Steer `coef` so that the KL per sequence approaches `target` (Ziegler et al. 2019, section 2.2)."""
-    target: PositiveFloat = 6.0
-    """Wanted KL per sequence, in nats. Where sampling leaves tokens out (top_k, top_p, min_new_tokens), KL here and
-    in the metrics is the generalised KL over those that may be drawn, which is never negative."""
-    horizon: PositiveInt = 1000
-    """Sequences, over all devices, within which the adaptive coefficient changes by about 20 % at most: with 128
-    of them in a step it takes at least 27 steps to double."""
-
-
-class PPOConfig(Settings):
-    """Proximal policy optimisation (Schulman et al. 2017) for language models."""
-
-    kl: KLConfig = KLConfig()
-    ref_ema: float | None = Field(default=None, gt=0, le=1)
-    """After each step, move the reference this fraction of the way to the actor; null keeps it frozen."""
-    gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount per token."""
-    lam: float = Field(default=0.95, ge=0, le=1)
-    """Lambda of generalised advantage estimation (Schulman et al. 2016)."""
-    clip: PositiveFloat = 0.2
-    """The probability ratio is clipped to [1 - clip, 1 + clip]."""
-    value_clip: PositiveFloat | None = 0.2
-    """Values may move this far from the old ones before the loss is clipped, in rewards or, with `value_norm`, in
-    deviations of the returns; null for no clipping."""
-    minibatches: PositiveInt = 4
-    """Optimizer steps per pass over a batch; must divide `data.batch`."""
-    epochs: PositiveInt = 1
-    """Passes over each batch."""
-    advantage_norm: bool = True
-    """Normalise advantages to mean 0 and deviation 1 over the whole batch."""
-    value_norm: Literal["none", "running", "exponential"] = "none"
-    """Measure the critic's errors in standard deviations of the returns, over all returns seen so far (`running`)
-    or an exponential average of them. The critic itself predicts rewards whatever the statistics are."""
-    value_norm_beta: float = Field(default=0.99, gt=0, lt=1)
-    """Decay of the exponential average."""
-    reward_scale: PositiveFloat = 1.0
-    """Rewards are used as `clip((score - reward_bias) * reward_scale)`, and the critic's output as
-    `(output - reward_bias) * reward_scale`: a critic speaks on the scale of the reward model's scores, on which it
-    starts and is saved."""
-    reward_bias: float = 0.0
-    """Subtracted from the score."""
-    reward_clip: PositiveFloat | None = 10.0
-    """Bound on the absolute reward; null for no bound. Values have none."""
-    early_stop_ratio: PositiveFloat | None = 5.0
-    """Skip what is left of a batch when the mean probability ratio of a mini-batch exceeds this."""
-    truncated: Literal["score", "bootstrap"] = "score"
-    """A sequence cut off without end of sequence is either scored as it stands (`score`), or gets no score
-    and the critic's value of its last state takes the place of what would have followed (`bootstrap`)."""
-    missing_eos_penalty: NonNegativeFloat = 0.0
-    """Subtracted from the reward of a sequence cut off without end of sequence."""

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from realrl.dataflow.call import Kind
+from realrl.dataflow.call import Call, Kind
+from realrl.dataflow.graph import DataflowGraph
 from realrl.planner.calibration.comparison import Comparison
 from realrl.planner.calibration.coverage import describe_times
 from realrl.planner.profile.profile import Profile
@@ -47,7 +48,7 @@ class Costs:
         self.spec = spec_of(experiment, compiled.train.plan.cluster, process.gpu or "cpu")
         """Devices of the run; None where the planner does not know their kind."""
         phase = compiled.train
-        self._source = phase.plan[phase.graph.order[0].name].heads[0]
+        self._source = phase.plan[_lengths_call(phase.graph).name].heads[0]
         self._prompts, self._answers = deque[int](maxlen=KEPT_LENGTHS), deque[int](maxlen=KEPT_LENGTHS)
         self._log = TimingLog()
         self._next = 0.0
@@ -115,16 +116,21 @@ class Costs:
         return compare(replace(info, spec=None), None, self._log)
 
 
+def _lengths_call(graph: DataflowGraph) -> Call:
+    """The call whose lengths say how long prompts and answers are: the one that generates, else the first."""
+    return next((call for call in graph.order if call.kind is Kind.GENERATE), graph.order[0])
+
+
 def lengths(store: Store) -> tuple[list[int], list[int]]:
     """Find the tokens of prompts and of answers after a step, on a rank that knows them.
 
-    That is the first output rank of the first call. Where nothing is generated, tokens of whole sequences, and no
-    answers.
+    That is the first output rank of the call that generates. Where nothing is generated, tokens of whole sequences,
+    and no answers.
     """
     graph = store.graph
-    first = graph.order[0]
-    prompts = [length for key in first.work for length in store.lengths[key]]
-    if first.kind is not Kind.GENERATE:
+    call = _lengths_call(graph)
+    prompts = [length for key in call.work for length in store.lengths[key]]
+    if call.kind is not Kind.GENERATE:
         return prompts, []
-    made = next(key for key in first.outputs if graph.keys[key].length == "own")
+    made = next(key for key in call.outputs if graph.keys[key].length == "own")
     return prompts, [whole - prompt for whole, prompt in zip(store.lengths[made], prompts, strict=True)]

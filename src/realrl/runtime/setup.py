@@ -8,7 +8,9 @@ from realrl.config.errors import UserError
 from realrl.data.dataset import Dataset
 from realrl.data.tokenization import check_tokenizer
 from realrl.data.tokenizer import load_tokenizer
-from realrl.recipe.experiment import Experiment, PPOExperiment
+from realrl.dataflow.call import Kind
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.graphs import build_graph
 from realrl.runtime.prepare.compile import Compiled, models
 from realrl.runtime.worker.roles import role_shape
 
@@ -20,10 +22,10 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
     """
     first: tuple[str, str, Any] | None = None
     loaded: dict[str, Any] = {}
-    fields = type(experiment.models).model_fields
+    roles = experiment.spec.roles
     # Roles that may have taken their model from another one come last, so that the one with the mistake is named.
     for role, config in sorted(
-        models(experiment).items(), key=lambda item: not fields[item[0]].is_required()
+        models(experiment).items(), key=lambda item: roles[item[0]].weights_from is not None
     ):
         source = config.tokenizer or config.path
         if source is None:
@@ -48,11 +50,15 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
 
 
 def load_ends(experiment: Experiment, tokenizer: Any) -> tuple[int, ...]:
-    """Find all tokens that end generation of the run's first role: the actor, where there is one.
+    """Find all tokens that end generation of the run's generating role.
 
-    UserError if there is none, or one is not in the model's vocabulary.
+    Where nothing generates, of its first language model, or its first model of any kind. UserError if there is
+    none, or one is not in the model's vocabulary.
     """
-    config = next(iter(models(experiment).values()))
+    configs, heads = models(experiment), experiment.spec.heads
+    generating = [call.role for call in build_graph(experiment).calls if call.kind is Kind.GENERATE]
+    role = next(iter((*generating, *(role for role in configs if heads[role] == "lm"), *configs)))
+    config = configs[role]
     return read_ends(tokenizer, config.path, role_shape(config).vocab_size)
 
 
@@ -73,12 +79,14 @@ def load_data(
     UserError names the record that is wrong, or the role whose model is declared for shorter sequences.
     """
     _check_positions(experiment)
-    _check_top_k(experiment)
+    _check_top_k(experiment, compiled)
     data, seed = experiment.data, experiment.seed
-    train = Dataset.load(data.train, compiled.train.graph.sources, tokenizer, data, seed, ends)
+    form, train_keys = experiment.spec.form, compiled.train.graph.sources
+    train = Dataset.load(data.train, form, train_keys, tokenizer, data, seed, ends)
     if compiled.evaluation is None or data.eval is None:
         return train, None
-    evaluation = Dataset.load(data.eval, compiled.evaluation.graph.sources, tokenizer, data, seed, ends)
+    eval_keys = compiled.evaluation.graph.sources
+    evaluation = Dataset.load(data.eval, form, eval_keys, tokenizer, data, seed, ends)
     dp = max(p.strategy.dp for p in compiled.evaluation.plan.placements.values())
     if len(evaluation) < dp:
         raise UserError(
@@ -87,11 +95,13 @@ def load_data(
     return train, evaluation
 
 
-def _check_top_k(experiment: Experiment) -> None:
+def _check_top_k(experiment: Experiment, compiled: Compiled) -> None:
     """Check that top-k is at most the vocabulary; else UserError."""
-    if isinstance(experiment, PPOExperiment):
-        top_k, vocabulary = experiment.generation.top_k, role_shape(experiment.models.actor).vocab_size
-        check_top_k("generation.top_k", top_k, vocabulary)
+    generation, configs = experiment.spec.generation, models(experiment)
+    for call in compiled.train.graph.calls:
+        if generation is not None and call.kind is Kind.GENERATE:
+            vocabulary = role_shape(configs[call.role]).vocab_size
+            check_top_k("generation.top_k", generation(experiment).top_k, vocabulary)
 
 
 def check_top_k(option: str, top_k: int, vocabulary: int) -> None:
@@ -105,8 +115,9 @@ def check_top_k(option: str, top_k: int, vocabulary: int) -> None:
 def _check_positions(experiment: Experiment) -> None:
     """Check that sequences stay within the declared length of a role's model; else UserError."""
     data, longest, what = experiment.data, experiment.data.max_tokens, "data.max_tokens"
-    if isinstance(experiment, PPOExperiment):
-        longest = data.max_prompt_tokens + experiment.generation.max_new_tokens
+    generation = experiment.spec.generation
+    if generation is not None:
+        longest = data.max_prompt_tokens + generation(experiment).max_new_tokens
         what = "data.max_prompt_tokens + generation.max_new_tokens"
     for role, config in models(experiment).items():
         check_length(

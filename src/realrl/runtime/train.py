@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from realrl.algorithms.registry import build_algorithm
+from realrl.algorithms.build import build_algorithm
 from realrl.checkpoint.notes import list_saving_notes
 from realrl.checkpoint.sources import check_trainable
 from realrl.config.errors import RunError, UserCodeError, UserError
@@ -21,7 +21,7 @@ from realrl.planner.profile.profile import Profile
 from realrl.program.lower import WRITER
 from realrl.program.trace import write_trace
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.model import HEADS, TrainedModelConfig
+from realrl.recipe.model import TrainedModelConfig
 from realrl.runtime.costs import Costs
 from realrl.runtime.evaluate import Evaluation, flatten
 from realrl.runtime.judge import Judge
@@ -137,6 +137,7 @@ class TrainingRun:
         self.algorithm = algorithm = build_algorithm(experiment)
         self.roles = Roles(
             models(experiment),
+            experiment.spec.heads,
             compiled.homes,
             process,
             groups,
@@ -230,7 +231,9 @@ class TrainingRun:
         start = time.monotonic()
         phase = self.compiled.train
         store = Store(phase.graph, phase.plan)
-        records = self.records.batch(self.order.indices(step))
+        samples = self.experiment.spec.samples_per_prompt(self.experiment)
+        # Samples of a prompt are consecutive items, so that item // samples is the prompt.
+        records = self.records.batch([i for i in self.order.indices(step) for _ in range(samples)])
         rates = {
             role: learning_rate(config.optimizer, step, self.steps)
             for role, config in models(self.experiment).items()
@@ -310,7 +313,8 @@ class TrainingRun:
 
     def _saving_notes(self, role: str) -> Iterator[str]:
         origin, vocabulary = self.roles.origins[role], self.roles.shapes[role].vocab_size
-        return list_saving_notes(origin, HEADS[role], self.tokenizer, self.ends, vocabulary)
+        head = self.experiment.spec.heads[role]
+        return list_saving_notes(origin, head, self.tokenizer, self.ends, vocabulary)
 
     def _finish(self, started: float) -> None:
         comparison = self._collect(last=True)
@@ -322,7 +326,7 @@ class TrainingRun:
             with self.directory.writing(trace):
                 write_trace(trace, events, "measured")
             seconds = time.monotonic() - started
-            summary: dict[str, Any] = {"algorithm": self.experiment.algorithm, "steps": self.steps}
+            summary: dict[str, Any] = {"algorithm": self.experiment.spec.name, "steps": self.steps}
             self.directory.finish(
                 summary | {"seconds": round(seconds, 2), "skipped_steps": self.notes.skipped}
             )

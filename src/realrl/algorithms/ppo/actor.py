@@ -6,11 +6,11 @@ from torch import Tensor
 from realrl.algorithms.base import PlainTrain
 from realrl.algorithms.method import Metrics, ModelOutput, Sum
 from realrl.algorithms.packed import Responses
+from realrl.algorithms.ppo.config import PPOConfig
 from realrl.algorithms.ppo.experience import Appraiser, Experience, scored
 from realrl.algorithms.ppo.losses import approximate_kl, policy_loss
 from realrl.algorithms.ppo.normalization import global_moments, whiten
 from realrl.data.batch import Batch, Ragged
-from realrl.recipe.settings import PPOConfig
 
 
 class ActorTrain(PlainTrain):

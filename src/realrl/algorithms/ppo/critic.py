@@ -7,11 +7,11 @@ from torch import Tensor
 from realrl.algorithms.base import PlainTrain
 from realrl.algorithms.method import Metrics, ModelOutput, Sum
 from realrl.algorithms.packed import Responses
+from realrl.algorithms.ppo.config import PPOConfig
 from realrl.algorithms.ppo.experience import Appraiser, to_reward_scale
 from realrl.algorithms.ppo.losses import value_loss
 from realrl.algorithms.ppo.normalization import global_moments
 from realrl.data.batch import Batch, Ragged
-from realrl.recipe.settings import PPOConfig
 
 
 class CriticTrain(PlainTrain):

@@ -8,10 +8,10 @@ from torch import Tensor
 from realrl.algorithms.method import Sum
 from realrl.algorithms.packed import Responses, last_of_rows
 from realrl.algorithms.ppo.advantages import gae
+from realrl.algorithms.ppo.config import PPOConfig
 from realrl.algorithms.ppo.kl import KLController, token_kl
 from realrl.algorithms.ppo.normalization import Moments, ReturnScale, global_moments
 from realrl.data.batch import Batch
-from realrl.recipe.settings import PPOConfig
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,10 +2,10 @@
 
 from realrl.algorithms.method import Metrics, ModelOutput
 from realrl.algorithms.packed import Responses, last_of_rows
+from realrl.algorithms.ppo.config import PPOConfig
 from realrl.algorithms.ppo.experience import scored, to_reward_scale
 from realrl.algorithms.ppo.kl import token_kl
 from realrl.data.batch import Batch, Ragged
-from realrl.recipe.settings import PPOConfig
 
 
 class RewardInference:

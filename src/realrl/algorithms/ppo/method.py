@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from realrl.algorithms.base import StatelessAlgorithm
 from realrl.algorithms.method import GenerateMethod
 from realrl.algorithms.ppo.actor import ActorTrain
+from realrl.algorithms.ppo.config import PPOConfig
 from realrl.algorithms.ppo.critic import CriticTrain
 from realrl.algorithms.ppo.inference import CriticInference, RefInference, RewardInference
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.settings import GenerationConfig, PPOConfig
+from realrl.recipe.settings import GenerationConfig
 
 FEW_FINISHED = 0.5
 """Share of finished answers below which a note says that most are cut off."""

@@ -93,7 +93,9 @@ def format_batch(scenario: "Scenario") -> str:
         return f"{sequences} of {_lengths(workload.prompts)} tokens"
     prompts = _lengths(workload.prompts)
     answers = _lengths(workload.answers)
-    return f"{format_count_of(workload.items, 'prompt')} of {prompts} tokens, answers of {answers}"
+    count = format_count_of(workload.items // workload.samples, "prompt")
+    samples = f"{workload.samples} answers each" if workload.samples > 1 else "answers"
+    return f"{count} of {prompts} tokens, {samples} of {answers}"
 
 
 def _lengths(lengths: Sequence[int]) -> str:

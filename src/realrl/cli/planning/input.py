@@ -54,7 +54,7 @@ def _check_lengths(lengths: Lengths, experiment: "Experiment") -> None:
 
     Answers may be longer: generation cuts them off.
     """
-    generates = hasattr(experiment, "generation")
+    generates = experiment.spec.generation is not None
     name = "max_prompt_tokens" if generates else "max_tokens"
     most = getattr(experiment.data, name)
     for tokens in lengths.prompts or ():

@@ -15,23 +15,6 @@ if TYPE_CHECKING:
     from realrl.recipe.experiment import Experiment
     from realrl.runtime.train import MetricsRecord
 
-_HEADLINES = {
-    "sft": ("actor.train/loss", "actor.inference/loss"),
-    "reward": ("reward.train/loss", "reward.train/accuracy", "reward.inference/accuracy"),
-    "ppo": (
-        "reward.inference/score",
-        "reward.inference/finished",
-        "actor.train/score",
-        "actor.train/finished",
-        "actor.train/kl",
-        "actor.train/response_tokens",
-        "critic.train/value_loss",
-        "ref.inference/kl",
-        "judge",
-    ),
-}
-"""Headline metrics of each algorithm; shown without their call."""
-
 _QUIET_SECONDS = 10.0
 """Minimum seconds between training lines without a terminal, so that a log stays readable."""
 
@@ -63,8 +46,8 @@ class Progress:
 
     def begin(self, experiment: "Experiment", steps: int) -> None:
         """Show the bar."""
-        self._headlines, self._steps = _HEADLINES[experiment.algorithm], steps
-        self._task = self._bars.add_task(experiment.algorithm, total=steps, figures="")
+        self._headlines, self._steps = experiment.spec.headlines, steps
+        self._task = self._bars.add_task(experiment.spec.name, total=steps, figures="")
         if self._console.is_terminal:
             self._bars.start()
 

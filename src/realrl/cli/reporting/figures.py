@@ -1,33 +1,41 @@
-"""Summary metrics of runs, as kept in report.json."""
+"""Summary metrics of runs, as kept in report.json and shown in a table."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from realrl.cli.reporting.runs import FinishedRun
 
-_PPO = {"judge": "judge", "reward": "score"}
-"""Prefix of a key of the report -> metric at the first and last evaluation of a PPO run."""
+
+@dataclass(frozen=True)
+class ReportedMetric:
+    """A metric of one run: its key in report.json, its label in the table, and its value, None if not finite."""
+
+    key: str
+    label: str
+    value: float | None
 
 
-def report_figures(runs: Mapping[str, FinishedRun]) -> dict[str, Any]:
-    """Sum up `runs` (algorithm -> run) as metrics.
+def list_metrics(runs: Mapping[str, FinishedRun]) -> list[ReportedMetric]:
+    """Collect the metrics that the algorithms of `runs` (algorithm -> run) sum up, as far as the runs have them.
 
-    A metric that no run has is left out; one that is not finite is None.
-
-    reward_pair_accuracy: share of evaluation pairs ranked right at the last evaluation of the reward run.
-    judge_before, judge_after, reward_before, reward_after: means over completions at the first and the last
-    evaluation of the PPO run. kl: KL to the reference at the last one, in nats per sequence. seconds: wall
-    time of each run and in total.
+    A key that several algorithms use begins with the algorithm's name and a dot.
     """
-    figures: dict[str, Any] = {}
-    if "reward" in runs and (accuracy := runs["reward"].first_and_last("accuracy")):
-        figures["reward_pair_accuracy"] = accuracy[1]
-    if "ppo" in runs:
-        for name, figure in _PPO.items():
-            if pair := runs["ppo"].first_and_last(figure):
-                figures[f"{name}_before"], figures[f"{name}_after"] = pair
-        if kl := runs["ppo"].first_and_last("kl"):
-            figures["kl"] = kl[1]
+    uses = Counter(figure.key for run in runs.values() for figure in run.spec.summary)
+    found = []
+    for name, run in runs.items():
+        for figure in run.spec.summary:
+            pair = run.first_and_last(figure.metric)
+            if pair is not None:
+                key = figure.key if uses[figure.key] == 1 else f"{name}.{figure.key}"
+                found.append(ReportedMetric(key, figure.label, pair[0 if figure.at == "first" else 1]))
+    return found
+
+
+def report_figures(runs: Mapping[str, FinishedRun], metrics: Sequence[ReportedMetric]) -> dict[str, Any]:
+    """Content of report.json: metrics by key, and `seconds`, the wall time of each run and in total."""
     seconds = {algorithm: run.seconds for algorithm, run in runs.items()}
-    figures["seconds"] = seconds | {"total": sum(seconds.values())}
-    return figures
+    return {metric.key: metric.value for metric in metrics} | {
+        "seconds": seconds | {"total": sum(seconds.values())}
+    }

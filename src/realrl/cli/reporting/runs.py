@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from realrl.algorithms.graphs import build_graph
 from realrl.config.errors import UserError
 from realrl.config.paths import local_path
 from realrl.config.yaml_file import read_yaml
+from realrl.recipe.algorithm import AlgorithmSpec
+from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
+from realrl.recipe.registry import find_algorithm
 from realrl.runtime.output.saved import find_saved
 
 LineKind = Literal["train", "eval"]
@@ -40,7 +42,7 @@ class FinishedRun:
     """Finished run directory. samples: the sample files in the order they were written; seconds: wall time."""
 
     path: Path
-    algorithm: str
+    spec: AlgorithmSpec
     lines: tuple[MetricLine, ...]
     samples: tuple[tuple[Sample, ...], ...]
     seconds: float
@@ -75,12 +77,12 @@ def read_runs(directories: Sequence[str]) -> dict[str, FinishedRun]:
     runs: dict[str, FinishedRun] = {}
     for directory in directories:
         run = read_run(directory)
-        if run.algorithm in runs:
-            other = runs[run.algorithm].path
+        name = run.spec.name
+        if name in runs:
             raise UserError(
-                f"{other} and {run.path} are both {run.algorithm} runs; a report takes one of each"
+                f"{runs[name].path} and {run.path} are both {name} runs; a report takes one of each"
             )
-        runs[run.algorithm] = run
+        runs[name] = run
     return runs
 
 
@@ -111,7 +113,7 @@ def _read_run(path: Path) -> FinishedRun:
     )
     return FinishedRun(
         path=path,
-        algorithm=read_yaml(str(path / "config.yaml"))["algorithm"],
+        spec=find_algorithm(read_yaml(str(path / "config.yaml"))["algorithm"])[0],
         lines=tuple(lines),
         samples=tuple(samples),
         seconds=json.loads((path / "summary.json").read_text(encoding="utf-8"))["seconds"],

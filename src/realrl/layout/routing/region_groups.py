@@ -19,7 +19,7 @@ _Atom = tuple[Box, tuple[int, ...], tuple[int, ...]]
 
 
 _Kind = tuple[Partition | None, tuple[int, ...]]
-"""How a tensor is cut, and its shape."""
+"""Partition of a tensor, and its shape."""
 
 
 @dataclass

@@ -139,6 +139,7 @@ def _workload(scenario: Scenario) -> dict[str, Any]:
         "prompts": _lengths(workload.prompts),
         "answers": _lengths(workload.answers),
         "epochs": workload.epochs,
+        "samples_per_prompt": workload.samples,
     }
 
 

@@ -75,10 +75,7 @@ class LocalSizes:
         return find_layer_options(self.shape).qk_norm
 
     def partial_elements(self, *, sequence_parallel: bool) -> int:
-        """Count the elements of a layer whose gradients TP ranks compute in parts and add up.
-
-        Shared key/value heads are not among them.
-        """
+        """Count a layer's elements with partial gradients, which TP ranks all-reduce, without shared KV heads."""
         partial = {Partial.TENSOR_PARALLEL} | ({Partial.SEQUENCE_PARALLEL} if sequence_parallel else set())
         specs = model_tensors(self.shape.model_copy(update={"layers": 1}), self.head)
         return sum(spec.numel for spec in specs if spec.layer == 0 and spec.partial_gradient in partial)

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.experiment import Experiment, PPOExperiment
+from realrl.recipe.experiment import Experiment
 
 QUANTILES = 64
 """Sample size that represents a length distribution."""
@@ -64,10 +64,10 @@ class CallWork:
 
 @dataclass(frozen=True)
 class Workload:
-    """Records of a step; lengths are sorted samples, 64 quantiles of their distribution."""
+    """Items of a step; lengths are sorted samples, 64 quantiles of their distribution."""
 
     items: int
-    """Records per step (`data.batch`)."""
+    """Items per step: records (`data.batch`), each as often as it is sampled."""
     prompts: tuple[int, ...]
     """Tokens of prompts; of whole training sequences where nothing is generated."""
     answers: tuple[int, ...] = (0,)
@@ -75,7 +75,9 @@ class Workload:
     max_new_tokens: int = 0
     """Bound of the answers, for which the key/value cache has room."""
     epochs: int = 1
-    """Training passes over the records of a step."""
+    """Training passes over the items of a step."""
+    samples: int = 1
+    """Items of each prompt, all samples of it."""
 
     @classmethod
     def of(
@@ -90,16 +92,18 @@ class Workload:
         Without them every prompt has `max_prompt_tokens`, every answer `max_new_tokens`, and every training
         sequence `max_tokens`: the most there can be. Longer answers are cut off, as generation does it.
         """
-        data = experiment.data
-        if not isinstance(experiment, PPOExperiment):
-            return cls(data.batch, quantiles(prompts or [data.max_tokens]))
-        longest = experiment.generation.max_new_tokens
+        data, spec = experiment.data, experiment.spec
+        epochs = spec.epochs(experiment)
+        if spec.generation is None:
+            return cls(data.batch, quantiles(prompts or [data.max_tokens]), epochs=epochs)
+        longest, samples = spec.generation(experiment).max_new_tokens, spec.samples_per_prompt(experiment)
         return cls(
-            data.batch,
-            quantiles(prompts or [data.max_prompt_tokens]),
-            quantiles([min(answer, longest) for answer in answers or [longest]]),
-            longest,
-            experiment.ppo.epochs,
+            items=data.batch * samples,
+            prompts=quantiles(prompts or [data.max_prompt_tokens]),
+            answers=quantiles([min(answer, longest) for answer in answers or [longest]]),
+            max_new_tokens=longest,
+            epochs=epochs,
+            samples=samples,
         )
 
     def work(self, call: Call) -> CallWork:

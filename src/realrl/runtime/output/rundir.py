@@ -163,7 +163,9 @@ class RunDirectory:
 
 def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
     """List all that the run reads, by the name of its field. Not all are files: models may be on the hub."""
-    for role in type(experiment.models).model_fields:
+    if experiment.algorithm.endswith(".py"):
+        yield "algorithm", experiment.algorithm
+    for role in experiment.spec.roles:
         config = getattr(experiment.models, role)
         for field in ("path", "tokenizer"):
             if getattr(config, field) is not None:

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from realrl.algorithms.graphs import build_eval_graph, build_graph
 from realrl.checkpoint.directory import known_shape, shape_of
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Average
@@ -20,7 +19,8 @@ from realrl.program.memory import Memory, Stored
 from realrl.program.order import TrainableParts
 from realrl.program.validate import validate, validate_start
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.model import HEADS, ModelConfig, TrainedModelConfig
+from realrl.recipe.graphs import build_eval_graph, build_graph
+from realrl.recipe.model import ModelConfig, TrainedModelConfig
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ def stored_models(
     UserError where more layers are to be trained than there are.
     """
     configs = models(experiment)
+    heads = experiment.spec.heads
     parts = find_trainable_parts(configs, graph.averages)
     for role, shape in shapes.items():
         layers = parts[role].last_layers
@@ -100,7 +101,7 @@ def stored_models(
     return {
         role: Stored(
             shape=shapes[role],
-            head=HEADS[role],
+            head=heads[role],
             element_bytes=ELEMENT_BYTES[config.dtype],
             trained=graph.trained(role),
             part=parts[role],
@@ -174,11 +175,12 @@ def _phase(
 
 
 def _check_batch(experiment: Experiment, graph: DataflowGraph, plan: Plan) -> None:
-    batch = experiment.data.batch
+    batch, samples = experiment.data.batch, experiment.spec.samples_per_prompt(experiment)
     for call in graph.calls:
         dp = plan[call.name].strategy.dp
-        if batch // call.minibatches < dp:
+        if batch * samples // call.minibatches < dp:
+            each = f", each sampled {samples} times," if samples > 1 else ""
             raise UserError(
-                f"data.batch={batch} in {call.minibatches} mini-batches leaves some of the {dp} data-parallel"
-                f" ranks of {call.name} without an item; make it at least {dp * call.minibatches}"
+                f"data.batch={batch}{each} in {call.minibatches} mini-batches leaves some of the {dp} data-parallel"
+                f" ranks of {call.name} without an item; make it at least {-(-dp * call.minibatches // samples)}"
             )

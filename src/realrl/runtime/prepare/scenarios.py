@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from realrl.algorithms.graphs import build_graph
 from realrl.checkpoint.directory import shape_of
 from realrl.config.errors import UserError
 from realrl.config.paths import local_path
@@ -20,6 +19,7 @@ from realrl.planner.space.build import SearchSpace
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 from realrl.recipe.experiment import Experiment
+from realrl.recipe.graphs import build_graph
 from realrl.runtime.prepare.compile import Compiled, models, stored_models
 from realrl.runtime.prepare.devices import host_is_device
 
@@ -63,7 +63,7 @@ def phase_scenarios(experiment: Experiment, compiled: Compiled, spec: ClusterSpe
             # As `Evaluation` has it: with fewer records a rank could be left without any.
             dp = max(place.strategy.dp for place in phase.plan.placements.values())
             items = experiment.data.eval_batch or experiment.data.batch
-            workload = replace(workload, items=max(items, 2 * dp))
+            workload = replace(workload, items=max(items, 2 * dp), samples=1)
         found[name] = Scenario(
             graph=phase.graph,
             models=compiled.memory.stored,

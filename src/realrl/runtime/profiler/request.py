@@ -14,7 +14,7 @@ from realrl.families.shape import ModelShape
 from realrl.plan.placement import DTYPES, Dtype
 from realrl.planner.cluster.spec import ClusterSpec, NodeGroup
 from realrl.planner.profile.profile import ShapeKey
-from realrl.recipe.experiment import Experiment, PPOExperiment
+from realrl.recipe.experiment import Experiment
 from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.prepare.cluster import named_cluster
 from realrl.runtime.prepare.compile import models
@@ -69,7 +69,8 @@ def make_request(
         device = "cpu" if group.device.cpu else "cuda"
     file = local_path(out)
     check_file(f"--out {out}", file)
-    sampling = experiment.generation if isinstance(experiment, PPOExperiment) else GenerationConfig()
+    generation = None if experiment is None else experiment.spec.generation
+    sampling = GenerationConfig() if generation is None else generation(experiment)
     # What is measured depends on the number of layers hardly, and not on what else a key leaves out.
     deepest = {(ShapeKey.of(shape), dtype): shape for shape, dtype in sorted(found, key=_layers)}
     return Request(

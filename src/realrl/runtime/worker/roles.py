@@ -17,7 +17,7 @@ from realrl.engine.offload import Offloadable
 from realrl.engine.parallel import parallel
 from realrl.engine.training.trainer import Trainer
 from realrl.families.registry import model_tensors
-from realrl.families.shape import ModelShape
+from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import TensorSpec
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.routing.chunks import group_tensors
@@ -30,7 +30,7 @@ from realrl.plan.plan import Plan
 from realrl.program.instructions import Load, Offload, Reallocate, Release
 from realrl.program.order import following_sets, trained_sets
 from realrl.program.text import name_parameters
-from realrl.recipe.model import HEADS, ModelConfig, TrainedModelConfig
+from realrl.recipe.model import ModelConfig, TrainedModelConfig
 from realrl.runtime.prepare.compile import find_trainable_parts
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.reallocation import Reallocator, Staging
@@ -53,6 +53,7 @@ class Roles:
     def __init__(
         self,
         configs: Mapping[str, ModelConfig],
+        heads: Mapping[str, Head],
         homes: Mapping[str, Placement],
         process: Process,
         groups: Mapping[tuple[int, ...], Group],
@@ -69,7 +70,7 @@ class Roles:
         `max_skipped` is for trainers, `verify` for reallocations. UserError when a model whose home includes this
         rank cannot be loaded, or when a role that follows another has other tensors.
         """
-        self._configs, self._homes, self._groups = configs, homes, groups
+        self._configs, self._heads, self._homes, self._groups = configs, heads, homes, groups
         self._process, self._temperature, self._verify = process, temperature, verify
         self._plan, self._cluster, self._seed = plan, plan.cluster, seed
         self._max_skipped = max_skipped
@@ -152,7 +153,7 @@ class Roles:
 
     def _layout(self, role: str, placement: Placement, parameter_set: str | None = None) -> Layout:
         """The layout of a role, or of one parameter set of it."""
-        shape, head = self.shapes[role], HEADS[role]
+        shape, head = self.shapes[role], self._heads[role]
         if parameter_set is None:
             return build_layout(shape, head, placement)
         sets = build_parameter_sets(shape, head, self._parts[role], trained=True)
@@ -163,7 +164,7 @@ class Roles:
         return dtype
 
     def _specs(self, role: str) -> tuple[TensorSpec, ...]:
-        return model_tensors(self.shapes[role], HEADS[role])
+        return model_tensors(self.shapes[role], self._heads[role])
 
     def model(self, role: str, placement: Placement) -> Model:
         """Find the role's model in the layout of a placement that includes this rank."""

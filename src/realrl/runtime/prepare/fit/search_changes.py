@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from realrl.algorithms.graphs import build_graph
 from realrl.dataflow.call import Kind
 from realrl.planner.cluster.devices import DEVICES
 from realrl.planner.cluster.spec import ClusterSpec
 from realrl.recipe.experiment import Experiment
+from realrl.recipe.graphs import build_graph
 from realrl.runtime.prepare.compile import models
 from realrl.runtime.prepare.fit.change import Attempts, Change, Draft, in_order, list_halves, set_fields
 
@@ -88,7 +88,8 @@ def _shorter_sequences(draft: Draft) -> Iterator[Change]:
         for longest in _shorter(max(workload.prompts)):
             yield _shorter_prompts(longest, f"data.max_prompt_tokens={longest}")
     else:
-        fewest = getattr(getattr(experiment, "generation", None), "min_new_tokens", 0)
+        generation = experiment.spec.generation
+        fewest = 0 if generation is None else generation(experiment).min_new_tokens
         for longest in _shorter(workload.max_new_tokens):
             also = [f"generation.min_new_tokens={longest}"] * (fewest > longest)
             yield set_fields(f"generation.max_new_tokens={longest}", *also)

@@ -8,7 +8,9 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from types import FunctionType, ModuleType
 
-EXTENSIONS = ("realrl.algorithms", "realrl.families")
+from realrl.recipe.registry import GROUP
+
+EXTENSIONS = (GROUP, "realrl.families")
 """Groups of entry points by which other packages extend this one."""
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from realrl.algorithms.method import InferenceMethod, Metrics, TrainMethod
 from realrl.algorithms.ppo.actor import ActorTrain
+from realrl.algorithms.ppo.config import PPOConfig
 from realrl.algorithms.ppo.critic import CriticTrain
 from realrl.algorithms.ppo.inference import CriticInference, RefInference
 from realrl.data.batch import Batch
@@ -14,7 +15,6 @@ from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import Head
 from realrl.planner.profile.profile import LayerKind
 from realrl.recipe.model import OptimizerConfig
-from realrl.recipe.settings import PPOConfig
 from realrl.runtime.profiler.points.clock import Clock, Moment
 from realrl.runtime.profiler.points.layer_timer import LayerTimer
 from realrl.runtime.profiler.points.records import make_records

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 
-from realrl.recipe.experiment import Experiment, PPOExperiment, RewardExperiment
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.graphs import build_graph
 
 LEAST_TOKENS = 64
 """Tokens of the smallest micro-batch; smaller ones take nearly as long."""
@@ -29,14 +30,15 @@ class Sizes:
     @classmethod
     def of(cls, experiment: Experiment, *, thin: bool = False) -> "Sizes":
         """Find the sizes of a recipe."""
-        data = experiment.data
-        per_item = 2 if isinstance(experiment, RewardExperiment) else 1
-        most = min(experiment.micro_batch_tokens, per_item * data.batch * data.max_tokens)
+        data, spec = experiment.data, experiment.spec
+        per_item = max(len(call.work) for call in build_graph(experiment).calls)
+        items = data.batch * spec.samples_per_prompt(experiment)
+        most = min(experiment.micro_batch_tokens, per_item * items * data.max_tokens)
         most = max(per_item * data.max_tokens, most)
-        if not isinstance(experiment, PPOExperiment):
+        if spec.generation is None:
             return cls(most, data.max_tokens, 0, 0, 0, thin)
-        answer = experiment.generation.max_new_tokens
-        rows = min(data.batch, max(1, most // (answer + 1)))
+        answer = spec.generation(experiment).max_new_tokens
+        rows = min(items, max(1, most // (answer + 1)))
         return cls(most, data.max_prompt_tokens + answer, data.max_prompt_tokens, answer, rows, thin)
 
     @classmethod

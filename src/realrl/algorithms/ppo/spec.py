@@ -1,0 +1,69 @@
+"""Description of PPO. No torch."""
+
+from realrl.algorithms.ppo.config import PPOExperiment
+from realrl.algorithms.ppo.graph import eval_graph, train_graph
+from realrl.dataflow.graph import DataflowGraph
+from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
+
+
+def _train_graph(experiment: PPOExperiment) -> DataflowGraph:
+    models = experiment.models
+    return train_graph(
+        minibatches=experiment.ppo.minibatches,
+        ref_ema=experiment.ppo.ref_ema,
+        same_start=models.ref.starts_like(models.actor),
+    )
+
+
+def _methods(experiment: PPOExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None) -> object:
+    from realrl.algorithms.ppo.method import PPOAlgorithm
+
+    return PPOAlgorithm(
+        graph=graph,
+        eval_graph=eval_graph,
+        config=experiment.ppo,
+        generation=experiment.generation,
+        eval_generation=ALGORITHM.eval_generation(experiment),
+    )
+
+
+ALGORITHM = AlgorithmSpec(
+    name="ppo",
+    recipe=PPOExperiment,
+    roles={
+        "actor": RoleSpec("lm"),
+        "critic": RoleSpec("scalar", weights_from="reward", dtype_from="actor"),
+        "ref": RoleSpec("lm", weights_from="actor"),
+        "reward": RoleSpec("scalar"),
+    },
+    form="prompt",
+    train_graph=_train_graph,
+    eval_graph=lambda experiment: eval_graph(),
+    generation=lambda experiment: experiment.generation,
+    epochs=lambda experiment: experiment.ppo.epochs,
+    methods=_methods,
+    headlines=(
+        "reward.inference/score",
+        "reward.inference/finished",
+        "actor.train/score",
+        "actor.train/finished",
+        "actor.train/kl",
+        "actor.train/response_tokens",
+        "critic.train/value_loss",
+        "ref.inference/kl",
+        "judge",
+    ),
+    curves={
+        "score": "reward model's score",
+        "judge": "independent judge",
+        "kl": "KL to the reference (nats)",
+        "response_tokens": "tokens per completion",
+    },
+    summary=(
+        SummaryMetric("judge_before", "judge", "independent judge, before", at="first"),
+        SummaryMetric("judge_after", "judge", "independent judge, after"),
+        SummaryMetric("reward_before", "score", "reward model's score, before", at="first"),
+        SummaryMetric("reward_after", "score", "reward model's score, after"),
+        SummaryMetric("kl", "kl", "KL to the reference after (nats per sequence)"),
+    ),
+)

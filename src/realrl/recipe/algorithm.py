@@ -1,0 +1,199 @@
+"""Description of an algorithm: everything that the rest of the package reads about it."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from realrl.config.words import join
+from realrl.dataflow.graph import DataflowGraph
+from realrl.families.shape import Head
+from realrl.recipe.experiment import Experiment, Models
+from realrl.recipe.forms import FORMS
+from realrl.recipe.settings import GenerationConfig
+
+_HEADS = ("lm", "scalar")
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """Head of a role's model, and the roles that fill in what the recipe leaves out."""
+
+    head: Head
+    weights_from: str | None = None
+    """Role whose path or shape, and tokenizer, it takes; None where the recipe must say where weights come from."""
+    dtype_from: str | None = None
+    """Role whose dtype it takes; `weights_from` when not given."""
+
+
+@dataclass(frozen=True)
+class SummaryMetric:
+    """A metric of evaluations in report.json and in the table of `realrl report`."""
+
+    key: str
+    """Name in report.json."""
+    metric: str
+    """Name of the metric, with or without its call."""
+    label: str
+    """Label in the table."""
+    at: Literal["first", "last"] = "last"
+    """The evaluation it is taken from."""
+
+
+def _one(experiment: Any) -> int:
+    return 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AlgorithmSpec:
+    """One algorithm. Functions take a recipe of class `recipe`; building a spec that contradicts itself raises
+    ValueError with the name of the algorithm and of the field.
+
+    What depends on a recipe, such as its graphs, is checked when one is read (`recipe.graphs`, `recipe.checks`).
+    """
+
+    name: str
+    """Value of `algorithm` in recipes."""
+    recipe: type[Experiment]
+    """Class of its recipes; the first sentence of its docstring sums up the algorithm."""
+    roles: Mapping[str, RoleSpec]
+    """The roles of `recipe.models`, all of which the training graph uses."""
+    form: str
+    """Form of its records, one of `recipe.forms.FORMS`: it yields what no call of the graphs produces."""
+    train_graph: Callable[[Any], DataflowGraph]
+    """The calls of a training step, mini-batches included."""
+    eval_graph: Callable[[Any], DataflowGraph] | None
+    """The calls of an evaluation step; None for an algorithm without evaluation."""
+    generation: Callable[[Any], GenerationConfig] | None
+    """Sampling of training, from the recipe's section `generation`; None where nothing is generated."""
+    methods: Callable[[Any, DataflowGraph, DataflowGraph | None], Any]
+    """Makes an `algorithms.method.Algorithm` of a recipe, its training graph and its evaluation graph; the only one
+    of these functions that may import torch."""
+    headlines: tuple[str, ...]
+    """Metrics shown on the terminal, as `call/name`."""
+    curves: Mapping[str, str]
+    """Metric -> label of its curve in the picture of `realrl report`."""
+    summary: tuple[SummaryMetric, ...]
+    """Metrics that `realrl report` sums up."""
+    samples_per_prompt: Callable[[Any], int] = _one
+    """Samples that training takes of each prompt, n: items i * n to i * n + n - 1 of a step have the i-th prompt.
+    Evaluation takes one."""
+    epochs: Callable[[Any], int] = _one
+    """Passes of train calls over the items of a step."""
+
+    def __post_init__(self) -> None:
+        for field, problem in self._problems():
+            raise ValueError(f"algorithm {self.name}: {field}: {problem}")
+
+    def _problems(self) -> list[tuple[str, str]]:
+        """List (field, what is wrong with it), the one to fix first in front."""
+        if not isinstance(self.name, str) or not re.fullmatch(r"[A-Za-z][\w-]*", self.name):
+            return [("name", f"{self.name!r} is not letters, digits, - and _, beginning with a letter")]
+        found = [*self._type_problems()]
+        return found or [*self._recipe_problems(), *self._role_problems(), *self._report_problems()]
+
+    def _type_problems(self) -> list[tuple[str, str]]:
+        found = []
+        if not (isinstance(self.recipe, type) and issubclass(self.recipe, Experiment)):
+            found.append(("recipe", f"{self.recipe!r} is not a class derived from Experiment"))
+        if not isinstance(self.roles, Mapping) or not self.roles:
+            found.append(("roles", "a mapping from at least one role to its RoleSpec is needed"))
+        elif wrong := [role for role, of in self.roles.items() if not isinstance(of, RoleSpec)]:
+            found.append(("roles", f"{wrong[0]} has no RoleSpec"))
+        for field, optional in _FUNCTIONS.items():
+            value = getattr(self, field)
+            if not callable(value) and not (optional and value is None):
+                found.append((field, f"{value!r} is not a function{' or None' if optional else ''}"))
+        return found
+
+    def _recipe_problems(self) -> list[tuple[str, str]]:
+        found = []
+        if not self.recipe.__doc__ or self.recipe.__doc__ == Experiment.__doc__:
+            found.append(("recipe", f"{self.recipe.__name__} has no docstring to sum the algorithm up"))
+        if self.form not in FORMS:
+            found.append(("form", f"{self.form!r} is not one of {', '.join(FORMS)}"))
+        section = self.recipe.model_fields.get("generation")
+        has_section = section is not None and section.annotation is GenerationConfig
+        if self.generation is None and section is not None:
+            found.append(("generation", f"None, but {self.recipe.__name__} has a section generation"))
+        if self.generation is not None and not has_section:
+            found.append(
+                ("generation", f"{self.recipe.__name__} needs a section generation: GenerationConfig for it")
+            )
+        if self.generation is None and self.samples_per_prompt is not _one:
+            found.append(("samples_per_prompt", "an algorithm that does not generate draws no samples"))
+        return found
+
+    def _role_problems(self) -> list[tuple[str, str]]:
+        models = self.recipe.model_fields["models"].annotation
+        if not (isinstance(models, type) and issubclass(models, Models)) or models is Models:
+            return [("recipe", f"{self.recipe.__name__}.models is not a class derived from Models")]
+        fields = models.model_fields
+        if set(fields) != set(self.roles):
+            have, want = (", ".join(names) or "none" for names in (fields, self.roles))
+            return [("roles", f"{want}, but {models.__name__} has {have}")]
+        found = []
+        for role, of in self.roles.items():
+            if of.head not in _HEADS:
+                found.append(("roles", f"{role}: head {of.head!r} is not {join(_HEADS, 'or')}"))
+            for field, source in (("weights_from", of.weights_from), ("dtype_from", of.dtype_from)):
+                if source is not None and (source == role or source not in self.roles):
+                    found.append(("roles", f"{role}: {field}={source!r} is not another role"))
+            source_spec = self.roles.get(of.weights_from or "")
+            if source_spec is not None and source_spec.weights_from is not None:
+                found.append(("roles", f"{role}: weights_from={of.weights_from!r} has no weights of its own"))
+            if fields[role].is_required() is not (of.weights_from is None):
+                default = "a default" if of.weights_from else "no default"
+                found.append(
+                    ("roles", f"{role}: with this weights_from, {models.__name__}.{role} needs {default}")
+                )
+        return found
+
+    def _report_problems(self) -> list[tuple[str, str]]:
+        found = []
+        if not _all(self.headlines, tuple, str):
+            found.append(("headlines", "a tuple of call/name is needed"))
+        if not isinstance(self.curves, Mapping) or not _all(
+            (*self.curves, *self.curves.values()), tuple, str
+        ):
+            found.append(("curves", "a mapping from metrics to labels is needed"))
+        if not _all(self.summary, tuple, SummaryMetric):
+            found.append(("summary", "a tuple of SummaryMetric is needed"))
+        elif len({metric.key for metric in self.summary}) < len(self.summary):
+            found.append(("summary", "two metrics have one key"))
+        return found
+
+    @property
+    def heads(self) -> dict[str, Head]:
+        """Role -> what its model computes."""
+        return {role: of.head for role, of in self.roles.items()}
+
+    @property
+    def about(self) -> str:
+        """One line about the algorithm."""
+        return " ".join((self.recipe.__doc__ or "").split()).partition(". ")[0].rstrip(".")
+
+    def eval_generation(self, experiment: Experiment) -> GenerationConfig | None:
+        """Find the sampling of evaluation: that of training but for `training.eval_min_new_tokens`."""
+        if self.generation is None:
+            return None
+        sampling, fewest = self.generation(experiment), experiment.training.eval_min_new_tokens
+        return sampling if fewest is None else sampling.model_copy(update={"min_new_tokens": fewest})
+
+
+_FUNCTIONS = {
+    "train_graph": False,
+    "eval_graph": True,
+    "generation": True,
+    "methods": False,
+    "samples_per_prompt": False,
+    "epochs": False,
+}
+"""Fields that are functions -> whether they may be None."""
+
+
+def _all(values: Any, container: type[Iterable[Any]], kind: type) -> bool:
+    """Whether `values` is a container of nothing but values of a kind."""
+    if not isinstance(values, container):
+        return False
+    return all(isinstance(value, kind) for value in values)

@@ -1,0 +1,98 @@
+"""Checks of a recipe as a whole, by the description of its algorithm."""
+
+from collections.abc import Iterator, Sequence
+
+from realrl.config.errors import UserError
+from realrl.dataflow.graph import DataflowGraph
+from realrl.recipe.algorithm import AlgorithmSpec
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.graphs import build_eval_graph, build_graph
+from realrl.recipe.settings import GenerationConfig
+
+
+def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
+    """Bind a recipe to its algorithm, and fill in where the weights of each role come from.
+
+    UserError for the first mistake.
+    """
+    models, filled = experiment.models, {}
+    for role, of in spec.roles.items():
+        model, update = getattr(models, role), {}
+        if of.weights_from is not None and not model.has_source:
+            source = getattr(models, of.weights_from)
+            update = {name: getattr(source, name) for name in ("path", "family", "shape", "tokenizer")}
+        dtype_from = of.dtype_from or of.weights_from
+        if dtype_from is not None and "dtype" not in model.model_fields_set:
+            update["dtype"] = getattr(models, dtype_from).dtype
+        filled[role] = model.model_copy(update=update)
+    bound = experiment.model_copy(update={"models": models.model_copy(update=filled)})
+    bound._spec = spec
+    for problem in _problems(bound):
+        raise UserError(problem)
+    graph = build_graph(bound)
+    for problem in _graph_problems(bound, graph):
+        raise UserError(problem)
+    eval_graph = build_eval_graph(bound)
+    if eval_graph is not None:
+        for problem in _headline_problems(spec, (graph, eval_graph)):
+            raise UserError(problem)
+    return bound
+
+
+def _problems(experiment: Experiment) -> Iterator[str]:
+    spec, data, training = experiment.spec, experiment.data, experiment.training
+    for field in ("epochs", "samples_per_prompt"):
+        number = getattr(spec, field)(experiment)
+        if not isinstance(number, int) or number < 1:
+            yield f"algorithm {spec.name}: {field}: {number} is not a whole number above 0"
+    if spec.generation is None:
+        if training.eval_min_new_tokens is not None:
+            yield (
+                f"training.eval_min_new_tokens is about generated text, and {spec.name} generates none;"
+                " leave it out"
+            )
+        if training.judge is not None:
+            yield f"training.judge scores generated text, and {spec.name} generates none; leave it out"
+        return
+    sampling = spec.generation(experiment)
+    if not isinstance(sampling, GenerationConfig):
+        yield f"algorithm {spec.name}: generation: {type(sampling).__name__} is not a GenerationConfig"
+    most = sampling.max_new_tokens
+    if training.eval_min_new_tokens is not None and training.eval_min_new_tokens > most:
+        yield (
+            f"training.eval_min_new_tokens={training.eval_min_new_tokens} is above"
+            f" generation.max_new_tokens={most}"
+        )
+    if training.judge is not None and data.eval is None:
+        yield "training.judge scores what evaluations generate; give data.eval or set training.judge=null"
+    if data.max_prompt_tokens + most > data.max_tokens:
+        yield (
+            f"data.max_prompt_tokens={data.max_prompt_tokens} and generation.max_new_tokens={most} together are"
+            f" above data.max_tokens={data.max_tokens}"
+        )
+
+
+def _graph_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
+    batch = experiment.data.batch
+    for call in graph.calls:
+        # In prompts, so that all samples of a prompt are in one mini-batch.
+        if batch % call.minibatches:
+            yield (
+                f"data.batch={batch} is not divisible by the {call.minibatches} mini-batches of {call.name};"
+                f" make it a multiple of {call.minibatches}, or choose another number of mini-batches"
+            )
+    for average in graph.averages:
+        dtype = getattr(experiment.models, average.role).dtype
+        if dtype != "float32":
+            yield (
+                f"models.{average.role}.dtype={dtype}: {average.role} follows {average.source} by a moving average,"
+                " which needs float32; in bfloat16 small steps are rounded away"
+            )
+
+
+def _headline_problems(spec: AlgorithmSpec, graphs: Sequence[DataflowGraph]) -> Iterator[str]:
+    calls = {call.name for graph in graphs for call in graph.calls}
+    for headline in spec.headlines:
+        call, slash, _ = headline.rpartition("/")
+        if slash and call not in calls:
+            yield f"algorithm {spec.name}: headlines: {headline}: no graph has a call {call}"

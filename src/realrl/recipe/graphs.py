@@ -1,0 +1,96 @@
+"""Dataflow graphs of a recipe, checked against the description of its algorithm."""
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+from realrl.config.errors import UserError
+from realrl.dataflow.call import Kind
+from realrl.dataflow.graph import DataflowGraph
+from realrl.recipe.algorithm import AlgorithmSpec
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.forms import FORMS
+from realrl.recipe.model import TrainedModelConfig
+
+GENERATED = ("sequences", "logprobs", "prompt_length", "finished")
+"""Keys that a generate call can produce."""
+SAMPLED = ("sequences", "prompt_length", "finished")
+"""Those that samples of evaluations are written from."""
+
+
+def build_graph(experiment: Experiment) -> DataflowGraph:
+    """Build the calls of one training step. UserError where they contradict the algorithm's description."""
+    return _build(experiment, experiment.spec.train_graph, "train_graph", _train_problems)
+
+
+def build_eval_graph(experiment: Experiment) -> DataflowGraph | None:
+    """Build the calls of one evaluation step; None for a recipe without evaluation records. UserError likewise."""
+    if experiment.data.eval is None:
+        return None
+    function = experiment.spec.eval_graph
+    if function is None:
+        raise UserError(f"data.eval: {experiment.spec.name} has no evaluation; set data.eval=null")
+    return _build(experiment, function, "eval_graph", _eval_problems)
+
+
+def _build(
+    experiment: Experiment,
+    function: Callable[[Any], DataflowGraph],
+    field: str,
+    problems: Callable[[Experiment, DataflowGraph], Iterator[str]],
+) -> DataflowGraph:
+    spec = experiment.spec
+    try:
+        graph = function(experiment)
+    except ValueError as error:
+        raise UserError(f"algorithm {spec.name}: {field}: {error}") from error
+    if not isinstance(graph, DataflowGraph):
+        raise UserError(f"algorithm {spec.name}: {field}: {type(graph).__name__} is not a DataflowGraph")
+    for problem in chain(_problems(spec, graph), problems(experiment, graph)):
+        raise UserError(f"algorithm {spec.name}: {field}: {problem}")
+    return graph
+
+
+def _problems(spec: AlgorithmSpec, graph: DataflowGraph) -> Iterator[str]:
+    for role in graph.roles:
+        if role not in spec.roles:
+            yield f"role {role} is not one of {', '.join(spec.roles)}"
+    missing = [key for key in graph.sources if key not in FORMS[spec.form]]
+    if missing:
+        yield f"no call produces {', '.join(missing)}, and records of form {spec.form!r} yield no such key"
+    for call in graph.calls:
+        if call.kind is not Kind.GENERATE:
+            continue
+        if spec.generation is None:
+            yield f"{call.name} generates, and the description has generation=None"
+        if spec.roles[call.role].head != "lm":
+            yield f"{call.name} needs a language-model head for {call.role}"
+        if "sequences" not in call.outputs:
+            yield f"{call.name} must produce sequences"
+        unknown = [key for key in call.outputs if key not in GENERATED]
+        if unknown:
+            yield f"{call.name} cannot produce {unknown[0]}; a generate call has {', '.join(GENERATED)}"
+
+
+def _train_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
+    spec = experiment.spec
+    kinds = {call.kind for call in graph.calls}
+    if Kind.TRAIN not in kinds:
+        yield "no call trains"
+    if spec.generation is not None and Kind.GENERATE not in kinds:
+        yield "no call generates, and the description says how to"
+    for role in spec.roles:
+        if role not in graph.roles:
+            yield f"no call uses role {role}"
+        elif graph.trained(role) is not isinstance(getattr(experiment.models, role), TrainedModelConfig):
+            kind = "TrainedModelConfig" if graph.trained(role) else "ModelConfig"
+            yield f"models.{role} must be a {kind}, to go with the calls of {role}"
+
+
+def _eval_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
+    for call in graph.calls:
+        if call.kind is Kind.TRAIN:
+            yield f"{call.name} trains"
+        lacking = [key for key in SAMPLED if key not in call.outputs]
+        if call.kind is Kind.GENERATE and lacking:
+            yield f"{call.name} must produce {lacking[0]} too, for the samples of evaluations"

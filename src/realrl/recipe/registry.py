@@ -1,0 +1,86 @@
+"""Registry of algorithms: installed ones by name, a user's own by file or module."""
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from realrl.config.errors import UserError
+from realrl.config.explain import brief, nearest
+from realrl.config.user_code import UserCode
+from realrl.recipe.algorithm import AlgorithmSpec
+
+GROUP = "realrl.algorithms"
+"""Entry points of this group are descriptions of algorithms, each by the name it has in recipes."""
+
+
+def list_algorithms() -> list[str]:
+    """List the names of installed algorithms."""
+    return sorted(_installed())
+
+
+def find_algorithm(reference: Any) -> tuple[AlgorithmSpec, str]:
+    """Find what a recipe's `algorithm` refers to; also the reference as it is kept, in which a path is absolute.
+
+    UserError, naming what there is, where nothing is found; UserCodeError where code cannot be imported.
+    """
+    if isinstance(reference, str) and reference in _installed():
+        return _load(_installed()[reference]), reference
+    if not _is_module(reference):
+        hint = nearest(str(reference), list_algorithms())
+        raise UserError(
+            f"algorithm: {brief(reference)} is not {describe_choices()}"
+            + (f"; did you mean {hint}?" if hint else "")
+        )
+    code = UserCode("algorithm", reference)
+    values = vars(code.module).values()
+    specs = list({id(value): value for value in values if isinstance(value, AlgorithmSpec)}.values())
+    where = code.file or reference
+    if len(specs) != 1:
+        found = ", ".join(spec.name for spec in specs) or "none"
+        raise UserError(f"algorithm={reference}: {where} must hold one AlgorithmSpec (it has {found})")
+    return specs[0], str(code.file) if reference.endswith(".py") else reference
+
+
+def _is_module(reference: Any) -> bool:
+    """Whether a reference has the form FILE.py or package.module."""
+    if not isinstance(reference, str):
+        return False
+    parts = reference.split(".")
+    return reference.endswith(".py") or (len(parts) > 1 and all(part.isidentifier() for part in parts))
+
+
+def describe_choices() -> str:
+    """Describe the values that `algorithm` may have, for error messages."""
+    names = ", ".join(list_algorithms()) or "the installed algorithms (there are none: install realrl again)"
+    return f"one of {names}, or a FILE.py or package.module that describes one"
+
+
+@cache
+def _installed() -> dict[str, EntryPoint]:
+    """Installed algorithms by name; UserError where two packages use one name."""
+    found: dict[str, EntryPoint] = {}
+    for point in entry_points(group=GROUP):
+        if point.name in found:
+            packages = " and ".join(sorted(_package(p) for p in (found[point.name], point)))
+            raise UserError(f"algorithm {point.name} is in two packages, {packages}; uninstall one")
+        found[point.name] = point
+    return found
+
+
+def _load(point: EntryPoint) -> AlgorithmSpec:
+    try:
+        spec = point.load()
+    except Exception as error:
+        raise UserError(
+            f"algorithm {point.name} of package {_package(point)} cannot be imported:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(spec, AlgorithmSpec) or spec.name != point.name:
+        raise UserError(
+            f"algorithm {point.name} of package {_package(point)}: {point.value} is no AlgorithmSpec of that name"
+        )
+    return spec
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else "unknown"

@@ -1,0 +1,300 @@
+"""What a description of an algorithm leaves out or contradicts is an error where it is registered."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realrl.algorithms.ppo.spec import ALGORITHM as PPO
+from realrl.algorithms.reward.spec import ALGORITHM as REWARD
+from realrl.algorithms.sft.config import SFTExperiment
+from realrl.algorithms.sft.spec import ALGORITHM as SFT
+from realrl.config.errors import UserCodeError, UserError
+from realrl.dataflow.call import Call, Key, Kind
+from realrl.dataflow.graph import DataflowGraph
+from realrl.recipe import registry
+from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
+from realrl.recipe.checks import complete
+from realrl.recipe.experiment import Experiment, Models
+from realrl.recipe.load import parse_experiment
+from realrl.recipe.model import ModelConfig
+from realrl.recipe.registry import find_algorithm, list_algorithms
+
+REQUIRED = (
+    *("name", "recipe", "roles", "form", "train_graph", "eval_graph", "generation", "methods", "headlines"),
+    *("curves", "summary"),
+)
+PPO_RECIPE = {
+    "algorithm": "ppo",
+    "run_dir": "r",
+    "data": {"train": "t", "eval": "e", "batch": 8},
+    "models": {"actor": {"path": "a"}, "reward": {"path": "b"}},
+}
+
+
+class Undocumented(Experiment):
+    models: Models
+
+
+Undocumented.__doc__ = None
+
+
+class Modelless(Experiment):
+    """Fine-tuning without models."""
+
+
+@pytest.mark.parametrize("field", REQUIRED)
+def test_a_field_that_is_left_out_is_named(field: str) -> None:
+    given = {f.name: getattr(SFT, f.name) for f in fields(SFT) if f.name != field}
+    with pytest.raises(TypeError, match=f"AlgorithmSpec.*'{field}'"):
+        AlgorithmSpec(**given)
+
+
+def roles(**changes: RoleSpec) -> dict[str, RoleSpec]:
+    return {**PPO.roles, **changes}
+
+
+@pytest.mark.parametrize(
+    ("spec", "changes", "message"),
+    [
+        (
+            SFT,
+            {"name": "my algorithm"},
+            "algorithm my algorithm: name: 'my algorithm' is not letters, digits",
+        ),
+        (SFT, {"name": 3}, "name: 3 is not letters"),
+        (
+            SFT,
+            {"recipe": dict},
+            "algorithm sft: recipe: <class 'dict'> is not a class derived from Experiment",
+        ),
+        (SFT, {"recipe": Undocumented}, "recipe: Undocumented has no docstring"),
+        (SFT, {"recipe": Modelless}, "recipe: Modelless.models is not a class derived from Models"),
+        (SFT, {"roles": {}}, "roles: a mapping from at least one role"),
+        (SFT, {"roles": {"actor": "lm"}}, "roles: actor has no RoleSpec"),
+        (SFT, {"roles": {"critic": RoleSpec("lm")}}, "roles: critic, but SFTModels has actor"),
+        (SFT, {"roles": {"actor": RoleSpec("value")}}, "roles: actor: head 'value' is not lm or scalar"),
+        (
+            SFT,
+            {"roles": {"actor": RoleSpec("lm", "actor")}},
+            "roles: actor: weights_from='actor' is not another role",
+        ),
+        (
+            PPO,
+            {"roles": roles(ref=RoleSpec("lm"))},
+            "roles: ref: with this weights_from, PPOModels.ref needs no",
+        ),
+        (
+            PPO,
+            {"roles": roles(actor=RoleSpec("lm", "reward"))},
+            "roles: actor: with this weights_from, PPOModels.actor needs a default",
+        ),
+        (
+            PPO,
+            {"roles": roles(ref=RoleSpec("lm", "critic"))},
+            "roles: ref: weights_from='critic' has no weights of its own",
+        ),
+        (
+            PPO,
+            {"roles": roles(ref=RoleSpec("lm", "actor", "x"))},
+            "roles: ref: dtype_from='x' is not another role",
+        ),
+        (SFT, {"form": "conversation"}, "form: 'conversation' is not one of answer, pair, prompt"),
+        (SFT, {"train_graph": None}, "train_graph: None is not a function"),
+        (SFT, {"eval_graph": 3}, "eval_graph: 3 is not a function or None"),
+        (SFT, {"methods": "x"}, "methods: 'x' is not a function"),
+        (SFT, {"epochs": 2}, "epochs: 2 is not a function"),
+        (SFT, {"generation": lambda e: None}, "generation: SFTExperiment needs a section generation"),
+        (PPO, {"generation": None}, "generation: None, but PPOExperiment has a section generation"),
+        (SFT, {"samples_per_prompt": lambda e: 2}, "samples_per_prompt: an algorithm that does not generate"),
+        (SFT, {"headlines": "actor.train/loss"}, "headlines: a tuple of call/name is needed"),
+        (SFT, {"curves": ("loss",)}, "curves: a mapping from metrics to labels is needed"),
+        (SFT, {"summary": ("loss",)}, "summary: a tuple of SummaryMetric is needed"),
+        (SFT, {"summary": (SummaryMetric("a", "b", "c"),) * 2}, "summary: two metrics have one key"),
+    ],
+)
+def test_a_field_that_contradicts_others_is_named(
+    spec: AlgorithmSpec, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        replace(spec, **changes)
+    assert message in str(caught.value)
+
+
+KEYS = (Key("prompts", "int64"), Key("sequences", "int64"), Key("reply", "int64"))
+GENERATE = Call("actor.generate", "actor", Kind.GENERATE, ("prompts",), ("sequences",), work=("prompts",))
+INFER = Call("actor.inference", "actor", Kind.INFERENCE, ("sequences",), work=("sequences",))
+TRAIN = Call("actor.train", "actor", Kind.TRAIN, ("sequences",), work=("sequences",))
+
+
+def graph_of(*calls: Call) -> Callable[[Any], DataflowGraph]:
+    return lambda experiment: DataflowGraph(calls, KEYS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_graph": lambda e: None}, "algorithm ppo: train_graph: NoneType is not a DataflowGraph"),
+        ({"train_graph": graph_of(TRAIN, TRAIN)}, "algorithm ppo: train_graph: two calls have the same name"),
+        ({"train_graph": graph_of(GENERATE, INFER)}, "train_graph: no call trains"),
+        ({"train_graph": graph_of(GENERATE, TRAIN)}, "train_graph: no call uses role critic"),
+        (
+            {"train_graph": graph_of(TRAIN)},
+            "train_graph: no call produces sequences, and records of form 'prompt'",
+        ),
+        (
+            {"train_graph": graph_of(replace(GENERATE, outputs=("reply",)), TRAIN)},
+            "train_graph: no call produces sequences",
+        ),
+        (
+            {"train_graph": graph_of(replace(GENERATE, outputs=("sequences", "reply")), TRAIN)},
+            "train_graph: actor.generate cannot produce reply; a generate call has sequences, logprobs,",
+        ),
+        (
+            {"train_graph": graph_of(replace(GENERATE, role="poet"), TRAIN)},
+            "train_graph: role poet is not one of",
+        ),
+        (
+            {"train_graph": graph_of(replace(GENERATE, role="critic"), TRAIN)},
+            "train_graph: actor.generate needs a language-model head for critic",
+        ),
+        (
+            {"eval_graph": graph_of(replace(TRAIN, inputs=("prompts",), work=("prompts",)))},
+            "actor.train trains",
+        ),
+        ({"eval_graph": graph_of(GENERATE)}, "eval_graph: actor.generate must produce prompt_length too"),
+        ({"eval_graph": None}, "data.eval: ppo has no evaluation; set data.eval=null"),
+        (
+            {"samples_per_prompt": lambda e: 0},
+            "algorithm ppo: samples_per_prompt: 0 is not a whole number above 0",
+        ),
+        ({"epochs": lambda e: 0}, "algorithm ppo: epochs: 0 is not a whole number above 0"),
+        ({"epochs": lambda e: None}, "algorithm ppo: epochs: None is not a whole number above 0"),
+        ({"generation": lambda e: None}, "algorithm ppo: generation: NoneType is not a GenerationConfig"),
+        (
+            {"headlines": ("actor.trian/loss",)},
+            "algorithm ppo: headlines: actor.trian/loss: no graph has a call",
+        ),
+    ],
+)
+def test_what_contradicts_a_recipe_is_named_when_it_is_read(changes: dict[str, Any], message: str) -> None:
+    spec = replace(PPO, **changes)
+    with pytest.raises(UserError) as caught:
+        complete(spec.recipe.model_validate(PPO_RECIPE), spec)
+    assert message in str(caught.value)
+
+
+def test_roles_are_trained_exactly_if_they_have_an_optimizer() -> None:
+    class Frozen(Models):
+        """One model."""
+
+        actor: ModelConfig
+
+    class FrozenExperiment(Experiment):
+        """Training of a frozen model."""
+
+        models: Frozen
+
+    recipe = {**PPO_RECIPE, "models": {"actor": {"path": "a"}}, "algorithm": "sft"}
+    spec = replace(SFT, recipe=FrozenExperiment)
+    with pytest.raises(UserError, match=r"train_graph: models\.actor must be a TrainedModelConfig"):
+        complete(FrozenExperiment.model_validate(recipe), spec)
+
+
+def test_installed_algorithms_have_the_names_of_their_entry_points() -> None:
+    assert list_algorithms() == ["ppo", "reward", "sft"]
+    assert [find_algorithm(name)[0] for name in list_algorithms()] == [PPO, REWARD, SFT]
+    assert SFT.about == "Supervised fine-tuning on `{prompt, answer}` records or conversations"
+
+
+class Point:
+    """An entry point of another package."""
+
+    def __init__(self, name: str, value: Any, package: str = "theirs") -> None:
+        self.name = name
+        self.value = "theirs.module:ALGORITHM"
+        self.dist = type("Distribution", (), {"name": package})
+        self._value = value
+
+    def load(self) -> Any:
+        if isinstance(self._value, Exception):
+            raise self._value
+        return self._value
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Makes entry points the only ones there are."""
+
+    def install(*points: Point) -> None:
+        monkeypatch.setattr(registry, "entry_points", lambda group: points)
+        registry._installed.cache_clear()
+
+    yield install
+    registry._installed.cache_clear()
+
+
+def test_an_installed_algorithm_that_cannot_be_used_names_its_package(install: Callable[..., None]) -> None:
+    install(Point("mine", ImportError("no module named jax")), Point("other", SFT))
+    with pytest.raises(
+        UserError, match="algorithm mine of package theirs cannot be imported: ImportError: no mod"
+    ):
+        find_algorithm("mine")
+    with pytest.raises(
+        UserError, match=r"algorithm other of package theirs: .* is no AlgorithmSpec of that name"
+    ):
+        find_algorithm("other")
+
+
+def test_one_name_in_two_packages_names_both(install: Callable[..., None]) -> None:
+    install(Point("mine", SFT, "a"), Point("mine", SFT, "b"))
+    with pytest.raises(UserError, match="algorithm mine is in two packages, a and b; uninstall one"):
+        find_algorithm("mine")
+
+
+def test_a_file_must_hold_one_description(tmp_path: Path) -> None:
+    def load(name: str, text: str) -> tuple[AlgorithmSpec, str]:
+        file = tmp_path / f"{name}.py"
+        file.write_text(text)
+        return find_algorithm(str(file))
+
+    ours = "from realrl.algorithms.sft.spec import ALGORITHM\n"
+    with pytest.raises(UserError, match=r"none.py must hold one AlgorithmSpec \(it has none\)"):
+        load("none", "x = 1")
+    with pytest.raises(UserError, match=r"two.py must hold one AlgorithmSpec \(it has sft, ppo\)"):
+        load("two", ours + "from realrl.algorithms.ppo.spec import ALGORITHM as B")
+    with pytest.raises(
+        UserCodeError, match=r"wrong.py cannot be imported: ValueError: algorithm sft: form: .*3\)"
+    ):
+        load("wrong", ours + "from dataclasses import replace\nMINE = replace(ALGORITHM, form='x')")
+    assert load("twice", ours + "AGAIN = ALGORITHM") == (SFT, str(tmp_path / "twice.py"))
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("nowhere.py", "algorithm=nowhere.py: there is no file /"),
+        ("nowhere.module", "algorithm=nowhere.module: there is no module nowhere.module; write FILE.py or"),
+        ("./nowhere", "'./nowhere' is not one of ppo, reward, sft, or a FILE.py"),
+        ("realrl.config.words", "words.py must hold one AlgorithmSpec"),
+        ("a.py:ALGORITHM", "'a.py:ALGORITHM' is not one of ppo, reward, sft, or a FILE.py or package.module"),
+        (
+            "sfd",
+            "'sfd' is not one of ppo, reward, sft, or a FILE.py or package.module that describes one; did you",
+        ),
+        (["sft"], "['sft'] is not one of"),
+    ],
+)
+def test_a_reference_to_nothing_gets_one_message(reference: Any, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_experiment({**PPO_RECIPE, "algorithm": reference})
+    assert message in str(caught.value)
+
+
+def test_an_importable_module_is_a_reference() -> None:
+    recipe = {**PPO_RECIPE, "algorithm": "realrl.algorithms.sft.spec", "models": {"actor": {"path": "a"}}}
+    experiment = parse_experiment(recipe)
+    assert isinstance(experiment, SFTExperiment) and experiment.spec is SFT
+    assert experiment.algorithm == "realrl.algorithms.sft.spec"
