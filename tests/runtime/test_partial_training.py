@@ -93,7 +93,7 @@ def test_only_what_is_trained_moves_after_an_update(runs: tuple[Path, Path]) -> 
 
 
 class Watch:
-    """In place of a meter: what roles hold before each instruction that brings nothing."""
+    """In place of a step timer: what roles hold before each instruction that brings nothing."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.run, self.held = run, list[int]()
@@ -132,7 +132,7 @@ def test_bytes_in_device_memory_are_those_that_are_predicted(
         if not isinstance(instruction, Reallocate | Load)
     ]
     for step in range(2):
-        run.costs.meter = watch = Watch(run)  # type: ignore[assignment]
+        run.costs.timer = watch = Watch(run)  # type: ignore[assignment]
         run._train_step(step)
         assert watch.held == expected
 
