@@ -152,7 +152,7 @@ class TrainMethod(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class FunctionInput:
-    """What a function sees of the items of one rank."""
+    """Input of a function call: the items of one rank."""
 
     batch: Batch
     """The call's input keys, a row per item."""
@@ -163,11 +163,11 @@ class FunctionInput:
     """The tokenizer of the run."""
 
     def prompts(self) -> list[str]:
-        """Texts of prompts, without special tokens; of `sequences`, cut at `prompt_length`."""
+        """Decode prompts, without special tokens; of `sequences`, cut at `prompt_length`."""
         return [self._text(row[:cut]) for row, cut in self._cuts()]
 
     def completions(self) -> list[str]:
-        """Texts of what follows the prompts, likewise."""
+        """Decode completions, without special tokens: what follows the prompts."""
         return [self._text(row[cut:]) for row, cut in self._cuts()]
 
     def _cuts(self) -> Iterator[tuple[list[int], int]]:
@@ -187,15 +187,16 @@ class FunctionMethod(Protocol):
         """Get ready on a rank that calls it, before anything of models is loaded; UserError where that fails."""
 
     def wants(self, field: str) -> bool:
-        """Whether it looks at a further field of records; those that no function wants are not kept."""
+        """Tell whether it looks at a further field of records; those that no function wants are not kept."""
 
     def check_fields(self, source: str, fields: Collection[str]) -> None:
-        """UserError where it needs a field that no record of a source has; `fields` are those there are. Asked
-        after `load`."""
+        """Check that a source has the fields it needs, of those in `fields`; else UserError. Called after `load`."""
 
     def call(self, inputs: FunctionInput) -> tuple[dict[str, Ragged], Metrics]:
-        """The call's output keys, a row per item, and figures of this rank's items. Called in another thread than
-        everything else; what it raises ends the run."""
+        """Compute the call's output keys, a row per item, and metrics of this rank's items.
+
+        Called in another thread than everything else; what it raises ends the run.
+        """
 
 
 Method = GenerateMethod | InferenceMethod | TrainMethod | FunctionMethod

@@ -41,7 +41,7 @@ class UserFunction:
         return tuple(n for n, p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty)
 
     def accepts(self, name: str) -> bool:
-        """Whether it can be given an argument of that name."""
+        """Tell whether it can be given an argument of that name."""
         if self._parameters is None:
             return True
         if name in self._parameters and self._parameters[name].kind not in _COLLECTING:

@@ -60,7 +60,7 @@ class Dataset:
         return Batch(tuple(range(len(indices))), fields)
 
     def further_fields(self, indices: Sequence[int]) -> dict[str, list[Any]]:
-        """What is kept of the records of the items at `indices`: name -> a value per item."""
+        """Select the further fields of the items at `indices`: name -> a value per item."""
         return {name: [values[i] for i in indices] for name, values in self.further.items()}
 
     @classmethod

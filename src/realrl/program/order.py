@@ -35,8 +35,10 @@ def dependents(graph: DataflowGraph, function: Call) -> tuple[Call, ...]:
 
 
 def collecting_wave(graph: DataflowGraph, order: Waves, function: Call) -> int:
-    """Number of the wave at whose end the outputs of a function are waited for and handed on: that before the first
-    one with a call that needs them, so that calls in between run meanwhile; the number of waves where no call does.
+    """Find the wave at whose end the outputs of a function are waited for and sent on.
+
+    It is the one before the first wave with a call that needs them, so that calls in between run meanwhile; the
+    number of waves where no call does.
     """
     needing = set(dependents(graph, function))
     first = next((i for i, calls in enumerate(order) if needing & {*calls}), len(order) + 1)
@@ -75,10 +77,9 @@ def following_sets(average: Average, parts: TrainableParts) -> tuple[str, ...]:
 
 
 def sharing(graph: DataflowGraph, plan: Plan, order: Waves, call: Call) -> tuple[Call, ...]:
-    """List the calls that can use the same copy of parameters as `call`, which is no function, in the order they
-    run.
+    """List the calls that can use the same copy of parameters as `call`, in the order they run.
 
-    These are the calls of its role in its layout between two changes of the role, itself included.
+    `call` is no function. These are the calls of its role in its layout between two changes of the role, itself included.
     """
 
     def version(wave: int) -> int:

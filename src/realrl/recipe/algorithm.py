@@ -192,7 +192,7 @@ class AlgorithmSpec:
         return " ".join((self.recipe.__doc__ or "").split()).partition(". ")[0].rstrip(".")
 
     def roles_of(self, experiment: Experiment) -> dict[str, RoleSpec]:
-        """The roles that a recipe has."""
+        """List the roles that a recipe has."""
         return {role: of for role, of in self.roles.items() if getattr(experiment.models, role) is not None}
 
     def eval_generation(self, experiment: Experiment) -> GenerationConfig | None:

@@ -42,12 +42,15 @@ class RewardFunction:
             )
 
     def wants(self, field: str) -> bool:
-        """Whether the function takes an argument of that name."""
+        """Tell whether the function takes an argument of that name."""
         return self._function.accepts(field)
 
     def check_fields(self, source: str, fields: Collection[str]) -> None:
-        """UserError where the function needs an argument that is neither a text nor a field of the records, or
-        where a field has the name of the texts."""
+        """Check that records have the fields that the function needs.
+
+        UserError where it needs an argument that is neither a text nor a field, or where a field has the name of
+        the texts.
+        """
         clash = next((name for name in TEXTS if name in fields), None)
         if clash is not None:
             raise UserError(

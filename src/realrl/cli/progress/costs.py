@@ -16,8 +16,10 @@ _COLUMNS = ("predicted\nseconds", _MEASURED[0], "ratio", "predicted\nmemory", _M
 
 
 def costs_table(comparison: "Comparison") -> Table:
-    """Make a row for each call, one more for waiting for a function, and rows for all reallocations and for the
-    step; predictions only where there are any."""
+    """Make the table of costs: predictions only where there are any.
+
+    A row for each call, one more for waiting for a function, and rows for all reallocations and for the step.
+    """
     predicted = comparison.spec is not None
     table = Table(box=box.SIMPLE)
     table.add_column("in a step", no_wrap=True, overflow="fold")

@@ -18,8 +18,10 @@ def describe_times(
     models: Mapping[str, Stored],
     functions: Iterable[str] = (),
 ) -> tuple[str, ...]:
-    """Where times of models on a cluster come from, in words, and what speaks against those measured; and which
-    `functions`, by their references, count no time."""
+    """Describe where times of models on a cluster come from, and what speaks against those measured.
+
+    Also says which `functions`, by their references, count no time.
+    """
     return *_model_times(profile, path, spec, models), *_unmeasured(profile, spec, functions)
 
 

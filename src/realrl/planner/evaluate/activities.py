@@ -166,7 +166,7 @@ class Facts:
         )
 
     def waves_of(self, kinds: list[ActivityKind]) -> Ints:
-        """The wave that each activity belongs to, [activities, plans] (`order.collecting_wave`)."""
+        """Find the wave that each activity belongs to, [activities, plans] (`order.collecting_wave`)."""
         collecting = {}
         for f, needing in self.tables.dependents.items():
             # After all waves where nothing needs what a function puts out.

@@ -46,5 +46,5 @@ class Hosts:
                 yield call, plans, (clock * where).max(axis=0)
 
     def end(self, call: int) -> Floats:
-        """When the last point has ended a function, [plans]."""
+        """Find the time at which the last rank has ended a function, [plans]."""
         return self._ends[call].max(axis=0)

@@ -168,7 +168,7 @@ class CollectiveTime(Settings):
 
 
 class FunctionTime(Settings):
-    """What a function of the user's takes on the host."""
+    """Measured time of a user's function on the host."""
 
     function: str
     """Its reference, for example `reward.py:score`."""
@@ -197,7 +197,7 @@ class Profile(Settings):
     """What runs have measured of functions (`calibrate_profile`)."""
 
     def function_seconds(self, reference: str) -> float | None:
-        """Seconds per item of a function; None where no run has measured it."""
+        """Look up the seconds per item of a function; None where no run has measured it."""
         return next((time.seconds for time in self.functions if time.function == reference), None)
 
     def seconds(

@@ -31,7 +31,7 @@ class Scenario:
         return {role: model.part for role, model in self.models.items()}
 
     def model(self, call: Call) -> Stored | None:
-        """The model that a call uses; None for a function."""
+        """Look up the model that a call uses; None for a function."""
         return None if call.role is None else self.models[call.role]
 
     def call_cost(self, call: Call, placement: Placement) -> CallCost:

@@ -96,7 +96,7 @@ class Problem:
         return self.graph.home(role)
 
     def is_home(self, call: Call) -> bool:
-        """Whether a role lives where the call runs; never where a function does."""
+        """Tell whether a role lives where the call runs; never where a function does."""
         return call.role is not None and self.home(call.role) == call
 
     def limit(self, placement: Placement) -> float:

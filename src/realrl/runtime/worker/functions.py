@@ -19,7 +19,7 @@ from realrl.runtime.worker.trace import Trace
 
 @dataclass(frozen=True, eq=False)
 class Returned:
-    """What a function has put out, and when it did so, in seconds of the monotonic clock."""
+    """Outputs of a function, and its start and end in seconds of the monotonic clock."""
 
     outputs: dict[str, Ragged]
     metrics: Metrics
