@@ -190,7 +190,7 @@ class FunctionMethod(Protocol):
         """Tell whether it looks at a further field of records; those that no function wants are not kept."""
 
     def check_fields(self, source: str, fields: Collection[str]) -> None:
-        """Check that a source has the fields it needs, of those in `fields`; else UserError. Called after `load`."""
+        """Check that `fields` of a source are all that it needs, after `load`; else UserError."""
 
     def call(self, inputs: FunctionInput) -> tuple[dict[str, Ragged], Metrics]:
         """Compute the call's output keys, a row per item, and metrics of this rank's items.

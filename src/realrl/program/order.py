@@ -79,7 +79,8 @@ def following_sets(average: Average, parts: TrainableParts) -> tuple[str, ...]:
 def sharing(graph: DataflowGraph, plan: Plan, order: Waves, call: Call) -> tuple[Call, ...]:
     """List the calls that can use the same copy of parameters as `call`, in the order they run.
 
-    `call` is no function. These are the calls of its role in its layout between two changes of the role, itself included.
+    These are the calls of its role in its layout between two changes of the role, itself included; `call` is no
+    function.
     """
 
     def version(wave: int) -> int:

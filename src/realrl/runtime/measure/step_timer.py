@@ -122,7 +122,7 @@ class StepTimer:
                 self._moving_peak = max(self._moving_peak, self._held())
 
     def function(self, call: str, start: float, end: float, *, waited: tuple[float, float]) -> None:
-        """Register a function that ran beside other instructions, and the time, from and until, that the rank `waited`."""
+        """Register a function that ran beside other instructions, and from when until when the rank `waited`."""
         self._spans.append(TimedSpan(call, start, end, alone=True))
         self._spans.append(TimedSpan(waiting_for(call), *waited, alone=True))
 
