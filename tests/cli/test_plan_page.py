@@ -24,9 +24,9 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.families.published import SHAPES
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
-from realrl.planner.cluster.spec import ClusterSpec
-from realrl.planner.cost.model import CostModel
-from realrl.planner.memory.model import MemoryModel
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cost.cost_model import CostModel
+from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.report.report import Alternative, PlanReport, Preset, SizeReport
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan

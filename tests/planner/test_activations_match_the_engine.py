@@ -11,11 +11,11 @@ from realrl.families.shape import ModelShape
 from realrl.layout.sets import TrainablePart
 from realrl.model.packing import Packing
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.memory.activations import Activations
-from realrl.planner.memory.model import MemoryModel
+from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.workload import padding
-from realrl.planner.workload.sizes import LocalSizes
+from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 from tests.planner.lone_rank import LoneRank, Sequences

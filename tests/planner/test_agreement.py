@@ -15,10 +15,10 @@ from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
-from realrl.planner.cluster.spec import ClusterSpec
-from realrl.planner.cost.model import CostModel
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.evaluate.timeline import Timeline
-from realrl.planner.memory.model import MemoryModel
+from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.profile.profile import FunctionTime, Profile
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario

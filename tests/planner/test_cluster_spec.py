@@ -7,8 +7,8 @@ from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import DEVICES, find_gpu_kind
-from realrl.planner.cluster.spec import ClusterSpec
 
 ROOT = Path(__file__).parents[2]
 MIXED = ClusterSpec.parse("h100:2x8+l40s:3x4")

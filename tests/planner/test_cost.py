@@ -4,9 +4,9 @@ import pytest
 
 from realrl.config.errors import UserError
 from realrl.plan.placement import Mesh, Placement
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.efficiency import Efficiency
-from realrl.planner.cluster.spec import ClusterSpec
-from realrl.planner.cost.model import CallCost, CostModel
+from realrl.planner.cost.cost_model import CallCost, CostModel
 from realrl.planner.moves.transfers import Layouts
 from realrl.planner.profile.profile import CollectiveTime, Profile
 from tests.planner.problems import (

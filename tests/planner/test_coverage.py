@@ -2,7 +2,7 @@
 
 from realrl.families.shape import ModelShape
 from realrl.planner.calibration.coverage import describe_times
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.profile.corrections import Correction
 from realrl.planner.profile.profile import LayerTimes, Measurement, Profile, ShapeKey
 from realrl.planner.profile.versions import read_versions

@@ -13,14 +13,14 @@ from realrl.layout.routing.routes import reallocate
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
-from realrl.planner.cluster.spec import ClusterSpec
-from realrl.planner.cost.model import CostModel
-from realrl.planner.memory.model import MemoryModel
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cost.cost_model import CostModel
+from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.footprints import compute_footprints
+from realrl.planner.simulate.predicted_trace import predict_trace
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.simulate.trace import predict_trace
 from realrl.planner.workload.flops import count_flops, count_layer_weights
 from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Run

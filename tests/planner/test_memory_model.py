@@ -8,9 +8,9 @@ from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import build_layout
 from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.placement import Placement
-from realrl.planner.cluster.spec import ClusterSpec
-from realrl.planner.memory.model import MemoryModel, MemoryNeed
-from realrl.planner.workload.sizes import LocalSizes
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.memory.memory_model import MemoryModel, MemoryNeed
+from realrl.planner.workload.shard_sizes import LocalSizes
 from tests.planner.problems import GROUPED, KINDS, LARGE, NODES, SMALL, STEP, call, place, recomputing, stored
 
 MODEL = MemoryModel(NODES)

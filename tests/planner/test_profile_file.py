@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realrl.config.errors import UserError
-from realrl.planner.cluster.spec import ClusterSpec
-from realrl.planner.cost.model import CostModel
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.profile.curves import Curve, Surface
 from realrl.planner.profile.profile import CollectiveTime, LayerTimes, Measurement, Profile, ShapeKey
 from tests.planner.problems import GRAPH, SMALL, STEP, call, place, stored

@@ -10,14 +10,14 @@ from safetensors import SafetensorError
 
 from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.runtime.processes.environment import SCRATCH_VARIABLE
-from realrl.runtime.processes.failures import (
+from realrl.runtime.processes.error_reports import (
     CAUSE,
     CONSEQUENCE,
     DEATH,
     Failure,
-    describe,
+    describe_failure,
     find_first_cause,
-    report,
+    report_failure,
 )
 from realrl.runtime.processes.logs import keep_logs
 
@@ -48,7 +48,7 @@ FULL = "Error while serializing: I/O error: No space left on device (os error 28
 def test_only_unexpected_errors_have_a_traceback(
     error: Exception, status: int, message: str, trace: str
 ) -> None:
-    failure = describe(error)
+    failure = describe_failure(error)
     assert (failure.status, failure.distance) == (status, CAUSE)
     assert failure.message.startswith(message) and "\n" not in failure.message
     assert trace in failure.trace and bool(failure.trace) == bool(trace)
@@ -57,8 +57,8 @@ def test_only_unexpected_errors_have_a_traceback(
 def test_a_rank_whose_peer_has_gone_is_a_consequence_and_brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert describe(RuntimeError(f"Gloo connectFullMesh failed with {GLOO}")).distance == CONSEQUENCE
-    failure = describe(RuntimeError(GLOO))
+    assert describe_failure(RuntimeError(f"Gloo connectFullMesh failed with {GLOO}")).distance == CONSEQUENCE
+    failure = describe_failure(RuntimeError(GLOO))
     assert (failure.distance, failure.trace) == (CONSEQUENCE, "")
     assert (
         failure.message.startswith("rank 1: another rank has gone: ") and "typically" not in failure.message
@@ -74,7 +74,7 @@ def test_a_rank_whose_peer_has_gone_is_a_consequence_and_brief(monkeypatch: pyte
     ],
 )
 def test_a_path_that_looks_like_gloo_blames_no_other_rank(error: Exception) -> None:
-    failure = describe(error)
+    failure = describe_failure(error)
     assert failure.distance == CAUSE and failure.trace
 
 
@@ -102,7 +102,7 @@ def test_one_rank_per_node_prints_a_users_mistake_under_torchrun(
 ) -> None:
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
-    assert report(UserError("correct\nthis")) == 2
+    assert report_failure(UserError("correct\nthis")) == 2
     assert capsys.readouterr().err == printed
 
 
@@ -112,7 +112,7 @@ def test_any_rank_prints_its_own_failure_under_torchrun(
     variables = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"}
     for name, value in {**variables, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "3" / "error.json")}.items():
         monkeypatch.setenv(name, value)
-    assert report(RunError("no space")) == 1
+    assert report_failure(RunError("no space")) == 1
     assert capsys.readouterr().err == "realrl: rank 3: no space\n"
     assert json.loads((tmp_path / "3" / "error.json").read_text())["message"] == "no space"
 
@@ -135,5 +135,5 @@ def test_reporting_a_failure_does_not_recreate_the_directory_of_a_gone_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SCRATCH_VARIABLE, str(tmp_path / "gone"))
-    assert report(RuntimeError("its peer has gone")) == 1
+    assert report_failure(RuntimeError("its peer has gone")) == 1
     assert not (tmp_path / "gone").exists()

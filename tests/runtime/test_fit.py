@@ -11,8 +11,8 @@ from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.families.shape import ModelShape
 from realrl.plan.cluster import Cluster
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import DEVICES, find_gpu_kind
-from realrl.planner.cluster.spec import ClusterSpec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import load_experiment
 from realrl.recipe.model import ModelConfig

@@ -14,7 +14,7 @@ from realrl.cli.app import run_app
 from realrl.plan.cluster import Cluster
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
-from realrl.runtime.profiler.points.sizes import Sizes
+from realrl.runtime.profiler.points.grid import Sizes
 from tests.conftest import World, figures, sentence, write_jsonl
 
 ROOT = Path(__file__).parents[2]

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from realrl.config.errors import UserError
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.evaluate.shortage import DoesNotFit
 from realrl.planner.search.plan_search import UserConstraints, find_plan
 from realrl.planner.space.build import SearchSpace
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.fit.change import Attempts, Change, Draft, in_order, set_fields
-from realrl.runtime.prepare.fit.remedies import Outcome, Trials, describe
+from realrl.runtime.prepare.fit.remedies import Outcome, Trials, describe_remedies
 from realrl.runtime.prepare.fit.search import explain_no_plan, find_remedies
 from realrl.runtime.prepare.fit.search_changes import list_search_changes
 from realrl.runtime.prepare.scenarios import Measured
@@ -174,7 +174,7 @@ def test_the_first_change_that_is_enough_is_the_remedy() -> None:
         ["data.batch=32"],
     )
     found = Trials(assess, 60.0).find_remedies(of, sources(*groups), 2)
-    assert describe(found) == (
+    assert describe_remedies(found) == (
         "it fits with micro_batch_tokens=12 (needs less), or with data.batch=32 (needs less)"
     )
     assert Trials(assess, 0.0).find_remedies(of, sources(*groups), 2) == []

@@ -8,9 +8,9 @@ from typing import Any
 import yaml
 
 from realrl.plan.plan import Plan
-from realrl.planner.cluster.spec import ClusterSpec
-from realrl.planner.simulate.trace import predict_trace
-from realrl.program.trace import write_trace
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.simulate.predicted_trace import predict_trace
+from realrl.program.trace_file import write_trace
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.scenarios import make_scenario
 from tests.conftest import World

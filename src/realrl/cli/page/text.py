@@ -7,7 +7,7 @@ from realrl.config.units import format_bytes
 from realrl.families.published import SHAPES
 from realrl.families.registry import model_tensors
 from realrl.plan.placement import Placement
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.simulate.estimate import DeviceMemory
 from realrl.program.memory import Stored
 
@@ -109,7 +109,7 @@ def find_largest(parts: Mapping[str, float]) -> str:
     return max(parts, key=lambda name: parts[name])
 
 
-def describe_shortage(memory: DeviceMemory) -> str:
+def describe_full_device(memory: DeviceMemory) -> str:
     """Describe the shortfall of a device that is too small, and its largest part."""
     peak = memory.peak
     return (

@@ -13,8 +13,8 @@ from realrl.layout.routing.links import Links
 from realrl.layout.routing.routes import reallocate
 from realrl.layout.sets import BASE, TrainablePart
 from realrl.plan.placement import Placement
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.efficiency import Efficiency
-from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.cost.call_context import CallContext
 from realrl.planner.cost.generation import cost_generation
 from realrl.planner.cost.network import Network
@@ -26,7 +26,7 @@ from realrl.planner.moves.transfers import Layouts, name_mixing
 from realrl.planner.profile.corrections import find_correction
 from realrl.planner.profile.profile import Profile
 from realrl.planner.workload.batching import records_per_rank
-from realrl.planner.workload.sizes import LocalSizes
+from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 from realrl.program.order import changed_sets, changes, set_names

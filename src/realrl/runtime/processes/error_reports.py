@@ -48,7 +48,7 @@ class Failure:
     """Whether a mistake that the user can correct came up on this rank, and others may not know of it."""
 
 
-def describe(error: Exception) -> Failure:
+def describe_failure(error: Exception) -> Failure:
     """Describe the failure behind an unhandled exception."""
     rank = _rank()
     name = type(error).__name__
@@ -73,14 +73,14 @@ def describe(error: Exception) -> Failure:
     return Failure(message, RUN_STATUS, rank, time.time(), trace=trace)
 
 
-def report(error: Exception) -> int:
+def report_failure(error: Exception) -> int:
     """Leave the failure for the local launcher if there is one, else print it; return the exit status."""
-    failure = describe(error)
+    failure = describe_failure(error)
     scratch = os.environ.get(SCRATCH_VARIABLE)
     if scratch is None:
         _write_for_torchrun(failure)
         if _prints(failure):
-            show(failure, prefix="" if is_writer() else f"rank {failure.rank}: ")
+            print_failure(failure, prefix="" if is_writer() else f"rank {failure.rank}: ")
         return failure.status
     _log(error)
     # Where even this disk is full, the launcher says that this process has left no message.
@@ -92,7 +92,7 @@ def report(error: Exception) -> int:
     return failure.status
 
 
-def show(failure: Failure, *, prefix: str = "", logs: Path | None = None) -> None:
+def print_failure(failure: Failure, *, prefix: str = "", logs: Path | None = None) -> None:
     """Print a failure, its message last."""
     message = failure.message if failure.message.startswith(prefix) else prefix + failure.message
     note = "" if logs is None else f"note: the logs of all ranks are in {logs}\n"

@@ -12,12 +12,12 @@ from realrl.layout.ranges import stage_layers
 from realrl.layout.routing.chunks import CHUNK_BYTES
 from realrl.layout.sets import TrainablePart
 from realrl.plan.placement import Placement
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
-from realrl.planner.cluster.spec import ClusterSpec
 from realrl.planner.memory.activations import Activations, Parts
 from realrl.planner.workload.batching import split_work
-from realrl.planner.workload.sizes import LocalSizes, SetSizes
+from realrl.planner.workload.shard_sizes import LocalSizes, SetSizes
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from realrl.program.trace import Event, make_event
+from realrl.program.trace_file import Event, make_event
 
 KEPT = 20_000
 """Maximum slices kept per rank: the latest ones, so that memory stays bounded."""
