@@ -21,7 +21,7 @@ def test_architecture_lists_every_folder() -> None:
     assert sorted(listed) == sorted(folders)
 
 
-@pytest.mark.parametrize("top", ["src"])
+@pytest.mark.parametrize("top", ["src", "tests"])
 def test_no_folder_has_more_than_15_files(top: str) -> None:
     files = [file for file in (ROOT / top).rglob("*") if file.is_file()]
     kept = [file.parent for file in files if not GENERATED.search(str(file.relative_to(ROOT)))]

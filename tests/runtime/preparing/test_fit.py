@@ -25,7 +25,7 @@ from realrl.runtime.prepare.gpu import Gpu
 from realrl.runtime.prepare.host import host_memory
 from tests.conftest import World
 
-PPO = str(Path(__file__).parents[2] / "recipes" / "reference" / "ppo.yaml")
+PPO = str(Path(__file__).parents[3] / "recipes" / "reference" / "ppo.yaml")
 LEAN = "mesh: 0-7, dp: 1, tp: 8, sequence_parallel: true, micro_batch_tokens: 256"
 WIDE = "mesh: 0-7, dp: 8, micro_batch_tokens: 256"
 CALLS = {

@@ -35,7 +35,7 @@ from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Run
 from realrl.program.memory import Stored
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PPO = train_graph(minibatches=2)
 VOID = {"meta"}
 """Elements that HTML does not close."""

@@ -26,8 +26,7 @@ from realrl.planner.space.build import build_problem
 from realrl.planner.space.problem import Problem
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
-
-from .reference import sampled_graph
+from tests.planner.reference import sampled_graph
 
 SIZES = ("llama-3.2-1b", "llama-2-7b", "llama-2-13b")
 CLUSTERS = ("l40s:1x2", "l40s:1x8", "a100-40g:2x4", "l40s:2x2+rtx-4090:2x2", "h100:2x8")

@@ -7,8 +7,8 @@ import pytest
 from realrl.cli.app import run_app
 from realrl.planner.calibration.calibrate import calibrate_profile
 from realrl.planner.profile.profile import Profile
-from tests.planner.test_calibrate import run
-from tests.planner.test_profile_file import profile
+from tests.planner.profiles.test_calibrate import run
+from tests.planner.profiles.test_profile_file import profile
 
 
 def calibrated(directory: Path, *more: str) -> int:

@@ -18,9 +18,8 @@ from realrl.planner.search.mcmc import anneal
 from realrl.planner.search.nodes import search_node_counts
 from realrl.planner.search.search import SearchBudget, search_plans
 from realrl.planner.space.problem import Problem
-
-from .exhaustive import cheapest, cost
-from .reference import sampled_problem
+from tests.planner.exhaustive import cheapest, cost
+from tests.planner.reference import sampled_problem
 
 LITTLE = SearchBudget(chains=32, rounds=20, nodes=50_000)
 

@@ -14,7 +14,7 @@ from realrl.families.config_json import shape_to_hf
 from realrl.families.published import SHAPES
 from realrl.plan.plan import Plan
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 REFERENCE = str(ROOT / "recipes" / "reference" / "ppo.yaml")
 SMALL = (
     "models.actor.shape=qwen2.5-0.5b",

@@ -18,7 +18,7 @@ from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
 from realrl.runtime.train import TrainingRun
 from tests.conftest import PPO_CALLS, World, figures
-from tests.runtime.test_offload import prepared
+from tests.runtime.models.test_offload import prepared
 
 PLAN = {
     "actor.generate": {"mesh": "0-1", "dp": 1, "tp": 2},

@@ -18,7 +18,7 @@ from realrl.runtime.output.saved import find_saved, remove_partial
 from realrl.runtime.output.stopped import write_minibatch
 from realrl.runtime.prepare.compile import compile_recipe
 
-DEMO = str(Path(__file__).parents[2] / "recipes" / "demo" / "sft.yaml")
+DEMO = str(Path(__file__).parents[3] / "recipes" / "demo" / "sft.yaml")
 
 
 def unfinished(path: Path, steps: int, checkpoints: Sequence[str]) -> Path:

@@ -17,7 +17,7 @@ from realrl.runtime.prepare.compile import compile_recipe
 from realrl.runtime.profiler.points.grid import Sizes
 from tests.conftest import World, figures, sentence, write_jsonl
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "best_of_n.py"
 METRICS = ("actor.train/loss", "actor.train/best_score", "actor.train/score", "reward.inference/score")
 DISJOINT = """

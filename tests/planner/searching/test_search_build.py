@@ -24,8 +24,7 @@ from realrl.planner.space.candidates import list_meshes, list_micro_batches
 from realrl.planner.space.problem import Problem
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
-
-from .test_search import check_against_all_plans
+from tests.planner.searching.test_search import check_against_all_plans
 
 GRAPH = train_graph(minibatches=4)
 SHAPE = SHAPES["llama-2-7b"]

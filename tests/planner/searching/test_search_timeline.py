@@ -9,9 +9,8 @@ import pytest
 from realrl.planner.evaluate.timeline import Timeline
 from realrl.planner.space.problem import Problem
 from realrl.program.order import producers
-
-from .exhaustive import cost
-from .reference import Walk, sampled_problem
+from tests.planner.exhaustive import cost
+from tests.planner.reference import Walk, sampled_problem
 
 
 def sampled_choices(rng: random.Random, problem: Problem, most: int) -> list[dict[str, int]]:

@@ -8,7 +8,7 @@ import pytest
 
 from realrl.planner.cluster.efficiency import Efficiency
 
-FILE = Path(__file__).parents[2] / "bench" / "reference_table.py"
+FILE = Path(__file__).parents[3] / "bench" / "reference_table.py"
 
 
 @pytest.fixture(scope="module")

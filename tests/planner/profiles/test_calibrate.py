@@ -17,7 +17,7 @@ from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.profile.corrections import find_correction
 from realrl.planner.profile.profile import Profile
 from tests.planner.problems import GRAPH, GROUPED, SMALL, STEP, call, place, stored
-from tests.planner.test_profile_file import profile as measured_profile
+from tests.planner.profiles.test_profile_file import profile as measured_profile
 
 SPEC = ClusterSpec.parse("a100-80g:1x8")
 MODELS = {role: stored(SMALL, "lm" if role in ("actor", "ref") else "scalar") for role in GRAPH.roles}

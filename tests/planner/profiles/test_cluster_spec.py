@@ -10,7 +10,7 @@ from realrl.plan.placement import Mesh
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import DEVICES, find_gpu_kind
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MIXED = ClusterSpec.parse("h100:2x8+l40s:3x4")
 
 

@@ -19,7 +19,7 @@ from realrl.runtime.prepare.fit.search import explain_no_plan, find_remedies
 from realrl.runtime.prepare.fit.search_changes import list_search_changes
 from realrl.runtime.prepare.scenarios import Measured
 
-PPO = str(Path(__file__).parents[2] / "recipes" / "reference" / "ppo.yaml")
+PPO = str(Path(__file__).parents[3] / "recipes" / "reference" / "ppo.yaml")
 LEAN = UserConstraints(search_space=SearchSpace(offload=False))
 """Offloading would make most things fit."""
 
