@@ -21,7 +21,7 @@ class Family:
     """(contents of a `config.json`, the file's name for errors) -> fields of `ModelShape`, without `family`. Raises
     UserError for settings that models here have no other value for."""
     write_config: Callable[[ModelShape], Mapping[str, Any]]
-    """The settings of `config.json` that follow from a shape."""
+    """The settings of `config.json` that follow from a shape; `read_config` must read that shape from them."""
     layer: LayerOptions = field(default_factory=LayerOptions)
     tensors: Callable[[ModelShape, Head, LayerOptions], Sequence[TensorSpec]] = decoder_tensors
     """All tensors of a model in storage order, under their names in Hugging Face files."""

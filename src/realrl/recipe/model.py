@@ -14,6 +14,7 @@ from pydantic import (
 
 from realrl.config.base import Settings
 from realrl.config.explain import brief
+from realrl.families.config_json import check_writing
 from realrl.families.find import find_shape
 from realrl.families.published import SHAPES
 from realrl.families.registry import find_family
@@ -104,6 +105,13 @@ class ModelConfig(Settings):
             if family is not None and given != family:
                 raise ValueError(f"its family={brief(given)} is not the role's family={family}")
             return value if given is None else {**value, "family": given}
+        return value
+
+    @field_validator("shape")
+    @classmethod
+    def _can_be_saved(cls, value: ModelShape | None) -> ModelShape | None:
+        if value is not None:
+            check_writing(value)
         return value
 
     @field_validator("family")
