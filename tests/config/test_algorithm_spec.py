@@ -11,7 +11,8 @@ from realrl.algorithms.ppo.spec import ALGORITHM as PPO
 from realrl.algorithms.reward.spec import ALGORITHM as REWARD
 from realrl.algorithms.sft.config import SFTExperiment
 from realrl.algorithms.sft.spec import ALGORITHM as SFT
-from realrl.config.errors import UserCodeError, UserError
+from realrl.cli.app import run_app
+from realrl.config.errors import UserError
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe import registry
@@ -276,11 +277,29 @@ def test_a_file_must_hold_one_description(tmp_path: Path) -> None:
         load("none", "x = 1")
     with pytest.raises(UserError, match=r"two.py must hold one AlgorithmSpec \(it has sft, ppo\)"):
         load("two", ours + "from realrl.algorithms.ppo.spec import ALGORITHM as B")
-    with pytest.raises(
-        UserCodeError, match=r"wrong.py cannot be imported: ValueError: algorithm sft: form: .*3\)"
-    ):
-        load("wrong", ours + "from dataclasses import replace\nMINE = replace(ALGORITHM, form='x')")
     assert load("twice", ours + "AGAIN = ALGORITHM") == (SFT, str(tmp_path / "twice.py"))
+
+
+SFT_COPY = "from dataclasses import replace\nfrom realrl.algorithms.sft.spec import ALGORITHM as SFT\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("ALGORITHM = replace(SFT, form='x')", "algorithm sft: form: 'x' is not one of answer, pair, prompt"),
+        (
+            "from realrl.dataflow.call import Call, Kind; Call('a', 'a', Kind.TRAIN, ())",
+            "call a: work=() must name some of its inputs ()",
+        ),
+    ],
+)
+def test_a_contradiction_in_a_file_is_one_message_with_its_line(
+    line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text(SFT_COPY + line)
+    assert run_app(["config", str(file)]) == 2
+    assert capsys.readouterr().err == f"realrl: {file}:3: {message}\n"
 
 
 @pytest.mark.parametrize(

@@ -97,3 +97,19 @@ def test_a_family_that_cannot_write_is_refused_with_the_model_that_it_reads(tmp_
             UserError, match=r"family=.*mine.py: what write_config gives: vocab_size is missing"
         ):
             read(config, family)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("norm='layr'", "FILE:19: LayerOptions: norm='layr' is not rms or layer"),
+        ("qkv_bias=1", "FILE:19: LayerOptions: qkv_bias=1 is not True or False"),
+        (
+            "norm='layer'), tensors=lambda *given: (",
+            "family=FILE: there is no tensor for parameter attention_norm",
+        ),
+    ],
+)
+def test_a_contradiction_in_a_family_is_one_message(options: str, message: str, tmp_path: Path) -> None:
+    file = family_file(tmp_path, options=options)
+    assert message.replace("FILE", file) in refusal(file)

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 from zlib import crc32
 
-from realrl.config.errors import UserCodeError, UserError
+from realrl.config.errors import DescriptionError, UserCodeError, UserError
 from realrl.config.paths import local_path
 
 
@@ -53,7 +53,7 @@ class UserCode:
         try:
             with self.errors("cannot be imported:"):
                 spec.loader.exec_module(module)
-        except UserCodeError:
+        except UserError:
             del sys.modules[spec.name]
             raise
         return module
@@ -66,16 +66,21 @@ class UserCode:
 
     @contextmanager
     def errors(self, verb: str) -> Iterator[None]:
-        """Turn errors that the user's code raises in the block into a UserCodeError that names its line.
+        """Turn errors that the user's code raises in the block into a UserCodeError that names its line, and a
+        DescriptionError into a UserError that does.
 
         `verb` is what the code did, for example `raised`.
         """
         try:
             yield
+        except DescriptionError as error:
+            theirs = self._own_frames(traceback.extract_tb(error.__traceback__))
+            where = f"{self.file}:{theirs[-1].lineno}" if theirs else self._label
+            raise UserError(f"{where}: {error}") from None
         except (Exception, SystemExit) as error:  # whatever the user's code does
             # The first frame is ours, and for an import so are some more.
             frames = traceback.extract_tb(error.__traceback__)
-            theirs = [frame for frame in frames if Path(frame.filename).resolve() == self.file]
+            theirs = self._own_frames(frames)
             if theirs:
                 frames = traceback.StackSummary.from_list(frames[frames.index(theirs[0]) :])
             where = f" ({self.file}:{theirs[-1].lineno})" if theirs else ""
@@ -86,6 +91,9 @@ class UserCode:
                 ["Traceback (most recent call last):\n", listed, *traceback.format_exception_only(error)]
             )
             raise UserCodeError(f"{self._label} {verb} {reason}{where}", trace) from error
+
+    def _own_frames(self, frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
+        return [frame for frame in frames if Path(frame.filename).resolve() == self.file]
 
 
 def _is_module(name: str) -> bool:
