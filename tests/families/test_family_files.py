@@ -112,4 +112,10 @@ def test_a_family_that_cannot_write_is_refused_with_the_model_that_it_reads(tmp_
 )
 def test_a_contradiction_in_a_family_is_one_message(options: str, message: str, tmp_path: Path) -> None:
     file = family_file(tmp_path, options=options)
-    assert message.replace("FILE", file) in refusal(file)
+    assert refusal(file).endswith(message.replace("FILE", file))
+
+
+def test_a_family_that_is_not_found_is_one_mistake_and_named_once() -> None:
+    message = refusal("gone.py")
+    assert message.startswith("models.actor.family=gone.py: there is no file /")
+    assert "more mistake" not in message and message.count("gone.py") == 2

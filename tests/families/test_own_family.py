@@ -127,7 +127,8 @@ def test_generate_samples_what_the_definition_says(
         tokens = torch.cat((tokens, logits.argmax()[None]))
     assert json.loads(out.read_text())["tokens"] == tokens[start:].tolist()
     assert run_app(["generate", str(path), "--prompt", "the film"]) == 2
-    assert "model_type 'biased_llama' is not supported" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "model_type 'biased_llama' is not supported" in error and "or by --family" in error
 
 
 def test_a_saved_model_is_opened_again_by_a_recipe(

@@ -42,7 +42,8 @@ def shape_from_hf(
         known = list_families(trainable=not sizes_only)
         if model_type not in known:
             raise UserError(
-                f"{where}: model_type {brief(model_type)} is not supported; supported is: {', '.join(known)}"
+                f"{where}: model_type {brief(model_type)} is not supported; supported are: {', '.join(known)};"
+                " a family of your own is named by models.ROLE.family in a recipe, or by --family"
             )
         family = str(model_type)
     found = find_family(family)

@@ -11,9 +11,10 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from realrl.config.base import Settings
-from realrl.config.explain import brief
+from realrl.config.explain import CONSEQUENCE, brief
 from realrl.families.config_json import check_writing
 from realrl.families.find import find_shape
 from realrl.families.published import SHAPES
@@ -95,6 +96,8 @@ class ModelConfig(Settings):
                 f"{brief(value)} is neither the name of a published model, nor a config.json, nor a section of"
                 " sizes"
             )
+        if value is not None and "family" not in info.data:
+            raise PydanticCustomError(CONSEQUENCE, "the family is not known")
         family = info.data.get("family")
         if isinstance(value, str):
             return find_shape(value, family)

@@ -194,7 +194,7 @@ def test_a_function_that_cannot_be_called_is_refused_before_models_are_loaded(
 @pytest.mark.parametrize(
     ("reward", "model", "message"),
     [
-        ("rewards.py", None, "reward: reward=rewards.py: write FILE.py:FUNCTION or package.module:FUNCTION"),
+        ("rewards.py", None, "reward=rewards.py: write FILE.py:FUNCTION or package.module:FUNCTION"),
         ("rewards.py:f", {"path": "x"}, "reward (a function, FILE.py:FUNCTION) and models.reward (a reward model)"
          " are both given; keep one"),
         (None, None, "reward (a function, FILE.py:FUNCTION) and models.reward (a reward model) are both missing;"
