@@ -12,7 +12,7 @@ from realrl.config.errors import UserError
 from realrl.families.family import check_family
 from realrl.families.registry import find_family, list_families, model_tensors
 from realrl.families.shape import ModelShape
-from realrl.planner.workload.sizes import LocalSizes
+from realrl.planner.workload.shard_sizes import LocalSizes
 
 SIZES = {
     "vocab_size": 32,

@@ -14,7 +14,7 @@ from realrl.cli.page.text import (
 )
 from realrl.cli.page.tips import find_call_class, find_role_class
 from realrl.config.units import format_bytes
-from realrl.planner.report.shortage import describe_full_device
+from realrl.planner.report.shortage_text import describe_full_device
 from realrl.program.text import name_parameters
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from realrl.families.published import SHAPES
 from realrl.families.registry import model_tensors
 from realrl.plan.placement import Placement
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.program.memory import Stored
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from realrl.plan.placement import Strategy
 from realrl.planner.memory.kv_cache import kv_cache_bytes
 from realrl.planner.memory.layer import LayerMemory
 from realrl.planner.memory.logits import Logits
-from realrl.planner.workload.sizes import LocalSizes
+from realrl.planner.workload.shard_sizes import LocalSizes
 
 Parts = Mapping[str, int]
 """Bytes of `activations`, `logits` and `cache` at one moment."""

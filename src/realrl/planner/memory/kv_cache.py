@@ -1,6 +1,6 @@
 """Size of the KV cache."""
 
-from realrl.planner.workload.sizes import LocalSizes
+from realrl.planner.workload.shard_sizes import LocalSizes
 
 
 def kv_cache_bytes(sizes: LocalSizes, *, tokens: float, layers: int, element_bytes: int) -> int:

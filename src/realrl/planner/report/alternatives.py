@@ -12,7 +12,7 @@ from realrl.plan.plan import Plan
 from realrl.planner.evaluate.shortage import explain_plan_shortage
 from realrl.planner.evaluate.timeline import PlanEvaluation, Timeline
 from realrl.planner.report.report import Alternative
-from realrl.planner.report.shortage import describe_shortage
+from realrl.planner.report.shortage_text import describe_shortage
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace, build_problem
 from realrl.planner.space.problem import Assignment, Candidate, Problem

@@ -7,7 +7,7 @@ from realrl.plan.placement import Placement
 from realrl.planner.simulate.estimate import DeviceMemory, Footprint
 from realrl.planner.simulate.scenario import Scenario
 from realrl.program.instructions import Load, Program, Reallocate, Run
-from realrl.program.memory import Holdings, Item, Memory, Stored
+from realrl.program.memory import HeldState, Holdings, Memory, Stored
 
 
 def compute_footprints(
@@ -71,7 +71,7 @@ class _Devices:
             found[self._name(item)] += size
         return {name: size for name, size in found.items() if size}
 
-    def _name(self, item: Item) -> str:
+    def _name(self, item: HeldState) -> str:
         if item.host:
             return f"{item.role} {'optimizer' if item.what == 'optimizer' else 'parameters'} (host copy)"
         if item.what == "optimizer":
