@@ -66,9 +66,9 @@ class UserCode:
 
     @contextmanager
     def errors(self, verb: str) -> Iterator[None]:
-        """Turn errors that the user's code raises in the block into a UserCodeError that names its line, and a
-        DescriptionError into a UserError that does.
+        """Turn errors that the user's code raises in the block into a UserCodeError that names its line.
 
+        A DescriptionError, which the package raises, becomes a UserError that names it instead.
         `verb` is what the code did, for example `raised`.
         """
         try:
