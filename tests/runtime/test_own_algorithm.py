@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,6 +85,13 @@ def test_show_has_its_recipe_graph_and_plan(place: Path, capsys: pytest.CaptureF
     printed = capsys.readouterr().out
     assert f"algorithm: {place / 'algorithm.py'}" in printed
     assert "actor.train  (train in 2 mini-batches, role actor)" in printed
+
+
+def test_calls_may_have_any_name(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = EXAMPLE.read_text(encoding="utf-8").replace('"actor.train"', '"update"')
+    (place / "renamed.py").write_text(text, encoding="utf-8")
+    assert run_app(["show", "recipe.yaml", "algorithm=renamed.py"]) == 0
+    assert re.search(r"^0 +actor\.gen d1 .* update d1 t1 p1$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_plan_for_64_devices_counts_all_samples(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

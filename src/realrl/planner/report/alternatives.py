@@ -14,6 +14,7 @@ from realrl.plan.plan import Plan
 from realrl.planner.evaluate.shortage import Shortage, explain_plan_shortage
 from realrl.planner.evaluate.timeline import PlanEvaluation, Timeline
 from realrl.planner.report.report import Alternative
+from realrl.planner.simulate.memory_part import MemoryPart, PartKind
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace, build_problem
 from realrl.planner.space.problem import Assignment, Candidate, Problem
@@ -214,16 +215,16 @@ def describe_shortage(scenario: Scenario, shortage: Shortage) -> str:
     call = graph.call(shortage.call)
     strategy = shortage.candidate.placement
     need = scenario.memory.call(call, scenario.models[call.model_role], strategy, scenario.workload)
-    parts = Counter(need.dynamic)
-    parts[f"{call.role} parameters"] = need.static["parameters"]
-    parts[f"{call.role} gradients and optimizer"] = need.static_bytes - need.static["parameters"]
+    parts = Counter({MemoryPart(PartKind(name)): size for name, size in need.dynamic.items()})
+    parts[MemoryPart(PartKind.PARAMETERS, call.role)] = need.static["parameters"]
+    parts[MemoryPart(PartKind.OPTIMIZER, call.role)] = need.static_bytes - need.static["parameters"]
     for role, kept in shortage.resident_bytes.items():
         if role != call.role or call.kind is not Kind.TRAIN:
-            what = "parameters, gradients and optimizer" if graph.trained(role) else "parameters"
-            parts[f"{role} {what}"] += int(kept)
+            kind = PartKind.TRAINING if graph.trained(role) else PartKind.PARAMETERS
+            parts[MemoryPart(kind, role)] += int(kept)
     return (
         f"needs {format_bytes(shortage.needed_bytes)} of {format_bytes(shortage.limit_bytes)} in"
-        f" {call.name}, most of it {max(parts, key=lambda name: parts[name])}"
+        f" {call.name}, most of it {max(parts, key=lambda part: parts[part])}"
     )
 
 
