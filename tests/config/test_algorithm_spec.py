@@ -121,6 +121,8 @@ def roles(**changes: RoleSpec) -> dict[str, RoleSpec]:
         (PPO, {"generation": None}, "generation: None, but PPOExperiment has a section generation"),
         (SFT, {"samples_per_prompt": lambda e: 2}, "samples_per_prompt: an algorithm that does not generate"),
         (SFT, {"headlines": "actor.train/loss"}, "headlines: a tuple of call/name is needed"),
+        (PPO, {"sample_keys": ["score"]}, "sample_keys: a tuple of keys is needed"),
+        (PPO, {"sample_keys": ("judge",)}, "sample_keys: judge is what samples show anyway"),
         (SFT, {"curves": ("loss",)}, "curves: a mapping from metrics to labels is needed"),
         (SFT, {"summary": ("loss",)}, "summary: a tuple of SummaryMetric is needed"),
         (SFT, {"summary": (SummaryMetric("a", "b", "c"),) * 2}, "summary: two metrics have one key"),
@@ -176,6 +178,8 @@ def graph_of(*calls: Call) -> Callable[[Any], DataflowGraph]:
             "actor.train trains",
         ),
         ({"eval_graph": graph_of(GENERATE)}, "eval_graph: actor.generate must produce prompt_length too"),
+        ({"sample_keys": ("values",)}, "eval_graph: no call produces values, one number per item"),
+        ({"sample_keys": ("sequences",)}, "eval_graph: no call produces sequences, one number per item"),
         ({"eval_graph": None}, "data.eval: ppo has no evaluation; set data.eval=null"),
         (
             {"samples_per_prompt": lambda e: 0},

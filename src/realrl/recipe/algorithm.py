@@ -80,6 +80,8 @@ class AlgorithmSpec:
     """Metric -> label of its curve in the picture of `realrl report`."""
     summary: tuple[SummaryMetric, ...]
     """Metrics that `realrl report` sums up."""
+    sample_keys: tuple[str, ...] = ()
+    """Keys of the evaluation graph, one number per item, that samples of evaluations show beside their texts."""
     samples_per_prompt: Callable[[Any], int] = _one
     """Samples that training takes of each prompt, n: items i * n to i * n + n - 1 of a step have the i-th prompt.
     Evaluation takes one."""
@@ -171,6 +173,10 @@ class AlgorithmSpec:
             found.append(("headlines", "a tuple of call/name is needed"))
         if not _all(self.optional_calls, tuple, str):
             found.append(("optional_calls", "a tuple of names of calls is needed"))
+        if not _all(self.sample_keys, tuple, str):
+            found.append(("sample_keys", "a tuple of keys is needed"))
+        elif clash := [key for key in self.sample_keys if key in SAMPLE_FIELDS]:
+            found.append(("sample_keys", f"{clash[0]} is what samples show anyway"))
         if not isinstance(self.curves, Mapping) or not _all(
             (*self.curves, *self.curves.values()), tuple, str
         ):
@@ -202,6 +208,9 @@ class AlgorithmSpec:
         sampling, fewest = self.generation(experiment), experiment.training.eval_min_new_tokens
         return sampling if fewest is None else sampling.model_copy(update={"min_new_tokens": fewest})
 
+
+SAMPLE_FIELDS = ("prompt", "completion", "finished", "judge")
+"""Fields of samples of evaluations, whatever the algorithm; `judge` only where the recipe names one."""
 
 _FUNCTIONS = {
     "train_graph": False,

@@ -95,3 +95,6 @@ def _eval_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str
         lacking = [key for key in SAMPLED if key not in call.outputs]
         if call.kind is Kind.GENERATE and lacking:
             yield f"{call.name} must produce {lacking[0]} too, for the samples of evaluations"
+    for key in experiment.spec.sample_keys:
+        if graph.producer(key) is None or graph.length_key(key) is not None:
+            yield f"no call produces {key}, one number per item, which sample_keys names"
