@@ -56,7 +56,7 @@ def _problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
     for role in graph.roles:
         if role not in roles:
             yield f"role {role} is not one of {', '.join(roles)}"
-    missing = [key for key in graph.sources if key not in FORMS[spec.form]]
+    missing = [key for key in graph.sources if key not in FORMS[spec.form].keys]
     if missing:
         yield f"no call produces {', '.join(missing)}, and records of form {spec.form!r} yield no such key"
     for call in graph.calls:
