@@ -88,7 +88,7 @@ def test_sizes_that_only_the_hub_knows_are_asked_for_before_anything_starts(
         return known(config) or shape
 
     monkeypatch.setattr("realrl.runtime.prepare.compile.known_shape", known)
-    monkeypatch.setattr("realrl.runtime.prepare.compile.shape_of", ask)
+    monkeypatch.setattr("realrl.runtime.prepare.compile.find_model_shape", ask)
     model = ("models.actor.path=some/model", "models.actor.shape=null", "plan=symmetric")
     experiment, before = compiled(*model)
     assert before.unknown == ("actor", "ref") and not asked

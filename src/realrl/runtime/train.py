@@ -23,7 +23,7 @@ from realrl.planner.profile.profile import Profile
 from realrl.program.lower import WRITER
 from realrl.program.trace import write_trace
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.model import TrainedModelConfig
+from realrl.recipe.model import trained_models
 from realrl.runtime.costs import Costs
 from realrl.runtime.evaluate import Evaluation, flatten
 from realrl.runtime.output.notes import StepNotes, list_data_notes, list_model_notes
@@ -241,8 +241,7 @@ class TrainingRun:
         indices = [i for i in self.order.indices(step) for _ in range(samples)]
         rates = {
             role: learning_rate(config.optimizer, step, self.steps)
-            for role, config in models(self.experiment).items()
-            if isinstance(config, TrainedModelConfig)
+            for role, config in trained_models(models(self.experiment)).items()
         }
         noise, further = Noise(self.experiment.seed, step), self.records.further_fields(indices)
         inputs = StepInput(self.records.batch(indices), noise, rates, further)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from realrl.algorithms.method import Algorithm
 from realrl.data.dataset import Dataset
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.model import TrainedModelConfig
+from realrl.recipe.model import trained_models
 from realrl.runtime.prepare.compile import models
 
 
@@ -24,8 +24,8 @@ def list_model_notes(experiment: Experiment, steps: int, fresh: Mapping[str, Seq
     for role, tensors in fresh.items():
         if tensors:
             yield f"models.{role} starts with a new scoring head ({', '.join(tensors)}), since its path has none"
-    for role, config in models(experiment).items():
-        if isinstance(config, TrainedModelConfig) and config.optimizer.warmup_steps >= steps > 1:
+    for role, config in trained_models(models(experiment)).items():
+        if config.optimizer.warmup_steps >= steps > 1:
             yield (
                 f"models.{role}.optimizer.warmup_steps={config.optimizer.warmup_steps} is not below the {steps}"
                 " steps of this run, so that the learning rate only rises"
