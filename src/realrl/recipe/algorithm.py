@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from realrl.config.words import join
 from realrl.dataflow.graph import DataflowGraph
@@ -12,7 +12,7 @@ from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.forms import FORMS
 from realrl.recipe.settings import GenerationConfig
 
-_HEADS = ("lm", "scalar")
+_HEADS = get_args(Head)
 
 
 @dataclass(frozen=True)
