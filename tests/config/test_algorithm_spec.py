@@ -284,7 +284,26 @@ def test_a_file_must_hold_one_description(tmp_path: Path) -> None:
         UserCodeError, match=r"wrong.py cannot be imported: ValueError: algorithm sft: form: .*3\)"
     ):
         load("wrong", ours + "from dataclasses import replace\nMINE = replace(ALGORITHM, form='x')")
-    assert load("twice", ours + "AGAIN = ALGORITHM") == (SFT, str(tmp_path / "twice.py"))
+    spec, reference = load("twice", ours + "AGAIN = ALGORITHM")
+    assert (spec.recipe, reference) == (SFTExperiment, str(tmp_path / "twice.py"))
+
+
+@pytest.mark.parametrize("field", ["train_graph", "eval_graph", "epochs"])
+def test_an_error_in_a_function_of_a_users_description_names_its_line(tmp_path: Path, field: str) -> None:
+    lines = [
+        "from dataclasses import replace",
+        "from realrl.algorithms.sft import spec",
+        "def broken(experiment):",
+        "    return {}['absent']",
+        f"MINE = replace(spec.ALGORITHM, {field}=broken)",
+    ]
+    (tmp_path / "mine.py").write_text("\n".join(lines))
+    recipe = {**PPO_RECIPE, "algorithm": str(tmp_path / "mine.py"), "models": {"actor": {"path": "a"}}}
+    with pytest.raises(UserCodeError) as caught:
+        parse_experiment(recipe)
+    place = f"({tmp_path / 'mine.py'}:4)"
+    assert str(caught.value).endswith(f"mine.py raised in {field}: KeyError: 'absent' {place}")
+    assert "return {}['absent']" in caught.value.trace
 
 
 @pytest.mark.parametrize(
@@ -311,5 +330,5 @@ def test_a_reference_to_nothing_gets_one_message(reference: Any, message: str) -
 def test_an_importable_module_is_a_reference() -> None:
     recipe = {**PPO_RECIPE, "algorithm": "realrl.algorithms.sft.spec", "models": {"actor": {"path": "a"}}}
     experiment = parse_experiment(recipe)
-    assert isinstance(experiment, SFTExperiment) and experiment.spec is SFT
+    assert isinstance(experiment, SFTExperiment) and experiment.spec.recipe is SFTExperiment
     assert experiment.algorithm == "realrl.algorithms.sft.spec"

@@ -146,11 +146,17 @@ def test_a_saved_recipe_loads_from_anywhere(
     assert experiment.spec.name == "best_of_n"
 
 
+@pytest.mark.parametrize("reference", ["run/inside.py", "run.inside"])
 def test_an_algorithm_inside_the_run_directory_is_not_deleted(
-    place: Path, alone: Path, capsys: pytest.CaptureFixture[str]
+    place: Path,
+    alone: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    reference: str,
 ) -> None:
+    monkeypatch.syspath_prepend(str(place))
     shutil.copy("algorithm.py", alone / "inside.py")
-    assert run_app(["train", "recipe.yaml", "algorithm=run/inside.py", "overwrite=true"]) == 2
+    assert run_app(["train", "recipe.yaml", f"algorithm={reference}", "overwrite=true"]) == 2
     assert "lies in run_dir=run, which overwrite=true would delete" in capsys.readouterr().err
     assert (alone / "inside.py").exists()
 

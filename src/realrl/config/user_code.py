@@ -65,13 +65,15 @@ class UserCode:
         return getattr(self.module, name)
 
     @contextmanager
-    def errors(self, verb: str) -> Iterator[None]:
+    def errors(self, verb: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
         """Turn errors that the user's code raises in the block into a UserCodeError that names its line.
 
-        `verb` is what the code did, for example `raised`.
+        `verb` is what the code did, for example `raised`. Errors of the types `passing` are left as they are.
         """
         try:
             yield
+        except passing:
+            raise
         except (Exception, SystemExit) as error:  # whatever the user's code does
             # The first frame is ours, and for an import so are some more.
             frames = traceback.extract_tb(error.__traceback__)
@@ -86,6 +88,19 @@ class UserCode:
                 ["Traceback (most recent call last):\n", listed, *traceback.format_exception_only(error)]
             )
             raise UserCodeError(f"{self._label} {verb} {reason}{where}", trace) from error
+
+
+def find_source(reference: str) -> Path | None:
+    """Find the file of `FILE.py` or `package.module`, with or without `:FUNCTION`, and import no more than packages
+    around it; None where there is none."""
+    source = reference.rpartition(":")[0] or reference
+    if source.endswith(".py"):
+        return local_path(source)
+    try:
+        found = importlib.util.find_spec(source)
+    except (Exception, SystemExit):  # of the packages around it; who imports the module itself says so
+        return None
+    return Path(found.origin) if found is not None and found.has_location and found.origin else None
 
 
 def _is_module(name: str) -> bool:

@@ -188,6 +188,12 @@ class AlgorithmSpec:
         return found
 
     @property
+    def given_functions(self) -> dict[str, Callable[..., Any]]:
+        """Fields that are functions, without defaults -> the function."""
+        fields = {field: getattr(self, field) for field in _FUNCTIONS}
+        return {field: value for field, value in fields.items() if value is not None and value is not _one}
+
+    @property
     def heads(self) -> dict[str, Head]:
         """Role -> what its model computes."""
         return {role: of.head for role, of in self.roles.items()}

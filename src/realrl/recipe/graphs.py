@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
-from realrl.config.errors import UserError
+from realrl.config.errors import UserCodeError, UserError
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.experiment import Experiment
@@ -41,6 +41,8 @@ def _build(
     spec = experiment.spec
     try:
         graph = function(experiment)
+    except UserCodeError:
+        raise
     except ValueError as error:
         raise UserError(f"algorithm {spec.name}: {field}: {error}") from error
     if not isinstance(graph, DataflowGraph):

@@ -1,6 +1,8 @@
 """Registry of algorithms: installed ones by name, a user's own by file or module."""
 
-from functools import cache
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, wraps
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -38,7 +40,25 @@ def find_algorithm(reference: Any) -> tuple[AlgorithmSpec, str]:
     if len(specs) != 1:
         found = ", ".join(spec.name for spec in specs) or "none"
         raise UserError(f"algorithm={reference}: {where} must hold one AlgorithmSpec (it has {found})")
-    return specs[0], str(code.file) if reference.endswith(".py") else reference
+    return _with_errors(specs[0], code), str(code.file) if reference.endswith(".py") else reference
+
+
+def _with_errors(spec: AlgorithmSpec, code: UserCode) -> AlgorithmSpec:
+    """Let errors of a description's functions name the line of the user's code."""
+
+    def guard(field: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        # Graphs that contradict themselves are ValueErrors, which `recipe.graphs` reports.
+        passing = ValueError if field in ("train_graph", "eval_graph") else UserError
+
+        @wraps(function)
+        def call(*arguments: Any) -> Any:
+            with code.errors(f"raised in {field}:", passing=(passing,)):
+                return function(*arguments)
+
+        return call
+
+    given = spec.given_functions
+    return replace(spec, **{field: guard(field, function) for field, function in given.items()})  # type: ignore[arg-type]
 
 
 def _is_module(reference: Any) -> bool:

@@ -244,7 +244,11 @@ class Roles:
 
     def _memory(self, instruction: Offload | Load) -> Offloadable:
         if instruction.what == "optimizer":
-            return self.trainers[instruction.role].memory
+            trainer = self.trainers[instruction.role]
+            assert instruction.parameter_set == trainer.parameter_set, (
+                f"{instruction.role} trains its set {trainer.parameter_set}, not {instruction.parameter_set}"
+            )
+            return trainer.memory
         model = self._models[instruction.role, instruction.placement.layout]
         return model.sets[instruction.parameter_set].memory
 
