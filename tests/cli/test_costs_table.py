@@ -7,7 +7,7 @@ from rich.console import Console
 
 from realrl.cli.progress.costs import costs_note, costs_table
 from realrl.planner.calibration.comparison import Comparison, MoveCosts, Seconds
-from tests.planner.test_calibrate import SPEC, run
+from tests.planner.profiles.test_calibrate import SPEC, run
 
 
 def text(comparison: Comparison, width: int = 80) -> str:

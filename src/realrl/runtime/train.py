@@ -21,7 +21,7 @@ from realrl.plan.presets import SEARCH
 from realrl.planner.calibration.comparison import COSTS, Comparison
 from realrl.planner.profile.profile import Profile
 from realrl.program.lower import WRITER
-from realrl.program.trace import write_trace
+from realrl.program.trace_file import write_trace
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import trained_models
 from realrl.runtime.costs import Costs
@@ -38,7 +38,7 @@ from realrl.runtime.processes.startup import agree_on_plan, find_least_device
 from realrl.runtime.setup import load_data, load_ends, load_functions, load_shared_tokenizer
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.store import Store
-from realrl.runtime.worker.trace import Trace
+from realrl.runtime.worker.trace_recorder import Trace
 from realrl.runtime.worker.worker import StepInput, Worker
 
 COLLECT_EVERY = 100

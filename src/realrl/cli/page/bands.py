@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.simulate.estimate import Estimate, Slice
 from realrl.program.instructions import (
     Instruction,

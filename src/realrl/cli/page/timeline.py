@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from realrl.cli.page.bands import Area, Band, find_areas, find_bands
 from realrl.cli.page.text import format_count_of, format_interval, format_seconds, format_strategy
 from realrl.cli.page.tips import describe_block, describe_call, find_role_class
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.simulate.estimate import CallEstimate
 from realrl.program.instructions import Load, Offload, Reallocate, Run
 

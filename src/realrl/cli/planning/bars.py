@@ -6,9 +6,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from realrl.cli.page.text import describe_shortage, find_largest, format_share
+from realrl.cli.page.text import find_largest, format_share
 from realrl.config.units import format_bytes
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.report.shortage_text import describe_full_device
 from realrl.planner.simulate.estimate import DeviceMemory, Estimate
 from realrl.planner.simulate.memory_part import MemoryPart, PartKind
 
@@ -52,7 +53,7 @@ def format_memory_bars(estimate: Estimate, spec: ClusterSpec) -> RenderableType:
         ]
         parts += [_device(fullest)]
         if fullest.peak.bytes > fullest.capacity:
-            parts.append(Text(f"does not fit: {describe_shortage(fullest)}"))
+            parts.append(Text(f"does not fit: {describe_full_device(fullest)}"))
     legend = "   ".join(f"{character} {kind}" for kind, character in KINDS.items())
     return Group(*parts, Text(legend, style="dim"))
 

@@ -15,7 +15,7 @@ from realrl.families.config_json import describe_untrainable
 from realrl.families.registry import find_family
 
 if TYPE_CHECKING:
-    from realrl.planner.cluster.spec import ClusterSpec
+    from realrl.planner.cluster.cluster_spec import ClusterSpec
     from realrl.planner.report.report import Objective
     from realrl.planner.simulate.scenario import Scenario
     from realrl.recipe.experiment import Experiment
@@ -93,7 +93,7 @@ def choose_devices(cluster: str | None, experiment: "Experiment") -> tuple["Clus
     Those that are named, or that the recipe's `cluster` names, else as many CPU processes as it has devices.
     """
     from realrl.plan.cluster import Cluster
-    from realrl.planner.cluster.spec import ClusterSpec
+    from realrl.planner.cluster.cluster_spec import ClusterSpec
     from realrl.runtime.prepare.cluster import named_cluster, written_cluster
     from realrl.runtime.prepare.devices import spec_of, with_memory
 

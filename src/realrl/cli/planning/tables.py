@@ -19,7 +19,7 @@ from realrl.cli.page.text import (
 )
 from realrl.cli.page.words import list_remarks
 from realrl.cli.planning.bars import format_memory_bars, format_time_bars
-from realrl.cli.planning.sizes import format_gap, make_size_table
+from realrl.cli.planning.node_counts_table import format_gap, make_size_table
 from realrl.config.units import format_bytes
 from realrl.config.words import join
 from realrl.plan.placement import Placement

@@ -3,7 +3,7 @@
 from realrl.config.errors import UserError
 from realrl.plan.placement import Placement
 from realrl.planner.calibration.comparison import Comparison
-from realrl.planner.cost.model import CostModel
+from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.profile.corrections import Correction
 from realrl.planner.profile.profile import FunctionTime, Profile
 from realrl.planner.workload.batching import records_per_rank

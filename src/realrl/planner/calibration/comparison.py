@@ -16,7 +16,7 @@ from realrl.config.files import write_whole
 from realrl.config.json_file import read_json
 from realrl.config.paths import local_path
 from realrl.dataflow.call import Call
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 

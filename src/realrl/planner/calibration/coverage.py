@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from realrl.config.words import join
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.profile.profile import Profile
 from realrl.planner.profile.versions import read_versions
 from realrl.program.memory import Stored

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.report.report import Alternative, PlanReport, Preset, SizeReport
 from realrl.planner.simulate.estimate import CallEstimate, Estimate, MoveEstimate
 from realrl.planner.simulate.scenario import Scenario

@@ -9,7 +9,7 @@ from realrl.dataflow.call import Call, Kind
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.evaluate.shortage import DoesNotFit
 from realrl.planner.search.search import SearchBudget, SearchResult, search_plans
 from realrl.planner.simulate.estimate import Estimate

@@ -19,7 +19,7 @@ class CallEstimate:
     call: Call
     placement: Placement
     terms: Mapping[str, float]
-    """Seconds on its mesh by additive term (`cost.model.CallCost`)."""
+    """Seconds on its mesh by additive term (`CallCost`)."""
     start: float
     """Seconds after the start of the step."""
     end: float

@@ -8,7 +8,7 @@ from realrl.planner.simulate.estimate import DeviceMemory, Footprint
 from realrl.planner.simulate.memory_part import MemoryPart, PartKind
 from realrl.planner.simulate.scenario import Scenario
 from realrl.program.instructions import Load, Program, Reallocate, Run
-from realrl.program.memory import Holdings, Item, Memory, Stored
+from realrl.program.memory import HeldState, Holdings, Memory, Stored
 
 
 def compute_footprints(
@@ -72,7 +72,7 @@ class _Devices:
             found[self._part(item)] += size
         return {part: size for part, size in found.items() if size}
 
-    def _part(self, item: Item) -> MemoryPart:
+    def _part(self, item: HeldState) -> MemoryPart:
         if item.what == "optimizer":
             return MemoryPart(PartKind.OPTIMIZER, item.role, host=item.host)
         # Host copies of one role are one part, whatever their layouts.

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from realrl.dataflow.call import Call
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.placement import Placement
-from realrl.planner.cluster.spec import ClusterSpec
-from realrl.planner.cost.model import CallCost, CostModel
-from realrl.planner.memory.model import MemoryModel
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cost.cost_model import CallCost, CostModel
+from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 from realrl.program.order import TrainableParts

@@ -13,9 +13,9 @@ from realrl.planner.calibration.comparison import (
     Seconds,
     waiting_for,
 )
-from realrl.planner.cluster.spec import ClusterSpec
-from realrl.planner.cost.model import CostModel
-from realrl.planner.memory.model import MemoryModel
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cost.cost_model import CostModel
+from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.profile.profile import Profile
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan

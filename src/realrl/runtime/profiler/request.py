@@ -12,13 +12,13 @@ from realrl.config.paths import local_path
 from realrl.families.find import find_shape
 from realrl.families.shape import ModelShape
 from realrl.plan.placement import DTYPES, Dtype
-from realrl.planner.cluster.spec import ClusterSpec, NodeGroup
+from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
 from realrl.planner.profile.profile import ShapeKey
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.prepare.cluster import named_cluster
 from realrl.runtime.prepare.compile import models
-from realrl.runtime.profiler.points.sizes import Sizes
+from realrl.runtime.profiler.points.grid import Sizes
 
 
 @dataclass(frozen=True)

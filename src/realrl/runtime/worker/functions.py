@@ -14,7 +14,7 @@ from realrl.config.errors import UserCodeError
 from realrl.data.batch import Ragged
 from realrl.program.instructions import Run
 from realrl.program.text import format_instruction
-from realrl.runtime.worker.trace import Trace
+from realrl.runtime.worker.trace_recorder import Trace
 
 
 @dataclass(frozen=True, eq=False)

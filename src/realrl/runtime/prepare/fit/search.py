@@ -6,12 +6,12 @@ from realrl.config.errors import UserError
 from realrl.families.published import SHAPES
 from realrl.plan.plan import Plan
 from realrl.planner.evaluate.shortage import DoesNotFit, Shortage
-from realrl.planner.report.alternatives import describe_shortage
+from realrl.planner.report.shortage_text import describe_shortage
 from realrl.planner.search.plan_search import UserConstraints, find_best_plan, find_plan
 from realrl.planner.search.search import SearchBudget
 from realrl.planner.simulate.scenario import Scenario
 from realrl.runtime.prepare.fit.change import Draft
-from realrl.runtime.prepare.fit.remedies import Outcome, Remedy, Trials, describe
+from realrl.runtime.prepare.fit.remedies import Outcome, Remedy, Trials, describe_remedies
 from realrl.runtime.prepare.fit.search_changes import list_search_changes
 
 _BUDGET = SearchBudget(chains=128, rounds=100, nodes=2000)
@@ -59,12 +59,12 @@ def explain_no_plan(
     Looks for changes with which a plan fits, for `seconds`.
     """
     found = find_remedies(draft, constraints, seconds=seconds)
-    helps = describe(found) if found else "no change that was tried would be enough"
+    helps = describe_remedies(found) if found else "no change that was tried would be enough"
     none = "no plan fits" if shortage.proven else "no plan was found that fits"
     even = ", even with recomputation and offloading" if constraints.search_space.offload else ""
     return UserError(
-        f"{none} {_models(scenario)} on {scenario.spec.name}{even}: what comes nearest"
-        f" {describe_shortage(scenario, shortage)}, {shortage.factor:.3g} times what a device has; {helps}"
+        f"{none} {_models(scenario)} on {scenario.spec.name}{even}: at best"
+        f" {describe_shortage(scenario, shortage)}: {shortage.factor:.3g} times what it has; {helps}"
     )
 
 
