@@ -91,8 +91,10 @@ class UserCode:
 
 
 def find_source(reference: str) -> Path | None:
-    """Find the file of `FILE.py` or `package.module`, with or without `:FUNCTION`, and import no more than packages
-    around it; None where there is none."""
+    """Find the file of `FILE.py` or `package.module`, with or without `:FUNCTION`; None where there is none.
+
+    No more than the packages around a module is imported.
+    """
     source = reference.rpartition(":")[0] or reference
     if source.endswith(".py"):
         return local_path(source)
