@@ -12,7 +12,7 @@ from realrl.algorithms.reward.spec import ALGORITHM as REWARD
 from realrl.algorithms.sft.config import SFTExperiment
 from realrl.algorithms.sft.spec import ALGORITHM as SFT
 from realrl.cli.app import run_app
-from realrl.config.errors import UserError
+from realrl.config.errors import UserCodeError, UserError
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe import registry
@@ -128,6 +128,8 @@ def roles(**changes: RoleSpec) -> dict[str, RoleSpec]:
         ),
         (PPO, {"experience_calls": "actor.train"}, "experience_calls: a tuple of names of calls is needed"),
         (SFT, {"headlines": "actor.train/loss"}, "headlines: a tuple of call/name is needed"),
+        (PPO, {"sample_keys": ["score"]}, "sample_keys: a tuple of keys is needed"),
+        (PPO, {"sample_keys": ("judge",)}, "sample_keys: judge is what samples show anyway"),
         (SFT, {"curves": ("loss",)}, "curves: a mapping from metrics to labels is needed"),
         (SFT, {"summary": ("loss",)}, "summary: a tuple of SummaryMetric is needed"),
         (SFT, {"summary": (SummaryMetric("a", "b", "c"),) * 2}, "summary: two metrics have one key"),
@@ -183,6 +185,8 @@ def graph_of(*calls: Call) -> Callable[[Any], DataflowGraph]:
             "actor.train trains",
         ),
         ({"eval_graph": graph_of(GENERATE)}, "eval_graph: actor.generate must produce prompt_length too"),
+        ({"sample_keys": ("values",)}, "eval_graph: no call produces values, one number per item"),
+        ({"sample_keys": ("sequences",)}, "eval_graph: no call produces sequences, one number per item"),
         ({"eval_graph": None}, "data.eval: ppo has no evaluation; set data.eval=null"),
         (
             {"samples_per_prompt": lambda e: 0},
@@ -331,6 +335,24 @@ def test_a_contradiction_in_a_file_is_one_message_with_its_line(
     assert capsys.readouterr().err == f"realrl: {file}:3: {message}\n"
 
 
+@pytest.mark.parametrize("field", ["train_graph", "eval_graph", "epochs"])
+def test_an_error_in_a_function_of_a_users_description_names_its_line(tmp_path: Path, field: str) -> None:
+    lines = [
+        "from dataclasses import replace",
+        "from realrl.algorithms.sft import spec",
+        "def broken(experiment):",
+        "    return {}['absent']",
+        f"MINE = replace(spec.ALGORITHM, {field}=broken)",
+    ]
+    (tmp_path / "mine.py").write_text("\n".join(lines))
+    recipe = {**PPO_RECIPE, "algorithm": str(tmp_path / "mine.py"), "models": {"actor": {"path": "a"}}}
+    with pytest.raises(UserCodeError) as caught:
+        parse_experiment(recipe)
+    place = f"({tmp_path / 'mine.py'}:4)"
+    assert str(caught.value).endswith(f"mine.py raised in {field}: KeyError: 'absent' {place}")
+    assert "return {}['absent']" in caught.value.trace
+
+
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
@@ -355,5 +377,5 @@ def test_a_reference_to_nothing_gets_one_message(reference: Any, message: str) -
 def test_an_importable_module_is_a_reference() -> None:
     recipe = {**PPO_RECIPE, "algorithm": "realrl.algorithms.sft.spec", "models": {"actor": {"path": "a"}}}
     experiment = parse_experiment(recipe)
-    assert isinstance(experiment, SFTExperiment) and experiment.spec is SFT
+    assert isinstance(experiment, SFTExperiment) and experiment.spec.recipe is SFTExperiment
     assert experiment.algorithm == "realrl.algorithms.sft.spec"

@@ -4,6 +4,8 @@ import os
 import tempfile
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -214,3 +216,10 @@ def test_a_part_learns_what_transformers_learns_and_the_rest_stays(world: int, t
     for rank in range(world):
         for (case, number), found in torch.load(f"{tmp_path}/out-{rank}", weights_only=False).items():
             check(case, placements(world)[number], found)
+
+
+@pytest.mark.parametrize("sets", [{"base": True, "tuned": True}, {"base": False}])
+def test_a_trainer_updates_exactly_one_parameter_set(sets: dict[str, bool]) -> None:
+    model = SimpleNamespace(part=SimpleNamespace(sets=sets), sets=dict.fromkeys(sets))
+    with pytest.raises(AssertionError, match=r"a trainer updates one parameter set, not (base, tuned|none)"):
+        Trainer(cast(Model, model), OptimizerConfig())

@@ -218,7 +218,12 @@ class Algorithm(Protocol):
         """List notes for the user on a training step with these metrics, by `call/name`; each is shown once."""
 
     def state_dict(self) -> dict[str, float]:
-        """Save numbers that outlast a step, such as an adaptive coefficient."""
+        """Save numbers that outlast a step, such as an adaptive coefficient; empty where there are none.
+
+        Every rank has an algorithm of its own, which sees only calls that the rank takes part in. What is saved is
+        the state of the first rank of the first train call, in the order of `graph`: that call's method must know
+        all of it.
+        """
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Load what `state_dict` saved."""

@@ -65,14 +65,16 @@ class UserCode:
         return getattr(self.module, name)
 
     @contextmanager
-    def errors(self, verb: str) -> Iterator[None]:
+    def errors(self, verb: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
         """Turn errors that the user's code raises in the block into a UserCodeError that names its line.
 
         A DescriptionError, which the package raises, becomes a UserError that names it instead.
-        `verb` is what the code did, for example `raised`.
+        `verb` is what the code did, for example `raised`. Errors of the types `passing` are left as they are.
         """
         try:
             yield
+        except passing:
+            raise
         except DescriptionError as error:
             theirs = self._own_frames(traceback.extract_tb(error.__traceback__))
             where = f"{self.file}:{theirs[-1].lineno}" if theirs else self._label
@@ -94,6 +96,21 @@ class UserCode:
 
     def _own_frames(self, frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
         return [frame for frame in frames if Path(frame.filename).resolve() == self.file]
+
+
+def find_source(reference: str) -> Path | None:
+    """Find the file of `FILE.py` or `package.module`, with or without `:FUNCTION`; None where there is none.
+
+    No more than the packages around a module is imported.
+    """
+    source = reference.rpartition(":")[0] or reference
+    if source.endswith(".py"):
+        return local_path(source)
+    try:
+        found = importlib.util.find_spec(source)
+    except (Exception, SystemExit):  # of the packages around it; who imports the module itself says so
+        return None
+    return Path(found.origin) if found is not None and found.has_location and found.origin else None
 
 
 def _is_module(name: str) -> bool:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from realrl.config.errors import DescriptionError
 from realrl.config.words import join
@@ -13,7 +13,7 @@ from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.forms import FORMS
 from realrl.recipe.settings import GenerationConfig
 
-_HEADS = ("lm", "scalar")
+_HEADS = get_args(Head)
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,8 @@ class AlgorithmSpec:
     """Metric -> label of its curve in the picture of `realrl report`."""
     summary: tuple[SummaryMetric, ...]
     """Metrics that `realrl report` sums up."""
+    sample_keys: tuple[str, ...] = ()
+    """Keys of the evaluation graph, one number per item, that samples of evaluations show beside their texts."""
     samples_per_prompt: Callable[[Any], int] = _one
     """Samples that training takes of each prompt, n: items i * n to i * n + n - 1 of a step have the i-th prompt.
     Evaluation takes one."""
@@ -178,6 +180,10 @@ class AlgorithmSpec:
         for field in ("optional_calls", "experience_calls"):
             if not _all(getattr(self, field), tuple, str):
                 found.append((field, "a tuple of names of calls is needed"))
+        if not _all(self.sample_keys, tuple, str):
+            found.append(("sample_keys", "a tuple of keys is needed"))
+        elif clash := [key for key in self.sample_keys if key in SAMPLE_FIELDS]:
+            found.append(("sample_keys", f"{clash[0]} is what samples show anyway"))
         if not isinstance(self.curves, Mapping) or not _all(
             (*self.curves, *self.curves.values()), tuple, str
         ):
@@ -187,6 +193,12 @@ class AlgorithmSpec:
         elif len({metric.key for metric in self.summary}) < len(self.summary):
             found.append(("summary", "two metrics have one key"))
         return found
+
+    @property
+    def given_functions(self) -> dict[str, Callable[..., Any]]:
+        """Fields that are functions, without defaults -> the function."""
+        fields = {field: getattr(self, field) for field in _FUNCTIONS}
+        return {field: value for field, value in fields.items() if value is not None and value is not _one}
 
     @property
     def heads(self) -> dict[str, Head]:
@@ -209,6 +221,9 @@ class AlgorithmSpec:
         sampling, fewest = self.generation(experiment), experiment.training.eval_min_new_tokens
         return sampling if fewest is None else sampling.model_copy(update={"min_new_tokens": fewest})
 
+
+SAMPLE_FIELDS = ("prompt", "completion", "finished", "judge")
+"""Fields of samples of evaluations, whatever the algorithm; `judge` only where the recipe names one."""
 
 _FUNCTIONS = {
     "train_graph": False,

@@ -41,6 +41,8 @@ def _build(
     spec = experiment.spec
     try:
         graph = function(experiment)
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(f"algorithm {spec.name}: {field}: {error}") from error
     if not isinstance(graph, DataflowGraph):
@@ -56,7 +58,7 @@ def _problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
     for role in graph.roles:
         if role not in roles:
             yield f"role {role} is not one of {', '.join(roles)}"
-    missing = [key for key in graph.sources if key not in FORMS[spec.form]]
+    missing = [key for key in graph.sources if key not in FORMS[spec.form].keys]
     if missing:
         yield f"no call produces {', '.join(missing)}, and records of form {spec.form!r} yield no such key"
     for call in graph.calls:
@@ -95,3 +97,6 @@ def _eval_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str
         lacking = [key for key in SAMPLED if key not in call.outputs]
         if call.kind is Kind.GENERATE and lacking:
             yield f"{call.name} must produce {lacking[0]} too, for the samples of evaluations"
+    for key in experiment.spec.sample_keys:
+        if graph.producer(key) is None or graph.length_key(key) is not None:
+            yield f"no call produces {key}, one number per item, which sample_keys names"

@@ -1,5 +1,6 @@
 """Settings of each model of a run."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -134,3 +135,8 @@ class TrainedModelConfig(ModelConfig):
     embeddings included; null trains all layers. 0 trains only the final norm and the head."""
     freeze_embeddings: bool = False
     """Keep the embedding table as it is; a head that is tied to it stays as it is, too."""
+
+
+def trained_models(configs: Mapping[str, ModelConfig]) -> dict[str, TrainedModelConfig]:
+    """Select the roles that are trained; `recipe.graphs` checks that these are those with train calls."""
+    return {role: config for role, config in configs.items() if isinstance(config, TrainedModelConfig)}

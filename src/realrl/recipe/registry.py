@@ -1,6 +1,8 @@
 """Registry of algorithms: installed ones by name, a user's own by file or module."""
 
-from functools import cache
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, wraps
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -40,7 +42,7 @@ def find_algorithm(reference: Any) -> tuple[AlgorithmSpec, str]:
     spec = vars(code.module).get(ATTRIBUTE)
     if not isinstance(spec, AlgorithmSpec):
         raise UserError(f"algorithm={reference}: {_describe_lack(code)}")
-    return spec, str(code.file) if reference.endswith(".py") else reference
+    return _with_errors(spec, code), str(code.file) if reference.endswith(".py") else reference
 
 
 def _describe_lack(code: UserCode) -> str:
@@ -55,6 +57,21 @@ def _describe_lack(code: UserCode) -> str:
         else ""
     )
     return f"{where} must hold an AlgorithmSpec named {ATTRIBUTE}, and {has}{hint}"
+
+
+def _with_errors(spec: AlgorithmSpec, code: UserCode) -> AlgorithmSpec:
+    """Let errors of a description's functions name the line of the user's code."""
+
+    def guard(field: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*arguments: Any) -> Any:
+            with code.errors(f"raised in {field}:", passing=(UserError,)):
+                return function(*arguments)
+
+        return call
+
+    given = spec.given_functions
+    return replace(spec, **{field: guard(field, function) for field, function in given.items()})  # type: ignore[arg-type]
 
 
 def _is_module(reference: Any) -> bool:

@@ -1,5 +1,6 @@
 """Evaluation: metrics of the evaluation graph over all its records, and samples where it generates."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from realrl.algorithms.method import Metrics
@@ -7,6 +8,7 @@ from realrl.config.user_function import UserFunction
 from realrl.data.dataset import Dataset, split_eval_batches
 from realrl.engine.generation.generate import Noise
 from realrl.program.lower import WRITER
+from realrl.recipe.graphs import SAMPLED
 from realrl.runtime.output.metric_notes import JUDGE
 from realrl.runtime.prepare.compile import Phase
 from realrl.runtime.processes.process import Process
@@ -34,11 +36,14 @@ class Evaluation:
         seed: int,
         tokenizer: Any,
         judge: UserFunction | None,
+        sample_keys: Sequence[str],
     ) -> None:
+        """`sample_keys` are those that samples show, see `AlgorithmSpec.sample_keys`."""
         self._process, self._worker, self._phase, self._records = process, worker, phase, records
         dp = max(placement.strategy.dp for placement in phase.plan.placements.values())
         self._batches = split_eval_batches(len(records), max(batch, 2 * dp))
         self._seed, self._tokenizer, self._judge = seed, tokenizer, judge
+        self._sample_keys = tuple(sample_keys)
 
     def run(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Evaluate: metrics by `call/name`, and a row per sample; both empty except on the rank that writes."""
@@ -71,11 +76,7 @@ class Evaluation:
         """List what this step generated, in the order of its items, on the rank that writes."""
         if store.graph.producer("sequences") is None:
             return []
-        keys = [
-            k
-            for k in ("sequences", "prompt_length", "finished", "score")
-            if store.graph.producer(k) is not None
-        ]
+        keys = (*SAMPLED, *self._sample_keys)
         mine = {key: self._held(store, key) for key in keys}
         everyone = self._process.gather(mine)
         rows = {key: {i: row for part in everyone for i, row in part[key].items()} for key in keys}
@@ -97,7 +98,7 @@ class Evaluation:
         prompt, completion = (self._tokenizer.decode(t, skip_special_tokens=True) for t in texts)
         sample: dict[str, Any] = {"prompt": prompt, "completion": completion}
         sample["finished"] = bool(row["finished"][0])
-        return sample | ({"score": row["score"][0]} if "score" in row else {})
+        return sample | {key: row[key][0] for key in self._sample_keys}
 
 
 def _ask(judge: UserFunction, samples: list[dict[str, Any]]) -> float:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from realrl.algorithms.method import Algorithm, FunctionMethod
+from realrl.checkpoint.directory import find_model_shape
 from realrl.checkpoint.origin import read_origin
 from realrl.checkpoint.special_tokens import end_ids
 from realrl.config.errors import UserError
@@ -14,7 +15,6 @@ from realrl.dataflow.call import Kind
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 from realrl.runtime.prepare.compile import Compiled, Phase, models
-from realrl.runtime.worker.roles import role_shape
 
 
 def load_shared_tokenizer(experiment: Experiment) -> Any:
@@ -34,7 +34,7 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
             raise UserError(f"models.{role}.tokenizer: a model that starts from scratch needs a tokenizer")
         if source not in loaded:
             loaded[source] = load_tokenizer(source)
-        tokenizer, vocabulary = loaded[source], role_shape(config).vocab_size
+        tokenizer, vocabulary = loaded[source], find_model_shape(config).vocab_size
         if len(tokenizer) > vocabulary:
             raise UserError(
                 f"models.{role}: the tokenizer {source} has {len(tokenizer)} tokens,"
@@ -61,7 +61,7 @@ def load_ends(experiment: Experiment, tokenizer: Any) -> tuple[int, ...]:
     generating = [call.model_role for call in build_graph(experiment).calls if call.kind is Kind.GENERATE]
     role = next(iter((*generating, *(role for role in configs if heads[role] == "lm"), *configs)))
     config = configs[role]
-    return read_ends(tokenizer, config.path, role_shape(config).vocab_size)
+    return read_ends(tokenizer, config.path, find_model_shape(config).vocab_size)
 
 
 def read_ends(tokenizer: Any, path: str | None, vocabulary: int) -> tuple[int, ...]:
@@ -132,7 +132,7 @@ def _check_top_k(experiment: Experiment, compiled: Compiled) -> None:
     generation, configs = experiment.spec.generation, models(experiment)
     for call in compiled.train.graph.calls:
         if generation is not None and call.kind is Kind.GENERATE:
-            vocabulary = role_shape(configs[call.model_role]).vocab_size
+            vocabulary = find_model_shape(configs[call.model_role]).vocab_size
             check_top_k("generation.top_k", generation(experiment).top_k, vocabulary)
 
 
@@ -153,7 +153,10 @@ def _check_positions(experiment: Experiment) -> None:
         what = "data.max_prompt_tokens + generation.max_new_tokens"
     for role, config in models(experiment).items():
         check_length(
-            f"{what}={longest}", longest, role_shape(config).max_positions, f"the model of models.{role}"
+            f"{what}={longest}",
+            longest,
+            find_model_shape(config).max_positions,
+            f"the model of models.{role}",
         )
 
 

@@ -12,6 +12,7 @@ from realrl.checkpoint.sources import check_trainable
 from realrl.config.errors import RunError, UserCodeError
 from realrl.config.user_function import UserFunction
 from realrl.data.dataset import Order
+from realrl.dataflow.call import Kind
 from realrl.engine.generation.generate import Noise
 from realrl.engine.parallel import all_rank_sets
 from realrl.engine.training.learning_rate import learning_rate
@@ -22,7 +23,7 @@ from realrl.planner.profile.profile import Profile
 from realrl.program.lower import WRITER
 from realrl.program.trace_file import write_trace
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.model import TrainedModelConfig
+from realrl.recipe.model import trained_models
 from realrl.runtime.costs import Costs
 from realrl.runtime.evaluate import Evaluation, flatten
 from realrl.runtime.output.notes import StepNotes, list_data_notes, list_model_notes
@@ -177,6 +178,7 @@ class TrainingRun:
                 seed=experiment.seed,
                 tokenizer=self.tokenizer,
                 judge=judge,
+                sample_keys=experiment.spec.sample_keys,
             )
         self.notes = StepNotes(algorithm, experiment.spec)
 
@@ -239,8 +241,7 @@ class TrainingRun:
         indices = [i for i in self.order.indices(step) for _ in range(samples)]
         rates = {
             role: learning_rate(config.optimizer, step, self.steps)
-            for role, config in models(self.experiment).items()
-            if isinstance(config, TrainedModelConfig)
+            for role, config in trained_models(models(self.experiment)).items()
         }
         noise, further = Noise(self.experiment.seed, step), self.records.further_fields(indices)
         inputs = StepInput(self.records.batch(indices), noise, rates, further)
@@ -315,9 +316,10 @@ class TrainingRun:
             path = self.directory.checkpoint(done, "" if role == self.trained[0] else role)
             with self.directory.writing(path):
                 self.roles.save(role, path, self.tokenizer, self.ends)
-        # A rank knows the state if it trains; where ranks differ, the one that has seen most steps counts.
+        phase = self.compiled.train
+        first = next(call for call in phase.graph.order if call.kind is Kind.TRAIN)
         states = self.process.gather(self.algorithm.state_dict())
-        state = max(states, key=lambda state: state.get("steps", 0))
+        state = states[phase.plan[first.name].ranks[0]]
         if self.observer is not None and state:
             self.directory.write_state(done, state)
 

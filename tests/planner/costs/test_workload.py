@@ -3,6 +3,7 @@ import pytest
 from realrl.algorithms.reward.graph import train_graph as reward_graph
 from realrl.config.errors import UserError
 from realrl.data.partition import even_micro_batches
+from realrl.dataflow.call import Call, Kind
 from realrl.plan.placement import Strategy
 from realrl.planner.workload.batching import split_work
 from realrl.planner.workload.workload import QUANTILES, CallWork, Workload, quantiles
@@ -31,6 +32,22 @@ def test_calls_see_prompts_or_whole_sequences() -> None:
     assert (generate.tokens, generate.answers, generate.room) == (256 * 128, (384,), 384)
     assert (infer.tokens, infer.minibatches, train.minibatches) == (256 * 512, 1, 4)
     assert STEP.tokens(GRAPH) == 256 * 512
+
+
+@pytest.mark.parametrize(
+    ("work", "lengths"),
+    [
+        (("prompts",), (10, 20)),
+        (("sequences",), (15, 25)),
+        (("sequences", "chosen"), (15, 25)),
+        (("prompts", "sequences"), (10, 15, 20, 25)),
+    ],
+)
+def test_a_call_of_prompts_sees_no_answers(work: tuple[str, ...], lengths: tuple[int, ...]) -> None:
+    step = Workload(32, (10, 20), answers=(5,))
+    for kind in (Kind.INFERENCE, Kind.TRAIN):
+        found = step.work(Call("actor.look", "actor", kind, work, work=work))
+        assert (found.lengths, found.per_item) == (lengths, len(work))
 
 
 def test_a_preference_pair_is_two_sequences() -> None:

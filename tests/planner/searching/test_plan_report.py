@@ -91,7 +91,7 @@ def test_tuning_leaves_memory_for_persistent_replicas() -> None:
     best = estimate_plan(ample, tune_plan(ample, plan))
     fullest = best.peak_device.peak
     assert fullest.during.endswith(".train")
-    (copy,) = (size for name, size in fullest.parts.items() if name.startswith("actor parameters (copy"))
+    (copy,) = (size for part, size in fullest.parts.items() if part.role == "actor" and part.copy is not None)
     taken = ample.spec.groups[0].device.memory_bytes - best.peak_device.capacity
     tight = scenario("a100-40g:1x2", taken + best.peak_bytes - copy // 2)
     assert not estimate_plan(tight, best.plan).fits

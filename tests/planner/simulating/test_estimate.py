@@ -1,6 +1,7 @@
 """Estimates of plans: their parts add up and are those of the programs of workers."""
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.footprints import compute_footprints
+from realrl.planner.simulate.memory_part import MemoryPart, PartKind
 from realrl.planner.simulate.predicted_trace import predict_trace
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.workload.flops import count_flops, count_layer_weights
@@ -161,18 +163,41 @@ def test_footprints_hold_replicas_of_programs_and_memory_of_calls(seed: int) -> 
         assert sorted(footprint.during for footprint in device.footprints) == sorted(calls)
         for footprint in device.footprints:
             role = of.graph.call(footprint.during).role
-            assert any(part.startswith(f"{role} parameters") for part in footprint.parts)
+            assert any(part.role == role and part.kind is PartKind.PARAMETERS for part in footprint.parts)
             assert all(size > 0 for size in footprint.parts.values())
             assert footprint.bytes <= device.peak.bytes
         for role in plan.offload:
-            assert f"{role} parameters" not in device.resident
+            assert MemoryPart(PartKind.PARAMETERS, role) not in device.resident
+
+
+def names(parts: Iterable[MemoryPart]) -> set[str]:
+    """The texts of memory parts."""
+    return {str(part) for part in parts}
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        (MemoryPart(PartKind.PARAMETERS, "actor"), "actor parameters"),
+        (
+            MemoryPart(PartKind.PARAMETERS, "actor", copy="d2 t1 p1 @2-3"),
+            "actor parameters (copy d2 t1 p1 @2-3)",
+        ),
+        (MemoryPart(PartKind.PARAMETERS, "actor", host=True), "actor parameters (host copy)"),
+        (MemoryPart(PartKind.OPTIMIZER, "actor"), "actor gradients and optimizer"),
+        (MemoryPart(PartKind.OPTIMIZER, "actor", host=True), "actor optimizer (host copy)"),
+        (MemoryPart(PartKind.CACHE), "cache"),
+    ],
+)
+def test_a_memory_part_has_a_text(part: MemoryPart, text: str) -> None:
+    assert str(part) == text
 
 
 def test_memory_parts_are_named_by_role_and_content() -> None:
     of = scenario()
     found = estimate_plan(of, replace(preset("separate", of), keep=()))
     generating = next(f for f in found.memory[-1].footprints if f.during == "actor.generate")
-    assert set(generating.parts) - {"logits"} == {
+    assert names(generating.parts) - {"logits"} == {
         "actor parameters (copy d2 t1 p1 @2-3)",
         "reward parameters",
         "ref parameters",
@@ -181,7 +206,7 @@ def test_memory_parts_are_named_by_role_and_content() -> None:
         "fragmentation",
     }
     training = next(f for f in found.memory[0].footprints if f.during == "actor.train")
-    assert {"actor parameters", "actor gradients and optimizer"} < set(training.parts)
+    assert {"actor parameters", "actor gradients and optimizer"} < names(training.parts)
 
 
 def test_offloaded_state_is_on_devices_only_while_it_is_used() -> None:
@@ -198,8 +223,8 @@ def test_offloaded_state_is_on_devices_only_while_it_is_used() -> None:
         before, after = (
             next(f.parts for f in e.memory[0].footprints if f.during == during) for e in (plain, lean)
         )
-        assert moved <= set(before)
-        assert moved & set(after) == used
+        assert moved <= names(before)
+        assert moved & names(after) == used
     assert lean.step_seconds > plain.step_seconds
 
 
@@ -211,7 +236,7 @@ def test_footprints_of_evaluation_include_idle_roles() -> None:
     held = Memory(of.models, homes, offloaded(plan), {})
     for device in compute_footprints(replace(of, graph=graph), held, programs):
         assert [f.during for f in device.footprints] == [call.name for call in graph.order]
-        assert all("critic gradients and optimizer" in f.parts for f in device.footprints)
+        assert all("critic gradients and optimizer" in names(f.parts) for f in device.footprints)
 
 
 def test_models_of_unknown_size_count_no_memory() -> None:
@@ -221,7 +246,7 @@ def test_models_of_unknown_size_count_no_memory() -> None:
     held = Memory(known, home_placements(of.graph, plan), offloaded(plan), {})
     programs = lower(of.graph, plan, home_placements(of.graph, plan))
     for device in compute_footprints(replace(of, models=known), held, programs):
-        assert not any("ref" in part for part in device.resident)
+        assert not any(part.role == "ref" for part in device.resident)
         scoring = next(f for f in device.footprints if f.during == "ref.inference")
         assert scoring.parts == device.resident
 

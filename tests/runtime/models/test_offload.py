@@ -1,6 +1,8 @@
 """What waits in host memory, what follows the actor, and what is saved, under plans of many layouts."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -13,10 +15,13 @@ from realrl.engine.model import Model
 from realrl.engine.offload import Offloadable
 from realrl.families.registry import model_tensors
 from realrl.plan.cluster import Cluster
+from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.program.instructions import Load
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
 from realrl.runtime.processes.process import Process
 from realrl.runtime.train import TrainingRun
+from realrl.runtime.worker.roles import Roles
 from tests.conftest import World, figures
 
 ALONE = """
@@ -154,3 +159,12 @@ def test_a_sharded_model_is_saved_whole(runs: tuple[Path, Path], name: str) -> N
 
     alone, mixed = map(saved, runs)
     torch.testing.assert_close(mixed.data, alone.data, rtol=1e-3, atol=1e-4)
+
+
+def test_offloading_an_optimizer_names_the_set_that_is_trained() -> None:
+    trainer = SimpleNamespace(parameter_set="tuned", memory=object())
+    roles = cast(Roles, SimpleNamespace(trainers={"actor": trainer}))
+    place = Placement(Mesh(0, 1), Strategy(1))
+    assert Roles._memory(roles, Load("actor", place, "optimizer", "tuned")) is trainer.memory
+    with pytest.raises(AssertionError, match="actor trains its set tuned, not base"):
+        Roles._memory(roles, Load("actor", place, "optimizer"))

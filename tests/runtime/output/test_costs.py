@@ -3,11 +3,15 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from realrl.cli.app import run_app
+from realrl.dataflow.call import Call, Key, Kind
+from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.calibration.calibrate import calibrate_profile
 from realrl.planner.calibration.comparison import Comparison
@@ -17,10 +21,12 @@ from realrl.program.instructions import Load, Run
 from realrl.program.memory import Memory
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
+from realrl.runtime.costs import lengths
 from realrl.runtime.measure.allocations import Allocations, count_allocations
 from realrl.runtime.measure.step_timer import StepTimer, StepTimes, TimedSpan, estimate_offset
 from realrl.runtime.measure.timing_log import KEPT_STEPS, TimingLog
 from realrl.runtime.train import MetricsRecord, train
+from realrl.runtime.worker.store import Store
 from tests.conftest import World
 from tests.runtime.conftest import changes, run
 from tests.runtime.ranks import Silent
@@ -181,6 +187,16 @@ def test_a_run_leaves_the_costs_of_every_call(finished: Mapping[str, Path], algo
 
 def test_a_run_on_two_processes_leaves_the_costs_of_every_call(finished_on_two: Path) -> None:
     check(Comparison.load(finished_on_two), finished_on_two)
+
+
+def test_lengths_are_those_of_sequences_to_learn_where_nothing_is_generated() -> None:
+    keys = [Key("question", "int64"), Key("tokens", "int64")]
+    look = Call("ref.look", "ref", Kind.INFERENCE, ("question",), work=("question",))
+    learn = Call("actor.learn", "actor", Kind.TRAIN, ("tokens",), work=("tokens",))
+    graph = DataflowGraph([look, learn], keys)
+    assert graph.order[0] is look
+    store = SimpleNamespace(graph=graph, lengths={"question": [1, 2], "tokens": [5, 6]})
+    assert lengths(cast(Store, store)) == ([5, 6], [])
 
 
 def test_costs_hold_the_lengths_that_occurred(finished: Mapping[str, Path], finished_on_two: Path) -> None:

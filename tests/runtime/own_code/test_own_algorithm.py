@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,14 @@ calls:
   reward.inference: {mesh: 1, dp: 1, micro_batch_tokens: 60}
   actor.train: {mesh: 0-1, dp: 1, pp: 2, micro_batch_tokens: 90}
 """
+APART = """
+cluster: 1x2
+calls:
+  actor.generate: {mesh: 1, dp: 1, micro_batch_tokens: 60}
+  reward.inference: {mesh: 0, dp: 1, micro_batch_tokens: 60}
+  actor.train: {mesh: 1, dp: 1, micro_batch_tokens: 90}
+"""
+"""The rank that writes does not train."""
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +95,13 @@ def test_show_has_its_recipe_graph_and_plan(place: Path, capsys: pytest.CaptureF
     printed = capsys.readouterr().out
     assert f"algorithm: {place / 'algorithm.py'}" in printed
     assert "actor.train  (train in 2 mini-batches, role actor)" in printed
+
+
+def test_calls_may_have_any_name(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = EXAMPLE.read_text(encoding="utf-8").replace("actor.train", "update")
+    (place / "renamed.py").write_text(text, encoding="utf-8")
+    assert run_app(["show", "recipe.yaml", "algorithm=renamed.py"]) == 0
+    assert re.search(r"^0 +actor\.gen d1 .* update d1 t1 p1$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_plan_for_64_devices_counts_all_samples(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,13 +165,57 @@ def test_a_saved_recipe_loads_from_anywhere(
     assert experiment.spec.name == "best_of_n"
 
 
+@pytest.mark.parametrize("reference", ["run/inside.py", "run.inside"])
 def test_an_algorithm_inside_the_run_directory_is_not_deleted(
-    place: Path, alone: Path, capsys: pytest.CaptureFixture[str]
+    place: Path,
+    alone: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    reference: str,
 ) -> None:
+    monkeypatch.syspath_prepend(str(place))
     shutil.copy("algorithm.py", alone / "inside.py")
-    assert run_app(["train", "recipe.yaml", "algorithm=run/inside.py", "overwrite=true"]) == 2
+    assert run_app(["train", "recipe.yaml", f"algorithm={reference}", "overwrite=true"]) == 2
     assert "lies in run_dir=run, which overwrite=true would delete" in capsys.readouterr().err
     assert (alone / "inside.py").exists()
+
+
+STATEFUL = """
+
+class Counting(StatelessAlgorithm):
+    def state_dict(self):
+        return {"prepared": self._methods["actor.train"].prepared}
+
+
+class CountedLearning(LearnBest):
+    prepared = 0
+
+    def prepare(self, batch, dp_sum):
+        self.prepared += 1
+        return super().prepare(batch, dp_sum)
+
+
+LearnBest, StatelessAlgorithm = CountedLearning, Counting
+"""
+
+
+def test_saved_state_is_that_of_the_rank_that_trains_and_samples_show_what_the_description_names(
+    place: Path,
+) -> None:
+    text = EXAMPLE.read_text(encoding="utf-8").replace('sample_keys=("score",)', 'sample_keys=("length",)')
+    text = text.replace('Key("score"', 'Key("length", "float32", "one"), Key("score"')
+    text = text.replace('("score",), work', '("score", "length"), work')
+    length = '"length": Ragged.scalars(output.values.new_tensor(output.lengths))'
+    text = text.replace('{"score": Ragged', f'{{{length}, "score": Ragged')
+    (place / "stateful.py").write_text(text + STATEFUL, encoding="utf-8")
+    (place / "apart.yaml").write_text(APART)
+    options = ["algorithm=stateful.py", "cluster=1x2", "run_dir=stateful", "plan=apart.yaml"]
+    assert run_app(["train", "recipe.yaml", *options]) == 0
+    assert json.loads((place / "stateful" / "final-state.json").read_text()) == {"prepared": 2}
+    (first, *_) = (place / "stateful" / "samples" / "step-000002.jsonl").read_text().splitlines()
+    sample = json.loads(first)
+    assert list(sample) == ["prompt", "completion", "finished", "length"]
+    assert sample["length"] > 1
 
 
 def test_report_has_its_metrics_and_curves(

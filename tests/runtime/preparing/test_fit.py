@@ -2,6 +2,7 @@
 
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -9,18 +10,24 @@ import pytest
 
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
+from realrl.dataflow.call import Call, Key, Kind
+from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import ModelShape
 from realrl.plan.cluster import Cluster
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import DEVICES, find_gpu_kind
+from realrl.planner.simulate.estimate import Footprint
+from realrl.planner.simulate.memory_part import MemoryPart, PartKind
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import load_experiment
 from realrl.recipe.model import ModelConfig
 from realrl.runtime.prepare.cluster import written_cluster
 from realrl.runtime.prepare.compile import Compiled, compile_recipe, with_sizes
 from realrl.runtime.prepare.devices import check_kind, memory_spec, spec_of
+from realrl.runtime.prepare.fit.change import Draft
 from realrl.runtime.prepare.fit.check import check_fit
 from realrl.runtime.prepare.fit.footprint import compute_device_memory, find_peak_device
+from realrl.runtime.prepare.fit.plan_changes import list_plan_changes
 from realrl.runtime.prepare.gpu import Gpu
 from realrl.runtime.prepare.host import host_memory
 from tests.conftest import World
@@ -81,7 +88,7 @@ def test_sizes_that_only_the_hub_knows_are_asked_for_before_anything_starts(
         return known(config) or shape
 
     monkeypatch.setattr("realrl.runtime.prepare.compile.known_shape", known)
-    monkeypatch.setattr("realrl.runtime.prepare.compile.shape_of", ask)
+    monkeypatch.setattr("realrl.runtime.prepare.compile.find_model_shape", ask)
     model = ("models.actor.path=some/model", "models.actor.shape=null", "plan=symmetric")
     experiment, before = compiled(*model)
     assert before.unknown == ("actor", "ref") and not asked
@@ -184,6 +191,26 @@ def test_one_change_is_not_always_enough(tmp_path: Path) -> None:
     ), sentence
 
 
+def test_no_call_is_offered_to_offload_the_optimizer_that_it_uses(tmp_path: Path) -> None:
+    """Whatever the call is named."""
+    train = Call("actor.update", "actor", Kind.TRAIN, inputs=("tokens",), work=("tokens",))
+    score = replace(train, name="actor.train", kind=Kind.INFERENCE)
+    graph = DataflowGraph([score, train], [Key("tokens", "int64")])
+    experiment, found = compiled(plan_file(tmp_path))
+    plan = replace(found.train.plan, placements={})
+    draft = Draft(experiment, memory_spec(experiment, plan.cluster), plan)
+    parts = {MemoryPart(PartKind.OPTIMIZER, "actor"): 1 << 30}
+    offered = {
+        call.name: [
+            change.text
+            for changes in list_plan_changes(draft, graph, Footprint(call.name, parts))
+            for change in changes
+        ]
+        for call in graph.calls
+    }
+    assert offered == {"actor.train": ["actor in offload_optimizer"], "actor.update": []}
+
+
 def test_offloading_is_no_help_where_host_and_device_share_their_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,7 +244,8 @@ def test_evaluations_count(world: World, tmp_path: Path) -> None:
     peaks = {
         name: devices[0].peak for name, devices in compute_device_memory(experiment, found, spec).items()
     }
-    assert peaks["eval"].parts["cache"] > 2 * peaks["train"].parts.get("cache", 0)
+    cache = MemoryPart(PartKind.CACHE)
+    assert peaks["eval"].parts[cache] > 2 * peaks["train"].parts.get(cache, 0)
 
 
 def test_models_that_are_elsewhere_count_nothing(world: World, tmp_path: Path) -> None:
@@ -226,7 +254,8 @@ def test_models_that_are_elsewhere_count_nothing(world: World, tmp_path: Path) -
     found = compile_recipe(experiment, Cluster(1, 1))
     assert found.unknown == ("ref",)
     (device,) = compute_device_memory(experiment, found, memory_spec(experiment, Cluster(1, 1)))["train"]
-    assert "actor parameters" in device.resident and "ref parameters" not in device.resident
+    held = {str(part) for part in device.resident}
+    assert "actor parameters" in held and "ref parameters" not in held
     check_fit(experiment, found)
 
 

@@ -67,7 +67,7 @@ class PPOAlgorithm(StatelessAlgorithm):
     def state_dict(self) -> dict[str, float]:
         """Save the KL coefficient, the value statistics, and `steps`, the number of steps they have seen.
 
-        A rank knows them if it runs a train call; where ranks differ, the state with the most steps counts.
+        A rank knows them if it runs a train call, and all such ranks have the same ones after a step.
         """
         return max(self._appraisers, key=lambda a: a.steps).state_dict()
 

@@ -59,6 +59,7 @@ ALGORITHM = AlgorithmSpec(
         "ref.inference/kl",
         "judge",
     ),
+    sample_keys=("score",),
     curves={
         "score": "reward's score",
         "judge": "independent judge",

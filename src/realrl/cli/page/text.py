@@ -7,6 +7,7 @@ from realrl.families.published import SHAPES
 from realrl.families.registry import model_tensors
 from realrl.plan.placement import Placement
 from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.simulate.memory_part import MemoryPart
 from realrl.program.memory import Stored
 
 if TYPE_CHECKING:
@@ -102,6 +103,6 @@ def _lengths(lengths: Sequence[int]) -> str:
     return f"{lengths[0]:,} to {lengths[-1]:,} (mean {sum(lengths) / len(lengths):,.0f})"
 
 
-def find_largest(parts: Mapping[str, float]) -> str:
-    """Find the name of the largest."""
-    return max(parts, key=lambda name: parts[name])
+def find_largest(parts: Mapping[MemoryPart, int]) -> MemoryPart:
+    """Find the part that takes the most bytes."""
+    return max(parts, key=lambda part: parts[part])

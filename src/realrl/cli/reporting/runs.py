@@ -1,7 +1,7 @@
 """Metrics and samples of a finished run, read from its directory for a report."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,12 +29,12 @@ class MetricLine:
 
 @dataclass(frozen=True)
 class Sample:
-    """Generated text with its score by the reward model and its rating by the independent judge."""
+    """Generated text, and the numbers that are shown with it."""
 
     prompt: str
     completion: str
-    score: float | None = None
-    judge: float | None = None
+    numbers: Mapping[str, float | None]
+    """Key of the algorithm's `sample_keys`, or `judge` -> value; None where it was not finite."""
 
 
 @dataclass(frozen=True)
@@ -104,16 +104,18 @@ def _read_run(path: Path) -> FinishedRun:
     if not (path / "summary.json").exists():
         raise UserError(f"{path}: {_describe_unfinished(path)}")
     lines = (MetricLine(row["step"], row["kind"], row["figures"]) for row in _rows(path / "metrics.jsonl"))
+    spec = find_algorithm(read_yaml(str(path / "config.yaml"))["algorithm"])[0]
+    names = (*spec.sample_keys, "judge")
     samples = (
         tuple(
-            Sample(row["prompt"], row["completion"], row.get("score"), row.get("judge"))
+            Sample(row["prompt"], row["completion"], {name: row[name] for name in names if name in row})
             for row in _rows(file)
         )
         for file in sorted((path / "samples").glob("step-*.jsonl"))
     )
     return FinishedRun(
         path=path,
-        spec=find_algorithm(read_yaml(str(path / "config.yaml"))["algorithm"])[0],
+        spec=spec,
         lines=tuple(lines),
         samples=tuple(samples),
         seconds=json.loads((path / "summary.json").read_text(encoding="utf-8"))["seconds"],

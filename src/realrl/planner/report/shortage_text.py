@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from realrl.config.units import format_bytes
 from realrl.dataflow.call import Kind
 from realrl.planner.simulate.estimate import DeviceMemory
+from realrl.planner.simulate.memory_part import MemoryPart, PartKind
 
 if TYPE_CHECKING:
     # These load numpy, and pages of plans are written without it.
@@ -20,13 +21,13 @@ def describe_shortage(scenario: "Scenario", shortage: "Shortage") -> str:
     call = graph.call(shortage.call)
     strategy = shortage.candidate.placement
     need = scenario.memory.call(call, scenario.models[call.model_role], strategy, scenario.workload)
-    parts = Counter(need.dynamic)
-    parts[f"{call.role} parameters"] = need.static["parameters"]
-    parts[f"{call.role} gradients and optimizer"] = need.static_bytes - need.static["parameters"]
+    parts = Counter({MemoryPart(PartKind(name)): size for name, size in need.dynamic.items()})
+    parts[MemoryPart(PartKind.PARAMETERS, call.role)] = need.static["parameters"]
+    parts[MemoryPart(PartKind.OPTIMIZER, call.role)] = need.static_bytes - need.static["parameters"]
     for role, kept in shortage.resident_bytes.items():
         if role != call.role or call.kind is not Kind.TRAIN:
-            what = "parameters, gradients and optimizer" if graph.trained(role) else "parameters"
-            parts[f"{role} {what}"] += int(kept)
+            kind = PartKind.TRAINING if graph.trained(role) else PartKind.PARAMETERS
+            parts[MemoryPart(kind, role)] += int(kept)
     return _describe(
         rank=shortage.rank,
         needed=shortage.needed_bytes,
@@ -48,12 +49,14 @@ def describe_full_device(memory: DeviceMemory) -> str:
     )
 
 
-def _describe(*, rank: int, needed: float, capacity: float, during: str, parts: Mapping[str, int]) -> str:
+def _describe(
+    *, rank: int, needed: float, capacity: float, during: str, parts: Mapping[MemoryPart, int]
+) -> str:
     """Name the device, the call and the largest part.
 
     For example `device 0 needs 93 GiB of 79 GiB during actor.train, 51 GiB of it activations`.
     """
-    largest = max(parts, key=lambda name: parts[name])
+    largest = max(parts, key=lambda part: parts[part])
     return (
         f"device {rank} needs {format_bytes(needed)} of {format_bytes(capacity)} during {during},"
         f" {format_bytes(parts[largest])} of it {largest}"

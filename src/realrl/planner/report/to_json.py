@@ -102,8 +102,8 @@ def _memory(estimate: Estimate) -> dict[str, Any]:
         "rank": device.rank,
         "capacity": device.capacity,
         "during": device.peak.during,
-        "parts": dict(device.peak.parts),
-        "resting": dict(device.resident),
+        "parts": {str(part): size for part, size in device.peak.parts.items()},
+        "resting": {str(part): size for part, size in device.resident.items()},
     }
 
 

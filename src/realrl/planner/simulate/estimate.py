@@ -8,6 +8,7 @@ from functools import cached_property
 from realrl.dataflow.call import Call
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
+from realrl.planner.simulate.memory_part import MemoryPart
 from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Receive, Run
 
 
@@ -69,8 +70,8 @@ class Footprint:
 
     during: str
     """Name of the call."""
-    parts: Mapping[str, int]
-    """Bytes by part: `actor parameters`, `actor gradients and optimizer`, `activations`, `cache`, ..."""
+    parts: Mapping[MemoryPart, int]
+    """Bytes by part."""
 
     @property
     def bytes(self) -> int:
@@ -85,7 +86,7 @@ class DeviceMemory:
     rank: int
     capacity: int
     """Usable bytes."""
-    resident: Mapping[str, int]
+    resident: Mapping[MemoryPart, int]
     """Bytes held between steps, by part."""
     footprints: tuple[Footprint, ...]
     """Peak memory by call, in the order of the rank's program."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from realrl.plan.placement import Placement
 from realrl.planner.simulate.estimate import DeviceMemory, Footprint
+from realrl.planner.simulate.memory_part import MemoryPart, PartKind
 from realrl.planner.simulate.scenario import Scenario
 from realrl.program.instructions import Load, Program, Reallocate, Run
 from realrl.program.memory import HeldState, Holdings, Memory, Stored
@@ -26,7 +27,7 @@ class _Devices:
     def __init__(self, scenario: Scenario, held: Memory) -> None:
         self._scenario = scenario
         self._held = held
-        self._known: dict[object, tuple[Mapping[str, int], tuple[Footprint, ...]]] = {}
+        self._known: dict[object, tuple[Mapping[MemoryPart, int], tuple[Footprint, ...]]] = {}
 
     def device(self, program: Program) -> DeviceMemory:
         """Memory of a rank; ranks with equal programs and positions share the result."""
@@ -44,7 +45,7 @@ class _Devices:
         Reallocations after the last call are attributed to it. Functions hold no device memory.
         """
         footprints: list[Footprint] = []
-        moving: list[dict[str, int]] = []
+        moving: list[dict[MemoryPart, int]] = []
         for instruction, holdings in self._held.timeline(program):
             if isinstance(instruction, Run) and instruction.role is not None:
                 model = self._scenario.models.get(instruction.role)
@@ -64,27 +65,27 @@ class _Devices:
             ]
         return tuple(footprints)
 
-    def _parts(self, holdings: Holdings) -> dict[str, int]:
-        """Bytes by name; parameter sets of a role in one layout are added up."""
-        found: Counter[str] = Counter()
+    def _parts(self, holdings: Holdings) -> dict[MemoryPart, int]:
+        """Bytes by part; parameter sets of a role in one layout are added up."""
+        found: Counter[MemoryPart] = Counter()
         for item, size in holdings.items():
-            found[self._name(item)] += size
-        return {name: size for name, size in found.items() if size}
+            found[self._part(item)] += size
+        return {part: size for part, size in found.items() if size}
 
-    def _name(self, item: HeldState) -> str:
-        if item.host:
-            return f"{item.role} {'optimizer' if item.what == 'optimizer' else 'parameters'} (host copy)"
+    def _part(self, item: HeldState) -> MemoryPart:
         if item.what == "optimizer":
-            return f"{item.role} gradients and optimizer"
-        copy = f" (copy {item.layout})" if item.layout != self._held.home(item.role) else ""
-        return f"{item.role} parameters{copy}"
+            return MemoryPart(PartKind.OPTIMIZER, item.role, host=item.host)
+        # Host copies of one role are one part, whatever their layouts.
+        is_copy = not item.host and item.layout != self._held.home(item.role)
+        return MemoryPart(PartKind.PARAMETERS, item.role, item.layout if is_copy else None, item.host)
 
-    def _dynamic(self, run: Run, model: Stored, rank: int) -> dict[str, int]:
+    def _dynamic(self, run: Run, model: Stored, rank: int) -> dict[MemoryPart, int]:
         """Dynamic memory of the call on the rank, by part."""
         scenario = self._scenario
         call = scenario.graph.call(run.call)
         stages = scenario.memory.stages(call, model, run.placement, scenario.workload)
-        return {name: size for name, size in stages[run.placement.pp_index(rank)].dynamic.items() if size}
+        needed = stages[run.placement.pp_index(rank)].dynamic
+        return {MemoryPart(PartKind(name)): size for name, size in needed.items() if size}
 
 
 def _position(place: Placement, rank: int) -> tuple[int, int] | None:

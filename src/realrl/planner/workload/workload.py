@@ -7,9 +7,12 @@ from functools import cached_property
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.experiment import Experiment
+from realrl.recipe.forms import FORMS
 
 QUANTILES = 64
 """Sample size that represents a length distribution."""
+_PROMPTS = FORMS["prompt"].keys
+"""Keys whose rows are prompts without answers."""
 _GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, are spread evenly: pairs prompts with answers as if they were independent."""
 
@@ -123,12 +126,16 @@ class Workload:
                 passes=1,
                 per_item=len(call.work),
             )
-        # Inference, training, and functions, which see whole sequences too.
+        # Inference, training, and functions, which see whole sequences unless their keys are of prompts alone.
         passes = self.epochs if call.kind is Kind.TRAIN else 1
-        lengths = tuple(sorted(prompt + answer for prompt, answer in self.pairs))
+        of_prompts = [key in _PROMPTS for key in call.work]
+        kinds = of_prompts[:1] if len(set(of_prompts)) == 1 else of_prompts
+        lengths = sorted(
+            prompt if is_prompt else prompt + answer for prompt, answer in self.pairs for is_prompt in kinds
+        )
         return CallWork(
             items=self.items,
-            lengths=lengths,
+            lengths=tuple(lengths),
             answers=(),
             room=0,
             minibatches=call.minibatches,

@@ -19,6 +19,7 @@ from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.profile.profile import Profile
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
+from realrl.planner.simulate.memory_part import MemoryPart, PartKind
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Program, Reallocate
@@ -96,7 +97,7 @@ def _call(call: Call, info: RunInfo, expected: Estimate | None, log: "TimingLog"
 def _peak(expected: Estimate, call: str) -> int:
     """Find the peak bytes of a call on any device, without the allocator's fragmentation."""
     footprints = (f for device in expected.memory for f in device.footprints if f.during == call)
-    return max(f.bytes - f.parts.get("fragmentation", 0) for f in footprints)
+    return max(f.bytes - f.parts.get(MemoryPart(PartKind.FRAGMENTATION), 0) for f in footprints)
 
 
 def _move(text: str, expected: Estimate | None, log: "TimingLog") -> MoveCosts:

@@ -7,7 +7,7 @@ from realrl.algorithms.method import Algorithm
 from realrl.data.dataset import Dataset
 from realrl.recipe.algorithm import AlgorithmSpec
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.model import TrainedModelConfig
+from realrl.recipe.model import trained_models
 from realrl.runtime.output.metric_notes import list_metric_notes
 from realrl.runtime.prepare.compile import models
 
@@ -26,8 +26,8 @@ def list_model_notes(experiment: Experiment, steps: int, fresh: Mapping[str, Seq
     for role, tensors in fresh.items():
         if tensors:
             yield f"models.{role} starts with a new scoring head ({', '.join(tensors)}), since its path has none"
-    for role, config in models(experiment).items():
-        if isinstance(config, TrainedModelConfig) and config.optimizer.warmup_steps >= steps > 1:
+    for role, config in trained_models(models(experiment)).items():
+        if config.optimizer.warmup_steps >= steps > 1:
             yield (
                 f"models.{role}.optimizer.warmup_steps={config.optimizer.warmup_steps} is not below the {steps}"
                 " steps of this run, so that the learning rate only rises"

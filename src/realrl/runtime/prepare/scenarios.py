@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from realrl.checkpoint.directory import shape_of
+from realrl.checkpoint.directory import find_model_shape
 from realrl.config.errors import UserError
 from realrl.config.paths import local_path
 from realrl.dataflow.graph import DataflowGraph
@@ -79,7 +79,7 @@ def _all_stored(experiment: Experiment, graph: DataflowGraph) -> dict[str, Store
     shapes = {}
     for role, config in models(experiment).items():
         try:
-            shapes[role] = shape_of(config)
+            shapes[role] = find_model_shape(config)
         except UserError as error:
             raise UserError(
                 f"models.{role}: planning needs the size of the model: {error}; or set models.{role}.path=null and"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from realrl.checkpoint.directory import shape_of
+from realrl.checkpoint.directory import find_model_shape
 from realrl.config.errors import UserError
 from realrl.config.files import check_file
 from realrl.config.paths import local_path
@@ -92,7 +92,7 @@ def _models(experiment: Experiment) -> list[tuple[ModelShape, Dtype]]:
     found = []
     for role, config in models(experiment).items():
         try:
-            shape = shape_of(config)
+            shape = find_model_shape(config)
         except UserError as error:
             raise UserError(
                 f"models.{role}: {error}; or set models.{role}.path=null and models.{role}.shape to a size, for"
