@@ -119,7 +119,8 @@ class TrainedModelConfig(ModelConfig):
 
     optimizer: OptimizerConfig = OptimizerConfig()
     trainable_layers: int | None = Field(default=None, ge=0, le=10**4)
-    """Train only the last so many decoder layers, the final norm and the head, and freeze all below them, the
-    embeddings included; null trains all layers. 0 trains only the final norm and the head."""
+    """Train only the last so many decoder layers, the final norm and, where it is not tied to the embeddings, the
+    head, and freeze all below them, the embeddings included, and with them a tied head; null trains all layers. 0
+    trains only the final norm and such a head."""
     freeze_embeddings: bool = False
     """Keep the embedding table as it is; a head that is tied to it stays as it is, too."""
