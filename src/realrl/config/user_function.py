@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from numbers import Number
 from typing import Any
 
@@ -15,13 +15,15 @@ class UserFunction:
 
     def __init__(self, setting: str, reference: str) -> None:
         """`reference` is `FILE.py:FUNCTION` or `package.module:FUNCTION`; UserError where there is no such
-        function."""
+        function, or it is async."""
         self.label = f"{setting}={reference}"
         check_reference(setting, reference)
         self._code = UserCode(setting, reference)
         function: Any = self._code.attribute(reference.rpartition(":")[2])
         if not callable(function):
             raise UserError(f"{self.label} is no function")
+        if _is_async(function):
+            raise UserError(f"{self.label} is async; write a plain function")
         self._function: Callable[..., Any] = function
         self._parameters = _parameters(function)
 
@@ -56,6 +58,11 @@ class UserFunction:
             given = self._function(*arguments, **named)
             values = list(given) if _is_vector(given) else None
         wanted = f"it must give one number for each of {count} completions"
+        if isinstance(given, Set | Mapping):
+            raise UserCodeError(
+                f"{self.label} gave a {type(given).__name__}, whose order is not that of the completions; {wanted},"
+                " in their order"
+            )
         if values is None:
             raise UserCodeError(f"{self.label} gave {_shown(given)}; {wanted}")
         if len(values) != count:
@@ -91,6 +98,13 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | 
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return None
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives something to await, or to iterate over asynchronously: a function, or an object by
+    its `__call__`."""
+    called = (function, type(function).__call__)
+    return any(inspect.iscoroutinefunction(f) or inspect.isasyncgenfunction(f) for f in called)
 
 
 def _is_vector(given: Any) -> bool:

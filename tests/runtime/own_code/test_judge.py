@@ -49,6 +49,12 @@ def not_a_number(completions):
 def nones(completions):
     return [None, None]
 
+def a_set(completions):
+    return {1.0, 2.0}
+
+def a_dict(completions):
+    return dict.fromkeys(completions, 1.0)
+
 def tensor(completions):
     return torch.tensor([1.0, 2.0])
 
@@ -66,6 +72,10 @@ FAILURES = {
     "one_text": "gave str 'ab'; it must give one number for each of 2 completions",
     "too_few": "gave 1 numbers for 2 completions; it must give one each",
     "not_a_number": "gave nan for a completion; it must give one number for each of 2 completions",
+    "a_set": "gave a set, whose order is not that of the completions; it must give one number for each of 2"
+    " completions, in their order",
+    "a_dict": "gave a dict, whose order is not that of the completions; it must give one number for each of 2"
+    " completions, in their order",
     "nones": "gave None for a completion; it must give one number for each of 2 completions",
 }
 

@@ -49,6 +49,18 @@ def huge(completions):
 def by_position(completions, /):
     return [0.0] * len(completions)
 
+async def waits(completions):
+    return [0.0] * len(completions)
+
+async def waits_often(completions):
+    yield 0.0
+
+class Waiting:
+    async def __call__(self, completions):
+        return [0.0] * len(completions)
+
+waiting = Waiting()
+
 def more(completions, solution):
     return [0.0] * len(completions)
 """
@@ -175,6 +187,9 @@ MISTAKES = {
     "math": "reward=FILE:math is no function",
     "by_position": "reward=FILE:by_position takes completions by position only; it is called with keyword"
     " arguments",
+    "waits": "reward=FILE:waits is async; write a plain function",
+    "waits_often": "reward=FILE:waits_often is async; write a plain function",
+    "waiting": "reward=FILE:waiting is async; write a plain function",
     "more": "reward=FILE:more needs 'solution', which no record of RECORDS has; there are prompts and completions",
 }
 
