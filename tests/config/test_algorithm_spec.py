@@ -120,6 +120,12 @@ def roles(**changes: RoleSpec) -> dict[str, RoleSpec]:
         (SFT, {"generation": lambda e: None}, "generation: SFTExperiment needs a section generation"),
         (PPO, {"generation": None}, "generation: None, but PPOExperiment has a section generation"),
         (SFT, {"samples_per_prompt": lambda e: 2}, "samples_per_prompt: an algorithm that does not generate"),
+        (
+            SFT,
+            {"experience_calls": ("actor.train",)},
+            "experience_calls: an algorithm that does not generate",
+        ),
+        (PPO, {"experience_calls": "actor.train"}, "experience_calls: a tuple of names of calls is needed"),
         (SFT, {"headlines": "actor.train/loss"}, "headlines: a tuple of call/name is needed"),
         (SFT, {"curves": ("loss",)}, "curves: a mapping from metrics to labels is needed"),
         (SFT, {"summary": ("loss",)}, "summary: a tuple of SummaryMetric is needed"),
@@ -184,6 +190,10 @@ def graph_of(*calls: Call) -> Callable[[Any], DataflowGraph]:
         ({"epochs": lambda e: 0}, "algorithm ppo: epochs: 0 is not a whole number above 0"),
         ({"epochs": lambda e: None}, "algorithm ppo: epochs: None is not a whole number above 0"),
         ({"generation": lambda e: None}, "algorithm ppo: generation: NoneType is not a GenerationConfig"),
+        (
+            {"experience_calls": ("actor.generate",)},
+            "algorithm ppo: experience_calls: actor.generate: train_graph has no such train call",
+        ),
         (
             {"headlines": ("actor.trian/loss",)},
             "algorithm ppo: headlines: actor.trian/loss: no graph has a call",

@@ -108,6 +108,7 @@ def test_predictions_rest_on_nothing_but_measurements(profiles: Mapping[int, Pat
     spec = ClusterSpec("useless", (group,))
     cost = CostModel(spec, Profile.load(profiles[processes]))
     graph, workload = train_graph(minibatches=2), Workload(16, (4, 6), (6, 12), 12)
+    workload = replace(workload, experience_calls=("actor.train", "critic.train"))
     for call in graph.calls:
         model = Stored(TINY, PPO_SPEC.heads[call.role], 4, graph.trained(call.role))
         for strategy in strategies(processes):

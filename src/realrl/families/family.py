@@ -38,11 +38,17 @@ _REQUIRED: frozenset[Parameter] = frozenset(
     {"embedding", "attention_norm", "qkv", "out", "mlp_norm", "gate_up", "down", "norm"}
 )
 
+_LAYERS = 16
+"""Layers of the model that is checked: enough to show patterns such as a different layer among every eight."""
+
 
 def check_family(family: Family) -> None:
-    """Check that the transformer can be made of a family's tensors; ValueError if not."""
+    """Check that the transformer can be made of a family's tensors, and that all layers are alike.
+
+    ValueError if not. The planner counts on equal layers.
+    """
     sample = ModelShape(
-        vocab_size=16, hidden_size=8, intermediate_size=8, layers=2, heads=4, kv_heads=2, head_dim=2
+        vocab_size=16, hidden_size=8, intermediate_size=8, layers=_LAYERS, heads=4, kv_heads=2, head_dim=2
     )
     if set(family.architectures) != set(get_args(Head)):
         raise ValueError(f"architectures must have exactly the keys {', '.join(get_args(Head))}")
@@ -53,11 +59,31 @@ def check_family(family: Family) -> None:
         if missing:
             raise ValueError(f"there is no tensor for parameter {min(missing)}")
         _check_parameters(specs)
+        _check_layers(family, specs)
         parameters = {spec.parameter for spec in specs}
         if ("q_norm" in parameters) != ("k_norm" in parameters):
             raise ValueError("queries and keys must both be normalised, or neither")
         if family.layer.norm == "rms" and any(name.endswith("norm_bias") for name in parameters):
             raise ValueError("RMSNorm has no bias; LayerNorm is LayerOptions(norm='layer')")
+
+
+def _check_layers(family: Family, specs: Sequence[TensorSpec]) -> None:
+    """Check that all layers have equal tensors but for names and initial values; ValueError if not."""
+    layers: dict[int, list[tuple[object, ...]]] = {layer: [] for layer in range(_LAYERS)}
+    for spec in specs:
+        if spec.layer is None:
+            continue
+        if spec.layer not in layers:
+            raise ValueError(
+                f"family {family.model_type}: tensor {spec.name} is in layer {spec.layer} of {_LAYERS} layers"
+            )
+        layers[spec.layer].append((spec.parameter, spec.shape, spec.partition, spec.partial_gradient))
+    for layer, tensors in layers.items():
+        if tensors != layers[0]:
+            raise ValueError(
+                f"family {family.model_type}: layer {layer} has other tensors than layer 0; all layers of a model"
+                " must be alike, as plans take them to be"
+            )
 
 
 def _check_parameters(specs: Sequence[TensorSpec]) -> None:

@@ -85,7 +85,10 @@ class AlgorithmSpec:
     Evaluation takes one."""
     epochs: Callable[[Any], int] = _one
     """Passes of train calls over the items of a step."""
-
+    experience_calls: tuple[str, ...] = ()
+    """Train calls whose `prepare` makes experience of generated samples as PPO does: rewards with a KL penalty, and
+    advantages or returns by GAE. The planner adds the time of this, which the profiler measures; preparation in
+    other train calls counts as free."""
     optional_calls: tuple[str, ...] = ()
     """Calls that only the graphs of some recipes have; headlines may name them all the same."""
 
@@ -130,6 +133,8 @@ class AlgorithmSpec:
             )
         if self.generation is None and self.samples_per_prompt is not _one:
             found.append(("samples_per_prompt", "an algorithm that does not generate draws no samples"))
+        if self.generation is None and self.experience_calls:
+            found.append(("experience_calls", "an algorithm that does not generate has no experience"))
         return found
 
     def _role_problems(self) -> list[tuple[str, str]]:
@@ -169,8 +174,9 @@ class AlgorithmSpec:
         found = []
         if not _all(self.headlines, tuple, str):
             found.append(("headlines", "a tuple of call/name is needed"))
-        if not _all(self.optional_calls, tuple, str):
-            found.append(("optional_calls", "a tuple of names of calls is needed"))
+        for field in ("optional_calls", "experience_calls"):
+            if not _all(getattr(self, field), tuple, str):
+                found.append((field, "a tuple of names of calls is needed"))
         if not isinstance(self.curves, Mapping) or not _all(
             (*self.curves, *self.curves.values()), tuple, str
         ):

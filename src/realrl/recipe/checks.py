@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from realrl.config.errors import UserError
+from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec
 from realrl.recipe.experiment import Experiment
@@ -76,7 +77,11 @@ def _problems(experiment: Experiment) -> Iterator[str]:
 
 
 def _graph_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
-    batch = experiment.data.batch
+    batch, spec = experiment.data.batch, experiment.spec
+    trained = {call.name for call in graph.calls if call.kind is Kind.TRAIN}
+    for name in spec.experience_calls:
+        if name not in {*trained, *spec.optional_calls}:
+            yield f"algorithm {spec.name}: experience_calls: {name}: train_graph has no such train call"
     for call in graph.calls:
         # In prompts, so that all samples of a prompt are in one mini-batch.
         if batch % call.minibatches:

@@ -319,6 +319,7 @@ def test_texts_of_users_are_escaped(tmp_path: Path) -> None:
 def test_a_page_names_what_does_not_fit(tmp_path: Path) -> None:
     report = single_report(shape="llama-2-70b")
     assert write_verdict(report).startswith("This plan does not fit: device 0 needs ")
+    assert re.search(r"during \w+\.\w+, [\d.]+ [GT]iB of it \w", write_verdict(report))
     assert not make_memory_cards(report)[0].fits
     assert "unfit-plan" in page(report, tmp_path)
 

@@ -8,7 +8,7 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.cost_model import CallCost, CostModel
 from realrl.planner.moves.transfers import Layouts
-from realrl.planner.profile.profile import CollectiveTime, Profile
+from realrl.planner.profile.profile import CollectiveTime, LayerTimes, Measurement, Profile, ShapeKey
 from tests.planner.problems import (
     GRAPH,
     GROUPED,
@@ -218,3 +218,18 @@ def test_exchange_time_grows_with_bytes_and_distance() -> None:
 
 def test_every_stage_and_tp_rank_receives_a_copy_of_its_rows() -> None:
     assert exchanged(place(1, 8)) > 7 * exchanged(place(8))
+
+
+def test_only_calls_that_make_experience_are_charged_for_it() -> None:
+    """Other algorithms may train on generated samples without what PPO prepares."""
+    times = Measurement(kind="prepare", sequences=256, context=384, seconds=5.0)
+    layers = LayerTimes(shape=ShapeKey.of(SMALL), dtype="bfloat16", measurements=(times,))
+    profile = Profile(device="a100-80g", software={}, layers=(layers,))
+    measured = CostModel(NODES, profile)
+    ppo = replace(STEP, experience_calls=("actor.train",))
+    plain = cost("actor.train", place(1)).seconds
+    assert cost("actor.train", place(1), model=measured).seconds == pytest.approx(plain)
+    assert cost("actor.train", place(1), model=measured, step=ppo).seconds == pytest.approx(plain + 5)
+    assert cost("critic.train", place(1), model=measured, step=ppo).seconds == pytest.approx(
+        cost("critic.train", place(1)).seconds
+    )

@@ -9,6 +9,7 @@ from realrl.layout.layout import build_layout
 from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.placement import Placement
 from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.memory.kv_cache import kv_cache_bytes
 from realrl.planner.memory.memory_model import MemoryModel, MemoryNeed
 from realrl.planner.workload.shard_sizes import LocalSizes
 from tests.planner.problems import GROUPED, KINDS, LARGE, NODES, SMALL, STEP, call, place, recomputing, stored
@@ -149,3 +150,13 @@ def test_driver_memory_is_not_usable() -> None:
     assert 75 * GIB < MODEL.capacity(0) < NODES.device(0).memory_bytes
     cpu = MemoryModel(ClusterSpec.parse("cpu:1x2"))
     assert cpu.spec.device(0).memory_bytes - cpu.capacity(0) < GIB
+
+
+@pytest.mark.parametrize(
+    ("shape", "tp", "heads"),
+    [(SMALL, 1, 32), (LARGE, 8, 1), (GROUPED, 4, 1), (GROUPED.model_copy(update={"kv_heads": 3}), 2, 3)],
+)
+def test_the_kv_cache_holds_the_heads_of_a_rank(shape: ModelShape, tp: int, heads: int) -> None:
+    """Under uneven groups, keys and values are kept for every query head."""
+    found = kv_cache_bytes(LocalSizes(shape, "lm", tp), tokens=100, layers=3, element_bytes=2)
+    assert found == 100 * 3 * 2 * heads * shape.head_dim * 2

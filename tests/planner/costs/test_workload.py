@@ -53,13 +53,22 @@ def test_unmeasured_lengths_are_the_longest_of_the_recipe() -> None:
     experiment = load_experiment(
         "recipes/reference/ppo.yaml", ["data.max_tokens=328", "generation.max_new_tokens=200", "ppo.epochs=2"]
     )
-    assert Workload.of(experiment) == Workload(512, (128,), (200,), 200, 2)
+    assert Workload.of(experiment) == Workload(
+        512, (128,), (200,), 200, 2, experience_calls=("actor.train", "critic.train")
+    )
     measured = Workload.of(experiment, prompts=[5, 7], answers=[3])
     assert (measured.prompts, measured.answers, measured.max_new_tokens) == ((5, 7), (3,), 200)
 
 
 def even(sequences: int, length: int, room: int = 0) -> CallWork:
-    return CallWork(sequences, (length,), (room,) if room else (), room, 1, 1)
+    return CallWork(
+        items=sequences,
+        lengths=(length,),
+        answers=(room,) if room else (),
+        room=room,
+        minibatches=1,
+        passes=1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +103,8 @@ def test_micro_batch_counts_match_the_engine(
 def test_pipeline_micro_batch_counts_match_the_engine(
     lengths: tuple[int, ...], stages: int, budget: int
 ) -> None:
-    work = CallWork(len(lengths), tuple(sorted(lengths)), (), 0, 1, 1)
+    ordered = tuple(sorted(lengths))
+    work = CallWork(items=len(lengths), lengths=ordered, answers=(), room=0, minibatches=1, passes=1)
     found = split_work(work, Strategy(1, 1, stages, micro_batch_tokens=budget), 2)
     made = even_micro_batches(lengths, budget, stages=stages, per_stage=2)
     assert abs(found.count - len(made)) <= max(1, len(made) // 8)

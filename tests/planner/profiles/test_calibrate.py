@@ -1,5 +1,6 @@
 """Calibration of profiles from runs."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -127,6 +128,21 @@ def test_equally_near_corrections_are_averaged_by_their_steps() -> None:
 def test_corrections_do_not_apply_to_other_kinds_or_models(name: str, model: object) -> None:
     corrections = calibrate_profile(None, run()).corrections
     assert find_correction(corrections, call(name), model, place(8).strategy) == 1  # type: ignore[arg-type]
+
+
+def test_corrections_do_not_apply_to_other_families_of_equal_sizes() -> None:
+    corrections = calibrate_profile(None, run()).corrections
+    other = stored(SMALL.model_copy(update={"family": "qwen2"}))
+    assert find_correction(corrections, call("actor.train"), other, place(8).strategy) == 1
+
+
+def test_a_profile_file_names_the_family_of_corrected_calls(tmp_path: Path) -> None:
+    calibrate_profile(None, run()).save(tmp_path / "p.json")
+    text = (tmp_path / "p.json").read_text()
+    assert text.count('"family": "llama"') == len(TIMES)
+    (tmp_path / "p.json").write_text(re.sub(r'"family": "llama",\s*', "", text))
+    with pytest.raises(UserError, match=r"corrections.0.shape.family: missing"):
+        Profile.load(tmp_path / "p.json")
 
 
 def test_corrections_ignore_model_properties_without_effect_on_time() -> None:

@@ -75,12 +75,12 @@ def test_profile_files_round_trip(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("{}", "this is no file that `realrl profile` has written"),
-        ('{"format": "realrl profile"}', "has version null, not 1"),
-        ('{"format": "realrl profile", "version": 2}', "has version 2, not 1"),
+        ('{"format": "realrl profile"}', "has version null, not 2"),
+        ('{"format": "realrl profile", "version": 1}', "has version 1, not 2; measure again"),
         ("no", "not valid JSON"),
         ("[" * 100000, "nested too deep"),
         ('{"version": 1, "version": 1}', "key 'version' twice"),
-        ('{"format": "realrl profile", "version": 1}', "device"),
+        ('{"format": "realrl profile", "version": 2}', "device"),
     ],
 )
 def test_invalid_profile_files_are_rejected_by_name(tmp_path: Path, text: str, words: str) -> None:
@@ -96,6 +96,7 @@ def test_invalid_profile_files_are_rejected_by_name(tmp_path: Path, text: str, w
         ('"seconds"', '"second"', r"layers.0.measurements.0.second: unknown key; did you mean .*seconds\?"),
         ('"hidden_size"', '"hidden"', r"layers.0.shape.hidden: unknown key"),
         ('"kind": "forward"', '"kind": "foward"', "did you mean forward"),
+        ('"family": "llama", ', "", r"layers.0.shape.family: missing"),
     ],
 )
 def test_mistakes_inside_lists_of_a_profile_are_named(tmp_path: Path, old: str, new: str, words: str) -> None:

@@ -12,6 +12,8 @@ import yaml
 
 from realrl.cli.app import run_app
 from realrl.plan.cluster import Cluster
+from realrl.planner.workload.workload import Workload
+from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
 from realrl.runtime.profiler.points.grid import Sizes
@@ -94,6 +96,11 @@ def test_plan_for_64_devices_counts_all_samples(place: Path, capsys: pytest.Capt
     assert run_app(["plan", "recipe.yaml", *shapes, *batch, *options]) == 0
     workload = json.loads(capsys.readouterr().out)["workload"]
     assert (workload["items"], workload["samples_per_prompt"]) == (512, 8)
+
+
+def test_plans_count_no_preparation_that_is_not_its_own(place: Path) -> None:
+    experiment = load_experiment("recipe.yaml")
+    assert Workload.of(experiment).work(build_graph(experiment).call("actor.train")).episode == 0
 
 
 def test_batches_count_prompts_and_devices_share_out_their_samples(place: Path) -> None:

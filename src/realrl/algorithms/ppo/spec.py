@@ -43,6 +43,7 @@ ALGORITHM = AlgorithmSpec(
     eval_graph=lambda experiment: eval_graph(reward=experiment.reward),
     generation=lambda experiment: experiment.generation,
     epochs=lambda experiment: experiment.ppo.epochs,
+    experience_calls=("actor.train", "critic.train"),
     methods=_methods,
     optional_calls=("reward.inference", "reward.function"),
     headlines=(

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from realrl.cli.page.text import (
-    describe_full_device,
     format_count,
     format_parameters,
     format_seconds,
@@ -14,6 +13,7 @@ from realrl.cli.page.text import (
 )
 from realrl.cli.page.tips import find_role_class, make_tip
 from realrl.config.units import format_bytes
+from realrl.planner.report.shortage_text import describe_full_device
 
 if TYPE_CHECKING:
     from realrl.planner.report.report import PlanReport

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 from realrl.cli.page.sections import TERMS
 from realrl.cli.page.text import (
-    describe_full_device,
     format_count,
     format_extras,
     format_interval,
@@ -15,6 +14,7 @@ from realrl.cli.page.text import (
 )
 from realrl.cli.page.tips import find_call_class, find_role_class
 from realrl.config.units import format_bytes
+from realrl.planner.report.shortage_text import describe_full_device
 from realrl.program.text import name_parameters
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from realrl.planner.profile.corrections import Correction
 from realrl.planner.profile.curves import Curve, Surface
 
 FORMAT: Literal["realrl profile"] = "realrl profile"
-VERSION: Literal[1] = 1
+VERSION: Literal[2] = 2
 """Version of the file format; files of other versions are rejected."""
 
 LayerKind = Literal[
@@ -63,8 +63,8 @@ further bucket of sequences of similar length, which attention on a CPU computes
 stores its keys and values. start: all of a generate call up to the first token of each sequence, but for its
 layers. decode: one layer of a decode step of `sequences` with `context` tokens each in the KV cache. turn: overhead
 of a decode step on every pipeline stage. sample: head and sampling of a decode step, on the last stage. prepare:
-work of a train call on `sequences` before its first mini-batch, for answers of `context` tokens. optimizer: update
-of `tokens` parameters, after gradient reduction and without zeroing gradients."""
+experience of a train call, made of `sequences` before its first mini-batch, for answers of `context` tokens.
+optimizer: update of `tokens` parameters, after gradient reduction and without zeroing gradients."""
 
 WHOLE: tuple[LayerKind, ...] = ("prepare", "optimizer")
 """Kinds that do not depend on tensor parallelism and are measured without it."""
@@ -81,7 +81,7 @@ memory that is requested from the system and zeroed."""
 class ShapeKey(Settings):
     """Model sizes and family, which the times of layers, head and sampling depend on."""
 
-    family: str = "llama"
+    family: str
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
     heads: PositiveInt
@@ -182,7 +182,7 @@ class Profile(Settings):
     """Measured times of one kind of device; written by `save`, read by `load`."""
 
     format: Literal["realrl profile"] = FORMAT
-    version: Literal[1] = VERSION
+    version: Literal[2] = VERSION
     device: str
     """Name of the device kind, as in a cluster description."""
     processes: PositiveInt = 1

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from realrl.config.errors import UserError
 from realrl.planner.evaluate.shortage import DoesNotFit
-from realrl.planner.report.alternatives import describe_shortage
 from realrl.planner.report.report import SizeReport
+from realrl.planner.report.shortage_text import describe_shortage
 from realrl.planner.search.nodes import ClusterSize, search_node_counts
 from realrl.planner.search.plan_search import UserConstraints, find_plan
 from realrl.planner.simulate.estimate import Estimate

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from realrl.families.registry import find_layer_options, model_tensors
+from realrl.families.registry import model_tensors, ties_embeddings
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import Partial, Place
+from realrl.families.tensors import Partial, Place, TensorSpec
 from realrl.layout.layout import local_tensor
 from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
 from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, build_parameter_sets
@@ -72,13 +72,18 @@ class LocalSizes:
     @cached_property
     def qk_norm(self) -> bool:
         """Whether the heads of queries and keys are normalised."""
-        return find_layer_options(self.shape).qk_norm
+        return any(spec.parameter == "q_norm" for spec in self._layer_specs)
 
     def partial_elements(self, *, sequence_parallel: bool) -> int:
         """Count a layer's elements with partial gradients, which TP ranks all-reduce, without shared KV heads."""
         partial = {Partial.TENSOR_PARALLEL} | ({Partial.SEQUENCE_PARALLEL} if sequence_parallel else set())
+        return sum(spec.numel for spec in self._layer_specs if spec.partial_gradient in partial)
+
+    @cached_property
+    def _layer_specs(self) -> list[TensorSpec]:
+        """Tensors of a layer; `check_family` accepts no family whose layers differ."""
         specs = model_tensors(self.shape.model_copy(update={"layers": 1}), self.head)
-        return sum(spec.numel for spec in specs if spec.layer == 0 and spec.partial_gradient in partial)
+        return [spec for spec in specs if spec.layer == 0]
 
     @cached_property
     def sets(self) -> Mapping[str, "SetSizes"]:
@@ -92,18 +97,17 @@ class LocalSizes:
         end = [0] * self.tp
         for spec in of.tensors:
             if spec.layer is not None and spec.layer != of.layers[0]:
-                continue  # all layers are alike
+                continue  # all layers are alike, which `check_family` sees to
             sums = layer if spec.layer is not None else end if spec.place is Place.LAST else embedding
             for t in range(self.tp):
                 sums[t] += local_tensor(self.shape, spec, self.tp, t).numel
-        tied = self.shape.tied_embeddings and self.head == "lm"
         return SetSizes(
             layers_of_model=self.shape.layers,
             layers=of.layers,
             layer=tuple(layer),
             embedding=tuple(embedding),
             end=tuple(end),
-            tied=tied,
+            tied=ties_embeddings(self.shape, self.head),
         )
 
     @property

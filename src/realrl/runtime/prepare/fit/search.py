@@ -6,7 +6,7 @@ from realrl.config.errors import UserError
 from realrl.families.published import SHAPES
 from realrl.plan.plan import Plan
 from realrl.planner.evaluate.shortage import DoesNotFit, Shortage
-from realrl.planner.report.alternatives import describe_shortage
+from realrl.planner.report.shortage_text import describe_shortage
 from realrl.planner.search.plan_search import UserConstraints, find_best_plan, find_plan
 from realrl.planner.search.search import SearchBudget
 from realrl.planner.simulate.scenario import Scenario
@@ -63,8 +63,8 @@ def explain_no_plan(
     none = "no plan fits" if shortage.proven else "no plan was found that fits"
     even = ", even with recomputation and offloading" if constraints.search_space.offload else ""
     return UserError(
-        f"{none} {_models(scenario)} on {scenario.spec.name}{even}: what comes nearest"
-        f" {describe_shortage(scenario, shortage)}, {shortage.factor:.3g} times what a device has; {helps}"
+        f"{none} {_models(scenario)} on {scenario.spec.name}{even}: at best"
+        f" {describe_shortage(scenario, shortage)}: {shortage.factor:.3g} times what it has; {helps}"
     )
 
 
