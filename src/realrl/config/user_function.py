@@ -3,10 +3,14 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping, Set
+from importlib.util import find_spec
 from numbers import Number
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from realrl.config.errors import UserCodeError, UserError
+from realrl.config.paths import local_path
 from realrl.config.user_code import UserCode
 
 
@@ -17,7 +21,10 @@ class UserFunction:
         """`reference` is `FILE.py:FUNCTION` or `package.module:FUNCTION`; UserError where there is no such
         function, or it is async."""
         self.label = f"{setting}={reference}"
-        check_reference(setting, reference)
+        try:
+            resolve_reference(reference)
+        except UserError as error:
+            raise UserError(f"{self.label}: {error}") from None
         self._code = UserCode(setting, reference)
         function: Any = self._code.attribute(reference.rpartition(":")[2])
         if not callable(function):
@@ -85,11 +92,30 @@ class UserFunction:
 _COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def check_reference(setting: str, reference: str) -> None:
-    """UserError unless a setting names a file or module and a function in it; nothing is imported."""
+def resolve_reference(reference: str) -> str:
+    """Make the path of `FILE.py:FUNCTION` absolute; `package.module:FUNCTION` stays as it is.
+
+    UserError for any other form, or where there is no such file or package. Nothing is imported.
+    """
     source, _, function = reference.rpartition(":")
     if not source or not function.isidentifier():
-        raise UserError(f"{setting}={reference}: write FILE.py:FUNCTION or package.module:FUNCTION")
+        raise UserError("write FILE.py:FUNCTION or package.module:FUNCTION")
+    if source.endswith(".py"):
+        file = local_path(source).resolve()
+        if not file.is_file():
+            raise UserError(f"there is no file {file}")
+        return f"{file}:{function}"
+    try:
+        found = find_spec(source.partition(".")[0]) is not None
+    except ValueError:  # for a name that no package can have
+        found = False
+    if not found:
+        raise UserError(f"there is no module {source}; write FILE.py or package.module")
+    return reference
+
+
+FunctionReference = Annotated[str, AfterValidator(resolve_reference)]
+"""Setting that names a function of the user's; the path of its file is absolute once it is read."""
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:

@@ -14,6 +14,7 @@ from pydantic import (
 
 from realrl.config.base import Settings
 from realrl.config.explain import brief
+from realrl.config.paths import local_path
 from realrl.families.find import find_shape
 from realrl.families.published import SHAPES
 from realrl.families.registry import find_family
@@ -100,7 +101,7 @@ class ModelConfig(Settings):
         if isinstance(value, dict):
             given = value.get("family", family)
             if isinstance(given, str):
-                find_family(given)
+                given = _check_family(given)
             if family is not None and given != family:
                 raise ValueError(f"its family={brief(given)} is not the role's family={family}")
             return value if given is None else {**value, "family": given}
@@ -109,9 +110,13 @@ class ModelConfig(Settings):
     @field_validator("family")
     @classmethod
     def _is_family(cls, value: str | None) -> str | None:
-        if value is not None:
-            find_family(value)
-        return value
+        return None if value is None else _check_family(value)
+
+
+def _check_family(reference: str) -> str:
+    """Make the path of a family's file absolute; UserError where there is no such family."""
+    find_family(reference)
+    return str(local_path(reference).resolve()) if reference.endswith(".py") else reference
 
 
 class TrainedModelConfig(ModelConfig):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from realrl.families.registry import ties_embeddings
 from realrl.families.tensors import TensorSpec
 from realrl.layout.sets import TUNED
 from realrl.program.memory import Stored
@@ -29,7 +30,7 @@ def list_trained_parts(models: Mapping[str, Stored]) -> Iterator[str]:
             trained, whole = map(_count, (tuned.tensors, tensors))
             names = [_name_layers(tuned.layers)] if tuned.layers else []
             names += dict.fromkeys(_OUTSIDE[t.parameter] for t in tuned.tensors if t.layer is None)
-            tied = not any(tensor.parameter in ("lm_head", "scalar_head") for tensor in tensors)
+            tied = ties_embeddings(model.shape, model.head)
             about = ", ".join(names) + "; the head is tied to the frozen embeddings" * tied
             yield f"models.{role} trains {trained} of {whole} parameters ({about})"
 
