@@ -17,7 +17,7 @@ _COLUMNS = ("predicted\nseconds", _MEASURED[0], "ratio", "predicted\nmemory", _M
 def costs_table(comparison: "Comparison") -> Table:
     """Make the table of costs: predictions only where there are any.
 
-    A row for each call, one more below a function for waiting for it, and rows for all reallocations and for the step.
+    A row for each call, below a function one more for waiting for it, and rows for reallocations and for the step.
     """
     predicted = comparison.spec is not None
     table = Table(box=box.SIMPLE)
