@@ -1,7 +1,8 @@
 """Metrics and samples of a finished run, read from its directory for a report."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -103,6 +104,8 @@ def read_run(directory: str) -> FinishedRun:
 def _read_run(path: Path) -> FinishedRun:
     if not (path / "summary.json").exists():
         raise UserError(f"{path}: {_describe_unfinished(path)}")
+    with _naming_config(path):
+        spec = find_algorithm(read_yaml(str(path / "config.yaml"))["algorithm"])[0]
     lines = (MetricLine(row["step"], row["kind"], row["figures"]) for row in _rows(path / "metrics.jsonl"))
     samples = (
         tuple(
@@ -113,16 +116,28 @@ def _read_run(path: Path) -> FinishedRun:
     )
     return FinishedRun(
         path=path,
-        spec=find_algorithm(read_yaml(str(path / "config.yaml"))["algorithm"])[0],
+        spec=spec,
         lines=tuple(lines),
         samples=tuple(samples),
         seconds=json.loads((path / "summary.json").read_text(encoding="utf-8"))["seconds"],
     )
 
 
+@contextmanager
+def _naming_config(path: Path) -> Iterator[None]:
+    """Make errors in reading the recipe of a run name its file, and what to do if code of the user's has moved."""
+    try:
+        yield
+    except UserError as error:
+        moved = "there is no file" in str(error)
+        remedy = f"; if it has moved, write its new path into {path / 'config.yaml'}" if moved else ""
+        raise UserError(f"run {path}: {error}{remedy}") from None
+
+
 def _describe_unfinished(path: Path) -> str:
     """Write the error message for a run that is still running, or that was interrupted."""
-    experiment = load_experiment(str(path / "config.yaml"))
+    with _naming_config(path):
+        experiment = load_experiment(str(path / "config.yaml"))
     graph = build_graph(experiment)
     saved = find_saved(path, [role for role in graph.roles if graph.trained(role)])
     return (
