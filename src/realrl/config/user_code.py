@@ -2,7 +2,9 @@
 
 import importlib
 import importlib.util
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,7 +74,9 @@ class UserCode:
         """
         try:
             yield
-        except (Exception, SystemExit) as error:  # whatever the user's code does
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever the user's code does
+            if isinstance(error, KeyboardInterrupt) and _may_be_ctrl_c():
+                raise
             # The first frame is ours, and for an import so are some more.
             frames = traceback.extract_tb(error.__traceback__)
             theirs = [frame for frame in frames if Path(frame.filename).resolve() == self.file]
@@ -86,6 +90,15 @@ class UserCode:
                 ["Traceback (most recent call last):\n", listed, *traceback.format_exception_only(error)]
             )
             raise UserCodeError(f"{self._label} {verb} {reason}{where}", trace) from error
+
+
+def _may_be_ctrl_c() -> bool:
+    """Tell whether a KeyboardInterrupt here may come from the keyboard.
+
+    Python raises it in the main thread alone, by its own handler; the handlers of a run raise another exception.
+    """
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    return on_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def _is_module(name: str) -> bool:

@@ -1,5 +1,6 @@
 """A judge that fails is a user's mistake, told in one error message with file and line."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,16 @@ def test_a_judge_may_define_a_dataclass_with_postponed_annotations(tmp_path: Pat
         "    return [Scale().factor] * len(completions)\n"
     )
     assert rate(f"{tmp_path / 'judge.py'}:judge") == [2.0, 2.0]
+
+
+def test_an_interruption_is_the_judges_own_unless_it_may_be_ctrl_c(tmp_path: Path) -> None:
+    file = tmp_path / "judge.py"
+    file.write_text("def judge(completions):\n    raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        rate(f"{file}:judge")
+    handler = signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        with pytest.raises(UserCodeError, match=r"raised KeyboardInterrupt \(.*judge\.py:2\)"):
+            rate(f"{file}:judge")
+    finally:
+        signal.signal(signal.SIGINT, handler)

@@ -32,6 +32,9 @@ def everything(**arguments):
 def raises(completions):
     return [1.0 / (len(text) - len(text)) for text in completions]
 
+def interrupts(completions):
+    raise KeyboardInterrupt
+
 def too_few(completions):
     return [1.0] * (len(completions) - 1)
 
@@ -165,6 +168,7 @@ def check_overlap(trace: list[dict[str, Any]]) -> None:
 
 FAILURES = {
     "raises": "raised ZeroDivisionError: float division by zero (FILE:15)",
+    "interrupts": "raised KeyboardInterrupt (FILE:18)",
     "too_few": "gave 15 numbers for 16 completions; it must give one each",
     "not_a_number": "gave nan for a completion; it must give one number for each of 16 completions",
     "nones": "gave None for a completion; it must give one number for each of 16 completions",
