@@ -64,7 +64,8 @@ def _show_phase(experiment: "Experiment", compiled: "Compiled", name: str) -> No
     phase = compiled.phases[name]
     title = _TITLES[name]
     cluster = phase.plan.cluster
-    _section(f"{title}: dataflow graph", format_graph(phase.graph))
+    trained = [role for role in compiled.train.graph.roles if compiled.train.graph.trained(role)]
+    _section(f"{title}: dataflow graph", format_graph(phase.graph, trained))
     texts = [drawing.explain_plan(experiment.plan)] if name == "train" else []
     texts += [drawing.format_plan(phase.plan, phase.graph), drawing.draw_phase(phase, compiled)]
     texts.append(drawing.format_reallocations(phase.programs, compiled.memory, cluster))
