@@ -187,7 +187,7 @@ def test_a_search_without_a_fitting_plan_is_one_error_message(
     assert run_app([command, file]) == 2
     error = capsys.readouterr().err
     assert error.startswith("realrl: no plan fits models (actor, critic, ref, reward) on cpu:1x2, even with")
-    assert "times what a device has; " in error and error.count("\n") == 1
+    assert "times what it has; " in error and error.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
