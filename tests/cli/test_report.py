@@ -89,7 +89,7 @@ def test_a_key_that_two_algorithms_use_has_the_name_of_its_algorithm(tmp_path: P
     (tmp_path / "other.py").write_text(
         "from dataclasses import replace\n"
         "from realrl.algorithms.ppo import spec\n"
-        "OTHER = replace(spec.ALGORITHM, name='other', summary=spec.ALGORITHM.summary[-1:])\n"
+        "ALGORITHM = replace(spec.ALGORITHM, name='other', summary=spec.ALGORITHM.summary[-1:])\n"
     )
     other = write_run(tmp_path / "o", str(tmp_path / "other.py"), [line(0, "eval", ref__kl=1.5)], 2.0)
     assert run_app(["report", ppo_run(tmp_path / "ppo"), other, "--out", str(tmp_path / "out")]) == 0

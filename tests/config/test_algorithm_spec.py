@@ -11,7 +11,8 @@ from realrl.algorithms.ppo.spec import ALGORITHM as PPO
 from realrl.algorithms.reward.spec import ALGORITHM as REWARD
 from realrl.algorithms.sft.config import SFTExperiment
 from realrl.algorithms.sft.spec import ALGORITHM as SFT
-from realrl.config.errors import UserCodeError, UserError
+from realrl.cli.app import run_app
+from realrl.config.errors import UserError
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe import registry
@@ -275,22 +276,59 @@ def test_one_name_in_two_packages_names_both(install: Callable[..., None]) -> No
         find_algorithm("mine")
 
 
-def test_a_file_must_hold_one_description(tmp_path: Path) -> None:
-    def load(name: str, text: str) -> tuple[AlgorithmSpec, str]:
-        file = tmp_path / f"{name}.py"
-        file.write_text(text)
-        return find_algorithm(str(file))
+SFT_COPY = "from dataclasses import replace\nfrom realrl.algorithms.sft.spec import ALGORITHM as SFT\n"
 
-    ours = "from realrl.algorithms.sft.spec import ALGORITHM\n"
-    with pytest.raises(UserError, match=r"none.py must hold one AlgorithmSpec \(it has none\)"):
-        load("none", "x = 1")
-    with pytest.raises(UserError, match=r"two.py must hold one AlgorithmSpec \(it has sft, ppo\)"):
-        load("two", ours + "from realrl.algorithms.ppo.spec import ALGORITHM as B")
-    with pytest.raises(
-        UserCodeError, match=r"wrong.py cannot be imported: ValueError: algorithm sft: form: .*3\)"
-    ):
-        load("wrong", ours + "from dataclasses import replace\nMINE = replace(ALGORITHM, form='x')")
-    assert load("twice", ours + "AGAIN = ALGORITHM") == (SFT, str(tmp_path / "twice.py"))
+
+def test_a_file_may_build_on_another_description(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(SFT_COPY + "ALGORITHM = replace(SFT, name='my_sft')")
+    spec, reference = find_algorithm(str(file))
+    assert (spec.name, spec.recipe, reference) == ("my_sft", SFT.recipe, str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("x = 1", "it has no ALGORITHM"),
+        ("ALGORITHM = 'sft'", "its ALGORITHM is no AlgorithmSpec"),
+        (
+            SFT_COPY + "ALGORITHM = [SFT]",
+            "its ALGORITHM is no AlgorithmSpec; there is SFT, which may be renamed",
+        ),
+        (
+            SFT_COPY + "MINE = replace(SFT)",
+            "it has no ALGORITHM; there are SFT and MINE, which may be renamed",
+        ),
+    ],
+)
+def test_a_file_without_a_description_of_that_name_is_refused(
+    text: str, problem: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    with pytest.raises(UserError) as caught:
+        find_algorithm(str(file))
+    message = f"algorithm={file}: {file} must hold an AlgorithmSpec named ALGORITHM, and {problem}"
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("ALGORITHM = replace(SFT, form='x')", "algorithm sft: form: 'x' is not one of answer, pair, prompt"),
+        (
+            "from realrl.dataflow.call import Call, Kind; Call('a', 'a', Kind.TRAIN, ())",
+            "call a: work=() must name some of its inputs ()",
+        ),
+    ],
+)
+def test_a_contradiction_in_a_file_is_one_message_with_its_line(
+    line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text(SFT_COPY + line)
+    assert run_app(["config", str(file)]) == 2
+    assert capsys.readouterr().err == f"realrl: {file}:3: {message}\n"
 
 
 @pytest.mark.parametrize(
@@ -299,7 +337,7 @@ def test_a_file_must_hold_one_description(tmp_path: Path) -> None:
         ("nowhere.py", "algorithm=nowhere.py: there is no file /"),
         ("nowhere.module", "algorithm=nowhere.module: there is no module nowhere.module; write FILE.py or"),
         ("./nowhere", "'./nowhere' is not one of ppo, reward, sft, or a FILE.py"),
-        ("realrl.config.words", "words.py must hold one AlgorithmSpec"),
+        ("realrl.config.words", "words.py must hold an AlgorithmSpec named ALGORITHM"),
         ("a.py:ALGORITHM", "'a.py:ALGORITHM' is not one of ppo, reward, sft, or a FILE.py or package.module"),
         (
             "sfd",

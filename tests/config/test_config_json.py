@@ -54,7 +54,7 @@ def test_rotary_settings_are_read_in_every_style(rope: dict) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "bert"}, "model_type 'bert' is not supported; supported is: llama, qwen2, qwen3"),
+        ({"model_type": "bert"}, "model_type 'bert' is not supported; supported are: llama, qwen2, qwen3"),
         ({"attention_bias": True}, "attention_bias=true is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"hidden_size": None}, "hidden_size is missing"),

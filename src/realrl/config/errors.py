@@ -1,6 +1,13 @@
 """Exceptions shown to the user as one message, without a traceback; all others are bugs."""
 
 
+class DescriptionError(ValueError):
+    """A contradiction in what code describes: an algorithm, a graph, a family.
+
+    Where the code is a user's, its text becomes the error message, after the line that it comes from.
+    """
+
+
 class UserError(ValueError):
     """A mistake in the user's input. Its text is the error message; commands exit with status 2."""
 

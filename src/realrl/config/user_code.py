@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 from zlib import crc32
 
-from realrl.config.errors import UserCodeError, UserError
+from realrl.config.errors import DescriptionError, UserCodeError, UserError
 from realrl.config.paths import local_path
 
 
@@ -55,7 +55,7 @@ class UserCode:
         try:
             with self.errors("cannot be imported:"):
                 spec.loader.exec_module(module)
-        except UserCodeError:
+        except UserError:
             del sys.modules[spec.name]
             raise
         return module
@@ -70,16 +70,21 @@ class UserCode:
     def errors(self, verb: str) -> Iterator[None]:
         """Turn errors that the user's code raises in the block into a UserCodeError that names its line.
 
+        A DescriptionError, which the package raises, becomes a UserError that names it instead.
         `verb` is what the code did, for example `raised`.
         """
         try:
             yield
+        except DescriptionError as error:
+            theirs = self._own_frames(traceback.extract_tb(error.__traceback__))
+            where = f"{self.file}:{theirs[-1].lineno}" if theirs else self._label
+            raise UserError(f"{where}: {error}") from None
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever the user's code does
             if isinstance(error, KeyboardInterrupt) and _may_be_ctrl_c():
                 raise
             # The first frame is ours, and for an import so are some more.
             frames = traceback.extract_tb(error.__traceback__)
-            theirs = [frame for frame in frames if Path(frame.filename).resolve() == self.file]
+            theirs = self._own_frames(frames)
             if theirs:
                 frames = traceback.StackSummary.from_list(frames[frames.index(theirs[0]) :])
             where = f" ({self.file}:{theirs[-1].lineno})" if theirs else ""
@@ -90,6 +95,9 @@ class UserCode:
                 ["Traceback (most recent call last):\n", listed, *traceback.format_exception_only(error)]
             )
             raise UserCodeError(f"{self._label} {verb} {reason}{where}", trace) from error
+
+    def _own_frames(self, frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
+        return [frame for frame in frames if Path(frame.filename).resolve() == self.file]
 
 
 def _may_be_ctrl_c() -> bool:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from numbers import Number
 from typing import Annotated, Any
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, ValidationInfo
 
 from realrl.config.errors import UserCodeError, UserError
 from realrl.config.paths import local_path
@@ -114,7 +114,14 @@ def resolve_reference(reference: str) -> str:
     return reference
 
 
-FunctionReference = Annotated[str, AfterValidator(resolve_reference)]
+def _resolve_setting(reference: str, info: ValidationInfo) -> str:
+    try:
+        return resolve_reference(reference)
+    except UserError as error:
+        raise UserError(f"{info.field_name}={reference}: {error}") from None
+
+
+FunctionReference = Annotated[str, AfterValidator(_resolve_setting)]
 """Setting that names a function of the user's; the path of its file is absolute once it is read."""
 
 

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from realrl.config.errors import DescriptionError
+
 
 class Kind(StrEnum):
     """Kind of work that a call does: with its role's model, or, of a function, without one."""
@@ -65,15 +67,17 @@ class Call:
 
     def __post_init__(self) -> None:
         if (self.role is None) != (self.kind is Kind.FUNCTION):
-            raise ValueError(f"call {self.name}: a function has no role, every other call has one")
+            raise DescriptionError(f"call {self.name}: a function has no role, every other call has one")
         if (self.function is not None) != (self.kind is Kind.FUNCTION):
-            raise ValueError(f"call {self.name}: a function has a reference, no other call has one")
+            raise DescriptionError(f"call {self.name}: a function has a reference, no other call has one")
         if self.record_fields and self.kind is not Kind.FUNCTION:
-            raise ValueError(f"call {self.name}: only functions see the fields of records")
+            raise DescriptionError(f"call {self.name}: only functions see the fields of records")
         if not self.work or not set(self.work) <= set(self.inputs):
-            raise ValueError(f"call {self.name}: work={self.work} must name some of its inputs {self.inputs}")
+            raise DescriptionError(
+                f"call {self.name}: work={self.work} must name some of its inputs {self.inputs}"
+            )
         if self.minibatches > 1 and self.kind is not Kind.TRAIN:
-            raise ValueError(f"call {self.name}: only training has mini-batches")
+            raise DescriptionError(f"call {self.name}: only training has mini-batches")
 
     @property
     def is_function(self) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from realrl.config.errors import DescriptionError
 from realrl.config.words import join
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import Head
@@ -51,7 +52,7 @@ def _one(experiment: Any) -> int:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AlgorithmSpec:
     """One algorithm. Functions take a recipe of class `recipe`; building a spec that contradicts itself raises
-    ValueError with the name of the algorithm and of the field.
+    DescriptionError with the name of the algorithm and of the field.
 
     What depends on a recipe, such as its graphs, is checked when one is read (`recipe.graphs`, `recipe.checks`).
     """
@@ -94,7 +95,7 @@ class AlgorithmSpec:
 
     def __post_init__(self) -> None:
         for field, problem in self._problems():
-            raise ValueError(f"algorithm {self.name}: {field}: {problem}")
+            raise DescriptionError(f"algorithm {self.name}: {field}: {problem}")
 
     def _problems(self) -> list[tuple[str, str]]:
         """List (field, what is wrong with it), the one to fix first in front."""

@@ -11,10 +11,12 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from realrl.config.base import Settings
-from realrl.config.explain import brief
+from realrl.config.explain import CONSEQUENCE, brief
 from realrl.config.paths import local_path
+from realrl.families.config_json import check_writing
 from realrl.families.find import find_shape
 from realrl.families.published import SHAPES
 from realrl.families.registry import find_family
@@ -95,6 +97,8 @@ class ModelConfig(Settings):
                 f"{brief(value)} is neither the name of a published model, nor a config.json, nor a section of"
                 " sizes"
             )
+        if value is not None and "family" not in info.data:
+            raise PydanticCustomError(CONSEQUENCE, "the family is not known")
         family = info.data.get("family")
         if isinstance(value, str):
             return find_shape(value, family)
@@ -105,6 +109,13 @@ class ModelConfig(Settings):
             if family is not None and given != family:
                 raise ValueError(f"its family={brief(given)} is not the role's family={family}")
             return value if given is None else {**value, "family": given}
+        return value
+
+    @field_validator("shape")
+    @classmethod
+    def _can_be_saved(cls, value: ModelShape | None) -> ModelShape | None:
+        if value is not None:
+            check_writing(value)
         return value
 
     @field_validator("family")

@@ -7,6 +7,7 @@ from realrl.config.user_function import UserFunction
 from realrl.data.dataset import Dataset, split_eval_batches
 from realrl.engine.generation.generate import Noise
 from realrl.program.lower import WRITER
+from realrl.runtime.output.metric_notes import JUDGE
 from realrl.runtime.prepare.compile import Phase
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.store import Store
@@ -63,7 +64,7 @@ class Evaluation:
         named = flatten(totals)
         with self._process.together():
             if self._judge is not None and samples:
-                named["judge"] = _ask(self._judge, samples)
+                named[JUDGE] = _ask(self._judge, samples)
         return named, samples
 
     def _samples(self, store: Store) -> list[dict[str, Any]]:

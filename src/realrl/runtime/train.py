@@ -179,7 +179,7 @@ class TrainingRun:
                 tokenizer=self.tokenizer,
                 judge=judge,
             )
-        self.notes = StepNotes(algorithm)
+        self.notes = StepNotes(algorithm, experiment.spec)
 
     def load(self) -> None:
         """Load the weights; UserError when they cannot be used."""
@@ -288,6 +288,7 @@ class TrainingRun:
             figures, samples = self.evaluation.run()
         except UserCodeError as error:
             raise self._saying_what_is_saved(error) from error
+        self.notes.take_evaluation(figures)
         if self.observer is not None and samples:
             self.directory.write_samples(done, samples[: self.experiment.training.samples])
         self._record(MetricsRecord(done, "eval", time.monotonic() - start, figures))

@@ -233,10 +233,10 @@ OVERRIDES: list[tuple[str, str]] = [
     ("models.actor.path=DIR/text.txt", "no such directory"),
     (
         "models.actor.path=DIR/mistral",
-        "model_type 'mistral' is not supported; supported is: llama, qwen2, qwen3",
+        "model_type 'mistral' is not supported; supported are: llama, qwen2, qwen3",
     ),
     ("models.actor.family=lama", "models.actor.family: 'lama' is no model family; did you mean llama?"),
-    ("models.actor.family=gone.py", "models.actor.family: family=gone.py: there is no file"),
+    ("models.actor.family=gone.py", "models.actor.family=gone.py: there is no file"),
     ("models.actor.family=DIR/family.py", "family.py has no FAMILY"),
     ("models.actor.family=qwen2", "model_type 'llama' is not that of family qwen2"),
     ("models.actor.path=null models.actor.shape={family: lama}", "'lama' is no model family"),

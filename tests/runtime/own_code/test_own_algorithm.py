@@ -128,6 +128,18 @@ def test_the_best_sample_of_each_prompt_is_learnt(alone: Path) -> None:
         assert step["actor.train/best_score"] > step["actor.train/score"]
 
 
+def test_a_misspelt_headline_is_noted_once(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = EXAMPLE.read_text().replace('"actor.train/best_score",', '"actor.train/bets_score",')
+    (place / "misspelt.py").write_text(text)
+    options = ["algorithm=misspelt.py", "run_dir=misspelt", "training.steps=2"]
+    assert run_app(["train", "recipe.yaml", *options]) == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if "has given a metric" in line]
+    assert notes == [
+        "note: algorithm best_of_n: headlines: no call has given a metric actor.train/bets_score;"
+        " did you mean actor.train/best_score?"
+    ]
+
+
 def test_a_saved_recipe_loads_from_anywhere(
     alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,12 +214,12 @@ def test_a_function_that_cannot_be_called_is_refused_before_models_are_loaded(
 @pytest.mark.parametrize(
     ("reward", "model", "message"),
     [
-        ("rewards.py", None, "reward: write FILE.py:FUNCTION or package.module:FUNCTION"),
+        ("rewards.py", None, "reward=rewards.py: write FILE.py:FUNCTION or package.module:FUNCTION"),
         ("os:abs", {"path": "x"}, "reward (a function, FILE.py:FUNCTION) and models.reward (a reward model)"
          " are both given; keep one"),
-        ("no/rewards.py:f", None, "reward: there is no file CWD/no/rewards.py"),
-        ("no_module.rewards:f", None, "reward: there is no module no_module.rewards; write FILE.py or"
-         " package.module"),
+        ("no/rewards.py:f", None, "reward=no/rewards.py:f: there is no file CWD/no/rewards.py"),
+        ("no_module.rewards:f", None, "reward=no_module.rewards:f: there is no module"
+         " no_module.rewards; write FILE.py or package.module"),
         (None, None, "reward (a function, FILE.py:FUNCTION) and models.reward (a reward model) are both missing;"
          " give one"),
     ],
