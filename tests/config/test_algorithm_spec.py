@@ -342,7 +342,7 @@ def test_an_error_in_a_function_of_a_users_description_names_its_line(tmp_path: 
         "from realrl.algorithms.sft import spec",
         "def broken(experiment):",
         "    return {}['absent']",
-        f"MINE = replace(spec.ALGORITHM, {field}=broken)",
+        f"ALGORITHM = replace(spec.ALGORITHM, {field}=broken)",
     ]
     (tmp_path / "mine.py").write_text("\n".join(lines))
     recipe = {**PPO_RECIPE, "algorithm": str(tmp_path / "mine.py"), "models": {"actor": {"path": "a"}}}

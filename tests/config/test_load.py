@@ -145,7 +145,7 @@ def test_evaluation_may_let_answers_end_earlier_than_training(recipe: str) -> No
             "data.max_prompt_tokens=512 and generation.max_new_tokens=128 together are above data.max_tokens=600",
         ),
         (
-            "training.judge=a.py:f",
+            "training.judge=os:listdir",
             "training.judge scores what evaluations generate; give data.eval or set training.judge=null",
         ),
         ("training.epochs=0", "training.epochs: 0 must be above 0"),
@@ -236,7 +236,7 @@ def test_what_generates_no_text_takes_no_judge(algorithm: str) -> None:
         "run_dir": "x",
         "data": {"train": "a", "eval": "b"},
         "models": {role: {"path": "a"}},
-        "training": {"judge": "a.py:f"},
+        "training": {"judge": "os:listdir"},
     }
     with pytest.raises(
         UserError, match=f"training.judge scores generated text, and {algorithm} generates none"

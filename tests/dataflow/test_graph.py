@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from realrl.algorithms.ppo.graph import eval_graph
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.dataflow.text import format_graph
@@ -87,11 +88,16 @@ def test_only_training_has_minibatches() -> None:
 
 
 def test_text_names_every_call_with_where_its_inputs_come_from() -> None:
-    text = format_graph(GRAPH)
+    text = format_graph(GRAPH, ["actor"])
     assert text.index("1. actor.generate") < text.index("2. reward.inference") < text.index("3. actor.train")
     assert "data set -> prompts" in text
     assert "score  <- reward.inference" in text
     assert "frozen role reward" in text
+
+
+def test_text_of_an_evaluation_calls_a_role_frozen_only_where_training_does_not_train_it() -> None:
+    text = format_graph(eval_graph(), ["actor", "critic"])
+    assert "generate, role actor" in text and "inference, frozen role reward" in text
 
 
 REWARD = Call(
@@ -112,7 +118,7 @@ def test_a_function_has_edges_of_data_and_no_role() -> None:
     assert graph.roles == ("actor",) and graph.functions == (REWARD,)
     assert graph.role_calls("actor") == (GENERATE, TRAIN)
     assert REWARD in graph.dependencies(TRAIN) and graph.dependencies(REWARD) == (GENERATE,)
-    text = format_graph(graph)
+    text = format_graph(graph, ["actor"])
     assert "2. reward.function  (function reward.py:score on the host)" in text
     assert "further fields of the records  <- data set" in text
 

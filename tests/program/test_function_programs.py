@@ -1,6 +1,7 @@
 """Functions in programs: started early, waited for late, and in time between the two."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from realrl.planner.simulate.estimator import Slice
 from realrl.planner.simulate.simulator import simulate
 from realrl.program.instructions import Instruction, Program, Receive, Report, Run, Send
 from realrl.program.lower import home_placements, lower
-from realrl.program.text import format_program, parse_program
+from realrl.program.text import format_program, parse_instruction, parse_program
 from realrl.program.validate import ProgramError, validate
 
 GRAPH = train_graph(minibatches=2, reward="reward.py:score")
@@ -128,3 +129,23 @@ def test_a_function_nobody_reads_is_waited_for_at_the_end_of_the_step() -> None:
         programs, lambda i: 7.0 if isinstance(i, Run) and i.call == NAME else 1.0 * isinstance(i, Run)
     )
     assert found.step_seconds == 1.0 + 7.0
+
+
+def test_a_function_is_written_with_mesh_and_degree_alone() -> None:
+    plan = on_two(reward_function="1")
+    placements = {**plan.placements, NAME: Placement(Mesh(1, 1), Strategy(1, micro_batch_tokens=64))}
+    (program,) = [p for p in compiled(replace(plan, placements=placements)) if p.rank == 1]
+    assert "run        reward.function on d1 @1\n" in format_program(program)
+    assert parse_program(format_program(program)) == program
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        ("d1 t1 p1 @0 mb=64", "'d1 t1 p1 @0 mb=64' is not understood; write for example d2 @0-1"),
+        ("d2 @0", "mesh 0 has 1 devices, not 2"),
+    ],
+)
+def test_another_form_of_a_functions_placement_is_refused(placement: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_instruction(f"run reward.function on {placement}")

@@ -2,7 +2,9 @@
 
 import importlib
 import importlib.util
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -79,7 +81,9 @@ class UserCode:
             theirs = self._own_frames(traceback.extract_tb(error.__traceback__))
             where = f"{self.file}:{theirs[-1].lineno}" if theirs else self._label
             raise UserError(f"{where}: {error}") from None
-        except (Exception, SystemExit) as error:  # whatever the user's code does
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever the user's code does
+            if isinstance(error, KeyboardInterrupt) and _may_be_ctrl_c():
+                raise
             # The first frame is ours, and for an import so are some more.
             frames = traceback.extract_tb(error.__traceback__)
             theirs = self._own_frames(frames)
@@ -111,6 +115,15 @@ def find_source(reference: str) -> Path | None:
     except (Exception, SystemExit):  # of the packages around it; who imports the module itself says so
         return None
     return Path(found.origin) if found is not None and found.has_location and found.origin else None
+
+
+def _may_be_ctrl_c() -> bool:
+    """Tell whether a KeyboardInterrupt here may come from the keyboard.
+
+    Python raises it in the main thread alone, by its own handler; the handlers of a run raise another exception.
+    """
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    return on_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def _is_module(name: str) -> bool:

@@ -2,11 +2,15 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
+from importlib.util import find_spec
 from numbers import Number
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, ValidationInfo
 
 from realrl.config.errors import UserCodeError, UserError
+from realrl.config.paths import local_path
 from realrl.config.user_code import UserCode
 
 
@@ -15,13 +19,18 @@ class UserFunction:
 
     def __init__(self, setting: str, reference: str) -> None:
         """`reference` is `FILE.py:FUNCTION` or `package.module:FUNCTION`; UserError where there is no such
-        function."""
+        function, or it is async."""
         self.label = f"{setting}={reference}"
-        check_reference(setting, reference)
+        try:
+            resolve_reference(reference)
+        except UserError as error:
+            raise UserError(f"{self.label}: {error}") from None
         self._code = UserCode(setting, reference)
         function: Any = self._code.attribute(reference.rpartition(":")[2])
         if not callable(function):
             raise UserError(f"{self.label} is no function")
+        if _is_async(function):
+            raise UserError(f"{self.label} is async; write a plain function")
         self._function: Callable[..., Any] = function
         self._parameters = _parameters(function)
 
@@ -56,6 +65,11 @@ class UserFunction:
             given = self._function(*arguments, **named)
             values = list(given) if _is_vector(given) else None
         wanted = f"it must give one number for each of {count} completions"
+        if isinstance(given, Set | Mapping):
+            raise UserCodeError(
+                f"{self.label} gave a {type(given).__name__}, whose order is not that of the completions; {wanted},"
+                " in their order"
+            )
         if values is None:
             raise UserCodeError(f"{self.label} gave {_shown(given)}; {wanted}")
         if len(values) != count:
@@ -78,11 +92,37 @@ class UserFunction:
 _COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def check_reference(setting: str, reference: str) -> None:
-    """UserError unless a setting names a file or module and a function in it; nothing is imported."""
+def resolve_reference(reference: str) -> str:
+    """Make the path of `FILE.py:FUNCTION` absolute; `package.module:FUNCTION` stays as it is.
+
+    UserError for any other form, or where there is no such file or package. Nothing is imported.
+    """
     source, _, function = reference.rpartition(":")
     if not source or not function.isidentifier():
-        raise UserError(f"{setting}={reference}: write FILE.py:FUNCTION or package.module:FUNCTION")
+        raise UserError("write FILE.py:FUNCTION or package.module:FUNCTION")
+    if source.endswith(".py"):
+        file = local_path(source).resolve()
+        if not file.is_file():
+            raise UserError(f"there is no file {file}")
+        return f"{file}:{function}"
+    try:
+        found = find_spec(source.partition(".")[0]) is not None
+    except ValueError:  # for a name that no package can have
+        found = False
+    if not found:
+        raise UserError(f"there is no module {source}; write FILE.py or package.module")
+    return reference
+
+
+def _resolve_setting(reference: str, info: ValidationInfo) -> str:
+    try:
+        return resolve_reference(reference)
+    except UserError as error:
+        raise UserError(f"{info.field_name}={reference}: {error}") from None
+
+
+FunctionReference = Annotated[str, AfterValidator(_resolve_setting)]
+"""Setting that names a function of the user's; the path of its file is absolute once it is read."""
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
@@ -91,6 +131,13 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | 
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return None
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives something to await, or to iterate over asynchronously: a function, or an object by
+    its `__call__`."""
+    called = (function, type(function).__call__)
+    return any(inspect.iscoroutinefunction(f) or inspect.isasyncgenfunction(f) for f in called)
 
 
 def _is_vector(given: Any) -> bool:

@@ -1,14 +1,19 @@
 """Text form of a dataflow graph."""
 
+from collections.abc import Collection
+
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 
 
-def format_graph(graph: DataflowGraph) -> str:
-    """Format the calls in the order they run, each with its inputs, outputs and dependencies."""
+def format_graph(graph: DataflowGraph, trained: Collection[str]) -> str:
+    """Format the calls in the order they run, each with its inputs, outputs and dependencies.
+
+    `trained` are the roles that training updates, whether this graph does or not.
+    """
     lines = [f"data set -> {', '.join(graph.sources)}"]
     for number, call in enumerate(graph.order, 1):
-        lines += ["", f"{number}. {call.name}  ({_about(graph, call)})"]
+        lines += ["", f"{number}. {call.name}  ({_about(call, trained)})"]
         inputs = _inputs(graph, call)
         labels = ("in", *[""] * (len(inputs) - 1))
         lines += [f"   {label:<6} {line}" for label, line in zip(labels, inputs, strict=True)]
@@ -21,10 +26,10 @@ def format_graph(graph: DataflowGraph) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _about(graph: DataflowGraph, call: Call) -> str:
+def _about(call: Call, trained: Collection[str]) -> str:
     if call.role is None:
         return f"{call.kind} {call.function} on the host"
-    frozen = "" if graph.trained(call.role) else " frozen"
+    frozen = "" if call.role in trained else " frozen"
     split = f" in {call.minibatches} mini-batches" if call.minibatches > 1 else ""
     return f"{call.kind}{split},{frozen} role {call.role}"
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from realrl.dataflow.call import Average, Call, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.plan.placement import Placement
+from realrl.plan.placement import Placement, function_placement
 from realrl.plan.plan import Plan
 from realrl.program.instructions import (
     Feed,
@@ -190,7 +190,9 @@ class _Lowering:
             number = self.numbers[producer.name, call.name]
             receive = Receive(number, keys, producer.name, call.name, self.plan[producer.name].heads)
             self.emit(placement.ranks, receive)
-        run = Run(call.name, role, placement)
+        # Micro-batches of a plan file mean nothing to a function.
+        where = function_placement(placement.mesh) if call.is_function else placement
+        run = Run(call.name, role, where)
         if role is None or call.kind is not Kind.TRAIN or role not in self.plan.offload_optimizer:
             self.emit(placement.ranks, run)
             return

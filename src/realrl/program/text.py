@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from realrl.layout.sets import BASE
-from realrl.plan.placement import Mesh, Placement
+from realrl.plan.placement import Mesh, Placement, function_placement
 from realrl.program.instructions import (
     Feed,
     Instruction,
@@ -66,8 +66,10 @@ def format_instruction(instruction: Instruction) -> str:
             verb, rest = "offload", f"{name_parameters(role, name)} {what}: {placement}"
         case Load(role, placement, what, name):
             verb, rest = "load", f"{name_parameters(role, name)} {what}: {placement}"
+        case Run(call, None, placement):
+            verb, rest = "run", f"{call} on d{placement.strategy.dp} @{placement.mesh}"
         case Run(call, role, placement):
-            verb, rest = "run", f"{call}{'' if role is None else f' [{role}]'} on {placement}"
+            verb, rest = "run", f"{call} [{role}] on {placement}"
         case ShareLengths(key, call, heads, readers):
             verb, rest = "lengths", f"{key} of {call}: {format_ranks(heads)} -> {format_ranks(readers)}"
         case Send(number, keys, producer, consumer, receivers):
@@ -92,6 +94,20 @@ def _parse_release(name: str, placement: str) -> Release:
     return Release(role, Placement.parse(placement), parameter_set)
 
 
+def _parse_run(call: str, role: str | None, placement: str) -> Run:
+    if role is not None:
+        return Run(call, role, Placement.parse(placement))
+    match = re.fullmatch(r"d(\d+) @(\S+)", placement)
+    if match is None:
+        raise ValueError(
+            f"function {call}: placement {placement!r} is not understood; write for example d2 @0-1"
+        )
+    mesh = Mesh.parse(match[2])
+    if mesh.size != int(match[1]):
+        raise ValueError(f"function {call}: mesh {mesh} has {mesh.size} devices, not {match[1]}")
+    return Run(call, None, function_placement(mesh))
+
+
 def _parse_offload(kind: type[Offload | Load], name: str, what: str, placement: str) -> Offload | Load:
     role, parameter_set = _split_name(name)
     return kind(role, Placement.parse(placement), cast(What, what), parameter_set)
@@ -107,7 +123,7 @@ _FORMS: dict[str, tuple[str, Callable[..., Instruction]]] = {
     "release": (r"(\S+): (.+)", _parse_release),
     "offload": (_PART, lambda *texts: _parse_offload(Offload, *texts)),
     "load": (_PART, lambda *texts: _parse_offload(Load, *texts)),
-    "run": (r"(\S+)(?: \[(\S+)\])? on (.+)", lambda call, role, p: Run(call, role, Placement.parse(p))),
+    "run": (r"(\S+)(?: \[(\S+)\])? on (.+)", _parse_run),
     "lengths": (
         r"(\S+) of (\S+): (\S+) -> (\S+)",
         lambda key, call, a, b: ShareLengths(key, call, _parse_ranks(a), _parse_ranks(b)),

@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from realrl.config.base import Settings
 from realrl.config.explain import CONSEQUENCE, brief
+from realrl.config.paths import local_path
 from realrl.families.config_json import check_writing
 from realrl.families.find import find_shape
 from realrl.families.published import SHAPES
@@ -105,7 +106,7 @@ class ModelConfig(Settings):
         if isinstance(value, dict):
             given = value.get("family", family)
             if isinstance(given, str):
-                find_family(given)
+                given = _check_family(given)
             if family is not None and given != family:
                 raise ValueError(f"its family={brief(given)} is not the role's family={family}")
             return value if given is None else {**value, "family": given}
@@ -121,9 +122,13 @@ class ModelConfig(Settings):
     @field_validator("family")
     @classmethod
     def _is_family(cls, value: str | None) -> str | None:
-        if value is not None:
-            find_family(value)
-        return value
+        return None if value is None else _check_family(value)
+
+
+def _check_family(reference: str) -> str:
+    """Make the path of a family's file absolute; UserError where there is no such family."""
+    find_family(reference)
+    return str(local_path(reference).resolve()) if reference.endswith(".py") else reference
 
 
 class TrainedModelConfig(ModelConfig):
@@ -131,8 +136,9 @@ class TrainedModelConfig(ModelConfig):
 
     optimizer: OptimizerConfig = OptimizerConfig()
     trainable_layers: int | None = Field(default=None, ge=0, le=10**4)
-    """Train only the last so many decoder layers, the final norm and the head, and freeze all below them, the
-    embeddings included; null trains all layers. 0 trains only the final norm and the head."""
+    """Train only the last so many decoder layers, the final norm and, where it is not tied to the embeddings, the
+    head, and freeze all below them, the embeddings included, and with them a tied head; null trains all layers. 0
+    trains only the final norm and such a head."""
     freeze_embeddings: bool = False
     """Keep the embedding table as it is; a head that is tied to it stays as it is, too."""
 

@@ -30,9 +30,10 @@ from realrl.runtime.output.notes import StepNotes, list_data_notes, list_model_n
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.output.saved import find_saved
 from realrl.runtime.output.stopped import make_stop_error
-from realrl.runtime.prepare.compile import Compiled, compile_recipe, models, with_sizes
+from realrl.runtime.prepare.compile import Compiled, compile_recipe, models, stored_models, with_sizes
 from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.fit.check import check_fit
+from realrl.runtime.prepare.trained_parts import list_trained_parts
 from realrl.runtime.processes.process import Process, connect, resolve_cluster
 from realrl.runtime.processes.startup import agree_on_plan, find_least_device
 from realrl.runtime.setup import load_data, load_ends, load_functions, load_shared_tokenizer
@@ -203,6 +204,7 @@ class TrainingRun:
         notes = [
             *list_data_notes({"train": self.records, "eval": self.eval_records}),
             *list_model_notes(self.experiment, self.steps, fresh),
+            *list_trained_parts(stored_models(self.experiment, self.compiled.train.graph, self.roles.shapes)),
             *self.saving_notes,
         ]
         for note in notes:

@@ -174,7 +174,7 @@ OVERRIDES: list[tuple[str, str]] = [
         "training.eval_min_new_tokens=13",
         "training.eval_min_new_tokens=13 is above generation.max_new_tokens=12",
     ),
-    ("training.judge=a.py:f", "training.judge scores what evaluations generate; give data.eval"),
+    ("training.judge=os:listdir", "training.judge scores what evaluations generate; give data.eval"),
     # Devices and memory.
     ("cluster=2", "cluster: 2 is not understood; write nodes x devices per node, for example 1x2"),
     ("cluster=null", "cluster: null is not understood"),
@@ -296,7 +296,7 @@ TRAIN: list[tuple[str, str, str]] = [
     ("sft", "cluster=h100:1x1", "names h100, but this run computes on CPUs"),
     ("ppo", "data.eval=DIR/folder/records.jsonl training.judge=judge", "write FILE.py:FUNCTION"),
     ("ppo", "data.eval=DIR/folder/records.jsonl training.judge=gone.py:f", "there is no file"),
-    ("sft", "training.judge=a.py:f data.eval=x", "scores generated text, and sft generates none"),
+    ("sft", "training.judge=os:listdir data.eval=x", "scores generated text, and sft generates none"),
     ("sft", "data.batch=81", "data.batch=81 is more than the 80 records of the training data"),
     ("sft", "data.train=DIR/gone.jsonl", "does not exist"),
     ("sft", "data.train=DIR/gone", "does not exist; give a .jsonl, .json or .parquet file"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,15 @@ from safetensors.torch import load_file
 
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
+from realrl.families.published import SHAPES
+from realrl.layout.sets import TrainablePart
 from realrl.plan.cluster import Cluster
 from realrl.planner.calibration.comparison import Comparison
 from realrl.program.instructions import Instruction, Load, Reallocate
+from realrl.program.memory import Stored
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
+from realrl.runtime.prepare.trained_parts import list_trained_parts
 from realrl.runtime.train import TrainingRun
 from tests.conftest import PPO_CALLS, World, figures
 from tests.runtime.models.test_offload import prepared
@@ -143,3 +148,36 @@ def test_more_layers_than_there_are_is_one_message(world: World, tmp_path: Path)
         UserError, match=r"models\.actor\.trainable_layers=3 is more than the 2 decoder layers"
     ):
         compile_recipe(experiment, Cluster(1, 1))
+
+
+TIED = "the head is tied to the frozen embeddings"
+
+
+@pytest.mark.parametrize(
+    ("model", "part", "line"),
+    [
+        ("qwen2.5-7b", TrainablePart(last_layers=4), "1.5 B of 7.6 B parameters (layers 24-27, norm, head)"),
+        ("qwen2.5-7b", TrainablePart(last_layers=0), "545 M of 7.6 B parameters (norm, head)"),
+        (
+            "qwen2.5-0.5b",
+            TrainablePart(last_layers=1),
+            f"14.9 M of 494 M parameters (layer 23, norm; {TIED})",
+        ),
+        ("qwen2.5-0.5b", TrainablePart(None, True), f"358 M of 494 M parameters (layers 0-23, norm; {TIED})"),
+    ],
+)
+def test_the_part_that_is_trained_is_named(model: str, part: TrainablePart, line: str) -> None:
+    stored = Stored(SHAPES[model], "lm", 4, trained=True, part=part)
+    whole = replace(stored, part=TrainablePart())
+    models = {"actor": stored, "critic": whole, "ref": replace(stored, trained=False)}
+    assert list(list_trained_parts(models)) == [f"models.actor trains {line}"]
+
+
+def test_show_plan_and_the_start_of_a_run_name_what_is_trained(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(world.recipe("sft", tmp_path, models__actor__trainable_layers=1, training__steps=1))
+    for command in (["show", file], ["plan", file, "--seconds", "0.5", "--json"], ["train", file]):
+        assert run_app(command) == 0
+        captured = " ".join("".join(capsys.readouterr()).split())
+        assert "models.actor trains " in captured and f"(layer 1, norm; {TIED})" in captured, command

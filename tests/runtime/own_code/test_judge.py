@@ -1,5 +1,6 @@
 """A judge that fails is a user's mistake, told in one error message with file and line."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,12 @@ def not_a_number(completions):
 def nones(completions):
     return [None, None]
 
+def a_set(completions):
+    return {1.0, 2.0}
+
+def a_dict(completions):
+    return dict.fromkeys(completions, 1.0)
+
 def tensor(completions):
     return torch.tensor([1.0, 2.0])
 
@@ -66,6 +73,10 @@ FAILURES = {
     "one_text": "gave str 'ab'; it must give one number for each of 2 completions",
     "too_few": "gave 1 numbers for 2 completions; it must give one each",
     "not_a_number": "gave nan for a completion; it must give one number for each of 2 completions",
+    "a_set": "gave a set, whose order is not that of the completions; it must give one number for each of 2"
+    " completions, in their order",
+    "a_dict": "gave a dict, whose order is not that of the completions; it must give one number for each of 2"
+    " completions, in their order",
     "nones": "gave None for a completion; it must give one number for each of 2 completions",
 }
 
@@ -134,3 +145,16 @@ def test_a_judge_may_define_a_dataclass_with_postponed_annotations(tmp_path: Pat
         "    return [Scale().factor] * len(completions)\n"
     )
     assert rate(f"{tmp_path / 'judge.py'}:judge") == [2.0, 2.0]
+
+
+def test_an_interruption_is_the_judges_own_unless_it_may_be_ctrl_c(tmp_path: Path) -> None:
+    file = tmp_path / "judge.py"
+    file.write_text("def judge(completions):\n    raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        rate(f"{file}:judge")
+    handler = signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        with pytest.raises(UserCodeError, match=r"raised KeyboardInterrupt \(.*judge\.py:2\)"):
+            rate(f"{file}:judge")
+    finally:
+        signal.signal(signal.SIGINT, handler)

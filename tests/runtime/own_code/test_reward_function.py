@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from realrl.config.errors import UserCodeError, UserError
-from realrl.recipe.load import load_experiment
+from realrl.recipe.graphs import build_graph
+from realrl.recipe.load import dump_experiment, load_experiment
 from realrl.runtime.train import train
-from tests.conftest import World, figures, write_jsonl
+from tests.conftest import SHAPE, World, figures, write_jsonl
 from tests.runtime.processes import end, start
 from tests.runtime.ranks import Silent, run_on_ranks
 
@@ -31,6 +32,9 @@ def everything(**arguments):
 def raises(completions):
     return [1.0 / (len(text) - len(text)) for text in completions]
 
+def interrupts(completions):
+    raise KeyboardInterrupt
+
 def too_few(completions):
     return [1.0] * (len(completions) - 1)
 
@@ -48,6 +52,18 @@ def huge(completions):
 
 def by_position(completions, /):
     return [0.0] * len(completions)
+
+async def waits(completions):
+    return [0.0] * len(completions)
+
+async def waits_often(completions):
+    yield 0.0
+
+class Waiting:
+    async def __call__(self, completions):
+        return [0.0] * len(completions)
+
+waiting = Waiting()
 
 def more(completions, solution):
     return [0.0] * len(completions)
@@ -152,6 +168,7 @@ def check_overlap(trace: list[dict[str, Any]]) -> None:
 
 FAILURES = {
     "raises": "raised ZeroDivisionError: float division by zero (FILE:15)",
+    "interrupts": "raised KeyboardInterrupt (FILE:18)",
     "too_few": "gave 15 numbers for 16 completions; it must give one each",
     "not_a_number": "gave nan for a completion; it must give one number for each of 16 completions",
     "nones": "gave None for a completion; it must give one number for each of 16 completions",
@@ -175,6 +192,9 @@ MISTAKES = {
     "math": "reward=FILE:math is no function",
     "by_position": "reward=FILE:by_position takes completions by position only; it is called with keyword"
     " arguments",
+    "waits": "reward=FILE:waits is async; write a plain function",
+    "waits_often": "reward=FILE:waits_often is async; write a plain function",
+    "waiting": "reward=FILE:waiting is async; write a plain function",
     "more": "reward=FILE:more needs 'solution', which no record of RECORDS has; there are prompts and completions",
 }
 
@@ -195,8 +215,11 @@ def test_a_function_that_cannot_be_called_is_refused_before_models_are_loaded(
     ("reward", "model", "message"),
     [
         ("rewards.py", None, "reward=rewards.py: write FILE.py:FUNCTION or package.module:FUNCTION"),
-        ("rewards.py:f", {"path": "x"}, "reward (a function, FILE.py:FUNCTION) and models.reward (a reward model)"
+        ("os:abs", {"path": "x"}, "reward (a function, FILE.py:FUNCTION) and models.reward (a reward model)"
          " are both given; keep one"),
+        ("no/rewards.py:f", None, "reward=no/rewards.py:f: there is no file CWD/no/rewards.py"),
+        ("no_module.rewards:f", None, "reward=no_module.rewards:f: there is no module"
+         " no_module.rewards; write FILE.py or package.module"),
         (None, None, "reward (a function, FILE.py:FUNCTION) and models.reward (a reward model) are both missing;"
          " give one"),
     ],
@@ -207,7 +230,40 @@ def test_a_recipe_has_either_a_function_or_a_model(
     written = world.recipe("ppo", tmp_path, reward=reward, models__reward=model)
     with pytest.raises(UserError) as raised:
         load_experiment(str(written))
-    assert str(raised.value) == message
+    assert str(raised.value) == message.replace("CWD", str(Path.cwd()))
+
+
+def test_a_function_that_is_missing_is_named_before_a_plan_is_searched(
+    world: World, tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("realrl.runtime.processes.startup.cached_plan", None)
+    written = recipe(world, tmp_path, f"{file}:nothing", plan="search")
+    with pytest.raises(UserError, match=f"^reward={file}:nothing: {file} has no nothing$"):
+        train(load_experiment(str(written)), Silent())
+
+
+def test_a_saved_recipe_finds_code_of_the_user_from_any_directory(
+    world: World, tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = file.with_name("family.py")
+    family.write_text("from realrl.families.llama import FAMILY\n")
+    written = recipe(
+        world,
+        tmp_path,
+        "rewards.py:agreement",
+        training__judge="rewards.py:too_few",
+        models__actor__family="family.py",
+        models__ref={"shape": {**SHAPE, "family": "family.py"}},
+    )
+    monkeypatch.chdir(tmp_path)
+    experiment = load_experiment(str(written))
+    monkeypatch.chdir(world.root)
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(dump_experiment(experiment))
+    assert load_experiment(str(saved)) == experiment
+    assert build_graph(experiment).call("reward.function").function == f"{file}:agreement"
+    models = experiment.model_dump()["models"]
+    assert models["actor"]["family"] == models["ref"]["shape"]["family"] == str(family)
 
 
 def test_a_field_with_the_name_of_the_texts_is_refused(world: World, tmp_path: Path, file: Path) -> None:

@@ -7,12 +7,11 @@ from pydantic import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
-    field_validator,
     model_validator,
 )
 
 from realrl.config.base import Settings
-from realrl.config.user_function import check_reference
+from realrl.config.user_function import FunctionReference
 from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
 from realrl.recipe.settings import GenerationConfig
@@ -95,19 +94,12 @@ class PPOExperiment(Experiment):
     """RLHF with PPO: four roles, six calls; three roles where a function gives rewards."""
 
     models: PPOModels
-    reward: str | None = None
+    reward: FunctionReference | None = None
     """`FILE.py:FUNCTION` or `package.module:FUNCTION`, which takes the place of `models.reward`: called with
     `prompts=[...]`, `completions=[...]` and every further field of the records by its name, as lists, or those of
     them that it names; it returns one number for each completion."""
     ppo: PPOConfig = PPOConfig()
     generation: GenerationConfig = GenerationConfig()
-
-    @field_validator("reward")
-    @classmethod
-    def _reference(cls, value: str | None) -> str | None:
-        if value is not None:
-            check_reference("reward", value)
-        return value
 
     @model_validator(mode="after")
     def _one_reward(self) -> Self:

@@ -199,7 +199,7 @@ def _function_box(of: CallEstimate, y: float, report: "PlanReport") -> DrawnBox:
         s
         for rank in report.chosen.slices
         for s in rank
-        if s.host and s.instruction == Run(name, None, of.placement)
+        if s.host and isinstance(s.instruction, Run) and s.instruction.call == name
     ]
     start = min((s.start for s in found), default=of.start)
     labels = (Label((f"{name} · {format_seconds(of.seconds)}",)), Label((name,)))

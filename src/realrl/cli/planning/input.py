@@ -112,11 +112,13 @@ def choose_devices(cluster: str | None, experiment: "Experiment") -> tuple["Clus
 def read_scenario(
     experiment: "Experiment", cluster: str | None, profile: str | None, lengths: str | None
 ) -> tuple["Draft", "Scenario", str]:
-    """Read what is to be planned, as it is written and as it is predicted, and the source of its times."""
+    """Read what is to be planned, as it is written and as it is predicted; also the source of its times, and
+    remarks."""
     from realrl.planner.calibration.coverage import describe_times
     from realrl.planner.profile.profile import Profile
     from realrl.runtime.prepare.fit.change import Draft
     from realrl.runtime.prepare.scenarios import Measured
+    from realrl.runtime.prepare.trained_parts import list_trained_parts
 
     spec, remark = choose_devices(cluster, experiment)
     known = read_lengths(lengths) if lengths else Lengths()
@@ -127,7 +129,8 @@ def read_scenario(
     scenario = draft.scenario()
     functions = [call.function for call in scenario.graph.functions if call.function is not None]
     source = describe_times(measured, path or "", spec, scenario.models, functions)
-    return draft, scenario, "; ".join(filter(None, (*source, remark, _not_trainable(scenario))))
+    remarks = (*source, remark, *list_trained_parts(scenario.models), _not_trainable(scenario))
+    return draft, scenario, "; ".join(filter(None, remarks))
 
 
 def _not_trainable(scenario: "Scenario") -> str:

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realrl.cli.page.text import format_count, format_count_of, format_seconds, format_share
+from realrl.planner.report.gap import format_gap
 from realrl.planner.report.report import Objective, SizeReport
 
 
@@ -49,8 +50,3 @@ def _figures(size: SizeReport, base: SizeReport, *, priced: bool) -> list[str]:
         *([f"{1000 * price:,.4g}"] if priced else []),
         format_gap(size.gap or 0.0),
     ]
-
-
-def format_gap(gap: float) -> str:
-    """Format a percentage, rounded up, so that it claims no more than is proven."""
-    return f"{math.ceil(1000 * gap) / 10:.1f} %"

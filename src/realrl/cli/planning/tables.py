@@ -19,10 +19,11 @@ from realrl.cli.page.text import (
 )
 from realrl.cli.page.words import list_remarks
 from realrl.cli.planning.bars import format_memory_bars, format_time_bars
-from realrl.cli.planning.node_counts_table import format_gap, make_size_table
+from realrl.cli.planning.node_counts_table import make_size_table
 from realrl.config.units import format_bytes
 from realrl.config.words import join
 from realrl.plan.placement import Placement
+from realrl.planner.report.gap import describe_gap
 from realrl.planner.report.report import Alternative, PlanReport, Preset
 from realrl.planner.simulate.estimate import CallEstimate, Estimate
 from realrl.program.text import name_parameters
@@ -87,11 +88,9 @@ def _setting(report: PlanReport, source: str) -> Text:
 def _headline(report: PlanReport) -> Text:
     chosen = report.chosen
     kinds = sum(report.candidates.values())
-    gap = report.gap
-    proof = f"proven within {format_gap(gap)} of the best" if gap > 1e-9 else "proven to be the best"
     return Text.assemble(
         (f"One step takes {format_seconds(chosen.step_seconds)}", "bold"),
-        f" ({proof}), {chosen.tokens_per_second:,.0f} tokens/s,"
+        f" ({describe_gap(report.gap)}), {chosen.tokens_per_second:,.0f} tokens/s,"
         f" {format_share(chosen.utilisation)} busy, {format_share(chosen.mfu)} MFU.\n",
         f"Found in {format_seconds(report.search_seconds)}: {report.evaluations:,} plans costed, made of"
         f" {kinds:,} ways to run {format_count_of(len(report.candidates), 'call')}.\n",

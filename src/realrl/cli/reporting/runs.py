@@ -1,7 +1,8 @@
 """Metrics and samples of a finished run, read from its directory for a report."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -103,8 +104,9 @@ def read_run(directory: str) -> FinishedRun:
 def _read_run(path: Path) -> FinishedRun:
     if not (path / "summary.json").exists():
         raise UserError(f"{path}: {_describe_unfinished(path)}")
+    with _naming_config(path):
+        spec = find_algorithm(read_yaml(str(path / "config.yaml"))["algorithm"])[0]
     lines = (MetricLine(row["step"], row["kind"], row["figures"]) for row in _rows(path / "metrics.jsonl"))
-    spec = find_algorithm(read_yaml(str(path / "config.yaml"))["algorithm"])[0]
     names = (*spec.sample_keys, "judge")
     samples = (
         tuple(
@@ -122,9 +124,21 @@ def _read_run(path: Path) -> FinishedRun:
     )
 
 
+@contextmanager
+def _naming_config(path: Path) -> Iterator[None]:
+    """Make errors in reading the recipe of a run name its file, and what to do if code of the user's has moved."""
+    try:
+        yield
+    except UserError as error:
+        moved = "there is no file" in str(error)
+        remedy = f"; if it has moved, write its new path into {path / 'config.yaml'}" if moved else ""
+        raise UserError(f"run {path}: {error}{remedy}") from None
+
+
 def _describe_unfinished(path: Path) -> str:
     """Write the error message for a run that is still running, or that was interrupted."""
-    experiment = load_experiment(str(path / "config.yaml"))
+    with _naming_config(path):
+        experiment = load_experiment(str(path / "config.yaml"))
     graph = build_graph(experiment)
     saved = find_saved(path, [role for role in graph.roles if graph.trained(role)])
     return (

@@ -6,6 +6,7 @@ from realrl.config.errors import UserError
 from realrl.families.published import SHAPES
 from realrl.plan.plan import Plan
 from realrl.planner.evaluate.shortage import DoesNotFit, Shortage
+from realrl.planner.report.gap import describe_gap
 from realrl.planner.report.shortage_text import describe_shortage
 from realrl.planner.search.plan_search import UserConstraints, find_best_plan, find_plan
 from realrl.planner.search.search import SearchBudget
@@ -40,7 +41,7 @@ def search_plan(draft: Draft, constraints: UserConstraints, *, seconds: float | 
     except DoesNotFit as error:
         raise explain_no_plan(draft, scenario, error.shortage, constraints) from None
     about = (
-        f"{best.estimate.step_seconds:.3g} s a step predicted, at most {best.gap:.1%} from the best possible,"
+        f"{best.estimate.step_seconds:.3g} s a step predicted, {describe_gap(best.gap)},"
         f" searched in {best.seconds:.1f} s"
     )
     return SearchedPlan(best.estimate.plan, best.estimate.step_seconds, about)
