@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ValidationInfo
 
 from realrl.config.errors import UserCodeError, UserError
+from realrl.config.explain import brief
 from realrl.config.paths import local_path
 from realrl.config.user_code import UserCode
 
@@ -114,11 +115,16 @@ def resolve_reference(reference: str) -> str:
     return reference
 
 
+_LONGEST = 300
+"""Characters of a reference that an error message repeats: enough for any path that people write."""
+
+
 def _resolve_setting(reference: str, info: ValidationInfo) -> str:
     try:
         return resolve_reference(reference)
     except UserError as error:
-        raise UserError(f"{info.field_name}={reference}: {error}") from None
+        shown = reference if reference.isprintable() and len(reference) <= _LONGEST else brief(reference)
+        raise UserError(f"{info.field_name}={shown}: {error}") from None
 
 
 FunctionReference = Annotated[str, AfterValidator(_resolve_setting)]
