@@ -37,11 +37,11 @@ from realrl.dataflow.call import Call, Kind
 from realrl.families.published import SHAPES
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.efficiency import Efficiency
-from realrl.planner.cluster.spec import ClusterSpec
-from realrl.planner.cost.model import CallCost, CostModel
+from realrl.planner.cost.cost_model import CallCost, CostModel
 from realrl.planner.evaluate.timeline import PlanEvaluation, Timeline
-from realrl.planner.memory.model import MemoryModel
+from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.search.search import SearchResult, search_plans
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace, build_problem

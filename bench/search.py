@@ -23,10 +23,10 @@ from realrl.algorithms.ppo.graph import train_graph
 from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
 from realrl.families.published import SHAPES
 from realrl.plan.presets import make_plan
-from realrl.planner.cluster.spec import ClusterSpec
-from realrl.planner.cost.model import CostModel
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.evaluate.timeline import Timeline
-from realrl.planner.memory.model import MemoryModel
+from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.search.search import search_plans
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import build_problem

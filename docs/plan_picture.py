@@ -6,7 +6,7 @@ Usage: python docs/plan_picture.py
 from pathlib import Path
 
 from realrl.cli.planning.page import draw_timeline_svg
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.report.make import make_report
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.scenarios import make_scenario

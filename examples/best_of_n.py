@@ -184,6 +184,7 @@ ALGORITHM = AlgorithmSpec(
     samples_per_prompt=lambda experiment: experiment.best_of_n.samples,
     methods=methods,
     headlines=("actor.train/loss", "actor.train/score", "actor.train/best_score", "reward.inference/score"),
+    sample_keys=("score",),
     curves={"loss": "loss per token (nats)", "score": "reward model's score"},
     summary=(
         SummaryMetric("score_before", "score", "reward model's score, before", at="first"),

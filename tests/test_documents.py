@@ -70,10 +70,9 @@ def here(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working directory with the recipes, the documents, and what their placeholders stand for."""
     for name in ("recipes", "docs", "bench", "demo", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
-    planning = (ROOT / "docs" / "planning.md").read_text()
-    (tmp_path / "mine.yaml").write_text(
-        re.findall(r"^```yaml\n(.*?)^```$", planning, re.DOTALL | re.MULTILINE)[0]
-    )
+    for file, document in {"mine.yaml": "docs/planning.md", "mi300x.yaml": "CONTRIBUTING.md"}.items():
+        text = (ROOT / document).read_text(encoding="utf-8")
+        (tmp_path / file).write_text(re.findall(r"^```yaml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[0])
     (tmp_path / "small").mkdir()
     world.recipe("ppo", tmp_path / "small")
     (tmp_path / "runs" / "plan-demo").mkdir(parents=True)

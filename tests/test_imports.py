@@ -1,4 +1,4 @@
-"""The rooms of docs/architecture.md import downwards only, and those that promise it do not load torch."""
+"""The packages of docs/architecture.md import downwards only, and those that promise it do not load torch."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SOURCES = Path(__file__).parents[1] / "src" / "realrl"
-ROOMS = (
+PACKAGES = (
     "cli",
     "runtime",
     "checkpoint",
@@ -28,7 +28,17 @@ ROOMS = (
     "families",
     "config",
 )
-TORCH_FREE_ROOMS = {"cli", "planner", "program", "layout", "plan", "recipe", "dataflow", "families", "config"}
+TORCH_FREE_PACKAGES = {
+    "cli",
+    "planner",
+    "program",
+    "layout",
+    "plan",
+    "recipe",
+    "dataflow",
+    "families",
+    "config",
+}
 DESCRIPTIONS = {"config", "graph", "spec"}
 """Modules of an algorithm that say what it is, and import no torch."""
 LEAF = "realrl.data.batch"
@@ -55,30 +65,30 @@ def imports(path: Path) -> Iterator[str]:
                 yield whole if whole in MODULES else str(node.module)
 
 
-def room(module: str) -> str | None:
-    """The room of a module; None for realrl itself and realrl.__main__."""
+def package(module: str) -> str | None:
+    """The top-level package of a module; None for realrl itself and realrl.__main__."""
     parts = module.split(".")
-    return parts[1] if len(parts) > 1 and parts[1] in ROOMS else None
+    return parts[1] if len(parts) > 1 and parts[1] in PACKAGES else None
 
 
 def is_torch_free(module: str) -> bool:
-    described = room(module) == "algorithms" and module.rsplit(".", 1)[-1] in DESCRIPTIONS
-    return room(module) in TORCH_FREE_ROOMS or described
+    described = package(module) == "algorithms" and module.rsplit(".", 1)[-1] in DESCRIPTIONS
+    return package(module) in TORCH_FREE_PACKAGES or described
 
 
-def test_every_folder_is_a_known_room() -> None:
+def test_every_folder_is_a_known_package() -> None:
     folders = {path.parent.name for path in SOURCES.glob("*/__init__.py")}
-    assert folders <= set(ROOMS)
+    assert folders <= set(PACKAGES)
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if room(module)])
+@pytest.mark.parametrize("module", [module for module in MODULES if package(module)])
 def test_imports_go_downwards_only(module: str) -> None:
-    here = ROOMS.index(str(room(module)))
+    here = PACKAGES.index(str(package(module)))
     for imported in imports(MODULES[module]):
-        there = room(imported)
-        if there is None or (room(module) == "algorithms" and imported == LEAF):
+        there = package(imported)
+        if there is None or (package(module) == "algorithms" and imported == LEAF):
             continue
-        assert ROOMS.index(there) >= here, f"{module} imports {imported}, which is in a higher room"
+        assert PACKAGES.index(there) >= here, f"{module} imports {imported}, which is in a higher package"
 
 
 def folder(module: str) -> str:
@@ -98,6 +108,19 @@ def folder_imports() -> dict[str, dict[str, str]]:
             if there != folder(module):
                 here.setdefault(there, f"{module} imports {imported}")
     return found
+
+
+def test_imports_of_folders_go_down_the_rows_of_the_table() -> None:
+    table = (SOURCES.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `([\w/]+)/`", table, flags=re.MULTILINE)
+    rows = {f"realrl.{name.replace('/', '.')}": row for row, name in enumerate(listed)}
+    upwards = [
+        example
+        for here, found in folder_imports().items()
+        for there, example in found.items()
+        if here in rows and there in rows and rows[there] < rows[here] and not example.endswith(f" {LEAF}")
+    ]
+    assert not upwards
 
 
 def find_circle(edges: Mapping[str, Iterable[str]]) -> list[str]:
@@ -130,7 +153,7 @@ def test_a_circle_is_found_wherever_it_begins() -> None:
 
 
 def test_the_leaf_that_algorithms_may_import_is_one() -> None:
-    assert not [imported for imported in imports(MODULES[LEAF]) if room(imported)]
+    assert not [imported for imported in imports(MODULES[LEAF]) if package(imported)]
 
 
 def test_nothing_imports_relatively() -> None:
@@ -146,13 +169,13 @@ def loaded_by(modules: list[str]) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_rooms_that_promise_it_load_nothing_heavy() -> None:
-    light = [module for module in MODULES if is_torch_free(module) and room(module) != "planner"]
+def test_packages_that_promise_it_load_nothing_heavy() -> None:
+    light = [module for module in MODULES if is_torch_free(module) and package(module) != "planner"]
     assert loaded_by(["realrl.__main__", *light]) == set()
 
 
 def test_the_planner_loads_nothing_heavier_than_numpy() -> None:
-    assert loaded_by([module for module in MODULES if room(module) == "planner"]) <= {"numpy"}
+    assert loaded_by([module for module in MODULES if package(module) == "planner"]) <= {"numpy"}
 
 
 def test_modules_that_promise_it_load_no_torch() -> None:
@@ -196,7 +219,7 @@ def test_only_an_algorithm_imports_its_own_modules() -> None:
         own = ".".join(name.split(".")[:3])
         for imported in imports(path):
             parts = imported.split(".")
-            of_one = room(imported) == "algorithms" and len(parts) > 3
+            of_one = package(imported) == "algorithms" and len(parts) > 3
             assert not of_one or own == ".".join(parts[:3]) or name == STANDS_IN, f"{name}: {imported}"
 
 

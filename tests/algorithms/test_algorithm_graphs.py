@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,7 +93,15 @@ def test_every_call_has_a_method(algorithm: str) -> None:
             {"actor.generate": GenerateMethod(GenerationConfig(greedy=True), GenerationConfig())},
             "actor.generate samples otherwise than generation and eval_generation of the description say",
         ),
-        ({"reward.inference": PlainTrain()}, "reward.inference needs a method with sequences"),
+        (
+            {"reward.inference": PlainTrain()},
+            "reward.inference has no sequences, which algorithms.method.InferenceMethod needs",
+        ),
+        (
+            {"actor.train": PlainTrain()},
+            "actor.train has no sequences, which algorithms.method.TrainMethod needs",
+        ),
+        ({"actor.train": SimpleNamespace(entropy=False)}, "actor.train has no epochs, which"),
         ({"actor.train": ActorTrain(PPOConfig(epochs=2))}, "actor.train passes 2 times over its items"),
     ],
 )

@@ -6,7 +6,7 @@ import torch
 from ppo_reference import VOCABULARY, TableModel
 
 from realrl.algorithms.reward.losses import bradley_terry_loss
-from realrl.algorithms.reward.method import RewardInference, RewardTrain
+from realrl.algorithms.reward.method import PairInference, RewardTrain
 from realrl.data.batch import Batch, Ragged
 
 
@@ -54,7 +54,7 @@ def test_training_compares_the_values_at_the_last_tokens(seed: int) -> None:
 
 
 def test_evaluation_scores_each_side_and_reports_the_same_figures() -> None:
-    batch, model, method = random_pairs(5, 7), TableModel(), RewardInference()
+    batch, model, method = random_pairs(5, 7), TableModel(), PairInference()
     scores = reference_scores(batch, model)
     outputs = method.outputs(batch, model(method.sequences(batch)))
     assert outputs["chosen_score"].values.tolist() == pytest.approx([c for c, _ in scores])
@@ -66,7 +66,7 @@ def test_a_tie_is_half_right() -> None:
     scores = {"chosen_score": torch.tensor([1.0, 2.0]), "rejected_score": torch.tensor([1.0, 1.0])}
     fields = {key: Ragged.scalars(values) for key, values in scores.items()}
     batch = Batch((0, 1), {**fields, "pairs_of_prompt": Ragged.scalars(torch.tensor([1, 1]))})
-    assert RewardInference().metrics(batch).result()["accuracy"] == 0.75
+    assert PairInference().metrics(batch).result()["accuracy"] == 0.75
 
 
 def test_the_two_sequences_of_a_pair_are_neighbours() -> None:

@@ -365,7 +365,7 @@ def test_the_size_of_a_hub_model_is_read_from_its_config_alone(
         return str(path / file)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    assert directory.shape_of(ModelConfig(path="someone/model")) == shape_of()
+    assert directory.find_model_shape(ModelConfig(path="someone/model")) == shape_of()
     assert asked == [("someone/model", "config.json")]
 
 
@@ -377,4 +377,4 @@ def test_a_hub_model_whose_size_cannot_be_fetched_is_named(monkeypatch: pytest.M
     with pytest.raises(
         UserError, match=r"someone/model: .* gave none: cannot reach the hub for someone/model$"
     ):
-        directory.shape_of(ModelConfig(path="someone/model"))
+        directory.find_model_shape(ModelConfig(path="someone/model"))

@@ -6,8 +6,9 @@ import pytest
 from rich.console import Console
 
 from realrl.cli.progress.costs import costs_note, costs_table
+from realrl.dataflow.call import Call, Kind
 from realrl.planner.calibration.comparison import Comparison, MoveCosts, Seconds
-from tests.planner.test_calibrate import SPEC, run
+from tests.planner.profiles.test_calibrate import SPEC, run
 
 
 def text(comparison: Comparison, width: int = 80) -> str:
@@ -46,3 +47,26 @@ def test_the_costs_table_without_a_prediction_shows_measured_seconds_only() -> N
 @pytest.mark.parametrize("width", [72, 80, 200])
 def test_the_costs_table_never_cuts_names_of_calls(width: int) -> None:
     assert "actor.generate" in text(predicted(), width)
+
+
+@pytest.mark.parametrize("name", ["reward.function", "actor_of_a_long_name.inference"])
+def test_the_costs_table_fits_80_columns_with_all_digits_and_units(name: str) -> None:
+    costs = predicted()
+    keys = ("sequences",)
+    call = Call(name, None, Kind.FUNCTION, keys, ("score",), keys, function="rewards.py:f")
+    waited = costs.calls[0].model_copy(
+        update={
+            "call": call,
+            "waited": Seconds.of([1234.5]),
+            "seconds": Seconds.of([99999.4]),
+            "predicted_seconds": 12345.0,
+            "bytes": 998 << 30,
+            "predicted_bytes": 997 << 30,
+        }
+    )
+    lines = text(costs.model_copy(update={"calls": (*costs.calls, waited)})).splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in "".join(lines)
+    row = next(i for i, line in enumerate(lines) if name[:10] in line)
+    assert lines[row].split()[1:] == ["12345", "99999", "8.10", "997", "GiB", "998", "GiB"]
+    assert next(line for line in lines[row:] if "wait" in line).split() == ["wait", "1234"]
+    assert "wait: of ranks for the function" in costs_note(costs.model_copy(update={"calls": (waited,)}))

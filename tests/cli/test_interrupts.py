@@ -66,7 +66,7 @@ def test_an_interrupt_while_modules_are_imported_is_quiet(module: str, what: str
 
 DESTROYED = """
 import os, signal
-from realrl.runtime.processes.signals import interruption, raise_signals
+from realrl.runtime.processes.signals import find_interruption, raise_signals
 
 class Destroyed:
     def __del__(self):
@@ -74,7 +74,7 @@ class Destroyed:
 
 raise_signals()
 Destroyed()
-assert interruption().status == 130
+assert find_interruption().status == 130
 """
 
 

@@ -80,3 +80,14 @@ def test_a_terminal_gets_a_bar_and_its_cursor_back_whatever_happens(
         raise KeyboardInterrupt
     shown = capsys.readouterr().err
     assert "1/3" in shown and "score 1.235" in shown and shown.rindex(hide) < shown.rindex(show)
+
+
+def test_headlines_of_one_name_are_shown_with_their_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {"actor.train/score": 1.0, "reward.inference/score": 2.0, "actor.train/kl": 3.0}
+    with Progress() as progress:
+        progress.begin(EXPERIMENT, 3)
+        progress.record(MetricsRecord(0, "eval", 1.0, figures))
+        progress.record(MetricsRecord(1, "eval", 1.0, FIGURES))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].endswith("evaluation: reward.inference/score 2  actor.train/score 1  kl 3")
+    assert lines[1].endswith(SHOWN)

@@ -89,7 +89,7 @@ def test_a_key_that_two_algorithms_use_has_the_name_of_its_algorithm(tmp_path: P
     (tmp_path / "other.py").write_text(
         "from dataclasses import replace\n"
         "from realrl.algorithms.ppo import spec\n"
-        "OTHER = replace(spec.ALGORITHM, name='other', summary=spec.ALGORITHM.summary[-1:])\n"
+        "ALGORITHM = replace(spec.ALGORITHM, name='other', summary=spec.ALGORITHM.summary[-1:])\n"
     )
     other = write_run(tmp_path / "o", str(tmp_path / "other.py"), [line(0, "eval", ref__kl=1.5)], 2.0)
     assert run_app(["report", ppo_run(tmp_path / "ppo"), other, "--out", str(tmp_path / "out")]) == 0
@@ -156,3 +156,14 @@ def test_two_runs_of_one_algorithm_are_refused(tmp_path: Path, capsys: pytest.Ca
     runs = [sft_run(tmp_path / "a"), sft_run(tmp_path / "b")]
     assert run_app(["report", *runs, "--out", str(tmp_path)]) == 2
     assert "are both sft runs" in capsys.readouterr().err
+
+
+def test_a_run_whose_algorithm_has_moved_says_where_to_write_its_new_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.py"
+    run = write_run(tmp_path / "run", str(file), [line(1, "train")])
+    assert run_app(["report", run, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert f"run {run}: algorithm={file}: there is no file {file}" in error
+    assert f"if it has moved, write its new path into {run}/config.yaml" in error

@@ -11,6 +11,7 @@ from realrl.algorithms.ppo.spec import ALGORITHM as PPO
 from realrl.algorithms.reward.spec import ALGORITHM as REWARD
 from realrl.algorithms.sft.config import SFTExperiment
 from realrl.algorithms.sft.spec import ALGORITHM as SFT
+from realrl.cli.app import run_app
 from realrl.config.errors import UserCodeError, UserError
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
@@ -93,6 +94,17 @@ def roles(**changes: RoleSpec) -> dict[str, RoleSpec]:
         ),
         (
             PPO,
+            {"roles": roles(critic=RoleSpec("scalar", "reward"))},
+            "roles: critic: weights_else goes with a weights_from that is optional",
+        ),
+        (
+            PPO,
+            {"roles": roles(critic=RoleSpec("scalar", "reward", optional=True, weights_else="actor"))},
+            "roles: critic: is optional, so PPOModels.critic needs the default None",
+        ),
+        (PPO, {"optional_calls": "reward.function"}, "optional_calls: a tuple of names of calls is needed"),
+        (
+            PPO,
             {"roles": roles(ref=RoleSpec("lm", "critic"))},
             "roles: ref: weights_from='critic' has no weights of its own",
         ),
@@ -109,7 +121,15 @@ def roles(**changes: RoleSpec) -> dict[str, RoleSpec]:
         (SFT, {"generation": lambda e: None}, "generation: SFTExperiment needs a section generation"),
         (PPO, {"generation": None}, "generation: None, but PPOExperiment has a section generation"),
         (SFT, {"samples_per_prompt": lambda e: 2}, "samples_per_prompt: an algorithm that does not generate"),
+        (
+            SFT,
+            {"experience_calls": ("actor.train",)},
+            "experience_calls: an algorithm that does not generate",
+        ),
+        (PPO, {"experience_calls": "actor.train"}, "experience_calls: a tuple of names of calls is needed"),
         (SFT, {"headlines": "actor.train/loss"}, "headlines: a tuple of call/name is needed"),
+        (PPO, {"sample_keys": ["score"]}, "sample_keys: a tuple of keys is needed"),
+        (PPO, {"sample_keys": ("judge",)}, "sample_keys: judge is what samples show anyway"),
         (SFT, {"curves": ("loss",)}, "curves: a mapping from metrics to labels is needed"),
         (SFT, {"summary": ("loss",)}, "summary: a tuple of SummaryMetric is needed"),
         (SFT, {"summary": (SummaryMetric("a", "b", "c"),) * 2}, "summary: two metrics have one key"),
@@ -165,6 +185,8 @@ def graph_of(*calls: Call) -> Callable[[Any], DataflowGraph]:
             "actor.train trains",
         ),
         ({"eval_graph": graph_of(GENERATE)}, "eval_graph: actor.generate must produce prompt_length too"),
+        ({"sample_keys": ("values",)}, "eval_graph: no call produces values, one number per item"),
+        ({"sample_keys": ("sequences",)}, "eval_graph: no call produces sequences, one number per item"),
         ({"eval_graph": None}, "data.eval: ppo has no evaluation; set data.eval=null"),
         (
             {"samples_per_prompt": lambda e: 0},
@@ -173,6 +195,10 @@ def graph_of(*calls: Call) -> Callable[[Any], DataflowGraph]:
         ({"epochs": lambda e: 0}, "algorithm ppo: epochs: 0 is not a whole number above 0"),
         ({"epochs": lambda e: None}, "algorithm ppo: epochs: None is not a whole number above 0"),
         ({"generation": lambda e: None}, "algorithm ppo: generation: NoneType is not a GenerationConfig"),
+        (
+            {"experience_calls": ("actor.generate",)},
+            "algorithm ppo: experience_calls: actor.generate: train_graph has no such train call",
+        ),
         (
             {"headlines": ("actor.trian/loss",)},
             "algorithm ppo: headlines: actor.trian/loss: no graph has a call",
@@ -254,22 +280,77 @@ def test_one_name_in_two_packages_names_both(install: Callable[..., None]) -> No
         find_algorithm("mine")
 
 
-def test_a_file_must_hold_one_description(tmp_path: Path) -> None:
-    def load(name: str, text: str) -> tuple[AlgorithmSpec, str]:
-        file = tmp_path / f"{name}.py"
-        file.write_text(text)
-        return find_algorithm(str(file))
+SFT_COPY = "from dataclasses import replace\nfrom realrl.algorithms.sft.spec import ALGORITHM as SFT\n"
 
-    ours = "from realrl.algorithms.sft.spec import ALGORITHM\n"
-    with pytest.raises(UserError, match=r"none.py must hold one AlgorithmSpec \(it has none\)"):
-        load("none", "x = 1")
-    with pytest.raises(UserError, match=r"two.py must hold one AlgorithmSpec \(it has sft, ppo\)"):
-        load("two", ours + "from realrl.algorithms.ppo.spec import ALGORITHM as B")
-    with pytest.raises(
-        UserCodeError, match=r"wrong.py cannot be imported: ValueError: algorithm sft: form: .*3\)"
-    ):
-        load("wrong", ours + "from dataclasses import replace\nMINE = replace(ALGORITHM, form='x')")
-    assert load("twice", ours + "AGAIN = ALGORITHM") == (SFT, str(tmp_path / "twice.py"))
+
+def test_a_file_may_build_on_another_description(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(SFT_COPY + "ALGORITHM = replace(SFT, name='my_sft')")
+    spec, reference = find_algorithm(str(file))
+    assert (spec.name, spec.recipe, reference) == ("my_sft", SFT.recipe, str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("x = 1", "it has no ALGORITHM"),
+        ("ALGORITHM = 'sft'", "its ALGORITHM is no AlgorithmSpec"),
+        (
+            SFT_COPY + "ALGORITHM = [SFT]",
+            "its ALGORITHM is no AlgorithmSpec; there is SFT, which may be renamed",
+        ),
+        (
+            SFT_COPY + "MINE = replace(SFT)",
+            "it has no ALGORITHM; there are SFT and MINE, which may be renamed",
+        ),
+    ],
+)
+def test_a_file_without_a_description_of_that_name_is_refused(
+    text: str, problem: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    with pytest.raises(UserError) as caught:
+        find_algorithm(str(file))
+    message = f"algorithm={file}: {file} must hold an AlgorithmSpec named ALGORITHM, and {problem}"
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("ALGORITHM = replace(SFT, form='x')", "algorithm sft: form: 'x' is not one of answer, pair, prompt"),
+        (
+            "from realrl.dataflow.call import Call, Kind; Call('a', 'a', Kind.TRAIN, ())",
+            "call a: work=() must name some of its inputs ()",
+        ),
+    ],
+)
+def test_a_contradiction_in_a_file_is_one_message_with_its_line(
+    line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text(SFT_COPY + line)
+    assert run_app(["config", str(file)]) == 2
+    assert capsys.readouterr().err == f"realrl: {file}:3: {message}\n"
+
+
+@pytest.mark.parametrize("field", ["train_graph", "eval_graph", "epochs"])
+def test_an_error_in_a_function_of_a_users_description_names_its_line(tmp_path: Path, field: str) -> None:
+    lines = [
+        "from dataclasses import replace",
+        "from realrl.algorithms.sft import spec",
+        "def broken(experiment):",
+        "    return {}['absent']",
+        f"ALGORITHM = replace(spec.ALGORITHM, {field}=broken)",
+    ]
+    (tmp_path / "mine.py").write_text("\n".join(lines))
+    recipe = {**PPO_RECIPE, "algorithm": str(tmp_path / "mine.py"), "models": {"actor": {"path": "a"}}}
+    with pytest.raises(UserCodeError) as caught:
+        parse_experiment(recipe)
+    place = f"({tmp_path / 'mine.py'}:4)"
+    assert str(caught.value).endswith(f"mine.py raised in {field}: KeyError: 'absent' {place}")
+    assert "return {}['absent']" in caught.value.trace
 
 
 @pytest.mark.parametrize(
@@ -278,7 +359,7 @@ def test_a_file_must_hold_one_description(tmp_path: Path) -> None:
         ("nowhere.py", "algorithm=nowhere.py: there is no file /"),
         ("nowhere.module", "algorithm=nowhere.module: there is no module nowhere.module; write FILE.py or"),
         ("./nowhere", "'./nowhere' is not one of ppo, reward, sft, or a FILE.py"),
-        ("realrl.config.words", "words.py must hold one AlgorithmSpec"),
+        ("realrl.config.words", "words.py must hold an AlgorithmSpec named ALGORITHM"),
         ("a.py:ALGORITHM", "'a.py:ALGORITHM' is not one of ppo, reward, sft, or a FILE.py or package.module"),
         (
             "sfd",
@@ -296,5 +377,5 @@ def test_a_reference_to_nothing_gets_one_message(reference: Any, message: str) -
 def test_an_importable_module_is_a_reference() -> None:
     recipe = {**PPO_RECIPE, "algorithm": "realrl.algorithms.sft.spec", "models": {"actor": {"path": "a"}}}
     experiment = parse_experiment(recipe)
-    assert isinstance(experiment, SFTExperiment) and experiment.spec is SFT
+    assert isinstance(experiment, SFTExperiment) and experiment.spec.recipe is SFTExperiment
     assert experiment.algorithm == "realrl.algorithms.sft.spec"

@@ -54,7 +54,7 @@ def test_rotary_settings_are_read_in_every_style(rope: dict) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "bert"}, "model_type 'bert' is not supported; supported is: llama, qwen2, qwen3"),
+        ({"model_type": "bert"}, "model_type 'bert' is not supported; supported are: llama, qwen2, qwen3"),
         ({"attention_bias": True}, "attention_bias=true is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"hidden_size": None}, "hidden_size is missing"),
@@ -87,6 +87,21 @@ def test_unsupported_config_settings_are_refused_in_one_error_message(change: di
 )
 def test_qwen_settings_that_are_not_supported_are_refused(family: str, change: dict, message: str) -> None:
     check_refused(shape_to_hf(SHAPES[family], "lm", "float32", {}) | change, message)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("where", ["after the last layer", "by the type of layers"])
+def test_a_sliding_window_that_no_layer_has_is_accepted(family: str, where: str) -> None:
+    shape = SHAPES[family]
+    change: dict = {"max_window_layers": shape.layers, "sliding_window": 16}
+    if where == "by the type of layers":
+        change = {"max_window_layers": 0, "layer_types": ["full_attention"] * shape.layers}
+    config = shape_to_hf(shape, "lm", "float32", {}) | {"use_sliding_window": True} | change
+    theirs = AutoConfig.for_model(**config)
+    assert set(theirs.layer_types) == {"full_attention"}
+    assert shape_from_hf(config) == shape_from_hf(theirs.to_dict()) == shape
+    one_less = {**config, "layer_types": None, "max_window_layers": shape.layers - 1}
+    check_refused(one_less, "use_sliding_window=true is not supported; it must be false")
 
 
 def test_biases_of_qwen3_are_refused() -> None:

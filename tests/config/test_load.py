@@ -8,7 +8,7 @@ from realrl.algorithms.ppo.config import PPOExperiment
 from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
 from realrl.config.errors import UserError
 from realrl.config.yaml_file import parse_yaml
-from realrl.recipe.describe import describe
+from realrl.recipe.describe import describe_settings
 from realrl.recipe.load import (
     dump_experiment,
     load_experiment,
@@ -145,7 +145,7 @@ def test_evaluation_may_let_answers_end_earlier_than_training(recipe: str) -> No
             "data.max_prompt_tokens=512 and generation.max_new_tokens=128 together are above data.max_tokens=600",
         ),
         (
-            "training.judge=a.py:f",
+            "training.judge=os:listdir",
             "training.judge scores what evaluations generate; give data.eval or set training.judge=null",
         ),
         ("training.epochs=0", "training.epochs: 0 must be above 0"),
@@ -217,7 +217,7 @@ def test_bytes_that_are_not_text_are_an_error_about_the_file(tmp_path: Path) -> 
 @pytest.mark.parametrize("algorithm", list_algorithms())
 def test_description_is_yaml_with_every_default_and_a_comment_for_every_field(algorithm: str) -> None:
     cls = find_algorithm(algorithm)[0].recipe
-    text = describe(cls, algorithm=algorithm)
+    text = describe_settings(cls, algorithm=algorithm)
     described = yaml.safe_load(text)
     assert described["algorithm"] == algorithm
     assert set(described) == set(cls.model_fields)
@@ -236,7 +236,7 @@ def test_what_generates_no_text_takes_no_judge(algorithm: str) -> None:
         "run_dir": "x",
         "data": {"train": "a", "eval": "b"},
         "models": {role: {"path": "a"}},
-        "training": {"judge": "a.py:f"},
+        "training": {"judge": "os:listdir"},
     }
     with pytest.raises(
         UserError, match=f"training.judge scores generated text, and {algorithm} generates none"

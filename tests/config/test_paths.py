@@ -7,7 +7,7 @@ import pytest
 
 from realrl.cli.app import run_app
 from realrl.config.files import write_whole
-from realrl.runtime.judge import Judge
+from realrl.config.user_function import UserFunction
 from tests.conftest import World
 
 CLUSTER = "groups: [{device: cpu, nodes: 1, devices_per_node: 1}]\n"
@@ -42,7 +42,7 @@ def test_a_recipe_may_name_files_of_the_home(home: Path) -> None:
 
 
 def test_a_judge_may_be_a_file_of_the_home(home: Path) -> None:
-    assert Judge("~/judge.py:rate").rate(["a"]) == [1.0]
+    assert UserFunction("training.judge", "~/judge.py:rate").numbers(1, ["a"]) == [1.0]
 
 
 def test_plans_clusters_lengths_and_profiles_may_be_files_of_the_home(home: Path) -> None:

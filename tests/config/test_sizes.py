@@ -65,7 +65,7 @@ def test_sizes_may_be_those_of_a_model_that_we_cannot_load(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "model_type": "mistral"}))
     shape = find_shape(str(tmp_path))
     assert (shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (2, 4, 2, 8)
-    message = "model_type 'mistral' is not supported; supported is: llama, qwen2, qwen3"
+    message = "model_type 'mistral' is not supported; supported are: llama, qwen2, qwen3"
     with pytest.raises(UserError, match=message):
         read_config(tmp_path / "config.json")
 
@@ -85,7 +85,7 @@ def test_sizes_may_be_those_of_a_model_that_we_cannot_load(tmp_path: Path) -> No
         (
             "config.json",
             '{"model_type": "bert"}',
-            "'bert' is not supported; supported is: llama, mistral, qwen2, qwen3",
+            "'bert' is not supported; supported are: llama, mistral, qwen2, qwen3",
         ),
         (".", '{"model_type": "llama"}', "config.json: vocab_size is missing"),
     ],

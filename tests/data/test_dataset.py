@@ -6,7 +6,8 @@ import torch
 from realrl.config.errors import UserError
 from realrl.data import dataset
 from realrl.data.dataset import Dataset
-from realrl.data.forms import READERS
+from realrl.data.forms import READERS, Reader, further_fields
+from realrl.data.rejects import BadRecordError
 from realrl.recipe.forms import FORMS
 from realrl.runtime.setup import read_ends
 
@@ -205,3 +206,52 @@ def test_a_tokenizer_must_be_able_to_end_a_sequence(tokenizer):
 
 def test_every_form_of_record_has_a_reader():
     assert set(READERS) == set(FORMS)
+
+
+@pytest.mark.parametrize("way", ["fields", "other_fields"])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_reader_of_a_form_needs_its_fields_and_no_others(chat_tokenizer, form, way):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    values = {"messages": turns, "pos_answers": ["a"], "neg_answers": ["b"]}
+    record = {name: values.get(name, "text") for name in getattr(FORMS[form], way)}
+    reader = Reader(chat_tokenizer)
+    assert READERS[form](reader, record)
+    assert further_fields(form, {**record, "level": 1}) == {"level": 1}
+    for name in record:
+        with pytest.raises(BadRecordError, match="no field"):
+            READERS[form](reader, {other: value for other, value in record.items() if other != name})
+
+
+def test_fields_no_key_is_made_of_are_kept_by_item_for_who_wants_them(tokenizer, write, settings):
+    records = [
+        {"prompt": "a", "answer": "x", "tests": ["t"]},
+        {"prompt": ""},
+        {"prompt": "b", "answer": None, "level": 3},
+        {"prompt": "c", "level": 0, "note": "left out"},
+    ]
+    wanted = {"answer", "tests", "level", "prompt"}
+    data = Dataset.load(
+        write(records), "prompt", PROMPTS, tokenizer, settings(), 1, ENDS, wanted.__contains__
+    )
+    assert data.further_fields([3, 0, 2]) == {
+        "answer": [None, "x", None],
+        "tests": [None, ["t"], None],
+        "level": [0, None, 3],
+    }
+    assert Dataset.load(write(records), "prompt", PROMPTS, tokenizer, settings(), 1, ENDS).further == {}
+
+
+def test_the_items_of_one_record_share_its_further_fields(tokenizer, write, settings):
+    source = write([{"prompt": "q", "pos_answers": ["a", "b"], "neg_answers": ["c"], "tests": [1]}])
+    keys = ("chosen", "rejected")
+    data = Dataset.load(source, "pair", keys, tokenizer, settings(), 1, ENDS, lambda name: True)
+    (first, second) = data.further["tests"]
+    assert data.further.keys() == {"tests"} and first is second
+
+
+def test_messages_beside_a_prompt_leave_the_prompt_to_functions(chat_tokenizer, write, settings):
+    record = {"messages": [{"role": "user", "content": "a"}], "prompt": "b"}
+    data = Dataset.load(
+        write([record]), "prompt", PROMPTS, chat_tokenizer, settings(), 1, ENDS, lambda name: True
+    )
+    assert data.further == {"prompt": ["b"]}

@@ -1,5 +1,8 @@
+from dataclasses import replace
+
 import pytest
 
+from realrl.algorithms.ppo.graph import eval_graph
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.dataflow.text import format_graph
@@ -85,8 +88,52 @@ def test_only_training_has_minibatches() -> None:
 
 
 def test_text_names_every_call_with_where_its_inputs_come_from() -> None:
-    text = format_graph(GRAPH)
+    text = format_graph(GRAPH, ["actor"])
     assert text.index("1. actor.generate") < text.index("2. reward.inference") < text.index("3. actor.train")
     assert "data set -> prompts" in text
     assert "score  <- reward.inference" in text
     assert "frozen role reward" in text
+
+
+def test_text_of_an_evaluation_calls_a_role_frozen_only_where_training_does_not_train_it() -> None:
+    text = format_graph(eval_graph(), ["actor", "critic"])
+    assert "generate, role actor" in text and "inference, frozen role reward" in text
+
+
+REWARD = Call(
+    "reward.function",
+    None,
+    Kind.FUNCTION,
+    ("sequences",),
+    ("score",),
+    work=("sequences",),
+    function="reward.py:score",
+    record_fields=True,
+)
+
+
+def test_a_function_has_edges_of_data_and_no_role() -> None:
+    graph = DataflowGraph([TRAIN, REWARD, GENERATE], KEYS)
+    assert graph.order == (GENERATE, REWARD, TRAIN)
+    assert graph.roles == ("actor",) and graph.functions == (REWARD,)
+    assert graph.role_calls("actor") == (GENERATE, TRAIN)
+    assert REWARD in graph.dependencies(TRAIN) and graph.dependencies(REWARD) == (GENERATE,)
+    text = format_graph(graph, ["actor"])
+    assert "2. reward.function  (function reward.py:score on the host)" in text
+    assert "further fields of the records  <- data set" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"role": "reward"}, "a function has no role, every other call has one"),
+        ({"function": None}, "a function has a reference, no other call has one"),
+        ({"kind": Kind.INFERENCE}, "a function has no role, every other call has one"),
+        ({"kind": Kind.INFERENCE, "role": "r"}, "a function has a reference, no other call has one"),
+        ({"kind": Kind.INFERENCE, "role": "r", "function": None}, "only functions see the fields of records"),
+        ({"minibatches": 2}, "only training has mini-batches"),
+    ],
+)
+def test_a_call_is_either_a_function_or_has_a_role(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(REWARD, **changes)

@@ -11,7 +11,7 @@ from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import build_layout
 from realrl.model.group import Group, make_single_rank_group
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.program.memory import Item, Memory, Stored
+from realrl.program.memory import HeldState, Memory, Stored
 from realrl.recipe.model import OptimizerConfig
 
 SHAPE = ModelShape(
@@ -46,5 +46,9 @@ def test_a_rank_allocates_the_estimated_bytes(
         trainer = Trainer(model, OptimizerConfig())
         state = [*trainer.optimizer.kept, *trainer.optimizer.scratch, trainer.gradients.data]
         held = memory.at_rest(rank)
-        assert held[Item("actor", placement.layout, "parameters")] == model.sets["base"].buffer.data.nbytes
-        assert held[Item("actor", placement.layout, "optimizer")] == sum(tensor.nbytes for tensor in state)
+        assert (
+            held[HeldState("actor", placement.layout, "parameters")] == model.sets["base"].buffer.data.nbytes
+        )
+        assert held[HeldState("actor", placement.layout, "optimizer")] == sum(
+            tensor.nbytes for tensor in state
+        )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from realrl.algorithms.reward.method import RewardInference, RewardTrain
+from realrl.algorithms.reward.method import PairInference, RewardTrain
 from realrl.algorithms.sft.method import SFTInference, SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import assign
@@ -106,7 +106,7 @@ def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:
     head, strategy = model.head, model.layout.placement.strategy
     dp_index = model.parallel.data.index
     train = SFTTrain() if head == "lm" else RewardTrain()
-    infer = SFTInference() if head == "lm" else RewardInference()
+    infer = SFTInference() if head == "lm" else PairInference()
     costs = [sum(field.lengths[i] for field in everything.fields.values()) for i in range(len(everything))]
     mine = assign(costs, minibatches=2, dp=strategy.dp)[dp_index]
     items = sorted(i for part in mine for i in part)

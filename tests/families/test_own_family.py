@@ -127,7 +127,8 @@ def test_generate_samples_what_the_definition_says(
         tokens = torch.cat((tokens, logits.argmax()[None]))
     assert json.loads(out.read_text())["tokens"] == tokens[start:].tolist()
     assert run_app(["generate", str(path), "--prompt", "the film"]) == 2
-    assert "model_type 'biased_llama' is not supported" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "model_type 'biased_llama' is not supported" in error and "or by --family" in error
 
 
 def test_a_saved_model_is_opened_again_by_a_recipe(
@@ -139,12 +140,12 @@ def test_a_saved_model_is_opened_again_by_a_recipe(
 
 BROKEN = {
     "tensors=lambda shape, head, options: decoder_tensors(shape, head, options)[1:]": (
-        "cannot be used: ValueError: there is no tensor for parameter embedding"
+        ": there is no tensor for parameter embedding"
     ),
     "tensors=lambda shape, head, options: 2 * decoder_tensors(shape, head, options)": (
-        "cannot be used: ValueError: tensor model.embed_tokens.weight is listed twice"
+        ": tensor model.embed_tokens.weight is listed twice"
     ),
-    "read_config=lambda config, where: {'layers': config['depth']}": "raised KeyError: 'depth'",
+    "read_config=lambda config, where: {'layers': config['depth']}": " raised KeyError: 'depth'",
 }
 
 
@@ -157,7 +158,7 @@ def test_a_mistake_in_a_family_is_one_error_message(
     broken.write_text(f"{Path(family).read_text()}\n{more}\nFAMILY = replace(FAMILY, {change})\n")
     model = (f"models.actor.path={finished(recipes['tensor'])}", "models.actor.shape=null")
     assert run_app(["show", str(recipes["alone"]), *model, f"models.actor.family={broken}"]) == 2
-    assert f"family={broken} {BROKEN[change]}" in capsys.readouterr().err
+    assert f"family={broken}{BROKEN[change]}" in capsys.readouterr().err
 
 
 def defined_logits(path: Path, tokens: Tensor) -> Tensor:

@@ -7,7 +7,15 @@ from collections.abc import Iterable
 from realrl.dataflow.call import Call, Kind
 from realrl.planner.moves.transfers import Layouts, name_mixing
 from realrl.planner.space.problem import Candidate, Problem
-from realrl.program.order import Waves, changes, length_readers, producers, sharing, waves
+from realrl.program.order import (
+    Waves,
+    changes,
+    length_calls,
+    length_readers,
+    producers,
+    sharing,
+    waves,
+)
 
 
 def cheapest(problem: Problem) -> float:
@@ -39,24 +47,36 @@ class _Step:
             sum(home.resident_bytes for home in self.homes.values() if rank in home.placement.ranks)
             for rank in range(problem.cluster.size)
         ]
+        self.hosts = [0.0] * problem.cluster.size
+        self.called: dict[Call, dict[int, float]] = {}
+        """Function -> rank -> when it has ended there."""
         self.copies: dict[tuple, Candidate] = {}
         self.loaded: set[str] = set()
         self.fill = 0.0
 
     def run(self) -> tuple[float, float]:
         order = waves(self.graph, self.plan)
-        sequence_parallel = {(c.role, self.candidates[c.name].layout): set() for c in self.graph.calls}
-        for call in self.graph.calls:
+        models = [call for call in self.graph.calls if not call.is_function]
+        sequence_parallel = {(c.role, self.candidates[c.name].layout): set() for c in models}
+        for call in models:
             candidate = self.candidates[call.name]
             sequence_parallel[call.role, candidate.layout].add(candidate.placement.strategy.sequence_parallel)
         if any(len(ways) > 1 for ways in sequence_parallel.values()):
             self.fill = math.inf
-        for wave in order:
+        late = {f: self.needed(f, order) for f in self.called_somewhere()}
+        for number, everything in enumerate(order):
+            wave = tuple(call for call in everything if not call.is_function)
+            for call in everything:
+                if call.is_function:
+                    self.call(call)
             self.bring(wave, order)
             for call in wave:
                 self.work(call)
             for call in wave:
                 self.tell(call)
+            for function in late:
+                if late[function] == number:
+                    self.collect(function)
             for call in wave:
                 self.follow(call)
                 group = sharing(self.graph, self.plan, order, call)
@@ -64,7 +84,43 @@ class _Step:
                     self.copies.pop((call.role, self.candidates[call.name].layout), None)
             for role in {call.role: None for call in wave}:
                 self.unload(role)
+        for function in late:
+            if late[function] >= len(order):
+                self.collect(function)
         return max(self.free), self.fill
+
+    def called_somewhere(self) -> list[Call]:
+        return [call for call in self.graph.order if call.is_function]
+
+    def needed(self, function: Call, order: Waves) -> int:
+        """The wave before the first call that reads, or learns lengths of, what a function puts out."""
+        readers = {c for c in self.graph.calls if {*c.inputs} & {*function.outputs}}
+        for key in function.outputs:
+            if self.graph.keys[key].length == "own":
+                names = length_calls(self.graph, key)
+                readers |= {self.graph.call(name) for name in names if name != function.name}
+        first = min((i for i, wave in enumerate(order) if readers & {*wave}), default=len(order) + 1)
+        return max(first - 1, next(i for i, wave in enumerate(order) if function in wave))
+
+    def call(self, function: Call) -> None:
+        """Every rank receives the inputs, then its host begins when it has ended what was before."""
+        option, ended = self.candidates[function.name], {}
+        target = Layouts.of([option.placement])
+        for rank in option.placement.ranks:
+            for other in producers(self.graph, function):
+                source = Layouts.of([self.candidates[other.name].placement])
+                seconds = float(self.problem.exchange.seconds(other.name, function.name, source, target)[0])
+                self.free[rank] = max(self.free[rank], self.end[other]) + seconds
+            ended[rank] = max(self.free[rank], self.hosts[rank]) + option.seconds
+            self.hosts[rank] = ended[rank]
+        self.called[function] = ended
+
+    def collect(self, function: Call) -> None:
+        """Every rank waits for its own share, then hands it on."""
+        for rank, ended in self.called[function].items():
+            self.free[rank] = max(self.free[rank], ended)
+        self.end[function] = max(self.free[rank] for rank in self.called[function])
+        self.tell(function)
 
     def bring(self, wave: tuple[Call, ...], order: Waves) -> None:
         at_home = {c.role for c in wave if self.candidates[c.name].layout == self.homes[c.role].layout}

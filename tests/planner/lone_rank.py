@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from realrl.algorithms.method import InferenceMethod, TrainMethod
-from realrl.algorithms.reward.method import RewardInference, RewardTrain
+from realrl.algorithms.reward.method import PairInference, RewardTrain
 from realrl.algorithms.sft.method import SFTInference, SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation.generate import Noise, generate
@@ -85,7 +85,7 @@ class Sequences:
         pairs = {"chosen": range(0, len(rows), 2), "rejected": range(1, len(rows), 2)}
         fields = {name: rows.select(which) for name, which in pairs.items()}
         fields["pairs_of_prompt"] = Ragged.scalars(torch.ones(len(rows) // 2, dtype=torch.int64))
-        return cls(Batch(tuple(range(len(rows) // 2)), fields), RewardTrain(), RewardInference())
+        return cls(Batch(tuple(range(len(rows) // 2)), fields), RewardTrain(), PairInference())
 
 
 class LoneRank:

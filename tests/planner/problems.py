@@ -7,7 +7,7 @@ from realrl.dataflow.call import Call
 from realrl.families.published import SHAPES
 from realrl.families.shape import Head, ModelShape
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 

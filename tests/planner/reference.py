@@ -8,7 +8,7 @@ from realrl.dataflow.call import Average, Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.routing.links import Links
 from realrl.plan.cluster import Cluster
-from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
 from realrl.planner.moves.exchange import ExchangeModel
 from realrl.planner.moves.links import LinkTransfers, ParameterBytes
 from realrl.planner.moves.transfers import Layouts, name_mixing
@@ -85,7 +85,17 @@ class Walk:
 def sampled_graph(rng: random.Random) -> DataflowGraph:
     """Sample a step of 2 to 6 calls."""
     return rng.choice(
-        [_pair, _group, _two_models, _chain, lambda: train_graph(minibatches=1, ref_ema=0.1), _ppo]
+        [
+            _pair,
+            _group,
+            _two_models,
+            _chain,
+            lambda: train_graph(minibatches=1, ref_ema=0.1),
+            _ppo,
+            _scored,
+            _verified,
+            _tools,
+        ]
     )()
 
 
@@ -138,6 +148,67 @@ def _chain() -> DataflowGraph:
         _call("a.train", ("s", "f")),
     ]
     return DataflowGraph(calls, _keys("x", "s", "f"))
+
+
+def _function(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...] = ()) -> Call:
+    return Call(
+        name, None, Kind.FUNCTION, inputs, outputs, work=inputs[:1], function=name, record_fields=True
+    )
+
+
+def _scored() -> DataflowGraph:
+    """As in PPO with a reward function: it has time while the reference and the critic infer."""
+    calls = [
+        _call("a.generate", ("x",), ("s",)),
+        _function("score", ("s",), ("f",)),
+        _call("r.inference", ("s",), ("l",)),
+        _call("c.inference", ("s",), ("v",)),
+        _call("a.train", ("s", "l", "v", "f")),
+        _call("c.train", ("s", "v", "f")),
+    ]
+    return DataflowGraph(calls, _keys("x", "s", "f", "l", "v"))
+
+
+def _verified() -> DataflowGraph:
+    """Two functions on one host, one of which nobody waits for, and one that needs what another one says."""
+    calls = [
+        _call("a.generate", ("x",), ("s",)),
+        _function("check", ("s",), ("f",)),
+        _function("log", ("s",), ("g",)),
+        _call("r.inference", ("s",), ("l",)),
+        _function("mix", ("f", "l"), ("m",)),
+        _call("a.train", ("s", "m")),
+    ]
+    return DataflowGraph(calls, _keys("x", "s", "f", "g", "l", "m"))
+
+
+def _tools() -> DataflowGraph:
+    """A function whose rows have lengths of their own, and a role that follows another."""
+    calls = [
+        _function("draw", ("x",), ("s",)),
+        _call("k.inference", ("x",), ("g",)),
+        _call("a.inference", ("s",), ("l",)),
+        _call("a.train", ("s", "l")),
+    ]
+    keys = (*_keys("x", "s", "l"), Key("g", "float32", "x"))
+    return DataflowGraph(calls, keys, [Average("k", "a", 0.1)])
+
+
+def function_table(call: Call, cluster: Cluster, seconds: float) -> list[Candidate]:
+    """All meshes."""
+    sizes = [s for s in range(1, cluster.devices_per_node) if cluster.devices_per_node % s == 0]
+    sizes += [cluster.devices_per_node * n for n in range(1, cluster.nodes + 1)]
+    return [
+        Candidate(
+            placement=function_placement(Mesh(first, size)),
+            seconds=seconds / size,
+            weights_bytes=0.0,
+            resident_bytes=0.0,
+            working_bytes=0.0,
+        )
+        for size in sizes
+        for first in range(0, cluster.size - size + 1, min(size, cluster.devices_per_node))
+    ]
 
 
 def strategy_table(
@@ -213,9 +284,12 @@ def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bo
     homes = {max(graph.role_calls(r), key=lambda c: c.kind is Kind.TRAIN) for r in graph.roles}
     candidates = {}
     for call in graph.calls:
-        table = strategy_table(
-            call, parameters[call.role], cluster, home=call in homes, trained=graph.trained(call.role)
-        )
+        if call.role is None:
+            table = function_table(call, cluster, rng.choice([0.0, 2.0, 10.0, 50.0]))
+        else:
+            table = strategy_table(
+                call, parameters[call.role], cluster, home=call in homes, trained=graph.trained(call.role)
+            )
         table = [candidate for candidate in table if offload or not candidate.offload]
         chosen = rng.sample(table, min(most, len(table)))
         candidates[call.name] = tuple(chosen)

@@ -13,7 +13,7 @@ from realrl.plan.plan import Plan
 from realrl.plan.presets import make_plan
 from realrl.program.instructions import Run
 from realrl.program.lower import home_placements, kept_copies, lower, offloaded
-from realrl.program.memory import Holdings, Item, Memory, Stored
+from realrl.program.memory import HeldState, Holdings, Memory, Stored
 
 PPO = train_graph(minibatches=1)
 SHAPE = SHAPES["llama-2-7b"]
@@ -67,15 +67,15 @@ def test_optimizer_state_is_sharded_over_data_parallel_ranks(element_bytes: int,
     plan = make_plan("symmetric", PPO, Cluster(1, 8), 10)
     held = memory(plan, element_bytes).at_rest(3)
     n = number("actor")
-    assert held[Item("actor", "d8 t1 p1 @0-7", "parameters")] == element_bytes * n
-    assert held[Item("actor", "d8 t1 p1 @0-7", "optimizer")] == 4 * n + shard * n // 8
+    assert held[HeldState("actor", "d8 t1 p1 @0-7", "parameters")] == element_bytes * n
+    assert held[HeldState("actor", "d8 t1 p1 @0-7", "optimizer")] == 4 * n + shard * n // 8
 
 
 @pytest.mark.parametrize("strategy", [(1, 8, 1), (1, 1, 8), (1, 2, 4)])
 def test_tp_and_pp_ranks_divide_all_state_but_norms(strategy: tuple[int, int, int]) -> None:
     placement = place(0, *strategy)
     plan = Plan(Cluster(1, 8), plan_of(placement))
-    item = Item("ref", placement.layout, "parameters")
+    item = HeldState("ref", placement.layout, "parameters")
     held = [memory(plan).at_rest(rank)[item] for rank in range(8)]
     norms = 2 * (2 * SHAPE.layers + 1) * SHAPE.hidden_size
     assert 2 * number("ref") <= sum(held) <= 2 * number("ref") + 7 * norms
@@ -86,7 +86,7 @@ def test_a_copy_counts_from_its_reallocation_to_its_release() -> None:
     placements = plan_of(place(0, 2), actor__generate=away)
     for keep, at_rest in (((), False), (("actor",), True)):
         plan = Plan(Cluster(1, 4), placements, keep=keep)
-        item = Item("actor", away.layout, "parameters")
+        item = HeldState("actor", away.layout, "parameters")
         of = memory(plan)
         assert (item in of.at_rest(2)) == at_rest and item not in of.at_rest(0)
         assert most(plan, 2)[1].keys() == {item}

@@ -162,7 +162,7 @@ def test_validation_finds_a_call_on_outdated_parameters() -> None:
     here, there = place(0, 1), place(1, 1)
     chosen = Plan(Cluster(1, 2), {"a.inference": there, "a.train": here})
     move, use = Reallocate("a", here, there), Run("a.inference", "a", there)
-    update, word, drop = Run("a.train", "a", here), Report("a.train", 0, 1), Release("a", there)
+    update, word, drop = Run("a.train", "a", here), Report("a.train", (0,), 1), Release("a", there)
 
     def run(*order: Instruction) -> None:
         members = {move: (0, 1), use: (1,), update: (0,), word: (0, 1), drop: (1,)}

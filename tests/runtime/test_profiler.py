@@ -15,9 +15,9 @@ from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
 from realrl.cli.app import run_app
 from realrl.families.shape import ModelShape
 from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
 from realrl.planner.cluster.devices import DEVICES
-from realrl.planner.cluster.spec import ClusterSpec, NodeGroup
-from realrl.planner.cost.model import CostModel
+from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.profile.profile import CollectiveTime, Profile
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
@@ -29,8 +29,8 @@ from realrl.runtime.profiler.models.shapes import ShapeMeasurements
 from realrl.runtime.profiler.models.shard import make_tensor_rank
 from realrl.runtime.profiler.points.bench import Bench
 from realrl.runtime.profiler.points.clock import Clock
+from realrl.runtime.profiler.points.grid import Sizes
 from realrl.runtime.profiler.points.point import Measurer, Pace, Point, take_medians
-from realrl.runtime.profiler.points.sizes import Sizes
 from tests.conftest import SHAPE, World
 
 TINY = ModelShape.model_validate(SHAPE)
@@ -108,6 +108,7 @@ def test_predictions_rest_on_nothing_but_measurements(profiles: Mapping[int, Pat
     spec = ClusterSpec("useless", (group,))
     cost = CostModel(spec, Profile.load(profiles[processes]))
     graph, workload = train_graph(minibatches=2), Workload(16, (4, 6), (6, 12), 12)
+    workload = replace(workload, experience_calls=("actor.train", "critic.train"))
     for call in graph.calls:
         model = Stored(TINY, PPO_SPEC.heads[call.role], 4, graph.trained(call.role))
         for strategy in strategies(processes):

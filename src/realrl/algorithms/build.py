@@ -1,6 +1,17 @@
 """Methods of a recipe's algorithm, checked against its description."""
 
-from realrl.algorithms.method import Algorithm, GenerateMethod, Method
+import inspect
+from collections.abc import Mapping
+from typing import cast
+
+from realrl.algorithms.method import (
+    Algorithm,
+    FunctionMethod,
+    GenerateMethod,
+    InferenceMethod,
+    Method,
+    TrainMethod,
+)
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Call, Kind
 from realrl.recipe.experiment import Experiment
@@ -16,6 +27,8 @@ def build_algorithm(experiment: Experiment) -> Algorithm:
     sampling = None if spec.generation is None else spec.generation(experiment)
     eval_sampling = spec.eval_generation(experiment)
     algorithm: Algorithm = spec.methods(experiment, graph, eval_graph)
+    if (absent := _find_missing(algorithm, Algorithm)) is not None:
+        raise UserError(f"algorithm {spec.name}: methods: {type(algorithm).__name__} has no {absent}")
     for call in (*graph.calls, *(eval_graph.calls if eval_graph else ())):
         try:
             method = algorithm.method(call.name)
@@ -30,8 +43,19 @@ def build_algorithm(experiment: Experiment) -> Algorithm:
     return algorithm
 
 
-_NEEDED = {Kind.INFERENCE: ("sequences", "outputs", "metrics"), Kind.TRAIN: ("sequences", "weight", "loss")}
-"""Methods that tell one kind of call from the others."""
+_PROTOCOLS: Mapping[Kind, type] = {
+    Kind.INFERENCE: InferenceMethod,
+    Kind.TRAIN: TrainMethod,
+    Kind.FUNCTION: FunctionMethod,
+}
+
+
+def _find_missing(implementation: object, protocol: type) -> str | None:
+    """Find the first member of a protocol that an object lacks, in the order of definition; None if it has all."""
+    members = [*inspect.get_annotations(protocol), *(name for name in vars(protocol) if name[0] != "_")]
+    # Properties may be asked only later, so most are found without: `head_scale` needs `prepare`.
+    present = dir(implementation)
+    return next((m for m in members if m not in present and not hasattr(implementation, m)), None)
 
 
 def _generate_problem(
@@ -46,12 +70,13 @@ def _generate_problem(
 
 
 def _problem(call: Call, method: Method, epochs: int) -> str | None:
-    """What is wrong with the method of an inference or train call; None if nothing is."""
-    lacking = [name for name in _NEEDED[call.kind] if not hasattr(method, name)]
-    if lacking:
-        return f"needs a method with {lacking[0]}, see algorithms/method.py"
-    if call.kind is Kind.TRAIN and getattr(method, "epochs", 1) != epochs:
-        return (
-            f"passes {getattr(method, 'epochs', 1)} times over its items, and the description says {epochs}"
-        )
+    """What is wrong with the method of any other call; None if nothing is."""
+    protocol = _PROTOCOLS[call.kind]
+    missing = _find_missing(method, protocol)
+    if missing is not None:
+        return f"has no {missing}, which algorithms.method.{protocol.__name__} needs"
+    if call.kind is Kind.TRAIN:
+        passes = cast(TrainMethod, method).epochs
+        if passes != epochs:
+            return f"passes {passes} times over its items, and the description says {epochs}"
     return None

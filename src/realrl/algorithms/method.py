@@ -1,6 +1,6 @@
 """Methods: the tensor functions of an algorithm for each of its calls, independent of devices."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -150,7 +150,56 @@ class TrainMethod(Protocol):
         """Called once after the last mini-batch of the call; figures of the call as a whole."""
 
 
-Method = GenerateMethod | InferenceMethod | TrainMethod
+@dataclass(frozen=True, eq=False)
+class FunctionInput:
+    """Input of a function call: the items of one rank."""
+
+    batch: Batch
+    """The call's input keys, a row per item."""
+    fields: Mapping[str, Sequence[Any]]
+    """Fields of the items' records that no key is made of: name -> a value per item, None where a record has no
+    such field. Empty unless the call asks for them."""
+    tokenizer: Any
+    """The tokenizer of the run."""
+
+    def prompts(self) -> list[str]:
+        """Decode prompts, without special tokens; of `sequences`, cut at `prompt_length`."""
+        return [self._text(row[:cut]) for row, cut in self._cuts()]
+
+    def completions(self) -> list[str]:
+        """Decode completions, without special tokens: what follows the prompts."""
+        return [self._text(row[cut:]) for row, cut in self._cuts()]
+
+    def _cuts(self) -> Iterator[tuple[list[int], int]]:
+        lengths = self.batch["prompt_length"].values.tolist()
+        for row, cut in zip(self.batch["sequences"].rows(), lengths, strict=True):
+            yield row.tolist(), int(cut)
+
+    def _text(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+
+class FunctionMethod(Protocol):
+    """A `function` call: runs on the host, without a model, while its rank goes on with other calls."""
+
+    def load(self) -> None:
+        """Get ready on a rank that calls it, before anything of models is loaded; UserError where that fails."""
+
+    def wants(self, field: str) -> bool:
+        """Tell whether it looks at a further field of records; those that no function wants are not kept."""
+
+    def check_fields(self, source: str, fields: Collection[str]) -> None:
+        """Check that `fields` of a source are all that it needs, after `load`; else UserError."""
+
+    def call(self, inputs: FunctionInput) -> tuple[dict[str, Ragged], Metrics]:
+        """Compute the call's output keys, a row per item, and metrics of this rank's items.
+
+        Called in another thread than everything else; what it raises ends the run.
+        """
+
+
+Method = GenerateMethod | InferenceMethod | TrainMethod | FunctionMethod
 
 
 class Algorithm(Protocol):
@@ -169,7 +218,12 @@ class Algorithm(Protocol):
         """List notes for the user on a training step with these metrics, by `call/name`; each is shown once."""
 
     def state_dict(self) -> dict[str, float]:
-        """Save numbers that outlast a step, such as an adaptive coefficient."""
+        """Save numbers that outlast a step, such as an adaptive coefficient; empty where there are none.
+
+        Every rank has an algorithm of its own, which sees only calls that the rank takes part in. What is saved is
+        the state of the first rank of the first train call, in the order of `graph`: that call's method must know
+        all of it.
+        """
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Load what `state_dict` saved."""

@@ -87,7 +87,7 @@ def known_shape(config: ModelConfig) -> ModelShape | None:
     return read_config(Path(cached), config.family) if isinstance(cached, str) else None
 
 
-def shape_of(config: ModelConfig) -> ModelShape:
+def find_model_shape(config: ModelConfig) -> ModelShape:
     """Find the shape of a role's model, asking the hub if need be, for `config.json` alone.
 
     UserError where it cannot be found.

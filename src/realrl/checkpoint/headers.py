@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from realrl.config.errors import UserError
 from realrl.config.json_file import read_json
 from realrl.families.config_json import read_config
-from realrl.families.registry import find_family, model_tensors
+from realrl.families.registry import find_family, model_tensors, ties_embeddings
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Parameter, TensorSpec
 
@@ -67,7 +67,7 @@ def find_tensors(directory: Path, shape: ModelShape, wanted: Iterable[TensorSpec
         source = name
         if name == lm_head and name not in stored:
             config = read_config(directory / "config.json", shape.family, sizes_only=True)
-            source = embedding if config.tied_embeddings else name
+            source = embedding if ties_embeddings(config, "lm") else name
         if source in stored:
             _check(stored[source], spec)
             found[name] = stored[source]

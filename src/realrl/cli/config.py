@@ -16,7 +16,7 @@ def config(
     ] = None,
 ) -> None:
     """Print every field of an algorithm's recipes with its type, default and meaning, as commented YAML."""
-    from realrl.recipe.describe import describe
+    from realrl.recipe.describe import describe_settings
     from realrl.recipe.registry import find_algorithm, list_algorithms
 
     if algorithm is None:
@@ -24,4 +24,4 @@ def config(
             typer.echo(f"{name}: {find_algorithm(name)[0].about}")
         return
     spec, _ = find_algorithm(algorithm)
-    typer.echo(describe(spec.recipe, algorithm=algorithm), nl=False)
+    typer.echo(describe_settings(spec.recipe, algorithm=algorithm), nl=False)

@@ -5,6 +5,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import TypeVar
 
 from realrl.config.units import format_bytes
+from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.layout import build_layout
 from realrl.layout.routing.routes import reallocate
@@ -13,6 +14,7 @@ from realrl.plan.placement import ELEMENT_BYTES
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, SEARCH
 from realrl.planner.simulate.estimate import DeviceMemory, Footprint
+from realrl.planner.simulate.memory_part import MemoryPart, PartKind
 from realrl.program.instructions import Program, Reallocate, Run
 from realrl.program.memory import Memory
 from realrl.program.order import waves
@@ -21,7 +23,7 @@ from realrl.runtime.prepare.compile import Compiled, Phase
 
 _WIDTH = 110
 """Maximum columns of a line; a wider picture continues below."""
-_SHORT = {"generate": "gen", "inference": "inf"}
+_SHORT = {Kind.GENERATE: "gen", Kind.INFERENCE: "inf"}
 
 Value = TypeVar("Value", bound=Hashable)
 
@@ -41,6 +43,9 @@ def format_plan(plan: Plan, graph: DataflowGraph) -> str:
     for call in graph.order:
         placement = plan[call.name]
         s = plan[call.name].strategy
+        if call.is_function:
+            rows.append([call.name, str(placement.mesh), str(s.dp), "-", "-", "-", "function on the host"])
+            continue
         row = [call.name, str(placement.mesh), *map(str, (s.dp, s.tp, s.pp, s.micro_batch_tokens))]
         flags = {s.dtype or "": s.dtype, "sequence parallel": s.sequence_parallel, "recompute": s.recompute}
         rows.append([*row, " ".join(name for name, given in flags.items() if given)])
@@ -54,7 +59,8 @@ _EXTRAS = ("offload", "offload_optimizer", "keep")
 
 
 def draw_phase(phase: Phase, compiled: Compiled) -> str:
-    """Draw devices as rows and time as columns: calls in the same column run at the same time."""
+    """Draw devices as rows and time as columns: calls in the same column run at the same time, and functions begin
+    in theirs."""
     columns = waves(phase.graph, phase.plan)
     rows: list[tuple[str, ...]] = []
     for rank in range(phase.plan.cluster.size):
@@ -63,7 +69,10 @@ def draw_phase(phase: Phase, compiled: Compiled) -> str:
         cells = []
         for calls in columns:
             here = [call for call in calls if rank in phase.plan[call.name].ranks]
-            cells.append(_cell(phase.plan, here[0].name) if here else idle)
+            device = [_cell(phase.plan, call) for call in here if not call.is_function] or [idle]
+            cells.append(
+                " + ".join([*device, *(f"{call.name} on the host" for call in here if call.is_function)])
+            )
         rows.append(tuple(cells))
     lines = []
     for first, last in _fold(rows):
@@ -73,9 +82,10 @@ def draw_phase(phase: Phase, compiled: Compiled) -> str:
     return "\n".join([*lines, "- is idle; in brackets, roles whose parameters stay there meanwhile"]) + "\n"
 
 
-def _cell(plan: Plan, name: str) -> str:
-    role, _, kind = name.partition(".")
-    return f"{role}.{_SHORT.get(kind, kind)} {plan[name].layout.partition(' @')[0]}"
+def _cell(plan: Plan, call: Call) -> str:
+    is_plain = call.name == f"{call.role}.{call.kind}" and call.kind in _SHORT
+    name = f"{call.role}.{_SHORT[call.kind]}" if is_plain else call.name
+    return f"{name} {plan[call.name].layout.partition(' @')[0]}"
 
 
 def _resting(compiled: Compiled, rank: int) -> list[str]:
@@ -150,9 +160,7 @@ def format_memory(devices: Sequence[DeviceMemory], *, limited: bool) -> str:
     rows = []
     for device in devices:
         rest = sum(device.resident.values())
-        state = sum(
-            size for name, size in device.resident.items() if name.endswith(" gradients and optimizer")
-        )
+        state = sum(size for part, size in device.resident.items() if _is_state(part))
         rows.append((*map(format_bytes, (rest - state, state)), *_most(device.peak)))
     head = ["devices", "parameters", "gradients and optimizer", "most in a step", "of it"]
     table = _align([head, *([ranks, *cells] for ranks, cells in group_alike(rows))])
@@ -161,13 +169,18 @@ def format_memory(devices: Sequence[DeviceMemory], *, limited: bool) -> str:
 
 
 def _most(peak: Footprint) -> tuple[str, str]:
-    temporary = {name: size for name, size in peak.parts.items() if name in _TEMPORARY}
-    named = sorted(temporary, key=lambda name: -temporary[name])[:2]
-    parts = ", ".join(f"{name} {format_bytes(temporary[name])}" for name in named)
+    temporary = {part: size for part, size in peak.parts.items() if part.kind in _TEMPORARY}
+    named = sorted(temporary, key=lambda part: -temporary[part])[:2]
+    parts = ", ".join(f"{part} {format_bytes(temporary[part])}" for part in named)
     return f"{format_bytes(peak.bytes)} ({peak.during})", parts
 
 
-_TEMPORARY = ("activations", "logits", "cache")
+_TEMPORARY = (PartKind.ACTIVATIONS, PartKind.LOGITS, PartKind.CACHE)
+
+
+def _is_state(part: MemoryPart) -> bool:
+    """Check for gradients and optimizer; host copies count as parameters do, with what else is copied."""
+    return part.kind is PartKind.OPTIMIZER and not part.host
 
 
 def group_alike(rows: Sequence[Value]) -> Iterator[tuple[str, Value]]:

@@ -118,9 +118,9 @@ def plan(
         raise UserError("name a recipe, a YAML file, to plan for")
     experiment = None if recipe is None else load_experiment(recipe, overrides or [])
     if calibrate is not None:
-        from realrl.cli.planning.calibrate import calibrate_profile
+        from realrl.cli.planning.calibrate import calibrate_file
 
-        profile = calibrate_profile(calibrate, profile or (experiment.profile if experiment else None))
+        profile = calibrate_file(calibrate, profile or (experiment.profile if experiment else None))
     if experiment is None:
         return
     files = plan_input.files_to_write(recipe, cluster, profile, lengths, out=out, html=html, trace=trace)
@@ -156,8 +156,8 @@ def _write(report: "PlanReport", name: str, file: Path, title: str, source: str)
 
         write_page(report, file, title, source=source, command=shlex.join(["realrl", *sys.argv[1:]]))
     else:
-        from realrl.planner.simulate.trace import predict_trace
-        from realrl.program.trace import write_trace
+        from realrl.planner.simulate.predicted_trace import predict_trace
+        from realrl.program.trace_file import write_trace
 
         write_trace(file, predict_trace(report.scenario, report.chosen.plan), "predicted")
 

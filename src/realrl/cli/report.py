@@ -79,6 +79,5 @@ def _sample_table(before: "tuple[Sample, ...]", after: "tuple[Sample, ...]") -> 
 
 
 def _completion(sample: "Sample", text: Any) -> Any:
-    marks = (("score", sample.score), ("judge", sample.judge))
-    labels = "  ".join(f"{name} {value:+.2f}" for name, value in marks if value is not None)
+    labels = "  ".join(f"{name} {value:+.2f}" for name, value in sample.numbers.items() if value is not None)
     return text.assemble(sample.completion.strip(), ("\n" + labels, "dim") if labels else "")

@@ -59,11 +59,13 @@ def _show_phase(experiment: "Experiment", compiled: "Compiled", name: str) -> No
     from realrl.dataflow.text import format_graph
     from realrl.runtime.prepare.devices import memory_spec, spec_of
     from realrl.runtime.prepare.fit.footprint import compute_device_memory
+    from realrl.runtime.prepare.trained_parts import list_trained_parts
 
     phase = compiled.phases[name]
     title = _TITLES[name]
     cluster = phase.plan.cluster
-    _section(f"{title}: dataflow graph", format_graph(phase.graph))
+    trained = [role for role in compiled.train.graph.roles if compiled.train.graph.trained(role)]
+    _section(f"{title}: dataflow graph", format_graph(phase.graph, trained))
     texts = [drawing.explain_plan(experiment.plan)] if name == "train" else []
     texts += [drawing.format_plan(phase.plan, phase.graph), drawing.draw_phase(phase, compiled)]
     texts.append(drawing.format_reallocations(phase.programs, compiled.memory, cluster))
@@ -71,6 +73,7 @@ def _show_phase(experiment: "Experiment", compiled: "Compiled", name: str) -> No
     limited = experiment.device_memory is not None or spec_of(experiment, cluster) is not None
     texts.append(drawing.format_memory(devices, limited=limited))
     if name == "train":
+        texts += [f"{line}\n" for line in list_trained_parts(compiled.memory.stored)]
         texts.append(drawing.describe_unknown_sizes(compiled))
     _section(f"{title}: plan on cluster {cluster}", "\n".join(filter(None, texts)))
 

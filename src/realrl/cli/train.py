@@ -85,6 +85,7 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     from realrl.runtime.prepare.compile import compile_recipe, with_sizes
     from realrl.runtime.prepare.devices import check_kind, search_spec
     from realrl.runtime.prepare.fit.check import check_fit
+    from realrl.runtime.prepare.functions import check_functions
     from realrl.runtime.prepare.gpu import ask_machine
     from realrl.runtime.prepare.search.cached_plan import cached_plan
     from realrl.runtime.processes.launch import check_local
@@ -103,6 +104,7 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     plan = None
     check_kind(experiment, cluster, here)
     if compiled is None:
+        check_functions(experiment)
         plan = cached_plan(experiment, search_spec(experiment, cluster, here), partial(typer.echo, err=True))
         compiled = compile_recipe(experiment, cluster, plan)
     # The processes then know these sizes, too, and presets may depend on them.

@@ -1,16 +1,24 @@
 """Exceptions shown to the user as one message, without a traceback; all others are bugs."""
 
 
+class DescriptionError(ValueError):
+    """A contradiction in what code describes: an algorithm, a graph, a family.
+
+    Where the code is a user's, its text becomes the error message, after the line that it comes from.
+    """
+
+
 class UserError(ValueError):
     """A mistake in the user's input. Its text is the error message; commands exit with status 2."""
 
 
 class UserCodeError(UserError):
-    """An error in the user's own code. `trace` is its traceback, printed above the message."""
+    """An error in the user's own code. `trace` is its traceback, printed above the message; `alone` whether it may
+    have come up on this rank only."""
 
-    def __init__(self, message: str, trace: str = "") -> None:
-        super().__init__(message, trace)
-        self.trace = trace
+    def __init__(self, message: str, trace: str = "", alone: bool = False) -> None:
+        super().__init__(message, trace, alone)
+        self.trace, self.alone = trace, alone
 
     def __str__(self) -> str:
         return str(self.args[0])

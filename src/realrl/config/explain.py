@@ -18,6 +18,9 @@ from realrl.config.errors import UserError
 _KEY = "[key]"
 """Last part of pydantic's location where the key itself is wrong."""
 
+CONSEQUENCE = "consequence"
+"""Type of the error of a field that cannot be read because of the error of another one; it is not counted."""
+
 _LONG = 80
 """Maximum characters of a value that an error message repeats."""
 
@@ -92,7 +95,8 @@ def explain(error: ValidationError, cls: type[Settings]) -> str:
     cls: what was being validated; suggestions come from its fields.
     """
     # A misspelt key often also shows up as a missing one; the spelling is what has to be fixed.
-    errors = sorted(error.errors(), key=lambda e: e["type"] not in ("extra_forbidden", "invalid_key"))
+    mistakes = [e for e in error.errors() if e["type"] != CONSEQUENCE]
+    errors = sorted(mistakes, key=lambda e: e["type"] not in ("extra_forbidden", "invalid_key"))
     message = _message(errors[0], errors[0]["loc"], cls)
     others = len(errors) - 1
     return message if not others else f"{message} (and {others} more mistake{'s' if others > 1 else ''})"
@@ -104,6 +108,8 @@ def _message(error: ErrorDetails, location: tuple[int | str, ...], cls: type[Set
         return f"{'.'.join(map(str, location[:-2]))}: {key} is not text, so it is no name of a key"
     path = ".".join(str(part) for part in location)
     problem = _describe_problem(error, location, cls)
+    if path and problem.startswith(f"{location[-1]}="):  # it names the field itself, with the value
+        return path.removesuffix(str(location[-1])) + problem
     return f"{path}: {problem}" if path else problem
 
 

@@ -2,7 +2,9 @@
 
 import importlib
 import importlib.util
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +13,7 @@ from types import ModuleType
 from typing import Any
 from zlib import crc32
 
-from realrl.config.errors import UserCodeError, UserError
+from realrl.config.errors import DescriptionError, UserCodeError, UserError
 from realrl.config.paths import local_path
 
 
@@ -53,7 +55,7 @@ class UserCode:
         try:
             with self.errors("cannot be imported:"):
                 spec.loader.exec_module(module)
-        except UserCodeError:
+        except UserError:
             del sys.modules[spec.name]
             raise
         return module
@@ -65,17 +67,26 @@ class UserCode:
         return getattr(self.module, name)
 
     @contextmanager
-    def errors(self, verb: str) -> Iterator[None]:
+    def errors(self, verb: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
         """Turn errors that the user's code raises in the block into a UserCodeError that names its line.
 
-        `verb` is what the code did, for example `raised`.
+        A DescriptionError, which the package raises, becomes a UserError that names it instead.
+        `verb` is what the code did, for example `raised`. Errors of the types `passing` are left as they are.
         """
         try:
             yield
-        except (Exception, SystemExit) as error:  # whatever the user's code does
+        except passing:
+            raise
+        except DescriptionError as error:
+            theirs = self._own_frames(traceback.extract_tb(error.__traceback__))
+            where = f"{self.file}:{theirs[-1].lineno}" if theirs else self._label
+            raise UserError(f"{where}: {error}") from None
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever the user's code does
+            if isinstance(error, KeyboardInterrupt) and _may_be_ctrl_c():
+                raise
             # The first frame is ours, and for an import so are some more.
             frames = traceback.extract_tb(error.__traceback__)
-            theirs = [frame for frame in frames if Path(frame.filename).resolve() == self.file]
+            theirs = self._own_frames(frames)
             if theirs:
                 frames = traceback.StackSummary.from_list(frames[frames.index(theirs[0]) :])
             where = f" ({self.file}:{theirs[-1].lineno})" if theirs else ""
@@ -86,6 +97,33 @@ class UserCode:
                 ["Traceback (most recent call last):\n", listed, *traceback.format_exception_only(error)]
             )
             raise UserCodeError(f"{self._label} {verb} {reason}{where}", trace) from error
+
+    def _own_frames(self, frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
+        return [frame for frame in frames if Path(frame.filename).resolve() == self.file]
+
+
+def find_source(reference: str) -> Path | None:
+    """Find the file of `FILE.py` or `package.module`, with or without `:FUNCTION`; None where there is none.
+
+    No more than the packages around a module is imported.
+    """
+    source = reference.rpartition(":")[0] or reference
+    if source.endswith(".py"):
+        return local_path(source)
+    try:
+        found = importlib.util.find_spec(source)
+    except (Exception, SystemExit):  # of the packages around it; who imports the module itself says so
+        return None
+    return Path(found.origin) if found is not None and found.has_location and found.origin else None
+
+
+def _may_be_ctrl_c() -> bool:
+    """Tell whether a KeyboardInterrupt here may come from the keyboard.
+
+    Python raises it in the main thread alone, by its own handler; the handlers of a run raise another exception.
+    """
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    return on_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def _is_module(name: str) -> bool:

@@ -2,16 +2,17 @@
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
-from realrl.data.forms import READERS, Item, Reader, is_plain_text, plain_text_note
+from realrl.data.forms import READERS, Item, Reader, further_fields, is_plain_text, plain_text_note
+from realrl.data.further import FieldFilter, FurtherFields, keep_nothing
 from realrl.data.records import read_records
 from realrl.data.rejects import BadRecordError, Rejects
 from realrl.data.shuffle import permute
@@ -35,9 +36,13 @@ class Dataset:
         skipped: int = 0,
         reasons: Sequence[str] = (),
         notes: Sequence[str] = (),
+        further: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
         """`fields`: integer rows per key, equally many for each. The rest: see attributes."""
         self._fields = fields
+        self.further = dict(further or {})
+        """Fields of the records that no key is made of, where they are kept: name -> a value per item, None where
+        its record has no such field."""
         self.skipped = skipped
         """Number of records, or pairs made of a record, that were left out."""
         self.reasons = tuple(reasons)
@@ -54,6 +59,10 @@ class Dataset:
         fields = {key: Ragged(chosen.values.long(), chosen.lengths) for key, chosen in rows.items()}
         return Batch(tuple(range(len(indices))), fields)
 
+    def further_fields(self, indices: Sequence[int]) -> dict[str, list[Any]]:
+        """Select the further fields of the items at `indices`: name -> a value per item."""
+        return {name: [values[i] for i in indices] for name, values in self.further.items()}
+
     @classmethod
     def load(
         cls,
@@ -64,10 +73,12 @@ class Dataset:
         config: DataConfig,
         seed: int,
         ends: tuple[int, ...],
+        keep: FieldFilter = keep_nothing,
     ) -> "Dataset":
         """Read and tokenise `source` (see `read_records`), records of `form`, into the rows that `keys` name.
 
-        `ends` are the ids that end a sequence, at least one. UserError where the source cannot be used, nothing is
+        `ends` are the ids that end a sequence, at least one. `keep` says which fields of records are kept that no
+        key is made of. UserError where the source cannot be used, nothing is
         left, or, under `config.on_error=fail`, at the first record that is malformed or too long.
         """
         rejects = Rejects(config.on_error)
@@ -80,16 +91,17 @@ class Dataset:
             max_pairs=config.max_pairs_per_prompt,
             seed=seed,
         )
-        items = _items(source, form, reader, rejects)
+        items, further = _items(source, form, reader, rejects, keep), FurtherFields()
         while chunk := list(islice(items, CHUNK)):
-            rows = iter(tokenize([text for _, _, _, item in chunk for text in item], tokenizer, ends))
-            for origin, record, plain, item in chunk:
+            rows = iter(tokenize([text for *_, item in chunk for text in item], tokenizer, ends))
+            for origin, record, plain, fields_kept, item in chunk:
                 item_rows = list(islice(rows, len(item)))
                 reason = find_problem(item_rows, config)
                 if reason is not None:
                     rejects(origin, reason)
                     continue
                 columns.add(record, item_rows)
+                further.add(fields_kept)
                 notes.add(origin, plain, item_rows)
         if not columns.records:
             why = (
@@ -99,7 +111,13 @@ class Dataset:
             )
             raise UserError(f"no usable records in {source}: {why}")
         fields = columns.fields(config.pair_weight)
-        return cls(fields, skipped=rejects.count, reasons=rejects.reasons, notes=notes.result())
+        return cls(
+            fields,
+            skipped=rejects.count,
+            reasons=rejects.reasons,
+            notes=notes.result(),
+            further=further.columns,
+        )
 
 
 class _Columns:
@@ -165,16 +183,20 @@ class _Notes:
         return [note for note in notes if note is not None]
 
 
-def _items(source: str, form: str, reader: Reader, rejects: Rejects) -> Iterator[tuple[str, int, bool, Item]]:
-    """Yield each item with its origin, the number of its record, and whether the record is plain text."""
+def _items(
+    source: str, form: str, reader: Reader, rejects: Rejects, keep: FieldFilter
+) -> Iterator[tuple[str, int, bool, dict[str, Any], Item]]:
+    """Yield each item with its origin, the number of its record, whether the record is plain text, and the further
+    fields of the record that are kept."""
     for number, (origin, record) in enumerate(read_records(source, rejects)):
         try:
             items = READERS[form](reader, record)
         except BadRecordError as error:
             rejects(origin, str(error))
             continue
+        kept = {name: value for name, value in further_fields(form, record).items() if keep(name)}
         for item in items:
-            yield origin, number, is_plain_text(record), item
+            yield origin, number, is_plain_text(record), kept, item
 
 
 class Order:

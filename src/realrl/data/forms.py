@@ -10,7 +10,8 @@
 is a list is a conversation: it is written with the tokenizer's chat template, a text `prompt` in it is the user
 turn, and a text answer the assistant turn. Chosen and rejected messages are either the turns that follow
 `prompt` or, when they do not begin with an assistant turn, whole conversations. All other text is used as it
-stands, unless `data.apply_chat_template` makes every record a conversation. Other fields are ignored.
+stands, unless `data.apply_chat_template` makes every record a conversation. Other fields are for functions, for
+example a reward function; where no call of the graph sees them they are ignored.
 """
 
 import json
@@ -25,6 +26,7 @@ from realrl.config.errors import UserError
 from realrl.data.conversation import Conversation, Message, write_conversation, write_prompt
 from realrl.data.rejects import BadRecordError
 from realrl.data.shuffle import permute
+from realrl.recipe.forms import FORMS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -63,10 +65,11 @@ class Reader:
 
     def answers(self, record: Fields) -> list[Item]:
         """Read a prompt and an answer to learn, or a conversation."""
-        if "messages" in record:
+        form = FORMS["answer"]
+        if form.is_other(record):
             messages = _messages(record, "messages")
             return [(write_conversation(self.tokenizer, messages, self.train_on),)]
-        _require(record, ("prompt", "answer"), "{prompt, answer} or {messages}")
+        _require(record, form.fields, form.accepted)
         answer = _string(record, "answer")
         if self._is_conversation(record):
             messages = [*_prompt_turns(record), _reply(answer)]
@@ -75,15 +78,15 @@ class Reader:
 
     def pairs(self, record: Fields) -> list[Item]:
         """Read preferred and other answers to one prompt."""
-        forms = "{prompt, chosen, rejected} or {prompt, pos_answers, neg_answers}"
-        if "pos_answers" in record or "neg_answers" in record:
-            _require(record, ("prompt", "pos_answers", "neg_answers"), forms)
+        form = FORMS["pair"]
+        if form.is_other(record):
+            _require(record, form.other_fields, form.accepted)
             return self._expanded(record)
         sides = ("chosen", "rejected")
         if all(isinstance(record.get(field), list) for field in sides):
-            _require(record, sides, forms)
+            _require(record, sides, form.accepted)
         else:
-            _require(record, ("prompt", *sides), forms)
+            _require(record, form.fields, form.accepted)
         if not self._is_conversation(record):
             prompt = _string(record, "prompt")
             return [tuple(Text(prompt, _answer(_string(record, field), field)) for field in sides)]
@@ -99,8 +102,9 @@ class Reader:
 
     def prompt(self, record: Fields) -> str | list[Message]:
         """Read the prompt of a record: text, or turns of which the last one is the user's."""
-        field = "messages" if "messages" in record else "prompt"
-        _require(record, (field,), "{prompt} or {messages}")
+        form = FORMS["prompt"]
+        (field,) = form.fields_of(record)
+        _require(record, (field,), form.accepted)
         if field == "prompt" and not isinstance(record[field], list):
             return _string(record, field)
         messages = _messages(record, field)
@@ -138,13 +142,16 @@ class Reader:
         return write_conversation(self.tokenizer, messages, "last", cut=True)
 
 
-Form = Callable[[Reader, Fields], list[Item]]
-
-
-READERS: Mapping[str, Form] = MappingProxyType(
+READERS: Mapping[str, Callable[[Reader, Fields], list[Item]]] = MappingProxyType(
     {"answer": Reader.answers, "pair": Reader.pairs, "prompt": Reader.prompts}
 )
-"""Form of record, as in `recipe.forms.FORMS`, -> what reads it."""
+"""Name of a form, one of `recipe.forms.FORMS`, -> what reads its records."""
+
+
+def further_fields(form: str, record: Fields) -> Fields:
+    """Fields of a record of a form, as in `recipe.forms.FORMS`, that no key is made of."""
+    read = FORMS[form].fields_of(record)
+    return {name: value for name, value in record.items() if name not in read}
 
 
 def is_plain_text(record: Fields) -> bool:

@@ -1,16 +1,19 @@
-"""Model function calls and the keys that flow between them."""
+"""Calls of models and functions, and the keys that flow between them."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from realrl.config.errors import DescriptionError
+
 
 class Kind(StrEnum):
-    """Kind of work that a call does with its role's model."""
+    """Kind of work that a call does: with its role's model, or, of a function, without one."""
 
     GENERATE = "generate"
     INFERENCE = "inference"
     TRAIN = "train"
+    FUNCTION = "function"
 
 
 @dataclass(frozen=True)
@@ -42,22 +45,47 @@ class Average:
 
 @dataclass(frozen=True)
 class Call:
-    """One model function call of a training step.
+    """One call of a training step: of a role's model, or of a function on the host.
 
     `work` names the input keys whose row lengths, added up, are the tokens an item costs; batches are
     balanced by it. `minibatches` > 1 splits the items of a step, in order, into that many optimizer steps.
+
+    A function (a reward, a verifier, a tool) has no role: `function` is its reference, for example
+    `reward.py:score`, by which its measured seconds are known. With `record_fields` it sees those fields of its
+    items' records that no key is made of.
     """
 
     name: str
-    role: str
+    role: str | None
     kind: Kind
     inputs: tuple[str, ...]
     outputs: tuple[str, ...] = ()
     work: tuple[str, ...] = ()
     minibatches: int = 1
+    function: str | None = None
+    record_fields: bool = False
 
     def __post_init__(self) -> None:
+        if (self.role is None) != (self.kind is Kind.FUNCTION):
+            raise DescriptionError(f"call {self.name}: a function has no role, every other call has one")
+        if (self.function is not None) != (self.kind is Kind.FUNCTION):
+            raise DescriptionError(f"call {self.name}: a function has a reference, no other call has one")
+        if self.record_fields and self.kind is not Kind.FUNCTION:
+            raise DescriptionError(f"call {self.name}: only functions see the fields of records")
         if not self.work or not set(self.work) <= set(self.inputs):
-            raise ValueError(f"call {self.name}: work={self.work} must name some of its inputs {self.inputs}")
+            raise DescriptionError(
+                f"call {self.name}: work={self.work} must name some of its inputs {self.inputs}"
+            )
         if self.minibatches > 1 and self.kind is not Kind.TRAIN:
-            raise ValueError(f"call {self.name}: only training has mini-batches")
+            raise DescriptionError(f"call {self.name}: only training has mini-batches")
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it runs on the host, without a model."""
+        return self.kind is Kind.FUNCTION
+
+    @property
+    def model_role(self) -> str:
+        """The role whose model it uses; no call of a function must be asked for it."""
+        assert self.role is not None, f"{self.name} is a function, which has no model"
+        return self.role

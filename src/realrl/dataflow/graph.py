@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from functools import cached_property
 
+from realrl.config.errors import DescriptionError
 from realrl.dataflow.call import Average, Call, Key, Kind
 
 
@@ -11,35 +12,42 @@ class DataflowGraph:
 
     Data edges follow from keys: a call depends on the calls that produce its inputs. Parameter edges follow
     from roles: a role is trained after every other use of it in the step, so that all of them see the same
-    parameters. Inputs that no call produces are `sources`: they come from the data set.
+    parameters. Functions have no role, and none of these edges. Inputs that no call produces are `sources`: they
+    come from the data set.
     """
 
     def __init__(self, calls: Iterable[Call], keys: Iterable[Key], averages: Iterable[Average] = ()) -> None:
-        """Raises ValueError on duplicate names, unknown keys, two producers of a key, or a cycle, and on an
+        """Raises DescriptionError on duplicate names, unknown keys, two producers of a key, or a cycle, and on an
         average of a role that is trained or from one that is not."""
         self.calls = tuple(calls)
         self.averages = tuple(averages)
         for average in self.averages:
             if average.role not in self.roles or self.trained(average.role):
-                raise ValueError(f"{average.role} cannot follow {average.source}: it is trained or not used")
+                raise DescriptionError(
+                    f"{average.role} cannot follow {average.source}: it is trained or not used"
+                )
             if not self.trained(average.source):
-                raise ValueError(f"{average.role} cannot follow {average.source}, which is not trained")
+                raise DescriptionError(f"{average.role} cannot follow {average.source}, which is not trained")
         self.keys = {key.name: key for key in keys}
         self._by_name = {call.name: call for call in self.calls}
         if len(self._by_name) < len(self.calls):
-            raise ValueError("two calls have the same name")
+            raise DescriptionError("two calls have the same name")
         self._producer: dict[str, Call] = {}
         for call in self.calls:
             for key in (*call.inputs, *call.outputs):
                 if key not in self.keys:
-                    raise ValueError(f"call {call.name} uses key {key!r}, which is not declared")
+                    raise DescriptionError(f"call {call.name} uses key {key!r}, which is not declared")
             for key in call.outputs:
                 if key in self._producer:
-                    raise ValueError(f"key {key!r} is produced by {self._producer[key].name} and {call.name}")
+                    raise DescriptionError(
+                        f"key {key!r} is produced by {self._producer[key].name} and {call.name}"
+                    )
                 self._producer[key] = call
         for declared in self.keys.values():
             if declared.length not in ("own", "one") and declared.length not in self.keys:
-                raise ValueError(f"key {declared.name!r} has the length of unknown key {declared.length!r}")
+                raise DescriptionError(
+                    f"key {declared.name!r} has the length of unknown key {declared.length!r}"
+                )
         _ = self.order
 
     def call(self, name: str) -> Call:
@@ -66,7 +74,12 @@ class DataflowGraph:
     @cached_property
     def roles(self) -> tuple[str, ...]:
         """Roles in order of first use."""
-        return tuple(dict.fromkeys(call.role for call in self.calls))
+        return tuple(dict.fromkeys(call.role for call in self.calls if call.role is not None))
+
+    @cached_property
+    def functions(self) -> tuple[Call, ...]:
+        """Calls that have no model, in the order they run."""
+        return tuple(call for call in self.order if call.is_function)
 
     def role_calls(self, role: str) -> tuple[Call, ...]:
         """List the calls of a role, in the order they run."""
@@ -98,7 +111,7 @@ class DataflowGraph:
             ready = next((c for c in waiting if set(self.dependencies(c)) <= set(done)), None)
             if ready is None:
                 names = ", ".join(c.name for c in waiting)
-                raise ValueError(f"the calls {names} depend on each other in a circle")
+                raise DescriptionError(f"the calls {names} depend on each other in a circle")
             waiting.remove(ready)
             done.append(ready)
         return tuple(done)

@@ -1,16 +1,22 @@
 """Text form of a dataflow graph."""
 
+from collections.abc import Collection
+
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 
 
-def format_graph(graph: DataflowGraph) -> str:
-    """Format the calls in the order they run, each with its inputs, outputs and dependencies."""
+def format_graph(graph: DataflowGraph, trained: Collection[str]) -> str:
+    """Format the calls in the order they run, each with its inputs, outputs and dependencies.
+
+    `trained` are the roles that training updates, whether this graph does or not.
+    """
     lines = [f"data set -> {', '.join(graph.sources)}"]
     for number, call in enumerate(graph.order, 1):
-        lines += ["", f"{number}. {call.name}  ({_about(graph, call)})"]
-        labels = ("in", *[""] * len(call.inputs))
-        lines += [f"   {label:<6} {line}" for label, line in zip(labels, _inputs(graph, call), strict=False)]
+        lines += ["", f"{number}. {call.name}  ({_about(call, trained)})"]
+        inputs = _inputs(graph, call)
+        labels = ("in", *[""] * (len(inputs) - 1))
+        lines += [f"   {label:<6} {line}" for label, line in zip(labels, inputs, strict=True)]
         lines += [f"   out    {', '.join(call.outputs)}"] if call.outputs else []
         for average in graph.averages if call.kind is Kind.TRAIN else ():
             if average.source == call.role:
@@ -20,8 +26,10 @@ def format_graph(graph: DataflowGraph) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _about(graph: DataflowGraph, call: Call) -> str:
-    frozen = "" if graph.trained(call.role) else " frozen"
+def _about(call: Call, trained: Collection[str]) -> str:
+    if call.role is None:
+        return f"{call.kind} {call.function} on the host"
+    frozen = "" if call.role in trained else " frozen"
     split = f" in {call.minibatches} mini-batches" if call.minibatches > 1 else ""
     return f"{call.kind}{split},{frozen} role {call.role}"
 
@@ -32,4 +40,5 @@ def _inputs(graph: DataflowGraph, call: Call) -> list[str]:
     for key in call.inputs:
         producer = graph.producer(key)
         places.setdefault(producer.name if producer else "data set", []).append(key)
-    return [f"{', '.join(keys)}  <- {place}" for place, keys in places.items()]
+    lines = [f"{', '.join(keys)}  <- {place}" for place, keys in places.items()]
+    return lines + ["further fields of the records  <- data set"] * call.record_fields

@@ -1,15 +1,17 @@
 """Hugging Face `config.json` files, to and from shapes, by the family that they name."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from realrl.config.errors import UserError
+from realrl.config.errors import UserCodeError, UserError
 from realrl.config.explain import brief, explain
 from realrl.config.json_file import read_json
 from realrl.config.words import join
+from realrl.families.family import Family
 from realrl.families.registry import find_family, list_families
 from realrl.families.shape import Head, ModelShape
 
@@ -33,27 +35,79 @@ def shape_from_hf(
 
     `where` names the file in errors. `family` is how `find_family` finds the model's family; by default it is the
     registered one of the file's `model_type`. With `sizes_only` it may be one that cannot be trained. UserError for
-    another family, or a setting that models here do not have.
+    another family, a setting that models here do not have, or a family that does not read what it writes.
     """
     model_type = config.get("model_type")
     if family is None:
         known = list_families(trainable=not sizes_only)
         if model_type not in known:
             raise UserError(
-                f"{where}: model_type {brief(model_type)} is not supported; supported is: {', '.join(known)}"
+                f"{where}: model_type {brief(model_type)} is not supported; supported are: {', '.join(known)};"
+                " a family of your own is named by models.ROLE.family in a recipe, or by --family"
             )
         family = str(model_type)
     found = find_family(family)
+    _check_model_type(found, config, where, family)
+    if not (found.trainable or sizes_only):
+        raise UserError(f"{where}: {describe_untrainable(family)}")
+    shape = _read_shape(found, config, where, family)
+    check_writing(shape)
+    return shape
+
+
+def check_writing(shape: ModelShape) -> None:
+    """Check that a shape's family writes a `config.json` from which it reads that shape; UserError if not.
+
+    Families write when a model is saved, when it is too late for a mistake to come up.
+    """
+    label, family = f"family={shape.family}", find_family(shape.family)
+    config = shape_to_hf(shape, "lm", "float32", {})
+    try:
+        config = json.loads(json.dumps(config))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{label}: write_config gives what config.json cannot hold: {error}") from None
+    where = "what write_config gives"
+    try:
+        _check_model_type(family, config, where, shape.family)
+        again = _read_shape(family, config, where, shape.family)
+    except UserCodeError as error:
+        problem = str(error).removeprefix(label).lstrip(": ")
+        raise UserCodeError(f"{label}: read_config of {where}: {problem}", error.trace) from error
+    except UserError as error:
+        raise UserError(f"{label}: {str(error).removeprefix(f'{label}: ')}") from None
+    for name in ModelShape.model_fields:
+        given, read = getattr(shape, name), getattr(again, name)
+        if given != read:
+            raise UserError(
+                f"{label}: read_config does not read what write_config gives:"
+                f" {name}={brief(given)} comes back as {brief(read)}"
+            )
+
+
+def _check_model_type(found: Family, config: Mapping[str, Any], where: str, family: str) -> None:
+    model_type = config.get("model_type")
     if found.model_type != model_type:
         raise UserError(
             f"{where}: model_type {brief(model_type)} is not that of family {family}, {brief(found.model_type)}"
         )
-    if not (found.trainable or sizes_only):
-        raise UserError(f"{where}: {describe_untrainable(family)}")
+
+
+def _read_shape(found: Family, config: Mapping[str, Any], where: str, family: str) -> ModelShape:
+    fields = _mapping(found.read_config(config, where), family, "read_config")
     try:
-        return ModelShape(family=family, **found.read_config(config, where))
+        return ModelShape(**{**fields, "family": family})
     except ValidationError as error:
         raise UserError(f"{where}: {explain(error, ModelShape)}") from error
+
+
+def _mapping(given: Any, family: str, function: str) -> Mapping[str, Any]:
+    """Check what a family's function gives; UserError if that is no mapping from names."""
+    if not isinstance(given, Mapping):
+        raise UserError(f"family={family}: {function} must give a mapping, and gives {brief(given)}")
+    wrong = next((key for key in given if not isinstance(key, str)), None)
+    if wrong is not None:
+        raise UserError(f"family={family}: {function} gives the key {brief(wrong)}, which is not text")
+    return given
 
 
 def shape_to_hf(shape: ModelShape, head: Head, dtype: str, others: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,7 +121,7 @@ def shape_to_hf(shape: ModelShape, head: Head, dtype: str, others: Mapping[str, 
     config: dict[str, Any] = {
         "architectures": [family.architectures[head]],
         "model_type": family.model_type,
-        **family.write_config(shape),
+        **_mapping(family.write_config(shape), shape.family, "write_config"),
         "dtype": dtype,
         "torch_dtype": dtype,
         **{name: others[name] for name in (*_UNTOUCHED, *family.untouched) if name in others},

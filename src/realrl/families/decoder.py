@@ -1,11 +1,15 @@
 """The tensor table of Llama-like decoders: layer options in, tensors under their Hugging Face names out."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
+from realrl.config.errors import DescriptionError
+from realrl.config.words import join
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Axis, Init, Parameter, Partial, Partition, Place, TensorSpec
+
+_NORMS = ("rms", "layer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +28,15 @@ class LayerOptions:
     """Whether the language-model head has a bias."""
     qk_norm: bool = False
     """Whether each head of queries and keys is normalised, by an RMSNorm over its dims."""
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name == "norm":
+                if value not in _NORMS:
+                    raise DescriptionError(f"LayerOptions: norm={value!r} is not {join(_NORMS, 'or')}")
+            elif not isinstance(value, bool):
+                raise DescriptionError(f"LayerOptions: {option.name}={value!r} is not True or False")
 
 
 def decoder_tensors(shape: ModelShape, head: Head, options: LayerOptions) -> tuple[TensorSpec, ...]:

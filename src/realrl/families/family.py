@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from realrl.config.errors import DescriptionError
 from realrl.families.decoder import LayerOptions, decoder_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Parameter, TensorSpec
@@ -21,7 +22,7 @@ class Family:
     """(contents of a `config.json`, the file's name for errors) -> fields of `ModelShape`, without `family`. Raises
     UserError for settings that models here have no other value for."""
     write_config: Callable[[ModelShape], Mapping[str, Any]]
-    """The settings of `config.json` that follow from a shape."""
+    """The settings of `config.json` that follow from a shape; `read_config` must read that shape from them."""
     layer: LayerOptions = field(default_factory=LayerOptions)
     tensors: Callable[[ModelShape, Head, LayerOptions], Sequence[TensorSpec]] = decoder_tensors
     """All tensors of a model in storage order, under their names in Hugging Face files."""
@@ -38,42 +39,68 @@ _REQUIRED: frozenset[Parameter] = frozenset(
     {"embedding", "attention_norm", "qkv", "out", "mlp_norm", "gate_up", "down", "norm"}
 )
 
+_LAYERS = 16
+"""Layers of the model that is checked: enough to show patterns such as a different layer among every eight."""
+
 
 def check_family(family: Family) -> None:
-    """Check that the transformer can be made of a family's tensors; ValueError if not."""
+    """Check that the transformer can be made of a family's tensors, and that all layers are alike.
+
+    DescriptionError if not. The planner counts on equal layers.
+    """
     sample = ModelShape(
-        vocab_size=16, hidden_size=8, intermediate_size=8, layers=2, heads=4, kv_heads=2, head_dim=2
+        vocab_size=16, hidden_size=8, intermediate_size=8, layers=_LAYERS, heads=4, kv_heads=2, head_dim=2
     )
     if set(family.architectures) != set(get_args(Head)):
-        raise ValueError(f"architectures must have exactly the keys {', '.join(get_args(Head))}")
+        raise DescriptionError(f"architectures must have exactly the keys {', '.join(get_args(Head))}")
     for head in get_args(Head):
         specs = family.tensors(sample, head, family.layer)
         required = _REQUIRED | {"lm_head" if head == "lm" else "scalar_head"}
         missing = required - {spec.parameter for spec in specs}
         if missing:
-            raise ValueError(f"there is no tensor for parameter {min(missing)}")
+            raise DescriptionError(f"there is no tensor for parameter {min(missing)}")
         _check_parameters(specs)
+        _check_layers(family, specs)
         parameters = {spec.parameter for spec in specs}
         if ("q_norm" in parameters) != ("k_norm" in parameters):
-            raise ValueError("queries and keys must both be normalised, or neither")
+            raise DescriptionError("queries and keys must both be normalised, or neither")
         if family.layer.norm == "rms" and any(name.endswith("norm_bias") for name in parameters):
-            raise ValueError("RMSNorm has no bias; LayerNorm is LayerOptions(norm='layer')")
+            raise DescriptionError("RMSNorm has no bias; LayerNorm is LayerOptions(norm='layer')")
+
+
+def _check_layers(family: Family, specs: Sequence[TensorSpec]) -> None:
+    """Check that all layers have equal tensors but for names and initial values; DescriptionError if not."""
+    layers: dict[int, list[tuple[object, ...]]] = {layer: [] for layer in range(_LAYERS)}
+    for spec in specs:
+        if spec.layer is None:
+            continue
+        if spec.layer not in layers:
+            raise DescriptionError(f"tensor {spec.name} is in layer {spec.layer} of {_LAYERS} layers")
+        layers[spec.layer].append((spec.parameter, spec.shape, spec.partition, spec.partial_gradient))
+    for layer, tensors in layers.items():
+        if tensors != layers[0]:
+            raise DescriptionError(
+                f"layer {layer} has other tensors than layer 0; all layers of a model"
+                " must be alike, as plans take them to be"
+            )
 
 
 def _check_parameters(specs: Sequence[TensorSpec]) -> None:
-    """Check that parameters are known, and parts of one neighbours; ValueError if not."""
+    """Check that parameters are known, and parts of one neighbours; DescriptionError if not."""
     seen: set[tuple[object, str]] = set()
     names: set[str] = set()
     previous = None
     for spec in specs:
         if spec.name in names:
-            raise ValueError(f"tensor {spec.name} is listed twice")
+            raise DescriptionError(f"tensor {spec.name} is listed twice")
         if spec.parameter not in get_args(Parameter):
             known = ", ".join(get_args(Parameter))
-            raise ValueError(f"tensor {spec.name} is part of {spec.parameter!r}, which is none of {known}")
+            raise DescriptionError(
+                f"tensor {spec.name} is part of {spec.parameter!r}, which is none of {known}"
+            )
         key = (spec.place, spec.parameter)
         if key in seen and key != previous:
-            raise ValueError(f"tensor {spec.name} must follow the other tensors of {spec.parameter}")
+            raise DescriptionError(f"tensor {spec.name} must follow the other tensors of {spec.parameter}")
         names.add(spec.name)
         seen.add(key)
         previous = key

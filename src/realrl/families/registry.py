@@ -14,7 +14,7 @@ from realrl.config.user_code import UserCode
 from realrl.families.decoder import LayerOptions
 from realrl.families.family import Family, check_family
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import TensorSpec
+from realrl.families.tensors import Place, TensorSpec
 
 GROUP = "realrl.families"
 """Entry points `MODEL_TYPE = "package.module:FAMILY"` that packages declare."""
@@ -43,6 +43,11 @@ def find_family(reference: str) -> Family:
 def model_tensors(shape: ModelShape, head: Head) -> tuple[TensorSpec, ...]:
     """List all tensors of a model in storage order, under their Hugging Face names."""
     return _tensors(shape, head)
+
+
+def ties_embeddings(shape: ModelShape, head: Head) -> bool:
+    """Tell whether the embedding table is the head, too, so that both ends of a pipeline hold it."""
+    return any(spec.place is Place.BOTH_ENDS for spec in model_tensors(shape, head))
 
 
 def find_layer_options(shape: ModelShape) -> LayerOptions:

@@ -21,9 +21,14 @@ def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any], where: str)
 
 
 def check_full_attention(config: Mapping[str, Any], where: str) -> None:
-    """Check that no layer attends to a sliding window only; UserError if one does."""
-    check_fixed(config, {"use_sliding_window": False}, where)
+    """Check that no layer attends to a sliding window only; UserError if one does.
+
+    `layer_types` decides where it is given; else layers from `max_window_layers` on have a window.
+    """
     kinds = config.get("layer_types") or ()
+    first, layers = (config.get(key) for key in ("max_window_layers", "num_hidden_layers"))
+    if not kinds and not (type(first) is int and type(layers) is int and first >= layers):
+        check_fixed(config, {"use_sliding_window": False}, where)
     for kind in kinds:
         if kind != "full_attention":
             raise UserError(

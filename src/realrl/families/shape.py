@@ -43,7 +43,7 @@ class ModelShape(Settings):
 
     family: str = "llama"
     """Model family, which decides the tensors, the options of layers and the configuration class: the name of a
-    registered one, or a file of your own, FILE.py."""
+    registered one, or a file of your own, FILE.py. A shape that names none is a Llama."""
     vocab_size: Size
     """Rows of the embedding table."""
     hidden_size: Size

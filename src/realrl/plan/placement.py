@@ -154,3 +154,8 @@ class Placement:
             recompute=bool(match[8]),
         )
         return cls(Mesh.parse(match[4]), strategy)
+
+
+def function_placement(mesh: Mesh) -> Placement:
+    """Placement of a function: every rank of the mesh calls it with its share of the items, in one batch."""
+    return Placement(mesh, Strategy(mesh.size))

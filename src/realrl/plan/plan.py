@@ -18,7 +18,7 @@ from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import ModelShape
 from realrl.plan.cluster import Cluster
-from realrl.plan.placement import Dtype, Mesh, Placement, Strategy
+from realrl.plan.placement import Dtype, Mesh, Placement, Strategy, function_placement
 
 
 class _Entry(Settings):
@@ -114,7 +114,11 @@ class Plan:
         for name in names:
             if name not in self.placements:
                 raise UserError(f"plan: call {name} has no placement")
-            self._check_placement(name, self[name], (shapes or {}).get(graph.call(name).role))
+            call = graph.call(name)
+            shape = None if call.role is None else (shapes or {}).get(call.role)
+            self._check_placement(name, self[name], shape)
+            if call.is_function:
+                self._check_function(name)
         for role in graph.roles:
             self._check_layouts(graph.role_calls(role))
         trained = [role for role in graph.roles if graph.trained(role)]
@@ -142,6 +146,22 @@ class Plan:
             raise UserError(
                 f"plan: {name}: tp={strategy.tp} is more than the {shape.heads} attention heads of the model"
             )
+
+    def _check_function(self, name: str) -> None:
+        """A function has no parameters to divide: every data-parallel rank calls it with its items."""
+        strategy = self[name].strategy
+        for field, given in (
+            ("tp", strategy.tp > 1),
+            ("pp", strategy.pp > 1),
+            ("sequence_parallel", strategy.sequence_parallel),
+            ("dtype", strategy.dtype is not None),
+            ("recompute", strategy.recompute),
+        ):
+            if given:
+                raise UserError(
+                    f"plan: {name}: {field} is for calls of models; {name} is a function, for which only mesh and"
+                    " dp can be given"
+                )
 
     def _check_layouts(self, calls: Sequence[Call]) -> None:
         """Check that calls which share a layout use it alike, and that all training of a role is in one layout."""
@@ -180,15 +200,21 @@ class Plan:
         """Derive the plan of an evaluation whose roles are those of `graph`, the graph this plan is for.
 
         An evaluation call runs where the call of the same name runs. One that the training step does not have
-        runs where a call of its role runs: one of the same kind, else one that does not generate.
+        runs where a call of its role runs: one of the same kind, else one that does not generate. A function that
+        the training step does not have runs on all devices.
         """
         placements = {}
         for call in eval_graph.calls:
-            like = min(
-                graph.role_calls(call.role),
-                key=lambda c: (c.name != call.name, c.kind is not call.kind, c.kind is Kind.GENERATE),
-            )
-            place = self[like.name]
+            if call.role is not None:
+                like = min(
+                    graph.role_calls(call.role),
+                    key=lambda c: (c.name != call.name, c.kind is not call.kind, c.kind is Kind.GENERATE),
+                )
+                place = self[like.name]
+            elif call.name in {function.name for function in graph.functions}:
+                place = self[call.name]
+            else:
+                place = function_placement(Mesh(0, self.cluster.size))
             placements[call.name] = replace(place, strategy=replace(place.strategy, recompute=False))
         offloads = (
             tuple(role for role in chosen if role in eval_graph.roles)

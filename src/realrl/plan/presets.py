@@ -10,7 +10,7 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import ModelShape
 from realrl.plan.cluster import Cluster
 from realrl.plan.partition import split_by_weight, split_evenly
-from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
 from realrl.plan.plan import Plan
 
 SEARCH = "search"
@@ -26,15 +26,17 @@ def symmetric(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, s
     The strategy of DeepSpeed-Chat (Yao et al. 2023, arXiv 2308.01320), called "flattening" by Xiao et al. (2023,
     arXiv 2312.11819).
     """
-    placement = _data_parallel(Mesh(0, cluster.size), micro_batch_tokens)
-    return Plan(cluster, {call.name: placement for call in graph.calls})
+    everywhere = Mesh(0, cluster.size)
+    placement = _data_parallel(everywhere, micro_batch_tokens)
+    return Plan(cluster, {call.name: placement for call in _models(graph)} | _functions(graph, everywhere))
 
 
 def disjoint(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
     """Each role owns devices of its own, so that calls of different roles run side by side.
 
     The strategy of OpenRLHF (Hu et al. 2024, arXiv 2405.11143). Every role gets the same number of devices, the
-    largest that makes valid meshes, and uses them for data parallelism.
+    largest that makes valid meshes, and uses them for data parallelism. A function runs where what it reads first
+    comes from.
     """
     roles = graph.roles
     if cluster.size < len(roles):
@@ -43,7 +45,15 @@ def disjoint(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, sh
             f"cluster {cluster} has {cluster.size}"
         )
     meshes = dict(zip(roles, split_evenly(cluster, len(roles)), strict=True))
-    return Plan(cluster, {c.name: _data_parallel(meshes[c.role], micro_batch_tokens) for c in graph.calls})
+    placements: dict[str, Placement] = {}
+    for call in graph.order:
+        if call.role is not None:
+            placements[call.name] = _data_parallel(meshes[call.role], micro_batch_tokens)
+        else:
+            made_by = next((p for key in call.inputs if (p := graph.producer(key)) is not None), None)
+            mesh = Mesh(0, cluster.size) if made_by is None else placements[made_by.name].mesh
+            placements[call.name] = function_placement(mesh)
+    return Plan(cluster, {call.name: placements[call.name] for call in graph.calls})
 
 
 def interleave(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
@@ -53,8 +63,10 @@ def interleave(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, 
     The "interleaving" of Xiao et al. (2023, arXiv 2312.11819). Larger models get the larger parts; where there
     are fewer devices than such calls, calls share a device. Every part is used for data parallelism. Trained
     models live on all devices, and a copy of their parameters is made on a part while inference needs it.
+    Functions, which use no device, run on the hosts of all.
     """
-    meshes = {call.name: Mesh(0, cluster.size) for call in graph.calls}
+    everywhere = Mesh(0, cluster.size)
+    meshes = {call.name: everywhere for call in _models(graph)}
     for calls in _independent_inference(graph):
         heaviest_first = sorted(calls, key=lambda call: -_weight(call, calls, shapes))
         weights = [_weight(call, calls, shapes) for call in heaviest_first]
@@ -65,12 +77,13 @@ def interleave(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, 
             mesh = min(guests, key=lambda mesh: (len(guests[mesh]), sum(guests[mesh])))
             meshes[call.name] = mesh
             guests[mesh].append(weight)
-    return Plan(cluster, {name: _data_parallel(mesh, micro_batch_tokens) for name, mesh in meshes.items()})
+    placements = {name: _data_parallel(mesh, micro_batch_tokens) for name, mesh in meshes.items()}
+    return Plan(cluster, placements | _functions(graph, everywhere))
 
 
 def separate(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
-    """Split devices into a training side and an inference side. Generation and all inference run on the
-    inference side, which has shadow copies of trained models; these are refreshed once after each update.
+    """Split devices into a training side and an inference side. Generation, all inference and functions run on
+    the inference side, which has shadow copies of trained models; these are refreshed once after each update.
 
     The "separation" of Xiao et al. (2023, arXiv 2312.11819). The two sides are halves of the cluster, or the
     training side is the larger one where there are no halves; each is used for data parallelism.
@@ -80,22 +93,23 @@ def separate(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, sh
     training, inference = split_by_weight(cluster, [2, 1])
     placements = {
         call.name: _data_parallel(training if call.kind is Kind.TRAIN else inference, micro_batch_tokens)
-        for call in graph.calls
-    }
+        for call in _models(graph)
+    } | _functions(graph, inference)
     shadows = [r for r in graph.roles if len({call.kind is Kind.TRAIN for call in graph.role_calls(r)}) == 2]
     return Plan(cluster, placements, keep=tuple(shadows))
 
 
 def heuristic(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
     """Every call on all devices, with tensor parallelism inside a node and pipeline parallelism between nodes:
-    tp = devices per node, pp = nodes, dp = 1.
+    tp = devices per node, pp = nodes, dp = 1. Functions, which cannot be divided like that, run on all hosts.
 
     The Megatron-style baseline of ReaL (Mei et al. 2024, arXiv 2406.14088).
     """
     tp = cluster.devices_per_node
     pp = cluster.nodes
-    placement = Placement(Mesh(0, cluster.size), Strategy(1, tp, pp, micro_batch_tokens=micro_batch_tokens))
-    return Plan(cluster, {call.name: placement for call in graph.calls})
+    everywhere = Mesh(0, cluster.size)
+    placement = Placement(everywhere, Strategy(1, tp, pp, micro_batch_tokens=micro_batch_tokens))
+    return Plan(cluster, {call.name: placement for call in _models(graph)} | _functions(graph, everywhere))
 
 
 PRESETS: dict[str, Callable[[DataflowGraph, Cluster, int, Shapes], Plan]] = {
@@ -146,6 +160,16 @@ def load_plan(file: str, micro_batch_tokens: int) -> Plan:
     )
 
 
+def _models(graph: DataflowGraph) -> list[Call]:
+    """Calls that are no functions."""
+    return [call for call in graph.calls if not call.is_function]
+
+
+def _functions(graph: DataflowGraph, mesh: Mesh) -> dict[str, Placement]:
+    """Placement of every function on one mesh."""
+    return {call.name: function_placement(mesh) for call in graph.functions}
+
+
 def _data_parallel(mesh: Mesh, micro_batch_tokens: int) -> Placement:
     return Placement(mesh, Strategy(mesh.size, micro_batch_tokens=micro_batch_tokens))
 
@@ -163,8 +187,8 @@ def _independent_inference(graph: DataflowGraph) -> Iterable[list[Call]]:
 
 def _weight(call: Call, calls: Iterable[Call], shapes: Shapes) -> float:
     """Weight of an inference call: parameters in its model's layers; 1 unless known for all `calls`."""
-    if any(other.role not in shapes for other in calls):
+    if any(other.model_role not in shapes for other in calls):
         return 1.0
-    shape = shapes[call.role]
+    shape = shapes[call.model_role]
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     return shape.layers * shape.hidden_size * (attention + 3 * shape.intermediate_size)

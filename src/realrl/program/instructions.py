@@ -69,10 +69,14 @@ class Load:
 
 @dataclass(frozen=True)
 class Run:
-    """Execute a call on the ranks of its placement."""
+    """Execute a call on the ranks of its placement.
+
+    A function, which has no role, is only started: its rank goes on, and waits where its outputs or metrics are
+    needed, at `ShareLengths`, `Send` or `Report`, and at the end of the step.
+    """
 
     call: str
-    role: str
+    role: str | None
     placement: Placement
 
 
@@ -117,10 +121,13 @@ class Receive:
 
 @dataclass(frozen=True)
 class Report:
-    """Send the metrics of a call from the rank that has them to the rank that writes them."""
+    """Send the metrics of a call from the ranks that have them to the rank that adds them up and writes them.
+
+    Of a model it is one rank, since its ranks have added them up; every rank of a function has those of its items.
+    """
 
     call: str
-    sender: int
+    senders: tuple[int, ...]
     receiver: int
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from realrl.dataflow.call import Average, Call, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.plan.placement import Placement
+from realrl.plan.placement import Placement, function_placement
 from realrl.plan.plan import Plan
 from realrl.program.instructions import (
     Feed,
@@ -25,6 +25,7 @@ from realrl.program.order import (
     TrainableParts,
     changed_sets,
     changes,
+    collecting_wave,
     keys_between,
     length_readers,
     producers,
@@ -82,14 +83,21 @@ def lower(
     """
     step = _Lowering(graph, plan, homes, kept or {}, parts or {})
     step.emit(tuple(range(plan.cluster.size)), Feed(graph.sources))
+    collected = {f: collecting_wave(graph, step.waves, f) for f in graph.functions}
     # Collective steps of a wave come before its long calls, so that the calls run side by side on their meshes.
-    for wave in step.waves:
-        step.bring_parameters(wave)
+    for number, wave in enumerate(step.waves):
+        models = [call for call in wave if not call.is_function]
         for call in wave:
+            if call.is_function:  # first, so that they run while everything else goes on
+                step.run(call)
+        step.bring_parameters(models)
+        for call in models:
             step.run(call)
-        for call in wave:
+        for call in (*models, *(f for f in collected if collected[f] == number)):
             step.share_outputs(call)
-        step.put_parameters_back(wave)
+        step.put_parameters_back(models)
+    for function in (f for f in collected if collected[f] == len(step.waves)):
+        step.share_outputs(function)
     step.report()
     return step.programs()
 
@@ -160,16 +168,17 @@ class _Lowering:
         for placement in self.kept.get(role, ()):
             self._reallocate(role, placement, names)
 
-    def bring_parameters(self, wave: Sequence[Call]) -> None:
-        """Load and reallocate the parameters of the calls of a wave, and offload all others."""
-        at_home = {call.role for call in wave if not self._is_copy(call)}
-        for call in wave:
-            if call.role in at_home:
-                self.load(call.role)
+    def bring_parameters(self, models: Sequence[Call]) -> None:
+        """Load and reallocate the parameters of the models of a wave, and offload all others."""
+        at_home = {call.model_role for call in models if not self._is_copy(call)}
+        for call in models:
+            role = call.model_role
+            if role in at_home:
+                self.load(role)
             if self._borrowed(call) and sharing(self.graph, self.plan, self.waves, call)[0] == call:
-                self.load(call.role)
-                self._reallocate(call.role, self.plan[call.name], set_names(call.role, self.parts))
-        for role in {call.role: None for call in wave}:
+                self.load(role)
+                self._reallocate(role, self.plan[call.name], set_names(role, self.parts))
+        for role in {call.model_role: None for call in models}:
             if role not in at_home:
                 self.unload(role)
 
@@ -181,12 +190,16 @@ class _Lowering:
             number = self.numbers[producer.name, call.name]
             receive = Receive(number, keys, producer.name, call.name, self.plan[producer.name].heads)
             self.emit(placement.ranks, receive)
-        offloads = call.kind is Kind.TRAIN and role in self.plan.offload_optimizer
-        states = trained_sets(role, self.parts) if offloads else ()
-        for name in states:
+        # Micro-batches of a plan file mean nothing to a function.
+        where = function_placement(placement.mesh) if call.is_function else placement
+        run = Run(call.name, role, where)
+        if role is None or call.kind is not Kind.TRAIN or role not in self.plan.offload_optimizer:
+            self.emit(placement.ranks, run)
+            return
+        for name in trained_sets(role, self.parts):
             self.emit(placement.ranks, Load(role, placement, "optimizer", name))
-        self.emit(placement.ranks, Run(call.name, role, placement))
-        for name in states:
+        self.emit(placement.ranks, run)
+        for name in trained_sets(role, self.parts):
             self.emit(placement.ranks, Offload(role, placement, "optimizer", name))
 
     def share_outputs(self, call: Call) -> None:
@@ -202,9 +215,9 @@ class _Lowering:
                 number, ranks = self.numbers[call.name, consumer.name], self.plan[consumer.name].ranks
                 self.emit(heads, Send(number, keys, call.name, consumer.name, ranks))
 
-    def put_parameters_back(self, wave: Sequence[Call]) -> None:
-        """Refresh copies after the calls of a wave, release borrowed ones and offload."""
-        for call in wave:
+    def put_parameters_back(self, models: Sequence[Call]) -> None:
+        """Refresh copies after the calls of models in a wave, release borrowed ones and offload."""
+        for call in models:
             for average in self.graph.averages if changes(self.graph, call) else ():
                 if average.source == call.role:
                     self.load(average.role)
@@ -213,25 +226,29 @@ class _Lowering:
                 self.refresh(role, changed_sets(self.graph, call, role, self.parts))
                 self.unload(role)
             if self._borrowed(call) and sharing(self.graph, self.plan, self.waves, call)[-1] == call:
-                for name in set_names(call.role, self.parts):
-                    self.emit(self.plan[call.name].ranks, Release(call.role, self.plan[call.name], name))
-        for call in wave:
-            self.unload(call.role)
+                for name in set_names(call.model_role, self.parts):
+                    release = Release(call.model_role, self.plan[call.name], name)
+                    self.emit(release.placement.ranks, release)
+        for call in models:
+            self.unload(call.model_role)
 
     def report(self) -> None:
         """Send the metrics of all calls to the writer, at the end, when it has nothing else to do."""
-        for call in (call for wave in self.waves for call in wave):
-            sender = self.plan[call.name].heads[0]
-            if call.kind is not Kind.GENERATE and sender != WRITER:
-                self.emit(_union((sender,), (WRITER,)), Report(call.name, sender, WRITER))
+        for call in (call for wave in self.waves for call in wave if call.kind is not Kind.GENERATE):
+            heads = self.plan[call.name].heads
+            # Ranks of a model add up their metrics; those of a function know nothing of each other.
+            having = heads if call.is_function else heads[:1]
+            senders = tuple(rank for rank in having if rank != WRITER)
+            if senders:
+                self.emit(_union(senders, (WRITER,)), Report(call.name, senders, WRITER))
 
     def _is_copy(self, call: Call) -> bool:
-        return self.plan[call.name].layout != self.homes[call.role].layout
+        return self.plan[call.name].layout != self.homes[call.model_role].layout
 
     def _borrowed(self, call: Call) -> bool:
         """Check whether the call uses a copy that is made for this step."""
         layout = self.plan[call.name].layout
-        return self._is_copy(call) and layout not in [p.layout for p in self.kept.get(call.role, ())]
+        return self._is_copy(call) and layout not in [p.layout for p in self.kept.get(call.model_role, ())]
 
     def _reallocate(self, role: str, target: Placement, names: Sequence[str]) -> None:
         home = self.homes[role]
@@ -241,9 +258,9 @@ class _Lowering:
 
     def _mix(self, call: Call, average: Average) -> None:
         """Let a role follow the one that the call has trained."""
-        source, into = self.homes[call.role], self.homes[average.role]
+        source, into = self.homes[average.source], self.homes[average.role]
         for name in changed_sets(self.graph, call, average.role, self.parts):
-            mixing = Reallocate(call.role, source, into, average.role, average.factor, name)
+            mixing = Reallocate(average.source, source, into, average.role, average.factor, name)
             self.emit(_union(source.ranks, into.ranks), mixing)
 
 

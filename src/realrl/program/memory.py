@@ -1,4 +1,4 @@
-"""Device memory held by programs: parameters, gradients and optimizer states.
+"""Device memory held by programs: parameters, gradients and optimizer states. Functions hold none.
 
 Memory that calls need while they run is modelled in `planner.memory`; `planner.simulate.footprints` adds both up.
 """
@@ -40,7 +40,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Item:
+class HeldState:
     """State that a rank may hold: a parameter set of a role in a layout, or all else that its training needs."""
 
     role: str
@@ -56,7 +56,7 @@ class Item:
         return f"{name} {about} ({self.layout}{', host' if self.host else ''})"
 
 
-Holdings = Mapping[Item, int]
+Holdings = Mapping[HeldState, int]
 """State held by a rank -> its bytes."""
 
 
@@ -94,7 +94,7 @@ class Memory:
 
     def at_rest(self, rank: int) -> Holdings:
         """Compute the state that a rank holds between steps."""
-        held: dict[Item, int] = {}
+        held: dict[HeldState, int] = {}
         for role, home in self._homes.items():
             for what in get_args(What):
                 if (role, what) not in self._offloaded:
@@ -117,22 +117,22 @@ class Memory:
             yield instruction, dict(held)
             match instruction:
                 case Release(role, placement, name):
-                    held.pop(Item(role, placement.layout, "parameters", parameter_set=name), None)
+                    held.pop(HeldState(role, placement.layout, "parameters", parameter_set=name), None)
                 case Offload(role, placement, what, name):
-                    held.pop(Item(role, placement.layout, what, parameter_set=name), None)
+                    held.pop(HeldState(role, placement.layout, what, parameter_set=name), None)
 
     def _items(
         self, role: str, placement: Placement, what: What, rank: int, *, host: bool = False
-    ) -> dict[Item, int]:
+    ) -> dict[HeldState, int]:
         """`_item` for every set of a role."""
-        found: dict[Item, int] = {}
+        found: dict[HeldState, int] = {}
         for name in self.stored[role].sets if role in self.stored else ():
             found |= self._item(role, placement, what, rank, name, host=host)
         return found
 
     def _item(
         self, role: str, placement: Placement, what: What, rank: int, name: str, *, host: bool = False
-    ) -> dict[Item, int]:
+    ) -> dict[HeldState, int]:
         stored = self.stored.get(role)
         if stored is None or rank not in placement.ranks:
             return {}
@@ -145,7 +145,7 @@ class Memory:
             # device also the full gradients and their reduced shard.
             parts = 2 + (stored.element_bytes < _FLOAT32)
             size = _FLOAT32 * (parts * number // dp if host else number + (parts + 1) * number // dp)
-        return {Item(role, placement.layout, what, host, name): size}
+        return {HeldState(role, placement.layout, what, host, name): size}
 
     def _parameters(self, role: str, name: str, placement: Placement, rank: int) -> int:
         """Count the parameters of a set that a rank stores, padded for equal data-parallel shards."""

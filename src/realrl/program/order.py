@@ -13,20 +13,42 @@ TrainableParts = Mapping[str, TrainablePart]
 
 
 def waves(graph: DataflowGraph, plan: Plan) -> Waves:
-    """Sort calls into waves: those of one wave share no device and do not wait for each other."""
+    """Sort calls into waves: those of one wave share no device and do not wait for each other.
+
+    A function uses no device: it is in the first wave in which its inputs are there, before the others.
+    """
     number: dict[Call, int] = {}
     for call in graph.order:
         before = [number[other] for other in number if _ordered(graph, plan, other, call)]
         number[call] = 1 + max(before, default=-1)
     found: list[list[Call]] = [[] for _ in range(1 + max(number.values(), default=-1))]
-    for call, wave in number.items():
+    for call, wave in sorted(number.items(), key=lambda item: not item[0].is_function):
         found[wave].append(call)
     return tuple(map(tuple, found))
 
 
+def dependents(graph: DataflowGraph, function: Call) -> tuple[Call, ...]:
+    """Calls that cannot run, or hand on what they put out, before the outputs of a function are there."""
+    own = [key for key in function.outputs if graph.keys[key].length == "own"]
+    names = {name for key in own for name in length_calls(graph, key)} - {function.name}
+    return tuple(c for c in graph.order if c.name in names or function in producers(graph, c))
+
+
+def collecting_wave(graph: DataflowGraph, order: Waves, function: Call) -> int:
+    """Find the wave at whose end the outputs of a function are waited for and sent on.
+
+    It is the one before the first wave with a call that needs them, so that calls in between run meanwhile; the
+    number of waves where no call does.
+    """
+    needing = set(dependents(graph, function))
+    first = next((i for i, calls in enumerate(order) if needing & {*calls}), len(order) + 1)
+    own = next(i for i, calls in enumerate(order) if function in calls)
+    return max(own, first - 1)
+
+
 def changes(graph: DataflowGraph, call: Call) -> tuple[str, ...]:
     """List the roles whose parameters change in the call."""
-    if call.kind is not Kind.TRAIN:
+    if call.kind is not Kind.TRAIN or call.role is None:
         return ()
     return (call.role, *(average.role for average in graph.averages if average.source == call.role))
 
@@ -57,7 +79,8 @@ def following_sets(average: Average, parts: TrainableParts) -> tuple[str, ...]:
 def sharing(graph: DataflowGraph, plan: Plan, order: Waves, call: Call) -> tuple[Call, ...]:
     """List the calls that can use the same copy of parameters as `call`, in the order they run.
 
-    These are the calls of its role in its layout between two changes of the role, itself included.
+    These are the calls of its role in its layout between two changes of the role, itself included; `call` is no
+    function.
     """
 
     def version(wave: int) -> int:
@@ -108,6 +131,10 @@ def length_calls(graph: DataflowGraph, key: str) -> tuple[str, ...]:
 
 def _ordered(graph: DataflowGraph, plan: Plan, first: Call, second: Call) -> bool:
     """Check whether `second`, which comes later in the graph's order, must wait for `first`."""
+    if first.is_function or second.is_function:
+        # Functions use no device, and change no parameters.
+        needed = first.is_function and second in dependents(graph, first)
+        return needed or first in graph.dependencies(second)
     return (
         first in graph.dependencies(second)
         or plan[first.name].mesh.overlaps(plan[second.name].mesh)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from realrl.layout.sets import BASE
-from realrl.plan.placement import Mesh, Placement
+from realrl.plan.placement import Mesh, Placement, function_placement
 from realrl.program.instructions import (
     Feed,
     Instruction,
@@ -66,6 +66,8 @@ def format_instruction(instruction: Instruction) -> str:
             verb, rest = "offload", f"{name_parameters(role, name)} {what}: {placement}"
         case Load(role, placement, what, name):
             verb, rest = "load", f"{name_parameters(role, name)} {what}: {placement}"
+        case Run(call, None, placement):
+            verb, rest = "run", f"{call} on d{placement.strategy.dp} @{placement.mesh}"
         case Run(call, role, placement):
             verb, rest = "run", f"{call} [{role}] on {placement}"
         case ShareLengths(key, call, heads, readers):
@@ -76,8 +78,8 @@ def format_instruction(instruction: Instruction) -> str:
         case Receive(number, keys, producer, consumer, senders):
             rest = f"#{number} {', '.join(keys)}: {consumer} <- {producer} on {format_ranks(senders)}"
             verb = "receive"
-        case Report(call, sender, receiver):
-            verb, rest = "report", f"{call}: {sender} -> {receiver}"
+        case Report(call, senders, receiver):
+            verb, rest = "report", f"{call}: {format_ranks(senders)} -> {receiver}"
     return f"{verb:<10} {rest}"
 
 
@@ -90,6 +92,20 @@ def _parse_reallocate(name: str, source: str, target: str, into: str | None, mix
 def _parse_release(name: str, placement: str) -> Release:
     role, parameter_set = _split_name(name)
     return Release(role, Placement.parse(placement), parameter_set)
+
+
+def _parse_run(call: str, role: str | None, placement: str) -> Run:
+    if role is not None:
+        return Run(call, role, Placement.parse(placement))
+    match = re.fullmatch(r"d(\d+) @(\S+)", placement)
+    if match is None:
+        raise ValueError(
+            f"function {call}: placement {placement!r} is not understood; write for example d2 @0-1"
+        )
+    mesh = Mesh.parse(match[2])
+    if mesh.size != int(match[1]):
+        raise ValueError(f"function {call}: mesh {mesh} has {mesh.size} devices, not {match[1]}")
+    return Run(call, None, function_placement(mesh))
 
 
 def _parse_offload(kind: type[Offload | Load], name: str, what: str, placement: str) -> Offload | Load:
@@ -107,7 +123,7 @@ _FORMS: dict[str, tuple[str, Callable[..., Instruction]]] = {
     "release": (r"(\S+): (.+)", _parse_release),
     "offload": (_PART, lambda *texts: _parse_offload(Offload, *texts)),
     "load": (_PART, lambda *texts: _parse_offload(Load, *texts)),
-    "run": (r"(\S+) \[(\S+)\] on (.+)", lambda call, role, p: Run(call, role, Placement.parse(p))),
+    "run": (r"(\S+)(?: \[(\S+)\])? on (.+)", _parse_run),
     "lengths": (
         r"(\S+) of (\S+): (\S+) -> (\S+)",
         lambda key, call, a, b: ShareLengths(key, call, _parse_ranks(a), _parse_ranks(b)),
@@ -120,7 +136,7 @@ _FORMS: dict[str, tuple[str, Callable[..., Instruction]]] = {
         r"#(\d+) (.+): (\S+) <- (\S+) on (\S+)",
         lambda n, keys, b, a, at: Receive(int(n), _keys(keys), a, b, _parse_ranks(at)),
     ),
-    "report": (r"(\S+): (\d+) -> (\d+)", lambda call, a, b: Report(call, int(a), int(b))),
+    "report": (r"(\S+): (\S+) -> (\d+)", lambda call, a, b: Report(call, _parse_ranks(a), int(b))),
 }
 
 

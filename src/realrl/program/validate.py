@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.placement import Placement
 from realrl.program.instructions import (
@@ -66,7 +67,7 @@ class _DryRun:
     """Symbolic execution of programs.
 
     Instructions over several ranks start when all of them are there, except sends and reports, whose senders
-    continue at once.
+    continue at once, and functions, which every rank calls alone.
     """
 
     def __init__(
@@ -145,14 +146,16 @@ class _DryRun:
                 self._send(rank, instruction)
             case Receive():
                 return self._receive(rank, instruction)
-            case Report(call, sender, receiver):
-                return self._report(rank, call, sender, receiver)
+            case Report():
+                return self._report(rank, instruction)
             case Release(role, placement, name):
                 copy = (role, placement.layout, name)
                 self._need(rank, copy in rank.parameters, "releases what it does not hold")
                 del rank.parameters[copy]
             case Offload() | Load():
                 self._offload(rank, instruction)
+            case Run(role=None):
+                self._run_call(instruction, [rank])
             case Run() | Reallocate() | ShareLengths():
                 return rank.program.rank == _members(instruction)[0] and self._together(instruction)
         rank.position += 1
@@ -222,17 +225,19 @@ class _DryRun:
                 self._need(rank, key in known, f"has no {key} for {call.name}")
                 length = self.graph.length_key(key)
                 self._need(rank, length is None or length in rank.lengths, f"does not know how long {key} is")
-            for name in set_names(call.role, self.parts):
-                self._need_parameters(rank, call.role, run.placement, name)
-        for name in trained_sets(call.role, self.parts) if call.kind == "train" else ():
-            copy = (call.role, run.placement.layout, name)
-            self.versions[call.role, name] += 1
+            self._need(rank, call.role == run.role, f"runs {call.name} with the model of {run.role}")
+            for name in () if run.role is None else set_names(run.role, self.parts):
+                self._need_parameters(rank, call.model_role, run.placement, name)
+        for name in trained_sets(call.model_role, self.parts) if call.kind is Kind.TRAIN else ():
+            copy = (call.model_role, run.placement.layout, name)
+            self.versions[call.model_role, name] += 1
             for rank in members:
                 there = (copy, "optimizer") not in rank.offloaded
                 self._need(rank, there, f"has the optimizer of {call.role} in host memory")
-                rank.parameters[copy] = self.versions[call.role, name]
-        for head in run.placement.heads:
-            self.ranks[head].produced |= set(call.outputs)
+                rank.parameters[copy] = self.versions[call.model_role, name]
+        for rank in members:
+            if rank.program.rank in run.placement.heads:
+                rank.produced |= set(call.outputs)
         self.ran.add(call.name)
 
     def _send(self, rank: _Rank, send: Send) -> None:
@@ -248,12 +253,12 @@ class _DryRun:
         rank.inputs.setdefault(receive.consumer, set()).update(receive.keys)
         return True
 
-    def _report(self, rank: _Rank, call: str, sender: int, receiver: int) -> bool:
-        if rank.program.rank == sender:
-            self._post(("report", call), rank, (receiver,))
+    def _report(self, rank: _Rank, report: Report) -> bool:
+        if rank.program.rank in report.senders:
+            self._post(("report", report.call), rank, (report.receiver,))
             rank.position += 1
             return True
-        return self._take(("report", call), rank, (sender,))
+        return self._take(("report", report.call), rank, report.senders)
 
     def _post(self, message: MessageKey, rank: _Rank, receivers: tuple[int, ...]) -> None:
         self.posted.setdefault(message, set()).add(rank.program.rank)

@@ -3,8 +3,9 @@
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from realrl.config.errors import DescriptionError
 from realrl.config.words import join
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import Head
@@ -12,7 +13,7 @@ from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.forms import FORMS
 from realrl.recipe.settings import GenerationConfig
 
-_HEADS = ("lm", "scalar")
+_HEADS = get_args(Head)
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class RoleSpec:
     """Role whose path or shape, and tokenizer, it takes; None where the recipe must say where weights come from."""
     dtype_from: str | None = None
     """Role whose dtype it takes; `weights_from` when not given."""
+    weights_else: str | None = None
+    """Role that takes the place of `weights_from` in recipes that leave that out."""
+    optional: bool = False
+    """Whether a recipe may leave the role out: `null`, and by default so."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ def _one(experiment: Any) -> int:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AlgorithmSpec:
     """One algorithm. Functions take a recipe of class `recipe`; building a spec that contradicts itself raises
-    ValueError with the name of the algorithm and of the field.
+    DescriptionError with the name of the algorithm and of the field.
 
     What depends on a recipe, such as its graphs, is checked when one is read (`recipe.graphs`, `recipe.checks`).
     """
@@ -57,7 +62,8 @@ class AlgorithmSpec:
     recipe: type[Experiment]
     """Class of its recipes; the first sentence of its docstring sums up the algorithm."""
     roles: Mapping[str, RoleSpec]
-    """The roles of `recipe.models`, all of which the training graph uses."""
+    """The roles of `recipe.models`, all of which the training graph uses, but for optional ones that a recipe
+    leaves out."""
     form: str
     """Form of its records, one of `recipe.forms.FORMS`: it yields what no call of the graphs produces."""
     train_graph: Callable[[Any], DataflowGraph]
@@ -75,15 +81,23 @@ class AlgorithmSpec:
     """Metric -> label of its curve in the picture of `realrl report`."""
     summary: tuple[SummaryMetric, ...]
     """Metrics that `realrl report` sums up."""
+    sample_keys: tuple[str, ...] = ()
+    """Keys of the evaluation graph, one number per item, that samples of evaluations show beside their texts."""
     samples_per_prompt: Callable[[Any], int] = _one
     """Samples that training takes of each prompt, n: items i * n to i * n + n - 1 of a step have the i-th prompt.
     Evaluation takes one."""
     epochs: Callable[[Any], int] = _one
     """Passes of train calls over the items of a step."""
+    experience_calls: tuple[str, ...] = ()
+    """Train calls whose `prepare` makes experience of generated samples as PPO does: rewards with a KL penalty, and
+    advantages or returns by GAE. The planner adds the time of this, which the profiler measures; preparation in
+    other train calls counts as free."""
+    optional_calls: tuple[str, ...] = ()
+    """Calls that only the graphs of some recipes have; headlines may name them all the same."""
 
     def __post_init__(self) -> None:
         for field, problem in self._problems():
-            raise ValueError(f"algorithm {self.name}: {field}: {problem}")
+            raise DescriptionError(f"algorithm {self.name}: {field}: {problem}")
 
     def _problems(self) -> list[tuple[str, str]]:
         """List (field, what is wrong with it), the one to fix first in front."""
@@ -122,6 +136,8 @@ class AlgorithmSpec:
             )
         if self.generation is None and self.samples_per_prompt is not _one:
             found.append(("samples_per_prompt", "an algorithm that does not generate draws no samples"))
+        if self.generation is None and self.experience_calls:
+            found.append(("experience_calls", "an algorithm that does not generate has no experience"))
         return found
 
     def _role_problems(self) -> list[tuple[str, str]]:
@@ -136,23 +152,38 @@ class AlgorithmSpec:
         for role, of in self.roles.items():
             if of.head not in _HEADS:
                 found.append(("roles", f"{role}: head {of.head!r} is not {join(_HEADS, 'or')}"))
-            for field, source in (("weights_from", of.weights_from), ("dtype_from", of.dtype_from)):
+            for field in ("weights_from", "dtype_from", "weights_else"):
+                source = getattr(of, field)
                 if source is not None and (source == role or source not in self.roles):
                     found.append(("roles", f"{role}: {field}={source!r} is not another role"))
             source_spec = self.roles.get(of.weights_from or "")
             if source_spec is not None and source_spec.weights_from is not None:
                 found.append(("roles", f"{role}: weights_from={of.weights_from!r} has no weights of its own"))
-            if fields[role].is_required() is not (of.weights_from is None):
+            if of.optional and (fields[role].is_required() or fields[role].default is not None):
+                found.append(
+                    ("roles", f"{role}: is optional, so {models.__name__}.{role} needs the default None")
+                )
+            if not of.optional and fields[role].is_required() is not (of.weights_from is None):
                 default = "a default" if of.weights_from else "no default"
                 found.append(
                     ("roles", f"{role}: with this weights_from, {models.__name__}.{role} needs {default}")
                 )
+            left_out = self.roles.get(of.weights_from or "")
+            if (left_out is not None and left_out.optional) is not (of.weights_else is not None):
+                found.append(("roles", f"{role}: weights_else goes with a weights_from that is optional"))
         return found
 
     def _report_problems(self) -> list[tuple[str, str]]:
         found = []
         if not _all(self.headlines, tuple, str):
             found.append(("headlines", "a tuple of call/name is needed"))
+        for field in ("optional_calls", "experience_calls"):
+            if not _all(getattr(self, field), tuple, str):
+                found.append((field, "a tuple of names of calls is needed"))
+        if not _all(self.sample_keys, tuple, str):
+            found.append(("sample_keys", "a tuple of keys is needed"))
+        elif clash := [key for key in self.sample_keys if key in SAMPLE_FIELDS]:
+            found.append(("sample_keys", f"{clash[0]} is what samples show anyway"))
         if not isinstance(self.curves, Mapping) or not _all(
             (*self.curves, *self.curves.values()), tuple, str
         ):
@@ -164,6 +195,12 @@ class AlgorithmSpec:
         return found
 
     @property
+    def given_functions(self) -> dict[str, Callable[..., Any]]:
+        """Fields that are functions, without defaults -> the function."""
+        fields = {field: getattr(self, field) for field in _FUNCTIONS}
+        return {field: value for field, value in fields.items() if value is not None and value is not _one}
+
+    @property
     def heads(self) -> dict[str, Head]:
         """Role -> what its model computes."""
         return {role: of.head for role, of in self.roles.items()}
@@ -173,6 +210,10 @@ class AlgorithmSpec:
         """One line about the algorithm."""
         return " ".join((self.recipe.__doc__ or "").split()).partition(". ")[0].rstrip(".")
 
+    def roles_of(self, experiment: Experiment) -> dict[str, RoleSpec]:
+        """List the roles that a recipe has."""
+        return {role: of for role, of in self.roles.items() if getattr(experiment.models, role) is not None}
+
     def eval_generation(self, experiment: Experiment) -> GenerationConfig | None:
         """Find the sampling of evaluation: that of training but for `training.eval_min_new_tokens`."""
         if self.generation is None:
@@ -180,6 +221,9 @@ class AlgorithmSpec:
         sampling, fewest = self.generation(experiment), experiment.training.eval_min_new_tokens
         return sampling if fewest is None else sampling.model_copy(update={"min_new_tokens": fewest})
 
+
+SAMPLE_FIELDS = ("prompt", "completion", "finished", "judge")
+"""Fields of samples of evaluations, whatever the algorithm; `judge` only where the recipe names one."""
 
 _FUNCTIONS = {
     "train_graph": False,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from realrl.config.errors import UserError
+from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec
 from realrl.recipe.experiment import Experiment
@@ -16,12 +17,15 @@ def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
     UserError for the first mistake.
     """
     models, filled = experiment.models, {}
-    for role, of in spec.roles.items():
+    for role, of in spec.roles_of(experiment).items():
         model, update = getattr(models, role), {}
-        if of.weights_from is not None and not model.has_source:
-            source = getattr(models, of.weights_from)
+        weights_from = of.weights_from
+        if weights_from is not None and getattr(models, weights_from) is None:
+            weights_from = of.weights_else
+        if weights_from is not None and not model.has_source:
+            source = getattr(models, weights_from)
             update = {name: getattr(source, name) for name in ("path", "family", "shape", "tokenizer")}
-        dtype_from = of.dtype_from or of.weights_from
+        dtype_from = of.dtype_from or weights_from
         if dtype_from is not None and "dtype" not in model.model_fields_set:
             update["dtype"] = getattr(models, dtype_from).dtype
         filled[role] = model.model_copy(update=update)
@@ -73,7 +77,11 @@ def _problems(experiment: Experiment) -> Iterator[str]:
 
 
 def _graph_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
-    batch = experiment.data.batch
+    batch, spec = experiment.data.batch, experiment.spec
+    trained = {call.name for call in graph.calls if call.kind is Kind.TRAIN}
+    for name in spec.experience_calls:
+        if name not in {*trained, *spec.optional_calls}:
+            yield f"algorithm {spec.name}: experience_calls: {name}: train_graph has no such train call"
     for call in graph.calls:
         # In prompts, so that all samples of a prompt are in one mini-batch.
         if batch % call.minibatches:
@@ -91,7 +99,7 @@ def _graph_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[st
 
 
 def _headline_problems(spec: AlgorithmSpec, graphs: Sequence[DataflowGraph]) -> Iterator[str]:
-    calls = {call.name for graph in graphs for call in graph.calls}
+    calls = {*spec.optional_calls, *(call.name for graph in graphs for call in graph.calls)}
     for headline in spec.headlines:
         call, slash, _ = headline.rpartition("/")
         if slash and call not in calls:

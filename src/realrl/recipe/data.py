@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from realrl.config.base import Settings
+from realrl.config.user_function import FunctionReference
 
 
 class DataConfig(Settings):
@@ -72,6 +73,6 @@ class TrainingConfig(Settings):
     them, or every one some, ends with an error, too."""
     samples: PositiveInt = 16
     """Samples written per evaluation; applies to algorithms that generate text."""
-    judge: str | None = None
+    judge: FunctionReference | None = None
     """`FILE.py:FUNCTION`, a function from a list of completions to a list of numbers that scores samples
     independently of training; for algorithms that generate text, with `data.eval`."""

@@ -16,7 +16,7 @@ _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _WIDTH = 108
 
 
-def describe(cls: type[Settings], **given: str) -> str:
+def describe_settings(cls: type[Settings], **given: str) -> str:
     """Commented YAML of a settings class: each field with its default, or its value in `given`, and above it its
     meaning and type.
 

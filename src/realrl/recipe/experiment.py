@@ -26,7 +26,8 @@ class Models(Settings):
 
     @model_validator(mode="after")
     def _sources(self) -> Self:
-        models = {role: getattr(self, role) for role in type(self).model_fields}
+        given = {role: getattr(self, role) for role in type(self).model_fields}
+        models = {role: model for role, model in given.items() if model is not None}
         both = [role for role, model in models.items() if model.path is not None and model.shape is not None]
         if both:
             scratch, load = (
@@ -37,7 +38,8 @@ class Models(Settings):
                 f" (start from scratch); for the shape set {scratch}, for the weights {load}"
             )
         for role, field in type(self).model_fields.items():
-            if field.is_required() and not models[role].has_source:
+            own = field.is_required() or field.default is None
+            if own and role in models and not models[role].has_source:
                 raise ValueError(f"{role} needs a path (weights to load) or a shape (start from scratch)")
         return self
 

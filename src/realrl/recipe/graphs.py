@@ -7,7 +7,6 @@ from typing import Any
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import AlgorithmSpec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.forms import FORMS
 from realrl.recipe.model import TrainedModelConfig
@@ -42,20 +41,24 @@ def _build(
     spec = experiment.spec
     try:
         graph = function(experiment)
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(f"algorithm {spec.name}: {field}: {error}") from error
     if not isinstance(graph, DataflowGraph):
         raise UserError(f"algorithm {spec.name}: {field}: {type(graph).__name__} is not a DataflowGraph")
-    for problem in chain(_problems(spec, graph), problems(experiment, graph)):
+    for problem in chain(_problems(experiment, graph), problems(experiment, graph)):
         raise UserError(f"algorithm {spec.name}: {field}: {problem}")
     return graph
 
 
-def _problems(spec: AlgorithmSpec, graph: DataflowGraph) -> Iterator[str]:
+def _problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
+    spec = experiment.spec
+    roles = spec.roles_of(experiment)
     for role in graph.roles:
-        if role not in spec.roles:
-            yield f"role {role} is not one of {', '.join(spec.roles)}"
-    missing = [key for key in graph.sources if key not in FORMS[spec.form]]
+        if role not in roles:
+            yield f"role {role} is not one of {', '.join(roles)}"
+    missing = [key for key in graph.sources if key not in FORMS[spec.form].keys]
     if missing:
         yield f"no call produces {', '.join(missing)}, and records of form {spec.form!r} yield no such key"
     for call in graph.calls:
@@ -63,7 +66,7 @@ def _problems(spec: AlgorithmSpec, graph: DataflowGraph) -> Iterator[str]:
             continue
         if spec.generation is None:
             yield f"{call.name} generates, and the description has generation=None"
-        if spec.roles[call.role].head != "lm":
+        if roles[call.model_role].head != "lm":
             yield f"{call.name} needs a language-model head for {call.role}"
         if "sequences" not in call.outputs:
             yield f"{call.name} must produce sequences"
@@ -79,7 +82,7 @@ def _train_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[st
         yield "no call trains"
     if spec.generation is not None and Kind.GENERATE not in kinds:
         yield "no call generates, and the description says how to"
-    for role in spec.roles:
+    for role in spec.roles_of(experiment):
         if role not in graph.roles:
             yield f"no call uses role {role}"
         elif graph.trained(role) is not isinstance(getattr(experiment.models, role), TrainedModelConfig):
@@ -94,3 +97,6 @@ def _eval_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str
         lacking = [key for key in SAMPLED if key not in call.outputs]
         if call.kind is Kind.GENERATE and lacking:
             yield f"{call.name} must produce {lacking[0]} too, for the samples of evaluations"
+    for key in experiment.spec.sample_keys:
+        if graph.producer(key) is None or graph.length_key(key) is not None:
+            yield f"no call produces {key}, one number per item, which sample_keys names"

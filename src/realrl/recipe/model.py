@@ -1,5 +1,6 @@
 """Settings of each model of a run."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -11,9 +12,12 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from realrl.config.base import Settings
-from realrl.config.explain import brief
+from realrl.config.explain import CONSEQUENCE, brief
+from realrl.config.paths import local_path
+from realrl.families.config_json import check_writing
 from realrl.families.find import find_shape
 from realrl.families.published import SHAPES
 from realrl.families.registry import find_family
@@ -94,24 +98,37 @@ class ModelConfig(Settings):
                 f"{brief(value)} is neither the name of a published model, nor a config.json, nor a section of"
                 " sizes"
             )
+        if value is not None and "family" not in info.data:
+            raise PydanticCustomError(CONSEQUENCE, "the family is not known")
         family = info.data.get("family")
         if isinstance(value, str):
             return find_shape(value, family)
         if isinstance(value, dict):
             given = value.get("family", family)
             if isinstance(given, str):
-                find_family(given)
+                given = _check_family(given)
             if family is not None and given != family:
                 raise ValueError(f"its family={brief(given)} is not the role's family={family}")
             return value if given is None else {**value, "family": given}
         return value
 
+    @field_validator("shape")
+    @classmethod
+    def _can_be_saved(cls, value: ModelShape | None) -> ModelShape | None:
+        if value is not None:
+            check_writing(value)
+        return value
+
     @field_validator("family")
     @classmethod
     def _is_family(cls, value: str | None) -> str | None:
-        if value is not None:
-            find_family(value)
-        return value
+        return None if value is None else _check_family(value)
+
+
+def _check_family(reference: str) -> str:
+    """Make the path of a family's file absolute; UserError where there is no such family."""
+    find_family(reference)
+    return str(local_path(reference).resolve()) if reference.endswith(".py") else reference
 
 
 class TrainedModelConfig(ModelConfig):
@@ -119,7 +136,13 @@ class TrainedModelConfig(ModelConfig):
 
     optimizer: OptimizerConfig = OptimizerConfig()
     trainable_layers: int | None = Field(default=None, ge=0, le=10**4)
-    """Train only the last so many decoder layers, the final norm and the head, and freeze all below them, the
-    embeddings included; null trains all layers. 0 trains only the final norm and the head."""
+    """Train only the last so many decoder layers, the final norm and, where it is not tied to the embeddings, the
+    head, and freeze all below them, the embeddings included, and with them a tied head; null trains all layers. 0
+    trains only the final norm and such a head."""
     freeze_embeddings: bool = False
     """Keep the embedding table as it is; a head that is tied to it stays as it is, too."""
+
+
+def trained_models(configs: Mapping[str, ModelConfig]) -> dict[str, TrainedModelConfig]:
+    """Select the roles that are trained; `recipe.graphs` checks that these are those with train calls."""
+    return {role: config for role, config in configs.items() if isinstance(config, TrainedModelConfig)}

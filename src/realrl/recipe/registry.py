@@ -1,16 +1,22 @@
 """Registry of algorithms: installed ones by name, a user's own by file or module."""
 
-from functools import cache
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, wraps
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from realrl.config.errors import UserError
 from realrl.config.explain import brief, nearest
 from realrl.config.user_code import UserCode
+from realrl.config.words import join
 from realrl.recipe.algorithm import AlgorithmSpec
 
 GROUP = "realrl.algorithms"
 """Entry points of this group are descriptions of algorithms, each by the name it has in recipes."""
+
+ATTRIBUTE = "ALGORITHM"
+"""Name of the description in a user's file or module."""
 
 
 def list_algorithms() -> list[str]:
@@ -19,7 +25,8 @@ def list_algorithms() -> list[str]:
 
 
 def find_algorithm(reference: Any) -> tuple[AlgorithmSpec, str]:
-    """Find what a recipe's `algorithm` refers to; also the reference as it is kept, in which a path is absolute.
+    """Find what a recipe's `algorithm` refers to, of a file or module its `ALGORITHM`; also the reference as it is
+    kept, in which a path is absolute.
 
     UserError, naming what there is, where nothing is found; UserCodeError where code cannot be imported.
     """
@@ -32,13 +39,39 @@ def find_algorithm(reference: Any) -> tuple[AlgorithmSpec, str]:
             + (f"; did you mean {hint}?" if hint else "")
         )
     code = UserCode("algorithm", reference)
-    values = vars(code.module).values()
-    specs = list({id(value): value for value in values if isinstance(value, AlgorithmSpec)}.values())
-    where = code.file or reference
-    if len(specs) != 1:
-        found = ", ".join(spec.name for spec in specs) or "none"
-        raise UserError(f"algorithm={reference}: {where} must hold one AlgorithmSpec (it has {found})")
-    return specs[0], str(code.file) if reference.endswith(".py") else reference
+    spec = vars(code.module).get(ATTRIBUTE)
+    if not isinstance(spec, AlgorithmSpec):
+        raise UserError(f"algorithm={reference}: {_describe_lack(code)}")
+    return _with_errors(spec, code), str(code.file) if reference.endswith(".py") else reference
+
+
+def _describe_lack(code: UserCode) -> str:
+    """Describe what a module has instead of an `ALGORITHM` that is an AlgorithmSpec."""
+    values = vars(code.module)
+    where = code.file or code.module.__name__
+    has = f"its {ATTRIBUTE} is no AlgorithmSpec" if ATTRIBUTE in values else f"it has no {ATTRIBUTE}"
+    others = [name for name, value in values.items() if isinstance(value, AlgorithmSpec)]
+    hint = (
+        f"; there {'is' if len(others) == 1 else 'are'} {join(others)}, which may be renamed"
+        if others
+        else ""
+    )
+    return f"{where} must hold an AlgorithmSpec named {ATTRIBUTE}, and {has}{hint}"
+
+
+def _with_errors(spec: AlgorithmSpec, code: UserCode) -> AlgorithmSpec:
+    """Let errors of a description's functions name the line of the user's code."""
+
+    def guard(field: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*arguments: Any) -> Any:
+            with code.errors(f"raised in {field}:", passing=(UserError,)):
+                return function(*arguments)
+
+        return call
+
+    given = spec.given_functions
+    return replace(spec, **{field: guard(field, function) for field, function in given.items()})  # type: ignore[arg-type]
 
 
 def _is_module(reference: Any) -> bool:

@@ -63,7 +63,8 @@ class Costs:
         if self.spec is None:
             return f"no times, since these devices are of an unknown kind; the profile {path} was not used"
         stored = stored_models(self._experiment, graph, self._roles.shapes)
-        return "; ".join(describe_times(self._profile, path, self.spec, stored))
+        functions = [call.function for call in graph.functions if call.function is not None]
+        return "; ".join(describe_times(self._profile, path, self.spec, stored, functions))
 
     @contextmanager
     def step(self, store: Store) -> Iterator[None]:
@@ -117,15 +118,17 @@ class Costs:
 
 
 def _lengths_call(graph: DataflowGraph) -> Call:
-    """The call whose lengths say how long prompts and answers are: the one that generates, else the first."""
-    return next((call for call in graph.order if call.kind is Kind.GENERATE), graph.order[0])
+    """The call whose lengths say how long prompts and answers are: the first that generates; where none does, the
+    first that trains."""
+    of_kind = {kind: [call for call in graph.order if call.kind is kind] for kind in Kind}
+    return (of_kind[Kind.GENERATE] or of_kind[Kind.TRAIN])[0]
 
 
 def lengths(store: Store) -> tuple[list[int], list[int]]:
     """Find the tokens of prompts and of answers after a step, on a rank that knows them.
 
-    That is the first output rank of the call that generates. Where nothing is generated, tokens of whole sequences,
-    and no answers.
+    That is the first output rank of the call that generates. Where nothing is generated, tokens of the sequences
+    that the first train call learns from, and no answers.
     """
     graph = store.graph
     call = _lengths_call(graph)

@@ -1,12 +1,15 @@
 """Evaluation: metrics of the evaluation graph over all its records, and samples where it generates."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from realrl.algorithms.method import Metrics
+from realrl.config.user_function import UserFunction
 from realrl.data.dataset import Dataset, split_eval_batches
 from realrl.engine.generation.generate import Noise
 from realrl.program.lower import WRITER
-from realrl.runtime.judge import Judge
+from realrl.recipe.graphs import SAMPLED
+from realrl.runtime.output.metric_notes import JUDGE
 from realrl.runtime.prepare.compile import Phase
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.store import Store
@@ -32,12 +35,15 @@ class Evaluation:
         batch: int,
         seed: int,
         tokenizer: Any,
-        judge: Judge | None,
+        judge: UserFunction | None,
+        sample_keys: Sequence[str],
     ) -> None:
+        """`sample_keys` are those that samples show, see `AlgorithmSpec.sample_keys`."""
         self._process, self._worker, self._phase, self._records = process, worker, phase, records
         dp = max(placement.strategy.dp for placement in phase.plan.placements.values())
         self._batches = split_eval_batches(len(records), max(batch, 2 * dp))
         self._seed, self._tokenizer, self._judge = seed, tokenizer, judge
+        self._sample_keys = tuple(sample_keys)
 
     def run(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Evaluate: metrics by `call/name`, and a row per sample; both empty except on the rank that writes."""
@@ -47,7 +53,13 @@ class Evaluation:
         for indices in self._batches:
             store = Store(self._phase.graph, self._phase.plan)
             noise = Noise(self._seed, _NOISE_STEP, first=indices[0])
-            step = StepInput(self._records.batch(indices), noise, {}, evaluation=True)
+            step = StepInput(
+                self._records.batch(indices),
+                noise,
+                {},
+                further=self._records.further_fields(indices),
+                evaluation=True,
+            )
             figures = self._worker.run(program, store, step)
             for call, metrics in figures.items():
                 totals.setdefault(call, Metrics()).update(metrics)
@@ -57,18 +69,14 @@ class Evaluation:
         named = flatten(totals)
         with self._process.together():
             if self._judge is not None and samples:
-                named["judge"] = _ask(self._judge, samples)
+                named[JUDGE] = _ask(self._judge, samples)
         return named, samples
 
     def _samples(self, store: Store) -> list[dict[str, Any]]:
         """List what this step generated, in the order of its items, on the rank that writes."""
         if store.graph.producer("sequences") is None:
             return []
-        keys = [
-            k
-            for k in ("sequences", "prompt_length", "finished", "score")
-            if store.graph.producer(k) is not None
-        ]
+        keys = (*SAMPLED, *self._sample_keys)
         mine = {key: self._held(store, key) for key in keys}
         everyone = self._process.gather(mine)
         rows = {key: {i: row for part in everyone for i, row in part[key].items()} for key in keys}
@@ -90,12 +98,12 @@ class Evaluation:
         prompt, completion = (self._tokenizer.decode(t, skip_special_tokens=True) for t in texts)
         sample: dict[str, Any] = {"prompt": prompt, "completion": completion}
         sample["finished"] = bool(row["finished"][0])
-        return sample | ({"score": row["score"][0]} if "score" in row else {})
+        return sample | {key: row[key][0] for key in self._sample_keys}
 
 
-def _ask(judge: Judge, samples: list[dict[str, Any]]) -> float:
-    """Add the judge's scores to the samples; return their mean. UserError when it gives no scores."""
-    scores = judge.rate([sample["completion"] for sample in samples])
+def _ask(judge: UserFunction, samples: list[dict[str, Any]]) -> float:
+    """Add the judge's scores to the samples; return their mean. UserCodeError when it gives no scores."""
+    scores = judge.numbers(len(samples), [sample["completion"] for sample in samples])
     for sample, score in zip(samples, scores, strict=True):
         sample["judge"] = score
     return sum(scores) / len(scores)

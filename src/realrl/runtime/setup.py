@@ -1,7 +1,10 @@
 """Tokenizer and records of a run, with the mistakes that only they show."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
+from realrl.algorithms.method import Algorithm, FunctionMethod
+from realrl.checkpoint.directory import find_model_shape
 from realrl.checkpoint.origin import read_origin
 from realrl.checkpoint.special_tokens import end_ids
 from realrl.config.errors import UserError
@@ -11,8 +14,7 @@ from realrl.data.tokenizer import load_tokenizer
 from realrl.dataflow.call import Kind
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
-from realrl.runtime.prepare.compile import Compiled, models
-from realrl.runtime.worker.roles import role_shape
+from realrl.runtime.prepare.compile import Compiled, Phase, models
 
 
 def load_shared_tokenizer(experiment: Experiment) -> Any:
@@ -32,7 +34,7 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
             raise UserError(f"models.{role}.tokenizer: a model that starts from scratch needs a tokenizer")
         if source not in loaded:
             loaded[source] = load_tokenizer(source)
-        tokenizer, vocabulary = loaded[source], role_shape(config).vocab_size
+        tokenizer, vocabulary = loaded[source], find_model_shape(config).vocab_size
         if len(tokenizer) > vocabulary:
             raise UserError(
                 f"models.{role}: the tokenizer {source} has {len(tokenizer)} tokens,"
@@ -56,10 +58,10 @@ def load_ends(experiment: Experiment, tokenizer: Any) -> tuple[int, ...]:
     none, or one is not in the model's vocabulary.
     """
     configs, heads = models(experiment), experiment.spec.heads
-    generating = [call.role for call in build_graph(experiment).calls if call.kind is Kind.GENERATE]
+    generating = [call.model_role for call in build_graph(experiment).calls if call.kind is Kind.GENERATE]
     role = next(iter((*generating, *(role for role in configs if heads[role] == "lm"), *configs)))
     config = configs[role]
-    return read_ends(tokenizer, config.path, role_shape(config).vocab_size)
+    return read_ends(tokenizer, config.path, find_model_shape(config).vocab_size)
 
 
 def read_ends(tokenizer: Any, path: str | None, vocabulary: int) -> tuple[int, ...]:
@@ -71,22 +73,52 @@ def read_ends(tokenizer: Any, path: str | None, vocabulary: int) -> tuple[int, .
     return end_ids(tokenizer, None if path is None else read_origin(path), vocabulary)
 
 
-def load_data(
-    experiment: Experiment, compiled: Compiled, tokenizer: Any, ends: tuple[int, ...]
-) -> tuple[Dataset, Dataset | None]:
-    """Load training and evaluation records, tokenized; `ends` are the ids that end a sequence.
+def load_functions(algorithm: Algorithm, compiled: Compiled, rank: int) -> dict[str, FunctionMethod]:
+    """Methods of the functions that a rank calls in steps of any kind, ready to be called; UserError where one
+    cannot be."""
+    found: dict[str, FunctionMethod] = {}
+    for phase in compiled.phases.values():
+        for call in phase.graph.functions:
+            if rank in phase.plan[call.name].ranks and call.name not in found:
+                found[call.name] = cast(FunctionMethod, algorithm.method(call.name))
+                found[call.name].load()
+    return found
 
-    UserError names the record that is wrong, or the role whose model is declared for shorter sequences.
+
+def load_data(
+    experiment: Experiment,
+    compiled: Compiled,
+    tokenizer: Any,
+    ends: tuple[int, ...],
+    functions: Mapping[str, FunctionMethod],
+) -> tuple[Dataset, Dataset | None]:
+    """Load training and evaluation records, tokenized; `ends` are the ids that end a sequence, `functions` those
+    that this rank calls.
+
+    UserError names the record that is wrong, or the role whose model is declared for shorter sequences, or what a
+    function needs of records that they do not have.
     """
     _check_positions(experiment)
     _check_top_k(experiment, compiled)
     data, seed = experiment.data, experiment.seed
-    form, train_keys = experiment.spec.form, compiled.train.graph.sources
-    train = Dataset.load(data.train, form, train_keys, tokenizer, data, seed, ends)
+
+    def load(source: str, phase: Phase) -> Dataset:
+        names = [call.name for call in phase.graph.functions if call.record_fields]
+        seeing = [functions[name] for name in names if name in functions]
+
+        def wanted(field: str) -> bool:
+            return any(function.wants(field) for function in seeing)
+
+        form, keys = experiment.spec.form, phase.graph.sources
+        records = Dataset.load(source, form, keys, tokenizer, data, seed, ends, wanted)
+        for function in seeing:
+            function.check_fields(source, records.further.keys())
+        return records
+
+    train = load(data.train, compiled.train)
     if compiled.evaluation is None or data.eval is None:
         return train, None
-    eval_keys = compiled.evaluation.graph.sources
-    evaluation = Dataset.load(data.eval, form, eval_keys, tokenizer, data, seed, ends)
+    evaluation = load(data.eval, compiled.evaluation)
     dp = max(p.strategy.dp for p in compiled.evaluation.plan.placements.values())
     if len(evaluation) < dp:
         raise UserError(
@@ -100,7 +132,7 @@ def _check_top_k(experiment: Experiment, compiled: Compiled) -> None:
     generation, configs = experiment.spec.generation, models(experiment)
     for call in compiled.train.graph.calls:
         if generation is not None and call.kind is Kind.GENERATE:
-            vocabulary = role_shape(configs[call.role]).vocab_size
+            vocabulary = find_model_shape(configs[call.model_role]).vocab_size
             check_top_k("generation.top_k", generation(experiment).top_k, vocabulary)
 
 
@@ -121,7 +153,10 @@ def _check_positions(experiment: Experiment) -> None:
         what = "data.max_prompt_tokens + generation.max_new_tokens"
     for role, config in models(experiment).items():
         check_length(
-            f"{what}={longest}", longest, role_shape(config).max_positions, f"the model of models.{role}"
+            f"{what}={longest}",
+            longest,
+            find_model_shape(config).max_positions,
+            f"the model of models.{role}",
         )
 
 

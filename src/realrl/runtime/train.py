@@ -9,8 +9,10 @@ from typing import Any, Protocol
 from realrl.algorithms.build import build_algorithm
 from realrl.checkpoint.notes import list_saving_notes
 from realrl.checkpoint.sources import check_trainable
-from realrl.config.errors import RunError, UserCodeError, UserError
+from realrl.config.errors import RunError, UserCodeError
+from realrl.config.user_function import UserFunction
 from realrl.data.dataset import Order
+from realrl.dataflow.call import Kind
 from realrl.engine.generation.generate import Noise
 from realrl.engine.parallel import all_rank_sets
 from realrl.engine.training.learning_rate import learning_rate
@@ -19,25 +21,25 @@ from realrl.plan.presets import SEARCH
 from realrl.planner.calibration.comparison import COSTS, Comparison
 from realrl.planner.profile.profile import Profile
 from realrl.program.lower import WRITER
-from realrl.program.trace import write_trace
+from realrl.program.trace_file import write_trace
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.model import TrainedModelConfig
+from realrl.recipe.model import trained_models
 from realrl.runtime.costs import Costs
 from realrl.runtime.evaluate import Evaluation, flatten
-from realrl.runtime.judge import Judge
 from realrl.runtime.output.notes import StepNotes, list_data_notes, list_model_notes
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.output.saved import find_saved
 from realrl.runtime.output.stopped import make_stop_error
-from realrl.runtime.prepare.compile import Compiled, compile_recipe, models, with_sizes
+from realrl.runtime.prepare.compile import Compiled, compile_recipe, models, stored_models, with_sizes
 from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.fit.check import check_fit
+from realrl.runtime.prepare.trained_parts import list_trained_parts
 from realrl.runtime.processes.process import Process, connect, resolve_cluster
 from realrl.runtime.processes.startup import agree_on_plan, find_least_device
-from realrl.runtime.setup import load_data, load_ends, load_shared_tokenizer
+from realrl.runtime.setup import load_data, load_ends, load_functions, load_shared_tokenizer
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.store import Store
-from realrl.runtime.worker.trace import Trace
+from realrl.runtime.worker.trace_recorder import Trace
 from realrl.runtime.worker.worker import StepInput, Worker
 
 COLLECT_EVERY = 100
@@ -152,17 +154,20 @@ class TrainingRun:
         self.saving_notes = [
             f"models.{role}: {text}" for role in self.trained for text in self._saving_notes(role)
         ]
-        self.records, self.eval_records = load_data(experiment, compiled, self.tokenizer, self.ends)
+        functions = load_functions(algorithm, compiled, process.rank)
+        self.records, self.eval_records = load_data(
+            experiment, compiled, self.tokenizer, self.ends, functions
+        )
         data = experiment.data
         self.order = Order(len(self.records), data.batch, experiment.seed, data.shuffle)
         self.steps = experiment.training.steps or max(1, self.order.steps(experiment.training.epochs))
         # Code of the user's runs once: on the rank that asks it.
         reference = experiment.training.judge if process.rank == WRITER else None
-        judge = None if reference is None else Judge(reference)
+        judge = None if reference is None else UserFunction("training.judge", reference)
         say: Callable[[str], None] = observer.note if observer is not None else lambda text: None
         self.costs = Costs(experiment, compiled, process, self.roles, profile, say)
         self.trace = Trace(process.rank)
-        self.worker = Worker(process, self.roles, algorithm, self.ends, self.trace)
+        self.worker = Worker(process, self.roles, algorithm, self.ends, self.trace, self.tokenizer)
         self.evaluation: Evaluation | None = None
         if compiled.evaluation is not None and self.eval_records is not None:
             self.evaluation = Evaluation(
@@ -174,8 +179,9 @@ class TrainingRun:
                 seed=experiment.seed,
                 tokenizer=self.tokenizer,
                 judge=judge,
+                sample_keys=experiment.spec.sample_keys,
             )
-        self.notes = StepNotes(algorithm)
+        self.notes = StepNotes(algorithm, experiment.spec)
 
     def load(self) -> None:
         """Load the weights; UserError when they cannot be used."""
@@ -198,6 +204,7 @@ class TrainingRun:
         notes = [
             *list_data_notes({"train": self.records, "eval": self.eval_records}),
             *list_model_notes(self.experiment, self.steps, fresh),
+            *list_trained_parts(stored_models(self.experiment, self.compiled.train.graph, self.roles.shapes)),
             *self.saving_notes,
         ]
         for note in notes:
@@ -233,19 +240,21 @@ class TrainingRun:
         store = Store(phase.graph, phase.plan)
         samples = self.experiment.spec.samples_per_prompt(self.experiment)
         # Samples of a prompt are consecutive items, so that item // samples is the prompt.
-        records = self.records.batch([i for i in self.order.indices(step) for _ in range(samples)])
+        indices = [i for i in self.order.indices(step) for _ in range(samples)]
         rates = {
             role: learning_rate(config.optimizer, step, self.steps)
-            for role, config in models(self.experiment).items()
-            if isinstance(config, TrainedModelConfig)
+            for role, config in trained_models(models(self.experiment)).items()
         }
-        inputs = StepInput(records, Noise(self.experiment.seed, step), rates)
+        noise, further = Noise(self.experiment.seed, step), self.records.further_fields(indices)
+        inputs = StepInput(self.records.batch(indices), noise, rates, further)
         with self.costs.step(store):
             program = phase.programs[self.process.rank]
             try:
                 figures = flatten(self.worker.run(program, store, inputs, self.costs.timer))
             except SkippedStepsError as error:
                 raise self._stopped(error, step + 1) from None
+            except UserCodeError as error:
+                raise self._saying_what_is_saved(error) from error
         self._record(MetricsRecord(step + 1, "train", time.monotonic() - start, figures))
         if self.observer is not None:
             for note in self.notes.describe_step(step + 1, figures):
@@ -278,14 +287,18 @@ class TrainingRun:
         start = time.monotonic()
         try:
             figures, samples = self.evaluation.run()
-        except UserError as error:
-            # The judge's. What was trained before is not lost.
-            saved = find_saved(self.directory.path, self.trained).checkpoint
-            trace = error.trace if isinstance(error, UserCodeError) else ""
-            raise UserCodeError(f"{error}; saved: {saved}" if saved else str(error), trace) from error
+        except UserCodeError as error:
+            raise self._saying_what_is_saved(error) from error
+        self.notes.take_evaluation(figures)
         if self.observer is not None and samples:
             self.directory.write_samples(done, samples[: self.experiment.training.samples])
         self._record(MetricsRecord(done, "eval", time.monotonic() - start, figures))
+
+    def _saying_what_is_saved(self, error: UserCodeError) -> UserCodeError:
+        """A mistake in a function or in the judge. What was trained before is not lost."""
+        saved = find_saved(self.directory.path, self.trained).checkpoint
+        message = f"{error}; saved: {saved}" if saved else str(error)
+        return UserCodeError(message, error.trace, error.alone)
 
     def _record(self, record: MetricsRecord) -> None:
         if self.observer is not None:
@@ -305,9 +318,10 @@ class TrainingRun:
             path = self.directory.checkpoint(done, "" if role == self.trained[0] else role)
             with self.directory.writing(path):
                 self.roles.save(role, path, self.tokenizer, self.ends)
-        # A rank knows the state if it trains; where ranks differ, the one that has seen most steps counts.
+        phase = self.compiled.train
+        first = next(call for call in phase.graph.order if call.kind is Kind.TRAIN)
         states = self.process.gather(self.algorithm.state_dict())
-        state = max(states, key=lambda state: state.get("steps", 0))
+        state = states[phase.plan[first.name].ranks[0]]
         if self.observer is not None and state:
             self.directory.write_state(done, state)
 

@@ -1,10 +1,17 @@
 """Recipes of PPO. No torch."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from realrl.config.base import Settings
+from realrl.config.user_function import FunctionReference
 from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
 from realrl.recipe.settings import GenerationConfig
@@ -69,22 +76,36 @@ class PPOConfig(Settings):
 
 
 class PPOModels(Models):
-    """The four models of PPO."""
+    """The models of PPO."""
 
     actor: TrainedModelConfig
     """The policy."""
     critic: TrainedModelConfig = TrainedModelConfig()
-    """Value model; starts from the reward model when it has no `path`. Its `dtype` is the actor's if not given."""
+    """Value model; without a `path` it starts from the reward model or, where a function gives rewards, from the
+    actor with a new scalar head. Its `dtype` is the actor's if not given."""
     ref: ModelConfig = ModelConfig()
     """Frozen reference policy; the actor's starting point when it has no `path`. Its `dtype` is the actor's if not
     given."""
-    reward: ModelConfig
-    """Frozen reward model, a sequence classifier with one label."""
+    reward: ModelConfig | None = None
+    """Frozen reward model, a sequence classifier with one label; null where `reward` names a function instead."""
 
 
 class PPOExperiment(Experiment):
-    """RLHF with PPO: four roles, six calls."""
+    """RLHF with PPO: four roles, six calls; three roles where a function gives rewards."""
 
     models: PPOModels
+    reward: FunctionReference | None = None
+    """`FILE.py:FUNCTION` or `package.module:FUNCTION`, which takes the place of `models.reward`: called with
+    `prompts=[...]`, `completions=[...]` and every further field of the records by its name, as lists, or those of
+    them that it names; it returns one number for each completion."""
     ppo: PPOConfig = PPOConfig()
     generation: GenerationConfig = GenerationConfig()
+
+    @model_validator(mode="after")
+    def _one_reward(self) -> Self:
+        if (self.reward is None) is (self.models.reward is None):
+            given = "are both given; keep one" if self.reward else "are both missing; give one"
+            raise ValueError(
+                f"reward (a function, FILE.py:FUNCTION) and models.reward (a reward model) {given}"
+            )
+        return self

@@ -8,6 +8,18 @@ from realrl.algorithms.ppo.kl import token_kl
 from realrl.data.batch import Batch, Ragged
 
 
+def score_metrics(batch: Batch, config: PPOConfig) -> Metrics:
+    """Figures of evaluation about scored sequences, see `RewardInference.metrics`; none without `finished`."""
+    metrics, count = Metrics(), len(batch)
+    if "prompt_length" in batch.fields and "finished" in batch.fields:
+        responses = Responses.of(batch["sequences"], batch["prompt_length"])
+        trained_on = scored(batch["finished"].values, config)
+        metrics.mean("score", batch["score"].values.double()[trained_on].sum(), trained_on.sum())
+        metrics.mean("response_tokens", responses.counts.sum(), count)
+        metrics.mean("finished", batch["finished"].values.double().sum(), count)
+    return metrics
+
+
 class RewardInference:
     """Score of each sequence: the reward model's value at its last token."""
 
@@ -29,14 +41,7 @@ class RewardInference:
 
         In training, where the call's inputs do not suffice, `actor.train` reports them.
         """
-        metrics, count = Metrics(), len(batch)
-        if "prompt_length" in batch.fields and "finished" in batch.fields:
-            responses = Responses.of(batch["sequences"], batch["prompt_length"])
-            trained_on = scored(batch["finished"].values, self._config)
-            metrics.mean("score", batch["score"].values.double()[trained_on].sum(), trained_on.sum())
-            metrics.mean("response_tokens", responses.counts.sum(), count)
-            metrics.mean("finished", batch["finished"].values.double().sum(), count)
-        return metrics
+        return score_metrics(batch, self._config)
 
 
 class RefInference:

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 
 from realrl.algorithms.base import StatelessAlgorithm
-from realrl.algorithms.method import GenerateMethod
+from realrl.algorithms.method import GenerateMethod, Method
 from realrl.algorithms.ppo.actor import ActorTrain
 from realrl.algorithms.ppo.config import PPOConfig
 from realrl.algorithms.ppo.critic import CriticTrain
 from realrl.algorithms.ppo.inference import CriticInference, RefInference, RewardInference
+from realrl.algorithms.ppo.reward import RewardFunction
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.settings import GenerationConfig
 
@@ -16,7 +17,7 @@ FEW_FINISHED = 0.5
 
 
 class PPOAlgorithm(StatelessAlgorithm):
-    """Proximal policy optimisation (Schulman et al. 2017) from a reward model (Ouyang et al. 2022)."""
+    """Proximal policy optimisation (Schulman et al. 2017) from a reward model (Ouyang et al. 2022) or function."""
 
     def __init__(
         self,
@@ -26,26 +27,28 @@ class PPOAlgorithm(StatelessAlgorithm):
         config: PPOConfig,
         generation: GenerationConfig,
         eval_generation: GenerationConfig | None = None,
+        reward: str | None = None,
     ) -> None:
-        """`eval_generation` is how evaluation samples, if otherwise than training."""
+        """`eval_generation` is how evaluation samples, if otherwise than training; `reward` the reference of the
+        function that scores in place of a model."""
         self._config, self._generation = config, generation
         restricted = generation.restricted
         actor, critic = ActorTrain(config, restricted=restricted), CriticTrain(config, restricted=restricted)
         evaluated = (eval_generation or generation).restricted
-        super().__init__(
-            graph=graph,
-            eval_graph=eval_graph,
-            methods={
-                "actor.generate": GenerateMethod(generation, eval_generation or generation),
-                "reward.inference": RewardInference(config),
-                # Its figures are those of evaluation; in training `actor.train` reports the divergence.
-                "ref.inference": RefInference(restricted=evaluated),
-                "critic.inference": CriticInference(config),
-                "actor.train": actor,
-                "critic.train": critic,
-            },
-            temperature=generation.temperature,
-        )
+        methods: dict[str, Method] = {
+            "actor.generate": GenerateMethod(generation, eval_generation or generation),
+            # Its figures are those of evaluation; in training `actor.train` reports the divergence.
+            "ref.inference": RefInference(restricted=evaluated),
+            "critic.inference": CriticInference(config),
+            "actor.train": actor,
+            "critic.train": critic,
+        }
+        if reward is None:
+            methods["reward.inference"] = RewardInference(config)
+        else:
+            methods["reward.function"] = RewardFunction(reward, config)
+        temperature = generation.temperature
+        super().__init__(graph=graph, eval_graph=eval_graph, methods=methods, temperature=temperature)
         self._appraisers = (actor.appraiser, critic.appraiser)
 
     def notes(self, figures: Mapping[str, float]) -> list[str]:
@@ -64,7 +67,7 @@ class PPOAlgorithm(StatelessAlgorithm):
     def state_dict(self) -> dict[str, float]:
         """Save the KL coefficient, the value statistics, and `steps`, the number of steps they have seen.
 
-        A rank knows them if it runs a train call; where ranks differ, the state with the most steps counts.
+        A rank knows them if it runs a train call, and all such ranks have the same ones after a step.
         """
         return max(self._appraisers, key=lambda a: a.steps).state_dict()
 

@@ -46,7 +46,7 @@ def _figures(*, chosen: Tensor, rejected: Tensor, weights: Tensor) -> Metrics:
     return metrics
 
 
-class RewardInference:
+class PairInference:
     """Scores of both sequences of each pair."""
 
     def sequences(self, batch: Batch) -> Ragged:
@@ -84,5 +84,5 @@ class RewardTrain(PlainTrain):
 
 def reward_algorithm(graph: DataflowGraph, eval_graph: DataflowGraph | None) -> StatelessAlgorithm:
     """Make the algorithm of these graphs."""
-    methods: dict[str, Method] = {"reward.train": RewardTrain(), "reward.inference": RewardInference()}
+    methods: dict[str, Method] = {"reward.train": RewardTrain(), "reward.inference": PairInference()}
     return StatelessAlgorithm(graph=graph, eval_graph=eval_graph, methods=methods)

@@ -4,9 +4,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.simulate.estimate import Estimate, Slice
-from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Receive, Run
+from realrl.program.instructions import (
+    Instruction,
+    Load,
+    Offload,
+    Reallocate,
+    Receive,
+    Run,
+    Send,
+    ShareLengths,
+)
 
 WORK = (Run, Reallocate, Load, Offload)
 """Instructions that are drawn one by one; time between them is waiting and exchange of data."""
@@ -80,13 +89,15 @@ def find_areas(bands: Sequence[Band], step_seconds: float) -> list[Area]:
 
 def _work(estimate: Estimate, spec: ClusterSpec, rank: int) -> tuple[object, ...]:
     """Make a key that is equal for devices that do the same."""
-    instructions = (s.instruction for s in estimate.slices[rank] if isinstance(s.instruction, WORK))
+    instructions = (
+        s.instruction for s in estimate.slices[rank] if isinstance(s.instruction, WORK) and not s.host
+    )
     return spec.group_index(rank), *instructions
 
 
 def _blocks(slices: Sequence[Slice], shortest: float) -> Iterator[Block]:
     """List the blocks of a device from the start of a step until it has nothing left to do."""
-    work = [s for s in slices if isinstance(s.instruction, WORK) and s.seconds > s.waiting]
+    work = [s for s in slices if isinstance(s.instruction, WORK) and s.seconds > s.waiting and not s.host]
     blocks = [Block(s.start + s.waiting, s.start + s.seconds, s.instruction) for s in work]
     for before, block in pairwise([Block(0.0, 0.0, None), *blocks]):
         if block.start - before.end > shortest:
@@ -105,6 +116,8 @@ def _reason(slices: Sequence[Slice], start: float, end: float) -> str:
             return f"waits for what {producer} sends to {consumer}"
         case Run(call, _, _):
             return f"waits for the other devices of {call}"
+        case Send(producer=function) | ShareLengths(call=function):
+            return f"waits for {function} on the host"
         case Reallocate(role, _, target, _, _):
             return f"waits until parameters of {role} can be moved to devices {target.mesh}"
     return "waits for other devices"

@@ -9,13 +9,14 @@ from realrl.cli.page.text import format_share
 from realrl.cli.page.tips import find_role_class, make_tip
 from realrl.config.units import format_bytes
 from realrl.planner.simulate.estimate import DeviceMemory
+from realrl.planner.simulate.memory_part import MemoryPart, PartKind
 from realrl.program.text import format_ranks
 
 if TYPE_CHECKING:
     from realrl.planner.report.report import PlanReport
 
-_KNOWN = ("cache", "activations", "logits", "fragmentation")
-"""Memory parts that belong to no role and have a colour of their own."""
+_OF_CALLS = (PartKind.CACHE, PartKind.ACTIVATIONS, PartKind.LOGITS, PartKind.FRAGMENTATION)
+"""Memory parts that belong to no role, in the order of their bars; each has a colour of its own."""
 
 _WHATS = {"parameters": "parameters", "copy": "a copy in another layout", "state": "gradients and optimizer"}
 """CSS class of a memory part of a role -> meaning."""
@@ -47,8 +48,8 @@ def make_memory_cards(report: "PlanReport") -> list[Card]:
 def list_parts(report: "PlanReport") -> list[tuple[str, str]]:
     """List the colours of the bars with their CSS classes and meaning."""
     found = [f.parts for device in report.chosen.memory for f in device.footprints]
-    names = {name for parts in [*found, *(d.resident for d in report.chosen.memory)] for name in parts}
-    looks = {_look(report, name) for name in names}
+    held = {part for parts in [*found, *(d.resident for d in report.chosen.memory)] for part in parts}
+    looks = {_look(report, part) for part in held}
     roles = [(role, find_role_class(report, role)) for role in report.scenario.graph.roles]
     whats = [
         (text, f"r7 {what}") for what, text in _WHATS.items() if any(look.endswith(what) for look in looks)
@@ -56,13 +57,13 @@ def list_parts(report: "PlanReport") -> list[tuple[str, str]]:
     return [
         *roles,
         *whats,
-        *((part, f"part {part}") for part in (*_KNOWN, "other") if f"part {part}" in looks),
+        *((kind.value, f"part {kind}") for kind in _OF_CALLS if f"part {kind}" in looks),
     ]
 
 
 def _card(report: "PlanReport", devices: list[DeviceMemory], most: int) -> Card:
     fullest = max(devices, key=lambda device: device.peak.bytes)
-    phases: dict[str, Mapping[str, int]] = {"between steps": fullest.resident}
+    phases: dict[str, Mapping[MemoryPart, int]] = {"between steps": fullest.resident}
     for footprint in fullest.footprints:
         earlier = phases.get(footprint.during, {})
         if sum(earlier.values()) <= footprint.bytes:
@@ -79,36 +80,37 @@ def _card(report: "PlanReport", devices: list[DeviceMemory], most: int) -> Card:
     )
 
 
-def _bar(report: "PlanReport", name: str, parts: Mapping[str, int], most: int, capacity: int) -> Bar:
+def _bar(report: "PlanReport", name: str, parts: Mapping[MemoryPart, int], most: int, capacity: int) -> Bar:
     segments = []
     for part in _ordered(report, parts):
         share = format_share(parts[part] / capacity)
         facts = [("holds", format_bytes(parts[part])), ("of the device", share), ("in", name)]
-        segments.append(Segment(100 * parts[part] / most, _look(report, part), make_tip(part, facts)))
+        segments.append(Segment(100 * parts[part] / most, _look(report, part), make_tip(str(part), facts)))
     call = name if name in report.chosen.calls else ""
     return Bar(name, tuple(segments), format_bytes(sum(parts.values())), call)
 
 
-def _ordered(report: "PlanReport", parts: Mapping[str, int]) -> list[str]:
+def _ordered(report: "PlanReport", parts: Mapping[MemoryPart, int]) -> list[MemoryPart]:
     """Sort the memory parts that take any bytes: by role, then temporary ones."""
     roles = report.scenario.graph.roles
 
-    def place(name: str) -> tuple[int, int]:
-        role = _role(report, name)
-        if role is not None:
-            return roles.index(role), list(_WHATS).index(_look(report, name).split()[1])
-        return len(roles), _KNOWN.index(name) if name in _KNOWN else len(_KNOWN)
+    def place(part: MemoryPart) -> tuple[int, int]:
+        if part.role is not None:
+            return roles.index(part.role), list(_WHATS).index(_what(part))
+        return len(roles), _OF_CALLS.index(part.kind)
 
     return sorted((part for part, size in parts.items() if size), key=place)
 
 
-def _look(report: "PlanReport", part: str) -> str:
-    role = _role(report, part)
-    if role is not None:
-        what = "parameters" if part == f"{role} parameters" else "copy" if "parameters" in part else "state"
-        return f"{find_role_class(report, role)} {what}"
-    return f"part {part if part in _KNOWN else 'other'}"
+def _look(report: "PlanReport", part: MemoryPart) -> str:
+    """Find the CSS classes of a part."""
+    if part.role is None:
+        return f"part {part.kind}"
+    return f"{find_role_class(report, part.role)} {_what(part)}"
 
 
-def _role(report: "PlanReport", part: str) -> str | None:
-    return next((role for role in report.scenario.graph.roles if part.startswith(f"{role} ")), None)
+def _what(part: MemoryPart) -> str:
+    """Find the CSS class of a role's part, one of `_WHATS`."""
+    if part.kind is PartKind.OPTIMIZER:
+        return "state"
+    return "parameters" if part.copy is None and not part.host else "copy"

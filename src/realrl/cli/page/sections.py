@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from realrl.cli.page.text import (
-    describe_shortage,
     format_count,
     format_parameters,
     format_seconds,
@@ -14,6 +13,7 @@ from realrl.cli.page.text import (
 )
 from realrl.cli.page.tips import find_role_class, make_tip
 from realrl.config.units import format_bytes
+from realrl.planner.report.shortage_text import describe_full_device
 
 if TYPE_CHECKING:
     from realrl.planner.report.report import PlanReport
@@ -27,6 +27,7 @@ TERMS: Mapping[str, str] = {
     "pipeline": "messages between pipeline stages",
     "bubble": "pipeline stages that wait for others",
     "launch": "devices that wait for their host",
+    "function": "functions on hosts, beside what devices do",
     "reallocation": "parameters on their way from layout to layout",
     "offload": "copies from and to host memory",
     "exchange": "what calls hand to each other",
@@ -86,7 +87,7 @@ class ModelEntry:
 def write_verdict(report: "PlanReport") -> str:
     """Sum up the plan in one sentence."""
     if not report.chosen.fits:
-        return f"This plan does not fit: {describe_shortage(report.chosen.peak_device)}."
+        return f"This plan does not fit: {describe_full_device(report.chosen.peak_device)}."
     proof = "optimal" if report.gap <= 5e-4 else f"within {format_share(report.gap)} of the optimum"
     best = find_best_preset(report)
     if not report.presets:
@@ -154,6 +155,8 @@ def make_time_bars(report: "PlanReport") -> list[Bar]:
     whole = estimate.step_seconds * len(estimate.slices)
     parts: dict[str, dict[str, float]] = {}
     for name, call in estimate.calls.items():
+        if call.call.is_function:  # takes no device's time
+            continue
         parts[name] = {term: seconds * call.placement.mesh.size for term, seconds in call.terms.items()}
     for term in ("reallocation", "offload", "exchange", "idle"):
         if estimate.terms[term] > _VISIBLE * whole:

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 from realrl.cli.page.sections import TERMS
 from realrl.cli.page.text import (
-    describe_shortage,
     format_count,
     format_extras,
     format_interval,
@@ -13,8 +12,9 @@ from realrl.cli.page.text import (
     format_share,
     format_strategy,
 )
-from realrl.cli.page.tips import find_role_class
+from realrl.cli.page.tips import find_call_class, find_role_class
 from realrl.config.units import format_bytes
+from realrl.planner.report.shortage_text import describe_full_device
 from realrl.program.text import name_parameters
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def list_rivals(report: "PlanReport") -> list[Rival]:
         return False, not estimate.fits, estimate.step_seconds
 
     look = "chosen" if chosen.fits else "chosen unfit"
-    note = "" if chosen.fits else describe_shortage(chosen.peak_device)
+    note = "" if chosen.fits else describe_full_device(chosen.peak_device)
     value = format_seconds(chosen.step_seconds)
     first = Rival(
         name="this plan",
@@ -80,7 +80,7 @@ def list_rivals(report: "PlanReport") -> list[Rival]:
             )
             continue
         ratio = f"{estimate.step_seconds / chosen.step_seconds:.2f} ×"
-        note = describe_shortage(estimate.peak_device)
+        note = describe_full_device(estimate.peak_device)
         if estimate.fits:
             note = "with recomputation" if preset.recompute else ""
         percent = 100 * estimate.step_seconds / longest
@@ -117,12 +117,14 @@ def make_calls_table(report: "PlanReport") -> Table:
     rows = []
     for name, call in calls.items():
         placement = call.placement
-        words = (name, format_interval(placement.ranks), format_strategy(placement), format_extras(placement))
+        given = "on the host" if call.call.is_function else format_extras(placement)
+        words = (name, format_interval(placement.ranks), format_strategy(placement), given)
         numbers = [_short(call.terms.get(term, 0.0)) for term in terms]
-        micro_batch = f"{placement.strategy.micro_batch_tokens:,}"
-        rows.append((*words, micro_batch, f"{call.start:.2f}", _short(call.seconds), *numbers))
+        micro_batch = "" if call.call.is_function else f"{placement.strategy.micro_batch_tokens:,}"
+        seconds = _short(call.seconds) if call.terms else "not measured"
+        rows.append((*words, micro_batch, f"{call.start:.2f}", seconds, *numbers))
     head = ("call", "devices", "strategy", "with", "micro-batch", "start", "seconds", *terms)
-    looks = tuple(find_role_class(report, call.call.role) for call in calls.values())
+    looks = tuple(find_call_class(report, call.call) for call in calls.values())
     return Table(head=head, rows=tuple(rows), words=4, looks=looks, calls=tuple(calls))
 
 
@@ -192,7 +194,7 @@ def make_alternatives_table(report: "PlanReport") -> Table:
     found = sorted(report.alternatives, key=lambda a: (order.index(a.call), not a.fits, a.step_seconds))
     rows = tuple(_alternative(alternative) for alternative in found)
     looks = tuple(
-        f"{find_role_class(report, report.scenario.graph.call(a.call).role)}{'' if a.fits else ' unfit'}"
+        f"{find_call_class(report, report.scenario.graph.call(a.call))}{'' if a.fits else ' unfit'}"
         for a in found
     )
     head = ("call", "devices", "strategy", "micro-batch", "with", "why not", "step")
@@ -205,7 +207,7 @@ def _alternative(other: "Alternative") -> tuple[str, ...]:
     devices = format_interval(other.placement.ranks)
     degrees = format_strategy(other.placement)
     step = format_seconds(other.step_seconds) if other.fits else "does not fit"
-    micro_batch = f"{other.placement.strategy.micro_batch_tokens:,}"
+    micro_batch = "" if other.function else f"{other.placement.strategy.micro_batch_tokens:,}"
     return other.call, devices, degrees, micro_batch, given, other.reason, step
 
 

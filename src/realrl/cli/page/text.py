@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from realrl.config.units import format_bytes
 from realrl.families.published import SHAPES
 from realrl.families.registry import model_tensors
 from realrl.plan.placement import Placement
-from realrl.planner.cluster.spec import ClusterSpec
-from realrl.planner.simulate.estimate import DeviceMemory
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.simulate.memory_part import MemoryPart
 from realrl.program.memory import Stored
 
 if TYPE_CHECKING:
@@ -104,15 +103,6 @@ def _lengths(lengths: Sequence[int]) -> str:
     return f"{lengths[0]:,} to {lengths[-1]:,} (mean {sum(lengths) / len(lengths):,.0f})"
 
 
-def find_largest(parts: Mapping[str, float]) -> str:
-    """Find the name of the largest."""
-    return max(parts, key=lambda name: parts[name])
-
-
-def describe_shortage(memory: DeviceMemory) -> str:
-    """Describe the shortfall of a device that is too small, and its largest part."""
-    peak = memory.peak
-    return (
-        f"device {memory.rank} needs {format_bytes(peak.bytes)} of {format_bytes(memory.capacity)} during"
-        f" {peak.during}, {format_bytes(peak.parts[find_largest(peak.parts)])} of it {find_largest(peak.parts)}"
-    )
+def find_largest(parts: Mapping[MemoryPart, int]) -> MemoryPart:
+    """Find the part that takes the most bytes."""
+    return max(parts, key=lambda part: parts[part])

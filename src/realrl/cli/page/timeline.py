@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from realrl.cli.page.bands import Area, Band, find_areas, find_bands
 from realrl.cli.page.text import format_count_of, format_interval, format_seconds, format_strategy
-from realrl.cli.page.tips import describe_block, find_role_class
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.cli.page.tips import describe_block, describe_call, find_role_class
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.simulate.estimate import CallEstimate
 from realrl.program.instructions import Load, Offload, Reallocate, Run
 
 if TYPE_CHECKING:
@@ -128,8 +129,14 @@ def draw_timeline(report: "PlanReport") -> TimelineDrawing:
         y = tops[area.bands.start]
         bottom = tops[area.bands.stop]
         boxes.append(_box(area, sum(len(bands[i].ranks) for i in area.bands), y, bottom - y, report))
+    functions = [call for call in estimate.calls.values() if call.call.is_function]
+    below = [tops[-1] + _BAND * i for i in range(len(functions))]
+    rows += tuple(
+        DrawnBand(y, _BAND, f"host: {of.call.name}", "") for of, y in zip(functions, below, strict=True)
+    )
+    boxes += [_function_box(of, y, report) for of, y in zip(functions, below, strict=True)]
     return TimelineDrawing(
-        tops[-1],
+        tops[-1] + _BAND * len(functions),
         rows,
         tuple(_borders(bands, tops, heights, spec)),
         tuple(boxes),
@@ -169,7 +176,7 @@ def _box(area: Area, devices: int, y: float, height: float, report: "PlanReport"
     call = ""
     labels = list[Label]()
     match block.instruction:
-        case Run(call, role, placement):
+        case Run(call, str(role), placement):
             look = f"{find_role_class(report, role)} {report.scenario.graph.call(call).kind}"
             seconds = format_seconds(block.end - block.start)
             labels += _labels(call, role, format_strategy(placement), seconds)
@@ -182,6 +189,30 @@ def _box(area: Area, devices: int, y: float, height: float, report: "PlanReport"
     text = f"{describe_block(report.chosen, block)}\non\t{format_count_of(devices, 'device')}"
     return DrawnBox(
         x=x, width=width, y=y, height=height, look=look, call=call, labels=tuple(labels), tip=text
+    )
+
+
+def _function_box(of: CallEstimate, y: float, report: "PlanReport") -> DrawnBox:
+    """Draw a function below the devices, from its start on the first rank to its end on the last one."""
+    step, name = report.chosen.step_seconds, of.call.name
+    found = [
+        s
+        for rank in report.chosen.slices
+        for s in rank
+        if s.host and isinstance(s.instruction, Run) and s.instruction.call == name
+    ]
+    start = min((s.start for s in found), default=of.start)
+    labels = (Label((f"{name} · {format_seconds(of.seconds)}",)), Label((name,)))
+    width = 100 * (of.end - start) / step
+    return DrawnBox(
+        x=100 * start / step,
+        width=width,
+        y=y,
+        height=_BAND,
+        look="function",
+        call=name,
+        labels=labels,
+        tip=describe_call(report.chosen, name),
     )
 
 

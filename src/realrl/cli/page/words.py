@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from realrl.cli.page.text import format_count, format_seconds, format_share
 from realrl.config.words import join
 from realrl.plan.plan import Plan
-from realrl.planner.memory.model import FRAGMENTATION
+from realrl.planner.memory.memory_model import FRAGMENTATION
 from realrl.program.instructions import Load, Offload, Reallocate, Run
 
 if TYPE_CHECKING:
@@ -16,8 +16,11 @@ def list_legend(report: "PlanReport") -> list[tuple[str, str]]:
     """List the CSS classes of the picture of a step with their meaning."""
     graph = report.scenario.graph
     instructions = {type(s.instruction) for rank in report.chosen.slices for s in rank}
-    kinds = dict.fromkeys(str(graph.call(name).kind) for name in report.chosen.calls)
+    models = (call.call for call in report.chosen.calls.values() if not call.call.is_function)
+    kinds = dict.fromkeys(str(call.kind) for call in models)
     found = [(f"r7 {kind}", kind) for kind in kinds if Run in instructions]
+    if graph.functions:
+        found.append(("function", "function on the host"))
     if Reallocate in instructions:
         found.append(("r7 move", "parameters are reallocated"))
     if {Load, Offload} & instructions:
@@ -43,7 +46,8 @@ def write_notes(report: "PlanReport", source: str) -> list[tuple[str, str]]:
         (
             "The picture.",
             "dp, tp and pp are degrees of data, tensor and pipeline parallelism. A mesh is whole nodes, or part of"
-            " one. Calls on different devices run side by side when neither needs what the other produces.",
+            " one. Calls on different devices run side by side when neither needs what the other produces."
+            " Functions run on hosts, beside what devices do.",
         ),
         (
             "Seconds.",

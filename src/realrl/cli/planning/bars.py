@@ -6,21 +6,25 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from realrl.cli.page.text import describe_shortage, find_largest, format_share
+from realrl.cli.page.text import find_largest, format_share
 from realrl.config.units import format_bytes
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.report.shortage_text import describe_full_device
 from realrl.planner.simulate.estimate import DeviceMemory, Estimate
+from realrl.planner.simulate.memory_part import MemoryPart, PartKind
 
+_Parts = Mapping[MemoryPart, int]
 _WIDTH = 30
 _SMALL = 0.01
 """Fraction of the devices' time; terms below are added up."""
+_REST = "activations and the rest"
 KINDS: Mapping[str, str] = {
-    "parameters": "█",
-    "gradients and optimizer": "▓",
-    "cache": "▒",
-    "activations and the rest": "░",
+    PartKind.PARAMETERS: "█",
+    PartKind.OPTIMIZER: "▓",
+    PartKind.CACHE: "▒",
+    _REST: "░",
 }
-"""Kind of memory -> the character of its bar."""
+"""Kind of memory -> the character of its bar; copies elsewhere and on the host are part of the rest."""
 
 
 def format_time_bars(estimate: Estimate) -> Table:
@@ -49,7 +53,7 @@ def format_memory_bars(estimate: Estimate, spec: ClusterSpec) -> RenderableType:
         ]
         parts += [_device(fullest)]
         if fullest.peak.bytes > fullest.capacity:
-            parts.append(Text(f"does not fit: {describe_shortage(fullest)}"))
+            parts.append(Text(f"does not fit: {describe_full_device(fullest)}"))
     legend = "   ".join(f"{character} {kind}" for kind, character in KINDS.items())
     return Group(*parts, Text(legend, style="dim"))
 
@@ -60,26 +64,28 @@ def _device(device: DeviceMemory) -> Table:
     rows.add_column(no_wrap=True)
     phases = [(f.during, f.parts) for f in device.footprints]
     for name, parts in [("between steps", device.resident), *_largest_of_each(phases)]:
-        most = find_largest(parts) if parts else ""
+        most = find_largest(parts) if parts else None
         rows.add_row(
             name,
             _bar(parts, device.capacity),
             Text(format_bytes(sum(parts.values())), justify="right"),
-            f"{most} {format_bytes(parts[most])}" if most else "",
+            f"{most} {format_bytes(parts[most])}" if most is not None else "",
         )
     return rows
 
 
-def _largest_of_each(phases: list[tuple[str, Mapping[str, int]]]) -> list[tuple[str, Mapping[str, int]]]:
+def _largest_of_each(
+    phases: list[tuple[str, Mapping[MemoryPart, int]]],
+) -> list[tuple[str, Mapping[MemoryPart, int]]]:
     """Keep the largest of the entries with the same name."""
-    found: dict[str, Mapping[str, int]] = {}
+    found: dict[str, _Parts] = {}
     for name, parts in phases:
         if name not in found or sum(parts.values()) > sum(found[name].values()):
             found[name] = parts
     return list(found.items())
 
 
-def _bar(parts: Mapping[str, int], capacity: int) -> str:
+def _bar(parts: _Parts, capacity: int) -> str:
     """Draw a bar as long as the device is full; dots are free. Overflow is cut off at `>`."""
     bar, before, position = "", 0.0, 0
     for kind, character in KINDS.items():
@@ -90,6 +96,7 @@ def _bar(parts: Mapping[str, int], capacity: int) -> str:
     return bar.ljust(_WIDTH, "·") if before <= 1 else bar[: _WIDTH - 1] + ">"
 
 
-def _kind(part: str) -> str:
-    """Find the kind of a memory part, by the end of its name."""
-    return next((kind for kind in KINDS if part.endswith(kind)), "activations and the rest")
+def _kind(part: MemoryPart) -> str:
+    """Find the kind of a memory part."""
+    is_copy = part.copy is not None or part.host
+    return part.kind if part.kind in KINDS and not is_copy else _REST

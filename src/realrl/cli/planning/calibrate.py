@@ -16,7 +16,7 @@ DEFAULT = "profile.json"
 """Default path of the profile that `realrl profile` writes."""
 
 
-def calibrate_profile(run_dir: str, path: str | None) -> str:
+def calibrate_file(run_dir: str, path: str | None) -> str:
     """Correct the profile in a file by a run, report the changes on stderr, and return the path of the file.
 
     Where there is no such file, one is written that corrects data-sheet specs.
@@ -45,7 +45,7 @@ def _print(run: "Comparison", before: "Profile | None", after: "Profile") -> Non
     from rich.table import Table
 
     from realrl.plan.placement import Placement
-    from realrl.planner.cost.model import CostModel
+    from realrl.planner.cost.cost_model import CostModel
 
     assert run.spec is not None, "else there is nothing to calibrate by"
     table = Table(box=box.SIMPLE)
@@ -55,7 +55,8 @@ def _print(run: "Comparison", before: "Profile | None", after: "Profile") -> Non
     models = [CostModel(run.spec, profile) for profile in (before, after)]
     for of in run.calls:
         place = Placement.parse(of.placement)
-        arguments = (of.call, run.models[of.call.role], place, run.workload)
-        old, new = (f"{model.call(*arguments).seconds:.4g} s" for model in models)
+        stored = None if of.call.role is None else run.models[of.call.role]
+        costs = [model.call(of.call, stored, place, run.workload) for model in models]
+        old, new = (f"{cost.seconds:.4g} s" if cost.terms else "not measured" for cost in costs)
         table.add_row(of.call.name, place.layout, old, new, str(of.seconds.steps))
     Console(stderr=True, highlight=False).print(table)

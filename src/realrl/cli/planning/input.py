@@ -15,7 +15,7 @@ from realrl.families.config_json import describe_untrainable
 from realrl.families.registry import find_family
 
 if TYPE_CHECKING:
-    from realrl.planner.cluster.spec import ClusterSpec
+    from realrl.planner.cluster.cluster_spec import ClusterSpec
     from realrl.planner.report.report import Objective
     from realrl.planner.simulate.scenario import Scenario
     from realrl.recipe.experiment import Experiment
@@ -93,7 +93,7 @@ def choose_devices(cluster: str | None, experiment: "Experiment") -> tuple["Clus
     Those that are named, or that the recipe's `cluster` names, else as many CPU processes as it has devices.
     """
     from realrl.plan.cluster import Cluster
-    from realrl.planner.cluster.spec import ClusterSpec
+    from realrl.planner.cluster.cluster_spec import ClusterSpec
     from realrl.runtime.prepare.cluster import named_cluster, written_cluster
     from realrl.runtime.prepare.devices import spec_of, with_memory
 
@@ -112,11 +112,13 @@ def choose_devices(cluster: str | None, experiment: "Experiment") -> tuple["Clus
 def read_scenario(
     experiment: "Experiment", cluster: str | None, profile: str | None, lengths: str | None
 ) -> tuple["Draft", "Scenario", str]:
-    """Read what is to be planned, as it is written and as it is predicted, and the source of its times."""
+    """Read what is to be planned, as it is written and as it is predicted; also the source of its times, and
+    remarks."""
     from realrl.planner.calibration.coverage import describe_times
     from realrl.planner.profile.profile import Profile
     from realrl.runtime.prepare.fit.change import Draft
     from realrl.runtime.prepare.scenarios import Measured
+    from realrl.runtime.prepare.trained_parts import list_trained_parts
 
     spec, remark = choose_devices(cluster, experiment)
     known = read_lengths(lengths) if lengths else Lengths()
@@ -125,8 +127,10 @@ def read_scenario(
     measured = Profile.load(path) if path else None
     draft = Draft(experiment, spec, measured=Measured(measured, known.prompts, known.answers))
     scenario = draft.scenario()
-    source = describe_times(measured, path or "", spec, scenario.models)
-    return draft, scenario, "; ".join(filter(None, (*source, remark, _not_trainable(scenario))))
+    functions = [call.function for call in scenario.graph.functions if call.function is not None]
+    source = describe_times(measured, path or "", spec, scenario.models, functions)
+    remarks = (*source, remark, *list_trained_parts(scenario.models), _not_trainable(scenario))
+    return draft, scenario, "; ".join(filter(None, remarks))
 
 
 def _not_trainable(scenario: "Scenario") -> str:

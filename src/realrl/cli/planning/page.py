@@ -70,7 +70,7 @@ def draw_timeline_svg(report: "PlanReport", title: str) -> str:
 
 @cache
 def _environment() -> Environment:
-    loader = PackageLoader("realrl.cli", "page")
+    loader = PackageLoader("realrl.cli.page", "templates")
     return Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )

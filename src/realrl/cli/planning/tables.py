@@ -19,10 +19,11 @@ from realrl.cli.page.text import (
 )
 from realrl.cli.page.words import list_remarks
 from realrl.cli.planning.bars import format_memory_bars, format_time_bars
-from realrl.cli.planning.sizes import format_gap, make_size_table
+from realrl.cli.planning.node_counts_table import make_size_table
 from realrl.config.units import format_bytes
 from realrl.config.words import join
 from realrl.plan.placement import Placement
+from realrl.planner.report.gap import describe_gap
 from realrl.planner.report.report import Alternative, PlanReport, Preset
 from realrl.planner.simulate.estimate import CallEstimate, Estimate
 from realrl.program.text import name_parameters
@@ -87,11 +88,9 @@ def _setting(report: PlanReport, source: str) -> Text:
 def _headline(report: PlanReport) -> Text:
     chosen = report.chosen
     kinds = sum(report.candidates.values())
-    gap = report.gap
-    proof = f"proven within {format_gap(gap)} of the best" if gap > 1e-9 else "proven to be the best"
     return Text.assemble(
         (f"One step takes {format_seconds(chosen.step_seconds)}", "bold"),
-        f" ({proof}), {chosen.tokens_per_second:,.0f} tokens/s,"
+        f" ({describe_gap(report.gap)}), {chosen.tokens_per_second:,.0f} tokens/s,"
         f" {format_share(chosen.utilisation)} busy, {format_share(chosen.mfu)} MFU.\n",
         f"Found in {format_seconds(report.search_seconds)}: {report.evaluations:,} plans costed, made of"
         f" {kinds:,} ways to run {format_count_of(len(report.candidates), 'call')}.\n",
@@ -108,6 +107,11 @@ def _calls(chosen: Estimate) -> RenderableType:
     rows = make_table("call", "devices", "dp×tp×pp", "micro-batch>", "", "time>", "where it goes")
     for name, call in chosen.calls.items():
         strategy = call.placement.strategy
+        if call.call.is_function:
+            seconds = format_seconds(call.seconds) if call.terms else "not measured"
+            mesh, dp = str(call.placement.mesh), f"{strategy.dp}"
+            rows.add_row(name, mesh, dp, "-", "", seconds, "function on the host")
+            continue
         flags = ["recompute" if strategy.recompute else "", strategy.dtype or ""]
         rows.add_row(
             name,
@@ -196,11 +200,18 @@ def _alternatives(report: PlanReport) -> Table:
             rows.add_row(
                 "" if number else name,
                 str(other.placement.mesh),
-                format_degrees(other.placement),
-                f"{strategy.micro_batch_tokens:,}",
+                *_how(other),
                 ": ".join(filter(None, (", ".join(filter(None, flags)), other.reason))),
             )
     return rows
+
+
+def _how(other: Alternative) -> tuple[str, str]:
+    """Degrees and micro-batch of an alternative; of a function, its degree of data parallelism."""
+    strategy = other.placement.strategy
+    if other.function:
+        return f"{strategy.dp}", "-"
+    return format_degrees(other.placement), f"{strategy.micro_batch_tokens:,}"
 
 
 def _few(found: Sequence[Alternative]) -> Iterable[Alternative]:

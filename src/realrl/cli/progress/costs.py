@@ -15,16 +15,21 @@ _COLUMNS = ("predicted\nseconds", _MEASURED[0], "ratio", "predicted\nmemory", _M
 
 
 def costs_table(comparison: "Comparison") -> Table:
-    """Make a row for each call, for all reallocations, and for the step; predictions only where there are any."""
+    """Make the table of costs: predictions only where there are any.
+
+    A row for each call, below a function one more for waiting for it, and rows for reallocations and for the step.
+    """
     predicted = comparison.spec is not None
     table = Table(box=box.SIMPLE)
-    table.add_column("in a step", no_wrap=True, overflow="fold")
+    # The only column that may wrap: numbers are never cut.
+    table.add_column("in a step", overflow="fold")
     for name in _COLUMNS if predicted else _MEASURED:
         table.add_column(name, justify="right", no_wrap=True)
-    rows: list[tuple[str, float | None, float, int | None, int | None]] = [
-        (of.call.name, of.predicted_seconds, of.seconds.median, of.predicted_bytes, of.bytes)
-        for of in comparison.calls
-    ]
+    rows: list[tuple[str, float | None, float, int | None, int | None]] = []
+    for of in comparison.calls:
+        rows.append((of.call.name, of.predicted_seconds, of.seconds.median, of.predicted_bytes, of.bytes))
+        if of.waited is not None:
+            rows.append(("  wait", None, of.waited.median, None, None))
     moves = comparison.reallocations
     if moves:
         expected = sum(move.predicted_seconds or 0.0 for move in moves)
@@ -43,8 +48,16 @@ def costs_note(comparison: "Comparison") -> str:
     steps = comparison.step.steps
     measured = f"medians of {steps} steps" if steps > 1 else "one step"
     if comparison.spec is None:
-        return f"{measured}; nothing was predicted, since the kind of the devices is not known"
-    return f"{measured}; ratio: measured over predicted; memory: of the fullest device"
+        unknown = "nothing was predicted, since the kind of the devices is not known"
+        return f"{measured}; {unknown}{_wait_note(comparison)}"
+    return (
+        f"{measured}; ratio: measured over predicted; memory: of the fullest device{_wait_note(comparison)}"
+    )
+
+
+def _wait_note(comparison: "Comparison") -> str:
+    waits = any(of.waited is not None for of in comparison.calls)
+    return "; wait: of ranks for the function" if waits else ""
 
 
 def _seconds(value: float | None) -> str:

@@ -1,6 +1,7 @@
 """Progress display of a training run."""
 
 import time
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -86,5 +87,12 @@ class Progress:
         self._console.print(line, soft_wrap=True)
 
     def _figures(self, record: "MetricsRecord") -> str:
-        shown = (name for name in self._headlines if name in record.figures)
-        return "  ".join(f"{name.rpartition('/')[2]} {record.figures[name]:.4g}" for name in shown)
+        shown = [name for name in self._headlines if name in record.figures]
+        uses = Counter(_last_part(name) for name in shown)
+        labels = {name: name if uses[_last_part(name)] > 1 else _last_part(name) for name in shown}
+        return "  ".join(f"{labels[name]} {record.figures[name]:.4g}" for name in shown)
+
+
+def _last_part(name: str) -> str:
+    """Find the name of a metric without its call."""
+    return name.rpartition("/")[2]

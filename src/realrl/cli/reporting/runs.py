@@ -1,7 +1,8 @@
 """Metrics and samples of a finished run, read from its directory for a report."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,12 +30,12 @@ class MetricLine:
 
 @dataclass(frozen=True)
 class Sample:
-    """Generated text with its score by the reward model and its rating by the independent judge."""
+    """Generated text, and the numbers that are shown with it."""
 
     prompt: str
     completion: str
-    score: float | None = None
-    judge: float | None = None
+    numbers: Mapping[str, float | None]
+    """Key of the algorithm's `sample_keys`, or `judge` -> value; None where it was not finite."""
 
 
 @dataclass(frozen=True)
@@ -103,26 +104,41 @@ def read_run(directory: str) -> FinishedRun:
 def _read_run(path: Path) -> FinishedRun:
     if not (path / "summary.json").exists():
         raise UserError(f"{path}: {_describe_unfinished(path)}")
+    with _naming_config(path):
+        spec = find_algorithm(read_yaml(str(path / "config.yaml"))["algorithm"])[0]
     lines = (MetricLine(row["step"], row["kind"], row["figures"]) for row in _rows(path / "metrics.jsonl"))
+    names = (*spec.sample_keys, "judge")
     samples = (
         tuple(
-            Sample(row["prompt"], row["completion"], row.get("score"), row.get("judge"))
+            Sample(row["prompt"], row["completion"], {name: row[name] for name in names if name in row})
             for row in _rows(file)
         )
         for file in sorted((path / "samples").glob("step-*.jsonl"))
     )
     return FinishedRun(
         path=path,
-        spec=find_algorithm(read_yaml(str(path / "config.yaml"))["algorithm"])[0],
+        spec=spec,
         lines=tuple(lines),
         samples=tuple(samples),
         seconds=json.loads((path / "summary.json").read_text(encoding="utf-8"))["seconds"],
     )
 
 
+@contextmanager
+def _naming_config(path: Path) -> Iterator[None]:
+    """Make errors in reading the recipe of a run name its file, and what to do if code of the user's has moved."""
+    try:
+        yield
+    except UserError as error:
+        moved = "there is no file" in str(error)
+        remedy = f"; if it has moved, write its new path into {path / 'config.yaml'}" if moved else ""
+        raise UserError(f"run {path}: {error}{remedy}") from None
+
+
 def _describe_unfinished(path: Path) -> str:
     """Write the error message for a run that is still running, or that was interrupted."""
-    experiment = load_experiment(str(path / "config.yaml"))
+    with _naming_config(path):
+        experiment = load_experiment(str(path / "config.yaml"))
     graph = build_graph(experiment)
     saved = find_saved(path, [role for role in graph.roles if graph.trained(role)])
     return (

@@ -32,7 +32,10 @@ class Trainer:
         """`max_skipped`: see `SkippedSteps`."""
         self.model = model
         self._skipped = SkippedSteps(max_skipped)
-        trained = next(model.sets[name] for name, updated in model.part.sets.items() if updated)
+        names = [name for name, updated in model.part.sets.items() if updated]
+        assert len(names) == 1, f"a trainer updates one parameter set, not {', '.join(names) or 'none'}"
+        (self.parameter_set,) = names
+        trained = model.sets[self.parameter_set]
         parameters, parallel = trained.buffer, model.parallel
         first = min(stage for stages in trained.layout.stages for stage in stages)
         self._learns = model.shard.pp_index >= first

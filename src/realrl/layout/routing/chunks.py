@@ -41,7 +41,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Message:
+class PackedTransfer:
     """One send or one receive of a rank. Several spans are packed in their order."""
 
     stage: int
@@ -60,7 +60,7 @@ class RankSchedule:
 
     copies: tuple[tuple[Span, Span], ...]
     """(Span of the source buffer, span of the target buffer) of each copy."""
-    messages: tuple[Message, ...]
+    messages: tuple[PackedTransfer, ...]
     digests: dict[str, str]
     """`SENDER-RECEIVER` -> a hash of everything the two exchange, the same on both."""
 
@@ -113,7 +113,7 @@ def schedule_rank(
     for transfer in reallocation.transfers:
         if rank in (transfer.sender, transfer.receiver) and transfer.region.tensor in wanted:
             exchanged[transfer.stage, transfer.sender, transfer.receiver].append(transfer.region)
-    ordered: list[tuple[tuple[int, int, int, int], Message]] = []
+    ordered: list[tuple[tuple[int, int, int, int], PackedTransfer]] = []
     hashes: defaultdict[str, list[str]] = defaultdict(list)
     ranks = reallocation.cluster.size
     for (stage, sender, receiver), regions in sorted(exchanged.items()):
@@ -125,7 +125,7 @@ def schedule_rank(
             mine = ends[0] if sender == rank else ends[1]
             spans = _merge(mine.span(region) for region in chunk)
             numel = sum(span.numel for span in spans)
-            message = Message(
+            message = PackedTransfer(
                 stage=stage,
                 peer=peer,
                 sends=sender == rank,

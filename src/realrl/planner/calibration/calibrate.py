@@ -3,13 +3,16 @@
 from realrl.config.errors import UserError
 from realrl.plan.placement import Placement
 from realrl.planner.calibration.comparison import Comparison
-from realrl.planner.cost.model import CostModel
+from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.profile.corrections import Correction
-from realrl.planner.profile.profile import Profile
+from realrl.planner.profile.profile import FunctionTime, Profile
+from realrl.planner.workload.batching import records_per_rank
 
 
 def calibrate_profile(profile: Profile | None, run: Comparison) -> Profile:
     """Return the profile under which each call of the run is predicted to take its measured median time.
+
+    Of a function, per item of the rank that had most.
 
     Without a `profile`, the roofline of the first device kind of the run is corrected. Ratios are relative to
     predictions without corrections, so that repeated calibration changes nothing, and a newer run replaces an older
@@ -27,13 +30,21 @@ def calibrate_profile(profile: Profile | None, run: Comparison) -> Profile:
         raise UserError(f"the profile is of {profile.device}, but the run was on {', '.join(kinds)}")
     cost = CostModel(run.spec, profile.model_copy(update={"corrections": ()}))
     corrections = {old.about: old for old in profile.corrections}
+    functions = {old.function: old for old in profile.functions}
     for of in run.calls:
-        model = run.models[of.call.role]
         placement = Placement.parse(of.placement)
-        if run.spec.group(placement.mesh).device.name == profile.device:
-            expected = cost.call(of.call, model, placement, run.workload).seconds
-            ratio = of.seconds.median / expected
-            steps = of.seconds.steps
-            new = Correction.of(of.call, model, placement.strategy, ratio, steps)
-            corrections[new.about] = new
-    return profile.model_copy(update={"corrections": tuple(corrections.values())})
+        steps = of.seconds.steps
+        if run.spec.group(placement.mesh).device.name != profile.device:
+            continue
+        if of.call.function is not None:
+            records = records_per_rank(run.workload.work(of.call), placement.strategy)
+            name = of.call.function
+            seconds = of.seconds.median / records
+            functions[name] = FunctionTime(function=name, seconds=seconds, steps=steps)
+            continue
+        model = run.models[of.call.model_role]
+        expected = cost.call(of.call, model, placement, run.workload).seconds
+        new = Correction.of(of.call, model, placement.strategy, of.seconds.median / expected, steps)
+        corrections[new.about] = new
+    learnt = {"corrections": tuple(corrections.values()), "functions": tuple(functions.values())}
+    return profile.model_copy(update=learnt)

@@ -16,7 +16,7 @@ from realrl.config.files import write_whole
 from realrl.config.json_file import read_json
 from realrl.config.paths import local_path
 from realrl.dataflow.call import Call
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 
@@ -49,6 +49,11 @@ class Seconds(Settings):
         return cls(median=median(times), least=min(times), most=max(times), steps=len(times))
 
 
+def waiting_for(function: str) -> str:
+    """Name under which it is measured how long ranks wait for a function."""
+    return f"waiting for {function}"
+
+
 class CallCosts(Settings):
     """Measured and predicted costs of one call of a run."""
 
@@ -56,7 +61,9 @@ class CallCosts(Settings):
     placement: str
     """Placement in its text form."""
     seconds: Seconds
-    """Time from the last rank's start of the call to the last rank's end."""
+    """Time from the last rank's start of the call to the last rank's end; of a function, on the slowest rank."""
+    waited: Seconds | None = None
+    """Of a function, longest time that a rank spent waiting for it; None of a call that has a model."""
     predicted_seconds: PositiveFloat | None
     terms: dict[str, float]
     """Predicted seconds by term."""

@@ -1,9 +1,9 @@
 """Profile coverage: which predicted times are measured and which are modelled."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from realrl.config.words import join
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.profile.profile import Profile
 from realrl.planner.profile.versions import read_versions
 from realrl.program.memory import Stored
@@ -12,6 +12,33 @@ _SHEETS = "times from data sheets (roofline)"
 
 
 def describe_times(
+    profile: Profile | None,
+    path: str,
+    spec: ClusterSpec,
+    models: Mapping[str, Stored],
+    functions: Iterable[str] = (),
+) -> tuple[str, ...]:
+    """Describe where times of models on a cluster come from, and what speaks against those measured.
+
+    Also says which `functions`, by their references, count no time.
+    """
+    return *_model_times(profile, path, spec, models), *_unmeasured(profile, spec, functions)
+
+
+def _unmeasured(profile: Profile | None, spec: ClusterSpec, functions: Iterable[str]) -> list[str]:
+    """Functions that no run has measured on devices of this kind."""
+    used = profile is not None and profile.device in {group.device.name for group in spec.groups}
+    unknown = [
+        name for name in functions if not used or profile is None or profile.function_seconds(name) is None
+    ]
+    if not unknown:
+        return []
+    return [
+        f"{join(unknown)} not measured, so counted as 0 s; realrl plan --calibrate RUN takes it from a run"
+    ]
+
+
+def _model_times(
     profile: Profile | None, path: str, spec: ClusterSpec, models: Mapping[str, Stored]
 ) -> tuple[str, ...]:
     """Describe the sources of predicted times, and the caveats of those measured."""

@@ -7,6 +7,7 @@ from math import log
 from realrl.layout.limits import COMPACTION_SHARE
 from realrl.planner.cost.call_context import CallContext
 from realrl.planner.cost.passes import OutsideLayers, cost_forward_pass
+from realrl.planner.memory.kv_cache import kv_cache_bytes
 from realrl.planner.workload.batching import Chunks, split_work
 from realrl.planner.workload.workload import CallWork
 
@@ -78,10 +79,12 @@ def cost_generation(context: CallContext) -> Mapping[str, float]:
     return terms
 
 
-def _cache_bytes(context: CallContext, tokens: float) -> float:
+def _cache_bytes(context: CallContext, tokens: float) -> int:
     """KV-cache bytes of `tokens`, on the stage with most layers."""
     timing = context.timing
-    return 2 * max(context.layers) * tokens * timing.sizes.cache_dim * timing.element_bytes
+    return kv_cache_bytes(
+        timing.sizes, tokens=tokens, layers=max(context.layers), element_bytes=timing.element_bytes
+    )
 
 
 def _cost_decode_step(context: CallContext, chunks: Chunks, segment: DecodeSegment) -> dict[str, float]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.planner.cluster.cluster_spec import NodeGroup
 from realrl.planner.cluster.efficiency import Efficiency
-from realrl.planner.cluster.spec import NodeGroup
 from realrl.planner.profile.profile import CollectiveKind, Profile
 
 

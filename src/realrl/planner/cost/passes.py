@@ -96,7 +96,8 @@ def cost_training(context: CallContext) -> Mapping[str, float]:
     )
     steps = work.minibatches * work.passes
     total = {name: seconds * steps for name, seconds in terms.items()}
-    total["compute"] += timing.prepare(work.sequences / strategy.dp, work.episode)
+    if work.episode:
+        total["compute"] += timing.prepare_experience(work.sequences / strategy.dp, work.episode)
     return total
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
-from realrl.planner.workload.sizes import LocalSizes
+from realrl.planner.workload.shard_sizes import LocalSizes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.roofline import Roofline
 from realrl.planner.profile.profile import WHOLE, CollectiveKind, LayerKind, Profile
-from realrl.planner.workload.sizes import LocalSizes
+from realrl.planner.workload.shard_sizes import LocalSizes
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class Timing:
             return DeviceHostTime(measured)
         return self._device_host_time(self.roofline.sample(rows), self.efficiency.sampling_operations)
 
-    def prepare(self, sequences: float, answer: float) -> float:
-        """Time the work of a train call before its first mini-batch; 0 in the roofline."""
+    def prepare_experience(self, sequences: float, answer: float) -> float:
+        """Time what a train call computes of all its experience before the first mini-batch; 0 in the roofline."""
         return self._measured("prepare", sequences, answer) or 0.0
 
     def update(self, elements: float, dp: int) -> float:

@@ -14,22 +14,28 @@ from realrl.planner.moves.transfers import Floats, Ints
 class WavePhase(IntEnum):
     """Phases of a wave, in the order of programs (`program.lower`)."""
 
-    LOAD = 0
-    REALLOCATE = 1
-    OFFLOAD_SOURCE = 2
-    RUN = 3
-    SHARE_LENGTHS = 4
-    LOAD_EMA = 5
-    UPDATE_EMA = 6
-    OFFLOAD_CHANGED = 7
-    OFFLOAD_EMA = 8
-    RELEASE = 9
-    OFFLOAD = 10
+    START = 0
+    """A function is started on the host."""
+    LOAD = 1
+    REALLOCATE = 2
+    OFFLOAD_SOURCE = 3
+    RUN = 4
+    SHARE_LENGTHS = 5
+    COLLECT = 6
+    """Outputs of a function are waited for, in the wave before the first call that needs them."""
+    SHARE_COLLECTED_LENGTHS = 7
+    LOAD_EMA = 8
+    UPDATE_EMA = 9
+    OFFLOAD_CHANGED = 10
+    OFFLOAD_EMA = 11
+    RELEASE = 12
+    OFFLOAD = 13
 
 
-_BLOCKS = {WavePhase.REALLOCATE: WavePhase.LOAD} | dict.fromkeys(
-    range(WavePhase.LOAD_EMA, WavePhase.OFFLOAD), WavePhase.LOAD_EMA
-)
+_BLOCKS = {
+    WavePhase.REALLOCATE: WavePhase.LOAD,
+    WavePhase.SHARE_COLLECTED_LENGTHS: WavePhase.COLLECT,
+} | dict.fromkeys(range(WavePhase.LOAD_EMA, WavePhase.OFFLOAD), WavePhase.LOAD_EMA)
 """First phase of the block of phases that is executed call by call."""
 _RENDEZVOUS = (WavePhase.REALLOCATE, WavePhase.RUN, WavePhase.UPDATE_EMA)
 """Phases that start on all ranks at once; ranks execute the others independently."""
@@ -41,7 +47,7 @@ class ActivityKind:
 
     phase: WavePhase
     call: int
-    """Index of the call whose wave contains the activity."""
+    """Index of the call whose wave contains the activity; a later wave contains what is collected of a function."""
     ema: EmaUpdate | None = None
     number: int = 0
     """Index of `ema`."""
@@ -58,12 +64,22 @@ class ActivityKind:
         """Whether all participating ranks start together."""
         return self.phase in _RENDEZVOUS
 
+    @property
+    def collects(self) -> bool:
+        """Whether it belongs to the wave in which outputs of a function are collected."""
+        return self.phase in (WavePhase.COLLECT, WavePhase.SHARE_COLLECTED_LENGTHS)
+
 
 def list_activities(tables: Tables) -> list[ActivityKind]:
     """List all kinds of activities; runs of calls come first, in the order of the graph."""
     calls = range(len(tables.calls))
-    kinds = [ActivityKind(WavePhase.RUN, c) for c in calls]
+    kinds = [ActivityKind(WavePhase.START if c in tables.functions else WavePhase.RUN, c) for c in calls]
     for c in calls:
+        if c in tables.functions:
+            shares = bool(tables.length_receivers[c])
+            kinds.append(ActivityKind(WavePhase.COLLECT, c))
+            kinds += [ActivityKind(WavePhase.SHARE_COLLECTED_LENGTHS, c)] * shares
+            continue
         home = tables.home[c]
         offloaded = bool(tables.candidates(home).offloaded.any())
         borrows = home != c
@@ -90,7 +106,13 @@ def takes_time(tables: Tables, kind: ActivityKind) -> bool:
 
 def stores(kind: ActivityKind) -> bool:
     """Return whether an activity changes the memory in use."""
-    return kind.phase not in (WavePhase.SHARE_LENGTHS, WavePhase.UPDATE_EMA)
+    return kind.phase not in (
+        WavePhase.START,
+        WavePhase.SHARE_LENGTHS,
+        WavePhase.COLLECT,
+        WavePhase.SHARE_COLLECTED_LENGTHS,
+        WavePhase.UPDATE_EMA,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +127,7 @@ class Activities:
     where: Bools
     """Whether a point participates."""
     seconds: Floats
+    """That points take part for; a function does not keep them."""
     grows: Bools
     """Whether an activity changes the memory of a point."""
     bytes: Floats
@@ -142,11 +165,22 @@ class Facts:
             needs=np.array(needs),
         )
 
+    def waves_of(self, kinds: list[ActivityKind]) -> Ints:
+        """Find the wave that each activity belongs to, [activities, plans] (`order.collecting_wave`)."""
+        collecting = {}
+        for f, needing in self.tables.dependents.items():
+            # After all waves where nothing needs what a function puts out.
+            first = self.wave[needing].min(axis=0) if needing else self.wave.max(axis=0) + 2
+            collecting[f] = np.maximum(self.wave[f], first - 1)
+        return np.array([collecting[k.call] if k.collects else self.wave[k.call] for k in kinds])
+
     def _waves(self) -> Ints:
-        columns = self.columns
+        columns, functions = self.columns, self.tables.functions
         wave = np.zeros_like(columns.first)
         for c in range(1, len(wave)):
             meets = (columns.first[:c] < columns.end[c]) & (columns.first[c] < columns.end[:c])
+            # Functions use no device.
+            meets[range(c) if c in functions else [f for f in functions if f < c]] = False
             after = meets | self.tables.ordered[c, :c, None]
             wave[c] = np.where(after, wave[:c] + 1, 0).max(axis=0)
         return wave
@@ -162,7 +196,9 @@ class Facts:
         match kind.phase:
             case WavePhase.RUN:
                 return self.inside[c], columns.seconds[c], self.inside[c], nothing
-            case WavePhase.SHARE_LENGTHS:
+            case WavePhase.START | WavePhase.COLLECT:
+                return self.inside[c], nothing, np.zeros_like(self.inside[c]), nothing
+            case WavePhase.SHARE_LENGTHS | WavePhase.SHARE_COLLECTED_LENGTHS:
                 receivers = np.logical_or.reduce([self.inside[r] for r in self.tables.length_receivers[c]])
                 return receivers, nothing, receivers, nothing
             case WavePhase.REALLOCATE:

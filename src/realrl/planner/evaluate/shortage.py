@@ -44,8 +44,8 @@ class DoesNotFit(Exception):
 def explain_call_shortage(problem: Problem, call: Call, number: int) -> Shortage:
     """Describe the shortage of a call that alone fits no device; `number`: index of its leanest candidate."""
     candidate = problem.candidates[call.name][number]
-    is_home = problem.home(call.role) == call
-    resident = {call.role: candidate.resident_bytes} if is_home else {}
+    is_home = problem.is_home(call)
+    resident = {call.model_role: candidate.resident_bytes} if is_home else {}
     needed = candidate.bytes_alone(is_home=is_home)
     rank = candidate.placement.mesh.first
     return Shortage(
@@ -65,7 +65,8 @@ def explain_plan_shortage(problem: Problem, assignment: Assignment, evaluation: 
     rank = evaluation.peak_rank
     homes = {role: candidates[problem.home(role).name] for role in problem.graph.roles}
     resident = {role: o.resident_bytes for role, o in homes.items() if rank in o.placement.ranks}
-    here = {name: o for name, o in candidates.items() if rank in o.placement.ranks}
+    models = {call.name: candidates[call.name] for call in problem.graph.calls if not call.is_function}
+    here = {name: o for name, o in models.items() if rank in o.placement.ranks}
     biggest = max(here, key=lambda name: here[name].working_bytes + _copy(problem, candidates, name))
     return Shortage(
         rank=rank,
@@ -80,6 +81,6 @@ def explain_plan_shortage(problem: Problem, assignment: Assignment, evaluation: 
 
 def _copy(problem: Problem, candidates: dict[str, Candidate], name: str) -> float:
     """Bytes of the transient replica of its parameters that a call needs."""
-    home = candidates[problem.home(problem.graph.call(name).role).name]
+    home = candidates[problem.home(problem.graph.call(name).model_role).name]
     borrowed = candidates[name].layout != home.layout
     return candidates[name].weights_bytes if borrowed or home.offload else 0.0

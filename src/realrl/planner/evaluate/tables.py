@@ -9,7 +9,7 @@ from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.planner.moves.transfers import Floats, Ints, Layouts, TransferTable, name_mixing
 from realrl.planner.space.problem import Candidate, Problem
-from realrl.program.order import changes, length_calls, producers
+from realrl.program.order import changes, dependents, length_calls, producers
 
 Bools = NDArray[np.bool_]
 
@@ -61,7 +61,16 @@ class Tables:
         graph = problem.graph
         self.calls = graph.order
         self.number = {call.name: i for i, call in enumerate(self.calls)}
-        self.home = [self.number[problem.home(call.role).name] for call in self.calls]
+        self.home = [
+            c if call.role is None else self.number[problem.home(call.role).name]
+            for c, call in enumerate(self.calls)
+        ]
+        """Of each call, that where its role lives; of a function, which has none, itself."""
+        self.functions = [c for c, call in enumerate(self.calls) if call.is_function]
+        self.dependents = {
+            c: [self.number[other.name] for other in dependents(graph, self.calls[c])] for c in self.functions
+        }
+        """Of each function, the calls that need its outputs."""
         self.sizes = np.array([len(problem.candidates[call.name]) for call in self.calls])
         self.offsets = np.concatenate([[0], np.cumsum(self.sizes)[:-1]])[:, None]
         self._layouts: list[Layouts] = []
@@ -134,7 +143,7 @@ class Tables:
 
     def _table(self, source: int, target: int, moving: str | None = None) -> TransferTable:
         """Transfers of the role of `source`, or of what else moves."""
-        name = moving or self.calls[source].role
+        name = moving or self.calls[source].model_role
         return TransferTable(self.problem.transfers, name, self._layouts[source], self._layouts[target])
 
     def _order(self, graph: DataflowGraph) -> None:
@@ -152,7 +161,8 @@ class Tables:
             for p, earlier in enumerate(self.calls[:c]):
                 changing = call.role in changes(graph, earlier) or earlier.role in changes(graph, call)
                 depends = earlier in graph.dependencies(call)
-                self.ordered[c, p] = depends or changing
+                needed = p in self.dependents and c in self.dependents[p]
+                self.ordered[c, p] = depends or changing or needed
                 self.knows_lengths[c, p] = depends and c in self.length_receivers[p]
 
     def _length_receivers(self, graph: DataflowGraph, call: Call) -> list[int]:
@@ -174,5 +184,5 @@ class Tables:
 def _shares(graph: DataflowGraph, first: Call, second: Call) -> bool:
     """Whether two calls, in order, can share one replica of the same parameters."""
     between = graph.order[graph.order.index(first) : graph.order.index(second)]
-    same = first.role == second.role
+    same = first.role == second.role and not first.is_function
     return same and not any(first.role in changes(graph, call) for call in between)

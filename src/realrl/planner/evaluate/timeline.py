@@ -15,6 +15,7 @@ from realrl.planner.evaluate.activities import (
     stores,
     takes_time,
 )
+from realrl.planner.evaluate.hosts import Hosts
 from realrl.planner.evaluate.tables import Columns, Tables
 from realrl.planner.moves.transfers import Floats, Ints
 from realrl.planner.space.problem import Assignment, Problem
@@ -71,7 +72,8 @@ class Timeline:
     waves; those of one wave share no device and do not depend on each other. A device executes its activities
     in the order of waves, and in a wave first loads and reallocates parameters, then runs calls, receives row
     lengths, and updates moving averages. A call starts once it has received its inputs, one producer after the
-    other, for which its devices must be free. Steps do not overlap.
+    other, for which its devices must be free. Functions run on hosts beside that, on each rank by itself, until
+    calls that need their outputs are next. Steps do not overlap.
 
     A device always holds the resident bytes of its roles, and temporarily the replicas in use, the working
     memory of a running call, and parameters loaded from host memory. Infeasible plans use infinite memory:
@@ -90,9 +92,11 @@ class Timeline:
         places = sorted(range(len(self._kinds)), key=lambda a: self._kinds[a].place)
         self._place = np.argsort(places)[:, None]
         # Row lengths are shared when the call has ended.
-        sharing_lengths = [kind.phase is WavePhase.SHARE_LENGTHS for kind in self._kinds]
+        sharing = (WavePhase.SHARE_LENGTHS, WavePhase.SHARE_COLLECTED_LENGTHS)
+        sharing_lengths = [kind.phase in sharing for kind in self._kinds]
         same = self._owner == np.arange(len(tables.calls))[:, None]
         self._wait = np.where(same & sharing_lengths, 0.0, _NEVER)
+        self._functions = {k.call: a for a, k in enumerate(self._kinds) if k.phase is WavePhase.COLLECT}
 
     def __call__(self, assignment: Ints) -> tuple[Floats, Floats]:
         """Evaluate plans: step seconds, and the largest used fraction of device memory; more than 1 does not fit.
@@ -129,7 +133,7 @@ class Timeline:
     def _schedule(self, columns: Columns) -> "_Steps":
         facts = Facts(self.tables, columns)
         activities = facts.activities(self._kinds)
-        key = facts.wave[self._owner] * len(self._kinds) + self._place
+        key = facts.waves_of(self._kinds) * len(self._kinds) + self._place
         end, clock = self._times(columns, activities, _ordered(key, self._timed))
         fill = self._peak_bytes(facts, activities, _ordered(key, self._storing)) / columns.limit
         return _Steps(activities=activities, start=end - columns.seconds, end=end, clock=clock, fill=fill)
@@ -149,15 +153,23 @@ class Timeline:
         seconds = activities.seconds.take(places)
         # Reallocations that send nothing do not synchronise ranks.
         together = self._together[order] & ((order < n) | (seconds > 0))
+        hosts = Hosts(self._functions, columns.seconds)
         clock = np.zeros((n, plans))
         end = np.zeros((len(self._kinds), plans))
         for k, place in enumerate(places):
             where = everywhere[k]
             arrival = (end[:n] + wait.take(place, axis=1)).max(axis=0)
             ready = np.maximum((clock * where).max(axis=0) + delays[k], arrival) + seconds[k]
-            alone = np.maximum(clock, arrival) + seconds[k]
+            alone = np.maximum(clock + delays[k], arrival) + seconds[k]
             clock = np.where(where, np.where(together[k], ready, alone), clock)
             end.put(place, ready)
+            if self._functions:
+                clock = hosts.advance(order[k], where, clock)
+                for call, among, last in hosts.handed_on(order[k], where, clock):
+                    # For those who wait for it, it ends when its outputs are handed on.
+                    end[call, among] = last[among]
+        for call in self._functions:
+            end[call] = hosts.end(call)
         return end[:n], clock
 
     def _peak_bytes(self, facts: Facts, activities: Activities, order: Ints) -> Floats:

@@ -11,9 +11,10 @@ from functools import cached_property
 
 from realrl.layout.limits import SENDS_PER_STAGE
 from realrl.plan.placement import Strategy
+from realrl.planner.memory.kv_cache import kv_cache_bytes
 from realrl.planner.memory.layer import LayerMemory
 from realrl.planner.memory.logits import Logits
-from realrl.planner.workload.sizes import LocalSizes
+from realrl.planner.workload.shard_sizes import LocalSizes
 
 Parts = Mapping[str, int]
 """Bytes of `activations`, `logits` and `cache` at one moment."""
@@ -118,7 +119,7 @@ class Activations:
 
     def cache(self, rows: float, room: int, layers: int) -> int:
         """Compute the KV-cache bytes of one decode batch, whose rows all have capacity for the longest sequence."""
-        return self.layer.bytes(rows * room, 2 * layers * self.sizes.cache_dim)
+        return kv_cache_bytes(self.sizes, tokens=rows * room, layers=layers, element_bytes=self.element_bytes)
 
     @cached_property
     def layer(self) -> LayerMemory:

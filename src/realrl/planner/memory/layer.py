@@ -9,7 +9,7 @@ from functools import cached_property
 
 from realrl.plan.placement import Strategy
 from realrl.planner.workload.padding import Padding
-from realrl.planner.workload.sizes import LocalSizes
+from realrl.planner.workload.shard_sizes import LocalSizes
 
 
 @dataclass(frozen=True, kw_only=True)

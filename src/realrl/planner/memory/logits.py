@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from realrl.layout.limits import max_logits
-from realrl.planner.workload.sizes import LocalSizes
+from realrl.planner.workload.shard_sizes import LocalSizes
 
 SAMPLED_LOGIT_BYTES = 28
 """Bytes per logit of a sampled token without top-k and top-p (`engine.generation.sampling`).

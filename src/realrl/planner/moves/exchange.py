@@ -79,6 +79,7 @@ def _row_bytes(graph: DataflowGraph, workload: Workload, key: str) -> float:
         return width
     made_by = graph.producer(length)
     tokens = sum(workload.prompts) / len(workload.prompts)
-    if made_by is not None and made_by.kind is Kind.GENERATE:
+    # What a function writes is not known; it is taken to be no longer than what is generated.
+    if made_by is not None and made_by.kind in (Kind.GENERATE, Kind.FUNCTION):
         tokens += sum(workload.answers) / len(workload.answers)
     return width * tokens

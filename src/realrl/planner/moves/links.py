@@ -13,7 +13,7 @@ from realrl.layout.sets import BASE
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Placement
 from realrl.planner.moves.transfers import Floats, Ints, Layouts
-from realrl.planner.workload.sizes import LocalSizes
+from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.program.memory import Stored
 
 _AT_ONCE = 1 << 16

@@ -18,12 +18,18 @@ _DEGREE = 2
 """Distance between two different degrees above 1 of one parallel dimension."""
 
 
+class CorrectedShape(ModelShape):
+    """Shape of a model, whose family a file must name."""
+
+    family: str
+
+
 class Correction(Settings):
     """Measured time of a call relative to its prediction from a profile without corrections."""
 
     call: str
     kind: Kind = Field(strict=False)
-    shape: ModelShape
+    shape: CorrectedShape
     head: Head
     element_bytes: PositiveInt
     dp: PositiveInt
@@ -43,7 +49,7 @@ class Correction(Settings):
         return cls(
             call=call.name,
             kind=call.kind,
-            shape=model.shape,
+            shape=CorrectedShape(**model.shape.model_dump()),
             head=model.head,
             element_bytes=model.width(strategy),
             dp=strategy.dp,
@@ -63,8 +69,8 @@ class Correction(Settings):
 
     def distance(self, call: Call, model: Stored, strategy: Strategy) -> int | None:
         """Rate the distance to another call: 0 for an identical one, None for another kind of call or model."""
-        same = (self.kind, _sizes(self.shape), self.head, self.element_bytes)
-        if same != (call.kind, _sizes(model.shape), model.head, model.width(strategy)):
+        same = (self.kind, _structure(self.shape), self.head, self.element_bytes)
+        if same != (call.kind, _structure(model.shape), model.head, model.width(strategy)):
             return None
         pairs = ((self.dp, strategy.dp), (self.tp, strategy.tp), (self.pp, strategy.pp))
         parallel = sum((mine > 1) != (theirs > 1) for mine, theirs in pairs)
@@ -81,11 +87,13 @@ class Correction(Settings):
 _OUTCOME = ("ratio", "steps")
 
 
-def _sizes(shape: ModelShape) -> tuple[object, ...]:
-    """Sizes that the time of a call depends on."""
-    s = shape
-    widths = (s.hidden_size, s.intermediate_size, s.heads, s.kv_heads, s.head_dim)
-    return (*widths, s.layers, s.vocab_size, s.tied_embeddings)
+_FREE = {"max_positions", "rope_theta", "rope_scaling", "norm_eps", "init_std"}
+"""Fields of a shape that the time of a call does not depend on."""
+
+
+def _structure(shape: ModelShape) -> dict[str, object]:
+    """Return the fields of a shape that the time of a call depends on."""
+    return shape.model_dump(exclude=_FREE)
 
 
 def find_correction(

@@ -29,7 +29,7 @@ from realrl.planner.profile.corrections import Correction
 from realrl.planner.profile.curves import Curve, Surface
 
 FORMAT: Literal["realrl profile"] = "realrl profile"
-VERSION: Literal[1] = 1
+VERSION: Literal[2] = 2
 """Version of the file format; files of other versions are rejected."""
 
 LayerKind = Literal[
@@ -63,8 +63,8 @@ further bucket of sequences of similar length, which attention on a CPU computes
 stores its keys and values. start: all of a generate call up to the first token of each sequence, but for its
 layers. decode: one layer of a decode step of `sequences` with `context` tokens each in the KV cache. turn: overhead
 of a decode step on every pipeline stage. sample: head and sampling of a decode step, on the last stage. prepare:
-work of a train call on `sequences` before its first mini-batch, for answers of `context` tokens. optimizer: update
-of `tokens` parameters, after gradient reduction and without zeroing gradients."""
+experience of a train call, made of `sequences` before its first mini-batch, for answers of `context` tokens.
+optimizer: update of `tokens` parameters, after gradient reduction and without zeroing gradients."""
 
 WHOLE: tuple[LayerKind, ...] = ("prepare", "optimizer")
 """Kinds that do not depend on tensor parallelism and are measured without it."""
@@ -81,7 +81,7 @@ memory that is requested from the system and zeroed."""
 class ShapeKey(Settings):
     """Model sizes and family, which the times of layers, head and sampling depend on."""
 
-    family: str = "llama"
+    family: str
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
     heads: PositiveInt
@@ -167,11 +167,22 @@ class CollectiveTime(Settings):
         return self.kind, self.ranks, self.nodes
 
 
+class FunctionTime(Settings):
+    """Measured time of a user's function on the host."""
+
+    function: str
+    """Its reference, for example `reward.py:score`."""
+    seconds: PositiveFloat
+    """Per item, of one rank that calls it."""
+    steps: PositiveInt
+    """Steps that were measured."""
+
+
 class Profile(Settings):
     """Measured times of one kind of device; written by `save`, read by `load`."""
 
     format: Literal["realrl profile"] = FORMAT
-    version: Literal[1] = VERSION
+    version: Literal[2] = VERSION
     device: str
     """Name of the device kind, as in a cluster description."""
     processes: PositiveInt = 1
@@ -182,6 +193,12 @@ class Profile(Settings):
     collectives: tuple[CollectiveTime, ...] = Field(default=(), strict=False)
     corrections: tuple[Correction, ...] = Field(default=(), strict=False)
     """Call times measured in runs, relative to predictions from the other fields (`calibrate_profile`)."""
+    functions: tuple[FunctionTime, ...] = Field(default=(), strict=False)
+    """What runs have measured of functions (`calibrate_profile`)."""
+
+    def function_seconds(self, reference: str) -> float | None:
+        """Look up the seconds per item of a function; None where no run has measured it."""
+        return next((time.seconds for time in self.functions if time.function == reference), None)
 
     def seconds(
         self,

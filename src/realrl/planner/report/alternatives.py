@@ -1,19 +1,18 @@
 """Alternatives to the placements of a plan, with the reasons against them."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from realrl.config.errors import UserError
-from realrl.config.units import format_bytes
 from realrl.dataflow.call import Call, Kind
 from realrl.plan.placement import Placement, Strategy
 from realrl.plan.plan import Plan
-from realrl.planner.evaluate.shortage import Shortage, explain_plan_shortage
+from realrl.planner.evaluate.shortage import explain_plan_shortage
 from realrl.planner.evaluate.timeline import PlanEvaluation, Timeline
 from realrl.planner.report.report import Alternative
+from realrl.planner.report.shortage_text import describe_shortage
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace, build_problem
 from realrl.planner.space.problem import Assignment, Candidate, Problem
@@ -73,7 +72,7 @@ def _possible(scenario: Scenario, plans: Iterable[Plan]) -> Iterator[Plan]:
     for plan in plans:
         try:
             for call in scenario.graph.calls:
-                scenario.cost.call(call, scenario.models[call.role], plan[call.name], scenario.workload)
+                scenario.call_cost(call, plan[call.name])
         except UserError:
             continue
         yield plan
@@ -145,6 +144,7 @@ class _View:
             fits=other.fits,
             reason=reason,
             on_device=tuple(name for name, (before, after) in away.items() if before and not after),
+            function=self.call.is_function,
         )
 
     def _where_slower(self, base: PlanEvaluation, other: PlanEvaluation, candidate: Candidate) -> str:
@@ -161,9 +161,7 @@ class _View:
 
     def _terms(self, evaluation: PlanEvaluation, candidate: Candidate) -> dict[str, float]:
         """Seconds of the call, and of reallocations before all calls, by term."""
-        model = self.scenario.models[self.call.role]
-        workload = self.scenario.workload
-        terms = dict(self.scenario.cost.call(self.call, model, candidate.placement, workload).terms)
+        terms = dict(self.scenario.call_cost(self.call, candidate.placement).terms)
         terms["offload"] = candidate.seconds - sum(terms.values())
         terms["reallocation"] = sum(evaluation.reallocation_seconds.values())
         return terms
@@ -207,25 +205,6 @@ def _respect(chosen: Candidate, other: Candidate) -> str | None:
         less = other.offload <= chosen.offload and other.offload_optimizer <= chosen.offload_optimizer
         return "offload" if less else None
     return "micro-batch"
-
-
-def describe_shortage(scenario: Scenario, shortage: Shortage) -> str:
-    """Describe a shortage, for example `needs 93 GiB of 79 GiB in actor.train, most of it activations`."""
-    graph = scenario.graph
-    call = graph.call(shortage.call)
-    strategy = shortage.candidate.placement
-    need = scenario.memory.call(call, scenario.models[call.role], strategy, scenario.workload)
-    parts = Counter(need.dynamic)
-    parts[f"{call.role} parameters"] = need.static["parameters"]
-    parts[f"{call.role} gradients and optimizer"] = need.static_bytes - need.static["parameters"]
-    for role, kept in shortage.resident_bytes.items():
-        if role != call.role or call.kind is not Kind.TRAIN:
-            what = "parameters, gradients and optimizer" if graph.trained(role) else "parameters"
-            parts[f"{role} {what}"] += int(kept)
-    return (
-        f"needs {format_bytes(shortage.needed_bytes)} of {format_bytes(shortage.limit_bytes)} in"
-        f" {call.name}, most of it {max(parts, key=lambda name: parts[name])}"
-    )
 
 
 def _seconds(seconds: float) -> str:

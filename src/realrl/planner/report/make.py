@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from realrl.config.errors import UserError
 from realrl.planner.report.alternatives import find_alternatives
+from realrl.planner.report.node_counts import compare_sizes, make_size_report
 from realrl.planner.report.report import Objective, PlanReport, Preset
-from realrl.planner.report.sizes import compare_sizes, make_size_report
 from realrl.planner.search.plan_search import (
     BestPlan,
     UserConstraints,

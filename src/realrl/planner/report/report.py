@@ -37,10 +37,12 @@ class Alternative:
     step_seconds: float
     fits: bool
     reason: str
-    """Reason against it, for example `3.1 s slower: generation 2.0 s, reallocation 1.1 s` or `needs 93 GiB of
-    79 GiB in actor.train, most of it activations`."""
+    """Reason against it, for example `3.1 s slower: generation 2.0 s, reallocation 1.1 s` or `device 0 needs
+    93 GiB of 79 GiB during actor.train, 51 GiB of it activations`."""
     on_device: tuple[str, ...] = ()
     """State kept on devices that the chosen plan offloads: `parameters`, `optimizer`."""
+    function: bool = False
+    """Whether the call is a function, which has neither degrees but dp, nor micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.report.report import Alternative, PlanReport, Preset, SizeReport
 from realrl.planner.simulate.estimate import CallEstimate, Estimate, MoveEstimate
 from realrl.planner.simulate.scenario import Scenario
@@ -55,6 +55,17 @@ def _preset(preset: Preset) -> dict[str, Any]:
 
 def _call(call: CallEstimate) -> dict[str, Any]:
     strategy = call.placement.strategy
+    if call.call.is_function:
+        # None where no run has measured it: it then counts no time.
+        return {
+            "function": call.call.function,
+            "mesh": str(call.placement.mesh),
+            "dp": strategy.dp,
+            "start": call.start,
+            "end": call.end,
+            "seconds": call.seconds if call.terms else None,
+            "terms": dict(call.terms),
+        }
     return {
         "mesh": str(call.placement.mesh),
         "dp": strategy.dp,
@@ -91,13 +102,22 @@ def _memory(estimate: Estimate) -> dict[str, Any]:
         "rank": device.rank,
         "capacity": device.capacity,
         "during": device.peak.during,
-        "parts": dict(device.peak.parts),
-        "resting": dict(device.resident),
+        "parts": {str(part): size for part, size in device.peak.parts.items()},
+        "resting": {str(part): size for part, size in device.resident.items()},
     }
 
 
 def _alternative(alternative: Alternative) -> dict[str, Any]:
     strategy = alternative.placement.strategy
+    if alternative.function:
+        return {
+            "call": alternative.call,
+            "mesh": str(alternative.placement.mesh),
+            "dp": strategy.dp,
+            "step_seconds": alternative.step_seconds,
+            "fits": alternative.fits,
+            "reason": alternative.reason,
+        }
     return {
         "call": alternative.call,
         "mesh": str(alternative.placement.mesh),

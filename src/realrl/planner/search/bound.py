@@ -14,6 +14,8 @@ Numbers = NDArray[np.int32]
 class Bound:
     """Lower bounds on step time, vectorised over nodes; a node is a group of candidates for each call.
 
+    Functions take time, but no device's.
+
     Three relaxations are combined in one pass through the calls in graph order:
     - critical path: a call starts once it has received the outputs of its producers, and after earlier calls whose
       meshes overlap its own; two meshes overlap for certain if they have more devices together than the cluster;
@@ -28,6 +30,9 @@ class Bound:
         self.tables = tables
         self.groups = [group_candidates(tables, c) for c in range(len(tables.calls))]
         self.devices = tables.problem.cluster.size
+        uses = np.array([not call.is_function for call in tables.calls])
+        self._compete = (uses[:, None] & uses)[:, :, None]
+        """[calls, calls, 1]: whether both use devices."""
         self.capacity = sum(tables.problem.memory_bytes) * tables.problem.cluster.devices_per_node
         # Calls that may share the replica of another call may not need a reallocation: leave them out.
         self.moving = [c for c, h in enumerate(tables.home) if h != c and not tables.sharers[c]]
@@ -93,7 +98,7 @@ class Bound:
         end = first + size
         apart = (first[:, None] >= end) | (first >= end[:, None])
         certain = known[:, None] & known & ~apart
-        return certain | (size[:, None] + size > self.devices)
+        return (certain | (size[:, None] + size > self.devices)) & self._compete
 
     def _reallocation(self, c: int, nodes: Numbers, tail: Floats, meets: Bools) -> tuple[Floats, Floats]:
         """Earliest start and least seconds of the reallocation before call `c`."""
@@ -133,7 +138,7 @@ class Bound:
         m = len(target.layouts.first)
         i, j = np.divmod(np.arange(n * m), m)
         transfers = self.tables.problem.transfers
-        role = self.tables.calls[c].role
+        role = self.tables.calls[c].model_role
         kinds = transfers.at_least(role, source.layouts[i], target.layouts[j]).reshape(n, m)
         rows = np.concatenate([np.minimum.reduceat(kinds, s, axis=0) for s in source.kind_starts])
         return np.concatenate([np.minimum.reduceat(rows, s, axis=1) for s in target.kind_starts], axis=1)

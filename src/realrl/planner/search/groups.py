@@ -29,7 +29,7 @@ class CandidateGroups:
     """Index of the candidate, for single candidates; -1 for others."""
     seconds: Floats
     area: Floats
-    """Device-seconds."""
+    """Device-seconds; none of a function."""
     size: Ints
     first: Ints
     """First rank of the mesh, for single candidates; -1 for others."""
@@ -57,6 +57,7 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
     size = columns.end - columns.first
     layouts = tables.layouts(call)[columns.layout]
     copies = layouts.tp * layouts.pp
+    busy = np.zeros_like(columns.seconds) if tables.calls[call].is_function else columns.seconds
     facts = (columns.seconds, columns.load, columns.weights, columns.resident, columns.working, columns.limit)
     table = np.stack([size, layouts.tp, layouts.pp, *facts, columns.offloaded], axis=1)
     _, kind = np.unique(table, axis=0, return_inverse=True)
@@ -85,7 +86,7 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
         kind=np.concatenate([np.full(counts[0] + counts[1], -1), np.arange(counts[KIND]), sorted_kind]),
         candidate=np.concatenate([np.full(offsets[ALONE], -1), order]),
         seconds=least(columns.seconds),
-        area=least(columns.seconds * size),
+        area=least(busy * size),
         size=least(size),
         first=np.concatenate([np.full(offsets[ALONE], -1), columns.first[order]]),
         rows=least(size // copies),

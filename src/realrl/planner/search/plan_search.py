@@ -9,7 +9,7 @@ from realrl.dataflow.call import Call, Kind
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.evaluate.shortage import DoesNotFit
 from realrl.planner.search.search import SearchBudget, SearchResult, search_plans
 from realrl.planner.simulate.estimate import Estimate
@@ -183,7 +183,7 @@ def _check_calls(scenario: Scenario, plan: Plan) -> None:
     for call in scenario.graph.calls:
         place = plan[call.name]
         scenario.spec.group(place.mesh)
-        scenario.cost.call(call, scenario.models[call.role], place, scenario.workload)
+        scenario.call_cost(call, place)
 
 
 def tune_plan(scenario: Scenario, plan: Plan) -> Plan:
@@ -242,6 +242,9 @@ def _with_kept_copies(problem: Problem, scenario: Scenario, plan: Plan) -> Probl
 
     candidates = {}
     for call in graph.calls:
+        if call.is_function:
+            candidates[call.name] = problem.candidates[call.name]
+            continue
         place = plan[call.name]
         more = max(unused(call, place, rank) for rank in place.ranks)
         given = problem.candidates[call.name]
@@ -250,7 +253,10 @@ def _with_kept_copies(problem: Problem, scenario: Scenario, plan: Plan) -> Probl
 
 
 def _variants(call: Call, place: Placement, workload: Workload) -> Iterator[Placement]:
-    """Variants of a placement in micro-batch size and recomputation."""
+    """Variants of a placement in micro-batch size and recomputation; a function has none."""
+    if call.is_function:
+        yield place
+        return
     for tokens in list_micro_batches(call.kind, workload.work(call)):
         for recompute in (False, True) if call.kind is Kind.TRAIN else (False,):
             strategy = replace(place.strategy, micro_batch_tokens=tokens, recompute=recompute)

@@ -22,14 +22,14 @@ def prune_candidates(problem: Problem) -> tuple[Problem, dict[str, Ints]]:
     kept: dict[str, Ints] = {}
     for call in problem.graph.calls:
         candidates = problem.candidates[call.name]
-        is_home = problem.home(call.role) == call
+        is_home = problem.is_home(call)
         needs = np.array([candidate.bytes_alone(is_home=is_home) for candidate in candidates])
         limits = np.array([problem.limit(candidate.placement) for candidate in candidates])
         fits = np.flatnonzero(needs <= limits)
         if not len(fits):
             raise DoesNotFit(explain_call_shortage(problem, call, int((needs / limits).argmin())))
         follows = any(call.role in (a.role, a.source) for a in problem.graph.averages)
-        stays = len(problem.graph.role_calls(call.role)) == 1 and not follows
+        stays = call.role is None or (len(problem.graph.role_calls(call.role)) == 1 and not follows)
         kept[call.name] = fits[_undominated([candidates[i] for i in fits], by_mesh=stays)]
     kept_candidates = {name: tuple(problem.candidates[name][i] for i in kept[name]) for name in kept}
     return replace(problem, candidates=kept_candidates), kept

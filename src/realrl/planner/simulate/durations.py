@@ -45,9 +45,7 @@ class Durations:
 
     def terms(self, call: str) -> Mapping[str, float]:
         """Return the seconds of a call by term."""
-        scenario = self._scenario
-        of = self._scenario.graph.call(call)
-        return scenario.cost.call(of, scenario.models[of.role], self._plan[call], scenario.workload).terms
+        return self._scenario.call_cost(self._scenario.graph.call(call), self._plan[call]).terms
 
     def _copy(self, instruction: Load | Offload) -> float:
         """Seconds of a copy between device and host memory; unchanged parameters need not be copied back."""

@@ -8,6 +8,7 @@ from functools import cached_property
 from realrl.dataflow.call import Call
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
+from realrl.planner.simulate.memory_part import MemoryPart
 from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Receive, Run
 
 
@@ -18,14 +19,14 @@ class CallEstimate:
     call: Call
     placement: Placement
     terms: Mapping[str, float]
-    """Seconds on its mesh by additive term (`cost.model.CallCost`)."""
+    """Seconds on its mesh by additive term (`CallCost`)."""
     start: float
     """Seconds after the start of the step."""
     end: float
     flops: float
     """Model FLOPs without recomputation: 2 per parameter and token forward, 4 backward, and attention."""
     peak_flops: float
-    """Peak FLOP/s of all devices of the cluster in the type that the call computes in."""
+    """Peak FLOP/s of all devices of the cluster in the type that the call computes in; 0 of a function."""
 
     @property
     def seconds(self) -> float:
@@ -57,8 +58,10 @@ class Slice:
     start: float
     seconds: float
     waiting: float
-    """Part of `seconds` spent waiting for other participants."""
+    """Part of `seconds` spent waiting for other participants, or for the function whose outputs are needed."""
     instruction: Instruction
+    host: bool = False
+    """Whether it is a function, which runs beside the rank's other instructions."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,8 @@ class Footprint:
 
     during: str
     """Name of the call."""
-    parts: Mapping[str, int]
-    """Bytes by part: `actor parameters`, `actor gradients and optimizer`, `activations`, `cache`, ..."""
+    parts: Mapping[MemoryPart, int]
+    """Bytes by part."""
 
     @property
     def bytes(self) -> int:
@@ -83,7 +86,7 @@ class DeviceMemory:
     rank: int
     capacity: int
     """Usable bytes."""
-    resident: Mapping[str, int]
+    resident: Mapping[MemoryPart, int]
     """Bytes held between steps, by part."""
     footprints: tuple[Footprint, ...]
     """Peak memory by call, in the order of the rank's program."""
@@ -136,9 +139,13 @@ class Estimate:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Fraction of the step in which a rank computes or moves parameters, by rank."""
-        working = (Run, Reallocate)
         return tuple(
-            sum(s.seconds - s.waiting for s in rank if isinstance(s.instruction, working)) / self.step_seconds
+            sum(
+                s.seconds - s.waiting
+                for s in rank
+                if isinstance(s.instruction, Run | Reallocate) and not s.host
+            )
+            / self.step_seconds
             for rank in self.slices
         )
 
@@ -150,16 +157,17 @@ class Estimate:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation (MFU) in steady state."""
-        return sum(c.flops / c.peak_flops for c in self.calls.values()) / self.repeated_seconds
+        models = (call for call in self.calls.values() if not call.call.is_function)
+        return sum(call.flops / call.peak_flops for call in models) / self.repeated_seconds
 
     @cached_property
     def terms(self) -> Mapping[str, float]:
-        """Device-seconds by term: those of calls, `reallocation`, `offload`, `exchange` and `idle`.
+        """Device-seconds by term: those of calls of models, `reallocation`, `offload`, `exchange` and `idle`.
 
         They add up to `step_seconds` times the number of devices.
         """
         total: defaultdict[str, float] = defaultdict(float)
-        for call in self.calls.values():
+        for call in (call for call in self.calls.values() if not call.call.is_function):
             for name, seconds in call.terms.items():
                 total[name] += seconds * call.placement.mesh.size
         moving = {Reallocate: "reallocation", Load: "offload", Offload: "offload", Receive: "exchange"}

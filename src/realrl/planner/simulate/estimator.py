@@ -45,10 +45,12 @@ def _calls(
     for event in _once(simulation):
         if isinstance(event.instruction, Run):
             call = scenario.graph.call(event.instruction.call)
-            model = scenario.models[call.role]
+            model = scenario.model(call)
             place = plan[call.name]
-            width = model.width(place.strategy)
-            peak = sum(group.size * group.device.flops(width) for group in scenario.spec.groups)
+            peak = 0.0
+            if model is not None:
+                width = model.width(place.strategy)
+                peak = sum(group.size * group.device.flops(width) for group in scenario.spec.groups)
             calls.append(
                 CallEstimate(
                     call=call,
@@ -60,6 +62,7 @@ def _calls(
                     peak_flops=peak,
                 )
             )
+    # Of a function, which ranks start by themselves, the last one counts.
     calls.sort(key=lambda estimate: estimate.start)
     return {estimate.call.name: estimate for estimate in calls}
 

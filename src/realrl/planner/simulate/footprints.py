@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 
 from realrl.plan.placement import Placement
 from realrl.planner.simulate.estimate import DeviceMemory, Footprint
+from realrl.planner.simulate.memory_part import MemoryPart, PartKind
 from realrl.planner.simulate.scenario import Scenario
 from realrl.program.instructions import Load, Program, Reallocate, Run
-from realrl.program.memory import Holdings, Item, Memory
+from realrl.program.memory import HeldState, Holdings, Memory, Stored
 
 
 def compute_footprints(
@@ -26,11 +27,11 @@ class _Devices:
     def __init__(self, scenario: Scenario, held: Memory) -> None:
         self._scenario = scenario
         self._held = held
-        self._known: dict[object, tuple[Mapping[str, int], tuple[Footprint, ...]]] = {}
+        self._known: dict[object, tuple[Mapping[MemoryPart, int], tuple[Footprint, ...]]] = {}
 
     def device(self, program: Program) -> DeviceMemory:
         """Memory of a rank; ranks with equal programs and positions share the result."""
-        runs = (i.placement for i in program.instructions if isinstance(i, Run))
+        runs = (i.placement for i in program.instructions if isinstance(i, Run) and i.role is not None)
         positions = {place: _position(place, program.rank) for place in (*self._held.resting, *runs)}
         alike = (tuple(map(id, program.instructions)), *positions.values())
         if alike not in self._known:
@@ -39,15 +40,17 @@ class _Devices:
         return DeviceMemory(program.rank, self._scenario.memory.capacity(program.rank), *self._known[alike])
 
     def _footprints(self, program: Program) -> tuple[Footprint, ...]:
-        """Footprint of each call: the peak while it runs or while parameters are moved before it.
+        """Footprint of each call of a model: the peak while it runs or while parameters are moved before it.
 
-        Reallocations after the last call are attributed to it.
+        Reallocations after the last call are attributed to it. Functions hold no device memory.
         """
         footprints: list[Footprint] = []
-        moving: list[dict[str, int]] = []
+        moving: list[dict[MemoryPart, int]] = []
         for instruction, holdings in self._held.timeline(program):
-            if isinstance(instruction, Run):
-                running = self._parts(holdings) | self._dynamic(instruction, program.rank)
+            if isinstance(instruction, Run) and instruction.role is not None:
+                model = self._scenario.models.get(instruction.role)
+                dynamic = {} if model is None else self._dynamic(instruction, model, program.rank)
+                running = self._parts(holdings) | dynamic
                 moments = [running, *moving]
                 largest = max(moments, key=lambda parts: sum(parts.values()))
                 footprints.append(Footprint(instruction.call, largest))
@@ -62,30 +65,27 @@ class _Devices:
             ]
         return tuple(footprints)
 
-    def _parts(self, holdings: Holdings) -> dict[str, int]:
-        """Bytes by name; parameter sets of a role in one layout are added up."""
-        found: Counter[str] = Counter()
+    def _parts(self, holdings: Holdings) -> dict[MemoryPart, int]:
+        """Bytes by part; parameter sets of a role in one layout are added up."""
+        found: Counter[MemoryPart] = Counter()
         for item, size in holdings.items():
-            found[self._name(item)] += size
-        return {name: size for name, size in found.items() if size}
+            found[self._part(item)] += size
+        return {part: size for part, size in found.items() if size}
 
-    def _name(self, item: Item) -> str:
-        if item.host:
-            return f"{item.role} {'optimizer' if item.what == 'optimizer' else 'parameters'} (host copy)"
+    def _part(self, item: HeldState) -> MemoryPart:
         if item.what == "optimizer":
-            return f"{item.role} gradients and optimizer"
-        copy = f" (copy {item.layout})" if item.layout != self._held.home(item.role) else ""
-        return f"{item.role} parameters{copy}"
+            return MemoryPart(PartKind.OPTIMIZER, item.role, host=item.host)
+        # Host copies of one role are one part, whatever their layouts.
+        is_copy = not item.host and item.layout != self._held.home(item.role)
+        return MemoryPart(PartKind.PARAMETERS, item.role, item.layout if is_copy else None, item.host)
 
-    def _dynamic(self, run: Run, rank: int) -> dict[str, int]:
+    def _dynamic(self, run: Run, model: Stored, rank: int) -> dict[MemoryPart, int]:
         """Dynamic memory of the call on the rank, by part."""
         scenario = self._scenario
-        model = self._scenario.models.get(run.role)
-        if model is None:
-            return {}
         call = scenario.graph.call(run.call)
         stages = scenario.memory.stages(call, model, run.placement, scenario.workload)
-        return {name: size for name, size in stages[run.placement.pp_index(rank)].dynamic.items() if size}
+        needed = stages[run.placement.pp_index(rank)].dynamic
+        return {MemoryPart(PartKind(name)): size for name, size in needed.items() if size}
 
 
 def _position(place: Placement, rank: int) -> tuple[int, int] | None:

@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from realrl.dataflow.call import Call
 from realrl.dataflow.graph import DataflowGraph
-from realrl.planner.cluster.spec import ClusterSpec
-from realrl.planner.cost.model import CostModel
-from realrl.planner.memory.model import MemoryModel
+from realrl.plan.placement import Placement
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cost.cost_model import CallCost, CostModel
+from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import Stored
 from realrl.program.order import TrainableParts
@@ -27,6 +29,15 @@ class Scenario:
     def parts(self) -> TrainableParts:
         """Part of each role that training updates."""
         return {role: model.part for role, model in self.models.items()}
+
+    def model(self, call: Call) -> Stored | None:
+        """Look up the model that a call uses; None for a function."""
+        return None if call.role is None else self.models[call.role]
+
+    def call_cost(self, call: Call, placement: Placement) -> CallCost:
+        """Time of one execution of a call in a step; UserError where there are fewer records than data-parallel
+        ranks."""
+        return self.cost.call(call, self.model(call), placement, self.workload)
 
     def on(self, spec: ClusterSpec) -> "Scenario":
         """Return the scenario on another cluster."""

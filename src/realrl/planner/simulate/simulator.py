@@ -66,7 +66,8 @@ def simulate(
     workers block: ranks of a call start together, as do those of a reallocation that sends anything. Sends, and the
     sender's side of a report, do not block, but a rank starts its next step only when all its messages have been
     received, because gloo does not buffer for a receiver that has not posted. Nothing else synchronises ranks.
-    SimulationError for a deadlock.
+    Functions run beside the instructions that follow, on each rank by itself and one after the other, until their
+    outputs or metrics are sent or the step ends. SimulationError for a deadlock.
     """
     return _Simulator(programs, seconds, steps).run()
 
@@ -82,6 +83,13 @@ class _Group:
     step: int = 0
     position: int = 0
     events: list[Slice] = field(default_factory=list)
+    functions: dict[str, float] = field(default_factory=dict)
+    """Functions of this step -> when they end."""
+
+    @property
+    def host_free(self) -> float:
+        """When the last function of this step ends."""
+        return max(self.functions.values(), default=0.0)
 
     @cached_property
     def members(self) -> frozenset[int]:
@@ -144,14 +152,20 @@ class _Simulator:
             received = self._all_received(group)
             if received is None:
                 return False
+            group.clock = max(group.clock, group.host_free)
             ends[group.step] = max(ends[group.step], group.clock)
             group.clock = max(group.clock, received)
             group.step += 1
             group.position = 0
+            group.functions = {}
             return True
         number = group.program[group.position]
-        self.came[group.step, number].setdefault(group.ranks[0], group.clock)
-        start = self._start(group, number)
+        if (function := self._function(number)) is not None:
+            self._call(group, number, function)
+            return True
+        ready = max(group.clock, self._collected(group, number))
+        self.came[group.step, number].setdefault(group.ranks[0], ready)
+        start = self._start(group, number, ready)
         if start is None:
             return False
         arrived = group.clock
@@ -170,22 +184,57 @@ class _Simulator:
         group.position += 1
         return True
 
-    def _start(self, group: _Group, number: int) -> float | None:
-        """Time at which all dependencies of the instruction are met; None if not known yet."""
+    def _function(self, number: int) -> str | None:
+        """Name of the function that an instruction calls; None if it calls none."""
+        match self.instructions[number]:
+            case Run(call, None, _):
+                return call
+        return None
+
+    def _call(self, group: _Group, number: int, function: str) -> None:
+        """Run a function on the group's hosts while the group continues."""
+        start = max(group.clock, group.host_free)
+        seconds = self.seconds[number]
+        group.functions[function] = start + seconds
+        instruction = self.instructions[number]
+        event = Slice(
+            rank=group.ranks[0],
+            step=group.step,
+            start=start,
+            seconds=seconds,
+            waiting=0.0,
+            instruction=instruction,
+            host=True,
+        )
+        group.events.append(event)
+        group.position += 1
+
+    def _collected(self, group: _Group, number: int) -> float:
+        """End of the function whose outputs or metrics the instruction sends; 0 if it sends none."""
+        match self.instructions[number]:
+            case Send(producer=function) | ShareLengths(call=function):
+                return group.functions.get(function, 0.0)
+            case Report(function, senders, _) if not group.members.isdisjoint(senders):
+                return group.functions.get(function, 0.0)
+        return 0.0
+
+    def _start(self, group: _Group, number: int, ready: float) -> float | None:
+        """Time at which all dependencies of the instruction are met, for a group that is `ready`; None if not known
+        yet."""
         instruction = self.instructions[number]
         match instruction:
             case Reallocate() if self.seconds[number] == 0:
-                return group.clock  # nothing is sent, so ranks do not synchronise
+                return ready  # nothing is sent, so ranks do not synchronise
             case Run() | Reallocate():
                 return self._last(self.came, group.step, [number])
             case ShareLengths(_, _, heads, _):
                 return self._last(self.came, group.step, [number], heads)
             case Receive():
                 return self._last(self.done, group.step, self.sides[instruction.number, Send])
-            case Report(_, sender, receiver) if receiver in group.members:
-                return self._last(self.came, group.step, [number], (sender,))
+            case Report(_, senders, receiver) if receiver in group.members:
+                return self._last(self.came, group.step, [number], senders)
             case _:
-                return group.clock
+                return ready
 
     def _all_received(self, group: _Group) -> float | None:
         """Time at which all messages of the group's step have been received; None if not known yet."""
@@ -198,7 +247,7 @@ class _Simulator:
                     taken = self._last(self.done, group.step, takers)
                 case ShareLengths(_, _, heads, _) if heads[0] in group.members:
                     taken = self._last(self.came, group.step, [number])
-                case Report(_, sender, receiver) if sender in group.members:
+                case Report(_, senders, receiver) if not group.members.isdisjoint(senders):
                     taken = self._last(self.done, group.step, [number], (receiver,))
                 case _:
                     continue

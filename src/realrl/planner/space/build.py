@@ -2,12 +2,12 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Call, Kind
-from realrl.plan.placement import Mesh, Placement
+from realrl.plan.placement import Mesh, Placement, function_placement
 from realrl.plan.plan import Plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.candidates import list_meshes, list_micro_batches, list_strategies
@@ -62,6 +62,8 @@ class _Builder:
 
     def candidates(self, call: Call, plans: Iterable[Plan]) -> tuple[Candidate, ...]:
         """Cost every candidate of a call, those of the given plans included."""
+        if call.is_function:
+            return self._function_candidates(call, plans)
         work = self.scenario.workload.work(call)
         given = self.search_space.micro_batch_tokens
         candidates = self._candidates_on_meshes(
@@ -74,6 +76,36 @@ class _Builder:
             if placement.strategy.dtype is None:  # layouts of a problem have no parameter type
                 candidates += self._variants(call, self._cost_candidate(call, placement), 0.0)
         return tuple(dict.fromkeys(candidates))
+
+    def _function_candidates(self, call: Call, plans: Iterable[Plan]) -> tuple[Candidate, ...]:
+        """Every mesh with a record for each of its ranks, and what plans choose; of a function that no run has
+        measured, and which may be slow, only the meshes with most ranks."""
+        placements = [function_placement(mesh) for mesh in list_meshes(self.scenario.spec)]
+        if self.search_space.micro_batch_tokens == ():  # only what plans choose
+            placements = []
+        found = [*self._on_hosts(call, placements)]
+        widest = max((candidate.placement.mesh.size for candidate, _ in found), default=0)
+        if all(measured for _, measured in found):
+            found += self._on_hosts(call, [plan[call.name] for plan in plans])
+        else:
+            found = [pair for pair in found if pair[0].placement.mesh.size == widest]
+        return tuple(dict.fromkeys(candidate for candidate, _ in found))
+
+    def _on_hosts(self, call: Call, placements: Iterable[Placement]) -> Iterator[tuple[Candidate, bool]]:
+        """Candidates of a function, which holds no device memory, and whether a run has measured it."""
+        for placement in placements:
+            try:
+                cost = self.scenario.call_cost(call, placement)
+            except UserError:  # fewer records than data-parallel ranks
+                continue
+            candidate = Candidate(
+                placement=placement,
+                seconds=cost.seconds,
+                weights_bytes=0.0,
+                resident_bytes=0.0,
+                working_bytes=0.0,
+            )
+            yield candidate, bool(cost.terms)
 
     def _candidates_on_meshes(self, call: Call, tokens: tuple[int, ...]) -> list[Candidate]:
         """Cost candidates once per mesh size and device kind, and replicate them over equivalent meshes."""
@@ -90,7 +122,7 @@ class _Builder:
 
     def _candidates_of_size(self, call: Call, mesh: Mesh, tokens: tuple[int, ...]) -> list[Candidate]:
         spec = self.scenario.spec
-        shape = self.scenario.models[call.role].shape
+        shape = self.scenario.models[call.model_role].shape
         per_node = spec.groups[spec.group_index(mesh.first)].devices_per_node
         limit = self.scenario.memory.capacity(mesh.first)
         recompute = self.search_space.recompute if call.kind is Kind.TRAIN else (False,)
@@ -113,7 +145,7 @@ class _Builder:
 
     def _cost_candidate(self, call: Call, placement: Placement) -> Candidate:
         scenario = self.scenario
-        arguments = (call, scenario.models[call.role], placement, scenario.workload)
+        arguments = (call, scenario.models[call.model_role], placement, scenario.workload)
         needs = scenario.memory.stages(*arguments)
         resident = max(need.static_bytes for need in needs)
         return Candidate(
@@ -130,9 +162,9 @@ class _Builder:
         graph = self.scenario.graph
         cost = self.scenario.cost
         memory = self.scenario.memory
-        model = self.scenario.models[call.role]
+        model = self.scenario.models[call.model_role]
         variants = [candidate]
-        if graph.home(call.role) != call or not self.search_space.offload:
+        if graph.home(call.model_role) != call or not self.search_space.offload:
             return variants
         rank = candidate.placement.mesh.first
         # Parameters and state may be largest on different stages, where a model is trained in part.
@@ -158,7 +190,7 @@ class _Builder:
             changing = {
                 name
                 for other in graph.calls
-                for name in changed_sets(graph, other, call.role, self.scenario.parts)
+                for name in changed_sets(graph, other, call.model_role, self.scenario.parts)
             }
             variants += [
                 replace(

@@ -5,7 +5,7 @@ from itertools import product
 
 from realrl.dataflow.call import Kind
 from realrl.plan.placement import Mesh, Strategy
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.workload.workload import CallWork
 
 _FEW_NODES = 16

@@ -80,9 +80,9 @@ class Problem:
             candidates = self.candidates.get(call.name, ())
             if not candidates:
                 raise UserError(f"call {call.name} has no option to run with on cluster {self.cluster}")
-            if self.home(call.role) != call and any(o.offload or o.offload_optimizer for o in candidates):
+            if not self.is_home(call) and any(o.offload or o.offload_optimizer for o in candidates):
                 raise ValueError(
-                    f"{call.name} is not the home of {call.role}, so it cannot decide what to offload"
+                    f"{call.name} is not the home of a role, so it cannot decide what to offload"
                 )
             for candidate in candidates:
                 if (
@@ -94,6 +94,10 @@ class Problem:
     def home(self, role: str) -> Call:
         """Return the call whose candidate decides the primary placement of a role."""
         return self.graph.home(role)
+
+    def is_home(self, call: Call) -> bool:
+        """Tell whether a role lives where the call runs; never where a function does."""
+        return call.role is not None and self.home(call.role) == call
 
     def limit(self, placement: Placement) -> float:
         """Return the usable bytes of each device of a placement."""
@@ -112,7 +116,7 @@ class Problem:
             return None
         assignment = {}
         for call in self.graph.calls:
-            home = self.home(call.role) == call
+            home = self.is_home(call)
             flags = (home and call.role in plan.offload, home and call.role in plan.offload_optimizer)
             alike = (
                 number

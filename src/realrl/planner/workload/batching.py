@@ -46,7 +46,7 @@ def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
     evenly; short ones fill the gaps that long ones leave, so that all chunks but the last are nearly full. In a
     pipeline chunks are equally full, and there are about `per_stage` per stage, or a larger equal number per stage.
     """
-    records = _per_rank(work, strategy)
+    records = records_per_rank(work, strategy)
     costs = sorted((work.per_item * (length + work.room) for length in work.lengths), reverse=True)
     mean = sum(costs) / len(costs)
     longest = costs[0]
@@ -82,7 +82,7 @@ def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
     )
 
 
-def _per_rank(work: CallWork, strategy: Strategy) -> int:
+def records_per_rank(work: CallWork, strategy: Strategy) -> int:
     """Records of a mini-batch on the rank with most of them."""
     whole = work.items // work.minibatches
     if whole < strategy.dp:

@@ -6,14 +6,16 @@ from realrl.planner.workload.workload import CallWork, Workload
 from realrl.program.memory import Stored
 
 
-def count_flops(call: Call, model: Stored, workload: Workload) -> float:
-    """Count the FLOPs of a call in a step.
+def count_flops(call: Call, model: Stored | None, workload: Workload) -> float:
+    """Count the FLOPs of a call in a step; a function, which has no model, has none.
 
     Matmuls take 2 per parameter and token, causal attention 2 * s² per layer and element of the query
     dimension, and the backward pass of what is trained twice as much. Embedding look-ups and recomputation do not
     count. As in PaLM (arXiv 2204.02311, appendix B), which does not halve attention. In generation, the head counts
     only sampled tokens.
     """
+    if model is None:
+        return 0.0
     work = workload.work(call)
     if call.kind is Kind.GENERATE:
         return work.sequences * _generated(model, work)

@@ -7,19 +7,23 @@ from functools import cached_property
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.experiment import Experiment
+from realrl.recipe.forms import FORMS
 
 QUANTILES = 64
 """Sample size that represents a length distribution."""
+_PROMPTS = FORMS["prompt"].keys
+"""Keys whose rows are prompts without answers."""
 _GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, are spread evenly: pairs prompts with answers as if they were independent."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CallWork:
     """Sequences and passes of one call in a step."""
 
     items: int
-    """Records in the whole step, over all mini-batches, once. Ranks share out records, not sequences."""
+    """Items in the whole step, over all mini-batches, once: records times samples of each. Ranks share out items,
+    not sequences."""
     lengths: tuple[int, ...]
     """Sample of tokens per sequence that is passed through the model at once: whole sequences, or prompts
     where the call generates."""
@@ -32,9 +36,9 @@ class CallWork:
     passes: int
     """Times that the sequences are gone through."""
     episode: int = 0
-    """Most tokens of an answer that a train call learns from, where it was generated."""
+    """Most tokens of an answer of which a train call makes experience; 0 for calls that make none."""
     per_item: int = 1
-    """Sequences of each record."""
+    """Sequences of each item."""
 
     @property
     def sequences(self) -> int:
@@ -43,7 +47,7 @@ class CallWork:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest record, with room for what is generated: the least that a micro-batch holds."""
+        """Tokens of the longest item, with room for what is generated: the least that a micro-batch holds."""
         return self.per_item * (max(self.lengths) + self.room)
 
     @property
@@ -78,6 +82,8 @@ class Workload:
     """Training passes over the items of a step."""
     samples: int = 1
     """Items of each prompt, all samples of it."""
+    experience_calls: tuple[str, ...] = ()
+    """Train calls that make experience of the answers (`AlgorithmSpec.experience_calls`)."""
 
     @classmethod
     def of(
@@ -104,18 +110,38 @@ class Workload:
             max_new_tokens=longest,
             epochs=epochs,
             samples=samples,
+            experience_calls=spec.experience_calls,
         )
 
     def work(self, call: Call) -> CallWork:
-        """Compute the work of a call; each of its `work` keys is one sequence per record."""
+        """Compute the work of a call; each of its `work` keys is one sequence per item."""
         if call.kind is Kind.GENERATE:
             prompts, answers = zip(*self.pairs, strict=True)
-            return CallWork(self.items, prompts, answers, self.max_new_tokens, 1, 1, per_item=len(call.work))
+            return CallWork(
+                items=self.items,
+                lengths=prompts,
+                answers=answers,
+                room=self.max_new_tokens,
+                minibatches=1,
+                passes=1,
+                per_item=len(call.work),
+            )
+        # Inference, training, and functions, which see whole sequences unless their keys are of prompts alone.
         passes = self.epochs if call.kind is Kind.TRAIN else 1
-        lengths = tuple(sorted(prompt + answer for prompt, answer in self.pairs))
-        episode = max(self.answers) if call.kind is Kind.TRAIN else 0
+        of_prompts = [key in _PROMPTS for key in call.work]
+        kinds = of_prompts[:1] if len(set(of_prompts)) == 1 else of_prompts
+        lengths = sorted(
+            prompt if is_prompt else prompt + answer for prompt, answer in self.pairs for is_prompt in kinds
+        )
         return CallWork(
-            self.items, lengths, (), 0, call.minibatches, passes, episode, per_item=len(call.work)
+            items=self.items,
+            lengths=tuple(lengths),
+            answers=(),
+            room=0,
+            minibatches=call.minibatches,
+            passes=passes,
+            episode=max(self.answers) if call.name in self.experience_calls else 0,
+            per_item=len(call.work),
         )
 
     def tokens(self, graph: DataflowGraph) -> float:

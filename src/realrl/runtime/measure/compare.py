@@ -6,13 +6,20 @@ from typing import TYPE_CHECKING
 
 from realrl.dataflow.call import Call
 from realrl.families.shape import ModelShape
-from realrl.planner.calibration.comparison import CallCosts, Comparison, MoveCosts, Seconds
-from realrl.planner.cluster.spec import ClusterSpec
-from realrl.planner.cost.model import CostModel
-from realrl.planner.memory.model import MemoryModel
+from realrl.planner.calibration.comparison import (
+    CallCosts,
+    Comparison,
+    MoveCosts,
+    Seconds,
+    waiting_for,
+)
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cost.cost_model import CostModel
+from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.profile.profile import Profile
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
+from realrl.planner.simulate.memory_part import MemoryPart, PartKind
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Program, Reallocate
@@ -79,17 +86,18 @@ def _call(call: Call, info: RunInfo, expected: Estimate | None, log: "TimingLog"
         call=call,
         placement=str(placement),
         seconds=Seconds.of(measured.counted),
+        waited=Seconds.of(log.spans[waiting_for(call.name)].counted) if call.is_function else None,
         predicted_seconds=sum(terms.values()) or None,
         terms=dict(terms),
         bytes=measured.bytes,
-        predicted_bytes=_peak(expected, call.name) if expected else None,
+        predicted_bytes=_peak(expected, call.name) if expected and not call.is_function else None,
     )
 
 
 def _peak(expected: Estimate, call: str) -> int:
     """Find the peak bytes of a call on any device, without the allocator's fragmentation."""
     footprints = (f for device in expected.memory for f in device.footprints if f.during == call)
-    return max(f.bytes - f.parts.get("fragmentation", 0) for f in footprints)
+    return max(f.bytes - f.parts.get(MemoryPart(PartKind.FRAGMENTATION), 0) for f in footprints)
 
 
 def _move(text: str, expected: Estimate | None, log: "TimingLog") -> MoveCosts:

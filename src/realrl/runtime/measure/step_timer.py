@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from realrl.planner.calibration.comparison import waiting_for
 from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Run
 from realrl.program.text import format_instruction
 from realrl.runtime.measure.allocations import Allocations, count_allocations
@@ -19,14 +20,16 @@ _ROUNDS = 10
 
 @dataclass(frozen=True)
 class TimedSpan:
-    """One call or reallocation on one rank. Times are seconds of its monotonic clock."""
+    """One call or reallocation on one rank, or its wait for a function. Times are by its monotonic clock, in s."""
 
     name: str
-    """Name of the call, or text form of the reallocation."""
+    """Name of the call, or text form of the reallocation; of a wait, `waiting_for` the call."""
     start: float
     end: float
     bytes: int | None = None
     """Peak bytes of tensors during the call and while parameters were moved before it."""
+    alone: bool = False
+    """Whether the rank did not wait for others to begin, as with a function."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class StepTimer:
         """Measure the block as one instruction of the step."""
         start = time.monotonic()
         if isinstance(instruction, Run):
+            assert instruction.role is not None, "functions measure themselves"
             counting = None if self._cuda or self._begun > 1 else count_allocations()
             with counting or nullcontext() as self._allocations:
                 yield
@@ -116,6 +120,11 @@ class StepTimer:
             if isinstance(instruction, Load | Offload):
                 wait_for(self._device)
                 self._moving_peak = max(self._moving_peak, self._held())
+
+    def function(self, call: str, start: float, end: float, *, waited: tuple[float, float]) -> None:
+        """Register a function that ran beside other instructions, and from when until when the rank `waited`."""
+        self._spans.append(TimedSpan(call, start, end, alone=True))
+        self._spans.append(TimedSpan(waiting_for(call), *waited, alone=True))
 
     def turn(self) -> None:
         """Register a decode step, or one pass of a micro-batch in one direction.

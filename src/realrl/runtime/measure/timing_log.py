@@ -38,8 +38,9 @@ class TimingLog:
         A step begins with the start on the first rank where that is later than the end of the step before."""
         self.spans: defaultdict[str, Times] = defaultdict(Times)
         """Times by call, and by the text of a reallocation.
-        
-        From the start on the last rank that takes part to the end on the last one."""
+
+        From the start on the last rank that takes part to the end on the last one; of functions, and of waiting for
+        them, on the rank where it took longest."""
         self._ended = float("-inf")
 
     def add(self, ranks: Sequence[Sequence[StepTimes]], offsets: Sequence[float]) -> None:
@@ -61,6 +62,9 @@ class TimingLog:
                 seen[span.name] += 1
         taken: defaultdict[str, float] = defaultdict(float)
         for (name, _), spans in found.items():
+            if all(span.alone for span, _ in spans):
+                taken[name] += max(span.end - span.start for span, _ in spans)
+                continue
             begun = max(s.start - a for s, a in spans)
             ended = max(s.end - a for s, a in spans)
             taken[name] += max(0.0, ended - begun)

@@ -5,8 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from realrl.algorithms.method import Algorithm
 from realrl.data.dataset import Dataset
+from realrl.recipe.algorithm import AlgorithmSpec
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.model import TrainedModelConfig
+from realrl.recipe.model import trained_models
+from realrl.runtime.output.metric_notes import list_metric_notes
 from realrl.runtime.prepare.compile import models
 
 
@@ -24,8 +26,8 @@ def list_model_notes(experiment: Experiment, steps: int, fresh: Mapping[str, Seq
     for role, tensors in fresh.items():
         if tensors:
             yield f"models.{role} starts with a new scoring head ({', '.join(tensors)}), since its path has none"
-    for role, config in models(experiment).items():
-        if isinstance(config, TrainedModelConfig) and config.optimizer.warmup_steps >= steps > 1:
+    for role, config in trained_models(models(experiment)).items():
+        if config.optimizer.warmup_steps >= steps > 1:
             yield (
                 f"models.{role}.optimizer.warmup_steps={config.optimizer.warmup_steps} is not below the {steps}"
                 " steps of this run, so that the learning rate only rises"
@@ -35,10 +37,16 @@ def list_model_notes(experiment: Experiment, steps: int, fresh: Mapping[str, Seq
 class StepNotes:
     """Notes on the metrics of training steps, and the number of skipped optimizer steps."""
 
-    def __init__(self, algorithm: Algorithm) -> None:
-        self._algorithm = algorithm
+    def __init__(self, algorithm: Algorithm, spec: AlgorithmSpec) -> None:
+        self._algorithm, self._spec = algorithm, spec
+        self._evaluated: Mapping[str, float] | None = None
         self._said: set[str] = set()
         self._skipped = Counter[str]()
+
+    def take_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of an evaluation by `call/name`; the first one is before the first step."""
+        if self._evaluated is None:
+            self._evaluated = metrics
 
     def describe_step(self, step: int, metrics: Mapping[str, float]) -> Iterator[str]:
         """Yield notes on a step, counted from 1, with these metrics by `call/name`."""
@@ -56,6 +64,8 @@ class StepNotes:
             if text not in self._said:
                 self._said.add(text)
                 yield f"step {step}: {text}"
+        if step == 1:
+            yield from list_metric_notes(self._spec, self._algorithm.graph, metrics, self._evaluated)
 
     @property
     def skipped(self) -> dict[str, int]:

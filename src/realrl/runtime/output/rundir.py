@@ -13,10 +13,12 @@ from typing import Any
 from realrl.config.errors import RunError, UserError
 from realrl.config.files import as_os_error, check_directory, partial_path, reason_of, write_whole
 from realrl.config.paths import local_path
+from realrl.config.user_code import find_source
 from realrl.plan.plan import Plan
 from realrl.program.instructions import Program
 from realrl.program.text import format_program
 from realrl.recipe.experiment import Experiment
+from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import dump_experiment
 from realrl.runtime.output.saved import METRICS, checkpoint_path, find_saved
 
@@ -163,20 +165,22 @@ class RunDirectory:
 
 def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
     """List all that the run reads, by the name of its field. Not all are files: models may be on the hub."""
-    if experiment.algorithm.endswith(".py"):
-        yield "algorithm", experiment.algorithm
-    for role in experiment.spec.roles:
+    code = {call.name: call.function for call in build_graph(experiment).functions}
+    code |= {"algorithm": experiment.algorithm, "training.judge": experiment.training.judge}
+    for name, reference in code.items():
+        # Installed algorithms have names without a dot.
+        file = None if reference is None or "." not in reference else find_source(reference)
+        if file is not None:
+            yield name, str(file)
+    for role in experiment.spec.roles_of(experiment):
         config = getattr(experiment.models, role)
         for field in ("path", "tokenizer"):
             if getattr(config, field) is not None:
                 yield f"models.{role}.{field}", getattr(config, field)
     data = experiment.data
-    judge = experiment.training.judge
     yield "data.train", data.train
     if data.eval is not None:
         yield "data.eval", data.eval
-    if judge is not None:
-        yield "training.judge", judge.rpartition(":")[0]
     yield "plan", experiment.plan
     yield "cluster", experiment.cluster
     if experiment.profile is not None:

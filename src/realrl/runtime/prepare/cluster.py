@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from realrl.plan.cluster import Cluster
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 
 
 def named_cluster(text: str) -> ClusterSpec | None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from realrl.checkpoint.directory import known_shape, shape_of
+from realrl.checkpoint.directory import find_model_shape, known_shape
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Average
 from realrl.dataflow.graph import DataflowGraph
@@ -20,7 +20,7 @@ from realrl.program.order import TrainableParts
 from realrl.program.validate import validate, validate_start
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
-from realrl.recipe.model import ModelConfig, TrainedModelConfig
+from realrl.recipe.model import ModelConfig, trained_models
 
 
 @dataclass(frozen=True)
@@ -64,20 +64,17 @@ class Compiled:
 
 
 def models(experiment: Experiment) -> dict[str, ModelConfig]:
-    """List the model settings of every role."""
-    return {role: getattr(experiment.models, role) for role in type(experiment.models).model_fields}
+    """List the model settings of every role that the recipe has."""
+    return {role: getattr(experiment.models, role) for role in experiment.spec.roles_of(experiment)}
 
 
 def find_trainable_parts(
     configs: Mapping[str, ModelConfig], averages: Iterable[Average]
 ) -> dict[str, TrainablePart]:
     """Find what training updates of every role; a role that follows another is divided like it."""
-    parts = {
-        role: TrainablePart(config.trainable_layers, config.freeze_embeddings)
-        if isinstance(config, TrainedModelConfig)
-        else WHOLE
-        for role, config in configs.items()
-    }
+    parts = dict.fromkeys(configs, WHOLE)
+    for role, config in trained_models(configs).items():
+        parts[role] = TrainablePart(config.trainable_layers, config.freeze_embeddings)
     return parts | {average.role: parts[average.source] for average in averages}
 
 
@@ -154,7 +151,7 @@ def with_sizes(experiment: Experiment, compiled: Compiled, plan: Plan | None) ->
         return compiled
     for role, config in models(experiment).items():
         try:
-            shape_of(config)
+            find_model_shape(config)
         except UserError as error:
             raise UserError(f"models.{role}: {error}") from None
     return compile_recipe(experiment, compiled.train.plan.cluster, plan)

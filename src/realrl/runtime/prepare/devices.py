@@ -5,9 +5,9 @@ from dataclasses import replace
 from realrl.config.errors import UserError
 from realrl.config.units import parse_bytes
 from realrl.plan.cluster import Cluster
+from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
 from realrl.planner.cluster.devices import DEVICES, DeviceKind, find_gpu_kind
-from realrl.planner.cluster.spec import ClusterSpec, NodeGroup
-from realrl.planner.memory.model import MemoryModel
+from realrl.planner.memory.memory_model import MemoryModel
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.cluster import named_cluster
 from realrl.runtime.prepare.gpu import NO_GPU, Gpu, Here

@@ -3,15 +3,15 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from realrl.checkpoint.directory import shape_of
+from realrl.checkpoint.directory import find_model_shape
 from realrl.config.errors import UserError
 from realrl.config.paths import local_path
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, SEARCH, load_plan
-from realrl.planner.cluster.spec import ClusterSpec
-from realrl.planner.cost.model import CostModel
-from realrl.planner.memory.model import MemoryModel
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cost.cost_model import CostModel
+from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.profile.profile import Profile
 from realrl.planner.search.plan_search import UserConstraints
 from realrl.planner.simulate.scenario import Scenario
@@ -79,7 +79,7 @@ def _all_stored(experiment: Experiment, graph: DataflowGraph) -> dict[str, Store
     shapes = {}
     for role, config in models(experiment).items():
         try:
-            shapes[role] = shape_of(config)
+            shapes[role] = find_model_shape(config)
         except UserError as error:
             raise UserError(
                 f"models.{role}: planning needs the size of the model: {error}; or set models.{role}.path=null and"

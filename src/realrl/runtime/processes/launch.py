@@ -20,14 +20,14 @@ from realrl.runtime.processes.environment import (
     SCRATCH_VARIABLE,
     STORE_VARIABLE,
 )
-from realrl.runtime.processes.failures import (
+from realrl.runtime.processes.error_reports import (
     CAUSE,
     DEATH,
     USER_STATUS,
     Failure,
     find_first_cause,
+    print_failure,
     read_failures,
-    show,
 )
 from realrl.runtime.processes.logs import keep_logs, name_log_file
 from realrl.runtime.processes.signals import GRACE, show_cursor
@@ -88,7 +88,7 @@ def launch(
         kept = None
         if cause.status != USER_STATUS or cause.trace:
             kept = keep_logs(Path(scratch), logs)
-        show(cause, logs=kept)
+        print_failure(cause, logs=kept)
         return cause.status
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from realrl.config.errors import RunError, UserError
+from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.model.group import Group
 from realrl.plan.cluster import Cluster
 from realrl.runtime.prepare.cluster import written_cluster
@@ -83,13 +83,14 @@ class Process:
     def __enter__(self) -> "Process":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: object, *_: object) -> None:
         """Leave the process group.
 
         Ranks that end well, or by a UserError that all raise, wait for each other, since messages under way are
         lost when their sender exits. After any other failure a rank leaves at once: others may be gone.
         """
-        if self.control is None or (kind and not issubclass(kind, UserError)):
+        alone = isinstance(error, UserCodeError) and error.alone
+        if self.control is None or alone or (kind and not issubclass(kind, UserError)):
             return
         if kind is None:
             dist.barrier(group=self.control)

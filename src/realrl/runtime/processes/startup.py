@@ -8,6 +8,7 @@ from realrl.plan.plan import Plan
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.devices import search_spec
+from realrl.runtime.prepare.functions import check_functions
 from realrl.runtime.prepare.gpu import Gpu, Here
 from realrl.runtime.prepare.search.cached_plan import cached_plan
 from realrl.runtime.processes.environment import PLAN_VARIABLE
@@ -36,6 +37,7 @@ def agree_on_plan(
     plan: Plan | None = None
     with process.together():
         if process.rank == WRITER:
+            check_functions(experiment)
             plan = cached_plan(experiment, search_spec(experiment, cluster, here), say)
     # A search that is cut short by time may find another plan elsewhere, so that nobody else searches.
     agreed: Plan = process.gather(plan)[WRITER]

@@ -5,20 +5,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from realrl.checkpoint.directory import shape_of
+from realrl.checkpoint.directory import find_model_shape
 from realrl.config.errors import UserError
 from realrl.config.files import check_file
 from realrl.config.paths import local_path
 from realrl.families.find import find_shape
 from realrl.families.shape import ModelShape
 from realrl.plan.placement import DTYPES, Dtype
-from realrl.planner.cluster.spec import ClusterSpec, NodeGroup
+from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
 from realrl.planner.profile.profile import ShapeKey
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.prepare.cluster import named_cluster
 from realrl.runtime.prepare.compile import models
-from realrl.runtime.profiler.points.sizes import Sizes
+from realrl.runtime.profiler.points.grid import Sizes
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _models(experiment: Experiment) -> list[tuple[ModelShape, Dtype]]:
     found = []
     for role, config in models(experiment).items():
         try:
-            shape = shape_of(config)
+            shape = find_model_shape(config)
         except UserError as error:
             raise UserError(
                 f"models.{role}: {error}; or set models.{role}.path=null and models.{role}.shape to a size, for"

@@ -76,19 +76,21 @@ class Exchange:
             self._take(everything, first, _LENGTHS_TAG + 1)
         store.lengths[share.key] = tuple(everything.tolist())
 
-    def report(self, report: Report, figures: Metrics | None) -> Metrics:
-        """Send a call's metrics from the sender, which passes them, to the receiver, which gets them."""
-        if self._process.rank == report.sender:
-            assert figures is not None, f"{report.call} left no figures"
-            text = torch.frombuffer(bytearray(json.dumps(figures.to_plain()).encode()), dtype=torch.uint8)
+    def report(self, report: Report, figures: dict[str, Metrics]) -> None:
+        """Send a call's metrics from the senders to the receiver, which adds them to its own."""
+        if self._process.rank in report.senders:
+            plain = figures[report.call].to_plain()
+            text = torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
             self._post(torch.tensor([len(text)]), report.receiver, _FIGURES_TAG)
             self._post(text, report.receiver, _FIGURES_TAG)
-            return figures
-        size = torch.empty(1, dtype=torch.int64)
-        self._take(size, report.sender, _FIGURES_TAG)
-        text = torch.empty(int(size), dtype=torch.uint8)
-        self._take(text, report.sender, _FIGURES_TAG)
-        return Metrics.from_plain(json.loads(bytes(text.tolist())))
+            return
+        for sender in report.senders:
+            size = torch.empty(1, dtype=torch.int64)
+            self._take(size, sender, _FIGURES_TAG)
+            text = torch.empty(int(size), dtype=torch.uint8)
+            self._take(text, sender, _FIGURES_TAG)
+            received = Metrics.from_plain(json.loads(bytes(text.tolist())))
+            figures.setdefault(report.call, Metrics()).update(received)
 
     def finish(self) -> None:
         """Wait until everything posted has left."""

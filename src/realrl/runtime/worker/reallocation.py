@@ -12,7 +12,7 @@ from torch import Tensor
 
 from realrl.engine.flat import FlatBuffer
 from realrl.layout.limits import POSTED_BATCHES, POSTED_MESSAGES, STAGED_MESSAGES
-from realrl.layout.routing.chunks import CHUNK_BYTES, Message, RankSchedule, Span, schedule_rank
+from realrl.layout.routing.chunks import CHUNK_BYTES, PackedTransfer, RankSchedule, Span, schedule_rank
 from realrl.layout.routing.routes import Reallocation
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.agreement import CHECKSUM_TAG, ReallocationError, agree, swap
@@ -22,7 +22,7 @@ from realrl.runtime.worker.agreement import CHECKSUM_TAG, ReallocationError, agr
 class _Flight:
     """Message in flight: its wire tensor, and the flat buffer it comes from or belongs into."""
 
-    message: Message
+    message: PackedTransfer
     wire: Tensor
     data: Tensor
     packed: Tensor | None
@@ -147,7 +147,7 @@ class Reallocator:
 
     def _post(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[PackedTransfer],
         before: Tensor | None,
         after: Tensor | None,
         checksums: defaultdict[tuple[int, bool], list[int]],
@@ -165,7 +165,7 @@ class Reallocator:
             operations.append(dist.P2POp(operation, flight.wire, message.peer))
         return dist.batch_isend_irecv(operations), flights
 
-    def _prepare(self, message: Message, data: Tensor) -> _Flight:
+    def _prepare(self, message: PackedTransfer, data: Tensor) -> _Flight:
         """Prepare the wire tensor of a message: a slice of the flat buffer itself, or a packed buffer."""
         first, *more = message.spans
         fits = data.dtype == self._wire and data.device == self._process.device
@@ -209,7 +209,7 @@ class Reallocator:
                 )
 
 
-def _batches(messages: Sequence[Message]) -> Iterator[list[Message]]:
+def _batches(messages: Sequence[PackedTransfer]) -> Iterator[list[PackedTransfer]]:
     for _, of_stage in groupby(messages, key=lambda message: message.stage):
         while batch := list(islice(of_stage, POSTED_MESSAGES)):
             yield batch

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from realrl.checkpoint import huggingface
+from realrl.checkpoint.directory import find_model_shape
 from realrl.checkpoint.origin import read_origin
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Average
@@ -17,7 +18,7 @@ from realrl.engine.offload import Offloadable
 from realrl.engine.parallel import parallel
 from realrl.engine.training.trainer import Trainer
 from realrl.families.registry import model_tensors
-from realrl.families.shape import Head, ModelShape
+from realrl.families.shape import Head
 from realrl.families.tensors import TensorSpec
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.routing.chunks import group_tensors
@@ -30,21 +31,13 @@ from realrl.plan.plan import Plan
 from realrl.program.instructions import Load, Offload, Reallocate, Release
 from realrl.program.order import following_sets, trained_sets
 from realrl.program.text import name_parameters
-from realrl.recipe.model import ModelConfig, TrainedModelConfig
+from realrl.recipe.model import ModelConfig, trained_models
 from realrl.runtime.prepare.compile import find_trainable_parts
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.reallocation import Reallocator, Staging
 
 MIX_BYTES = 64 << 20
 """Maximum bytes of parameters received before they are mixed, unless a single tensor has more."""
-
-
-def role_shape(config: ModelConfig) -> ModelShape:
-    """Find the shape of a role's model, from its recipe or from its directory."""
-    if config.shape is not None:
-        return config.shape
-    assert config.path is not None, "a recipe names a path or a shape"
-    return huggingface.read_shape(config.path, config.family)
 
 
 class Roles:
@@ -74,7 +67,7 @@ class Roles:
         self._process, self._temperature, self._verify = process, temperature, verify
         self._plan, self._cluster, self._seed = plan, plan.cluster, seed
         self._max_skipped = max_skipped
-        self.shapes = {role: role_shape(config) for role, config in configs.items()}
+        self.shapes = {role: find_model_shape(config) for role, config in configs.items()}
         for average in averages:
             if self._specs(average.role) != self._specs(average.source):
                 raise UserError(
@@ -82,8 +75,8 @@ class Roles:
                 )
         self._parts = find_trainable_parts(configs, averages)
         following = {average.role: following_sets(average, self._parts) for average in averages}
-        trained = [role for role, config in configs.items() if isinstance(config, TrainedModelConfig)]
-        changed = {role: trained_sets(role, self._parts) for role in trained} | following
+        self._trained = trained_models(configs)
+        changed = {role: trained_sets(role, self._parts) for role in self._trained} | following
         self._changing = {(role, name) for role, names in changed.items() for name in names}
         """Parameter sets that steps change."""
         self._models: dict[tuple[str, str], Model] = {}
@@ -92,8 +85,7 @@ class Roles:
         self.trainers: dict[str, Trainer] = {}
         self.origins = {
             role: None if config.path is None else read_origin(config.path)
-            for role, config in configs.items()
-            if isinstance(config, TrainedModelConfig)
+            for role, config in self._trained.items()
         }
         """trained role -> the settings of the model that it was opened from; None where it starts from scratch"""
         self.fresh = {role: self._check(role) for role, home in homes.items() if process.rank in home.ranks}
@@ -105,7 +97,7 @@ class Roles:
         if config.path is None:
             return []
         missing = huggingface.check(config.path, self.shapes[role], self._specs(role))
-        if missing and not isinstance(config, TrainedModelConfig):
+        if missing and role not in self._trained:
             raise UserError(
                 f"models.{role}.path={config.path} is no sequence classifier: it has no tensor {missing[0]}"
             )
@@ -134,8 +126,9 @@ class Roles:
             missing = huggingface.load(config.path, model.shape, tensors, model.parameters, regions)
         absent = [tensor for tensor in tensors if tensor.name in missing and tensor.name in regions]
         initialise(model.parameters, absent, model.shape, seed, regions)
-        if isinstance(config, TrainedModelConfig):
-            self.trainers[role] = Trainer(model, config.optimizer, max_skipped=self._max_skipped)
+        if role in self._trained:
+            optimizer = self._trained[role].optimizer
+            self.trainers[role] = Trainer(model, optimizer, max_skipped=self._max_skipped)
 
     def _build(self, role: str, placement: Placement) -> Model:
         rank = self._process.rank
@@ -251,7 +244,11 @@ class Roles:
 
     def _memory(self, instruction: Offload | Load) -> Offloadable:
         if instruction.what == "optimizer":
-            return self.trainers[instruction.role].memory
+            trainer = self.trainers[instruction.role]
+            assert instruction.parameter_set == trainer.parameter_set, (
+                f"{instruction.role} trains its set {trainer.parameter_set}, not {instruction.parameter_set}"
+            )
+            return trainer.memory
         model = self._models[instruction.role, instruction.placement.layout]
         return model.sets[instruction.parameter_set].memory
 

@@ -1,16 +1,24 @@
 """Worker: the interpreter of programs, with one handler per instruction."""
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, field
+from typing import Any, cast
 
-from realrl.algorithms.method import Algorithm, GenerateMethod, InferenceMethod, Metrics, TrainMethod
+from realrl.algorithms.method import (
+    Algorithm,
+    FunctionInput,
+    FunctionMethod,
+    GenerateMethod,
+    InferenceMethod,
+    Metrics,
+    TrainMethod,
+)
 from realrl.data.batch import Batch
 from realrl.dataflow.call import Call, Kind
 from realrl.engine.finite import NotFiniteError
 from realrl.engine.generation.generate import Noise, generate
-from realrl.plan.placement import Strategy
 from realrl.program.instructions import (
     Feed,
     Instruction,
@@ -29,9 +37,10 @@ from realrl.program.text import format_instruction
 from realrl.runtime.measure.step_timer import StepTimer
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.exchange import Exchange
+from realrl.runtime.worker.functions import Functions
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.store import Store
-from realrl.runtime.worker.trace import Trace
+from realrl.runtime.worker.trace_recorder import Trace
 
 
 @dataclass(frozen=True)
@@ -44,19 +53,44 @@ class StepInput:
     records: Batch
     noise: Noise
     rates: Mapping[str, float]
+    further: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Fields of the records that no key is made of, where a function runs: name -> a value per item."""
     evaluation: bool = False
+
+
+@dataclass
+class _Step:
+    """A step that is being executed."""
+
+    store: Store
+    input: StepInput
+    timer: StepTimer | None
+    figures: dict[str, Metrics]
+    """By call."""
+
+    def turn(self) -> None:
+        """A token has been generated, or a micro-batch has gone through the model one way."""
+        if self.timer is not None:
+            self.timer.turn()
 
 
 class Worker:
     """Executor of this rank's program, step after step."""
 
     def __init__(
-        self, process: Process, roles: Roles, algorithm: Algorithm, ends: tuple[int, ...], trace: Trace
+        self,
+        process: Process,
+        roles: Roles,
+        algorithm: Algorithm,
+        ends: tuple[int, ...],
+        trace: Trace,
+        tokenizer: Any = None,
     ) -> None:
-        """`ends` are the tokens that end generation."""
+        """`ends` are the tokens that end generation; `tokenizer` is for functions."""
         self._process, self._roles, self._algorithm = process, roles, algorithm
-        self._ends, self._trace = ends, trace
+        self._ends, self._trace, self._tokenizer = ends, trace, tokenizer
         self._exchange = Exchange(process)
+        self._functions = Functions(trace)
         self._movers: dict[type[Instruction], Callable[..., None]] = {
             Reallocate: roles.reallocate,
             Release: roles.release,
@@ -75,35 +109,73 @@ class Worker:
     ) -> dict[str, Metrics]:
         """Execute one step into an empty `store`, measured by `timer`.
 
-        Returns figures by call: all of them on the rank that writes, elsewhere those this rank took part in.
+        Returns figures by call: all of them on the rank that writes, elsewhere those this rank took part in. Raises
+        what a function has raised, where its outputs or figures are needed or the step ends.
         """
-        figures: dict[str, Metrics] = {}
-        turn = timer.turn if timer else lambda: None
+        now = _Step(store, step, timer, {})
         handlers: dict[type[Instruction], Callable[..., None]] = {
             Feed: lambda _: store.feed(step.records),
-            Run: lambda i: self._run(i, store, step, figures, turn),
+            Run: lambda i: self._run(i, now),
             Send: lambda i: self._exchange.send(i, store),
             Receive: lambda i: self._exchange.receive(i, store),
             ShareLengths: lambda i: self._exchange.share_lengths(i, store),
-            Report: lambda i: figures.update({i.call: self._exchange.report(i, figures.get(i.call))}),
+            Report: lambda i: self._exchange.report(i, now.figures),
             **self._movers,
         }
         for instruction in program.instructions:
+            if isinstance(instruction, Run) and instruction.role is None:
+                self._start(instruction, now)
+                continue
             text = format_instruction(instruction)
             measured = nullcontext() if timer is None else timer.instruction(instruction)
-            with self._trace.slice(text, step=step.noise.step), measured:
+            with self._trace.slice(text, step=step.noise.step) as details, measured:
+                function = self._needed(instruction)
+                if function is not None:
+                    details["waiting"] = self._collect(function, now)
                 handlers[type(instruction)](instruction)
+        for function in self._functions.running:
+            with self._trace.slice(f"wait for {function}", step=step.noise.step):
+                self._collect(function, now)
         self._exchange.finish()
-        return figures
+        return now.figures
 
-    def _run(
-        self,
-        run: Run,
-        store: Store,
-        step: StepInput,
-        figures: dict[str, Metrics],
-        turn: Callable[[], None],
-    ) -> None:
+    def _start(self, run: Run, now: _Step) -> None:
+        """Start a function in the background."""
+        call, method = now.store.graph.call(run.call), self._algorithm.method(run.call)
+        batch = now.store.batch(call, run.placement.dp_index(self._process.rank))
+        further = now.input.further if call.record_fields else {}
+        fields = {name: [values[item] for item in batch.ids] for name, values in further.items()}
+        inputs = FunctionInput(batch, fields, self._tokenizer)
+        self._functions.start(run, cast(FunctionMethod, method), inputs, now.input.noise.step)
+
+    def _needed(self, instruction: Instruction) -> str | None:
+        """The function running here whose outputs or figures an instruction hands on, if there is one."""
+        match instruction:
+            case Send(producer=call) | ShareLengths(call=call):
+                return call if call in self._functions.running else None
+            case Report(call, senders, _) if self._process.rank in senders:
+                return call if call in self._functions.running else None
+        return None
+
+    def _collect(self, function: str, now: _Step) -> float:
+        """Wait for a function and keep what it has put out; seconds that took."""
+        before = time.monotonic()
+        returned = self._functions.collect(function)
+        after = time.monotonic()
+        call, store = now.store.graph.call(function), now.store
+        ids = store.items(call, store.plan[function].dp_index(self._process.rank))
+        for key in call.outputs:
+            store.put(key, ids, returned.outputs[key])
+        # Those of other ranks may have come before.
+        now.figures.setdefault(function, Metrics()).update(returned.metrics)
+        if now.timer is not None:
+            now.timer.function(function, returned.start, returned.end, waited=(before, after))
+        return after - before
+
+    def _run(self, run: Run, now: _Step) -> None:
+        """Execute a call of a model."""
+        assert run.role is not None, "functions are started"
+        store, step, turn = now.store, now.input, now.turn
         call = store.graph.call(run.call)
         dp = run.placement.dp_index(self._process.rank)
         batch = store.batch(call, dp)
@@ -126,30 +198,25 @@ class Worker:
             except NotFiniteError as error:
                 raise NotFiniteError(f"{call.name}: {error}") from None
         elif call.kind is Kind.INFERENCE:
-            batch, figures[call.name] = model.infer(batch, cast(InferenceMethod, method), budget, turn)
+            metrics: Metrics
+            batch, metrics = model.infer(batch, cast(InferenceMethod, method), budget, turn)
+            now.figures[call.name] = metrics
         else:
-            minibatches = store.assignment(call)[dp]
-            figures[call.name] = self._train(call, batch, minibatches, step, run.placement.strategy, turn)
+            assert call.kind is Kind.TRAIN, f"{call.name} is a function"
+            now.figures[call.name] = self._train(run, call, batch, now)
         for key in call.outputs if self._process.rank in run.placement.heads else ():
             store.put(key, batch.ids, batch[key])
 
-    def _train(
-        self,
-        call: Call,
-        batch: Batch,
-        minibatches: list[list[int]],
-        step: StepInput,
-        strategy: Strategy,
-        turn: Callable[[], None],
-    ) -> Metrics:
+    def _train(self, run: Run, call: Call, batch: Batch, now: _Step) -> Metrics:
+        minibatches = now.store.assignment(call)[run.placement.dp_index(self._process.rank)]
         position = {item: i for i, item in enumerate(batch.ids)}
-        return self._roles.trainers[call.role].train(
+        return self._roles.trainers[call.model_role].train(
             batch,
             cast(TrainMethod, self._algorithm.method(call.name)),
             [[position[item] for item in minibatch] for minibatch in minibatches],
-            lr=step.rates[call.role],
-            budget=strategy.micro_batch_tokens,
-            recompute=strategy.recompute,
-            turn=turn,
+            lr=now.input.rates[call.model_role],
+            budget=run.placement.strategy.micro_batch_tokens,
+            recompute=run.placement.strategy.recompute,
+            turn=now.turn,
             call=call.name,
         )

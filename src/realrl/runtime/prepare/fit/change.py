@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field, replace
 
 from realrl.plan.plan import Plan
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.simulate.scenario import Scenario
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import apply_override, parse_experiment

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from realrl.config.errors import UserError
 from realrl.config.units import format_bytes
 from realrl.plan.presets import PRESETS, SEARCH
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.compile import Compiled, compile_recipe
 from realrl.runtime.prepare.devices import host_is_device, memory_spec, spec_of
 from realrl.runtime.prepare.fit.change import Attempts, Draft, in_order, set_fields
 from realrl.runtime.prepare.fit.footprint import PeakDevice, find_peak_device
 from realrl.runtime.prepare.fit.plan_changes import list_plan_changes
-from realrl.runtime.prepare.fit.remedies import Outcome, Remedy, Trials, describe
+from realrl.runtime.prepare.fit.remedies import Outcome, Remedy, Trials, describe_remedies
 from realrl.runtime.prepare.fit.search import search_plan
 from realrl.runtime.prepare.fit.search_changes import list_smaller_batches
 from realrl.runtime.prepare.gpu import Here
@@ -89,16 +89,16 @@ def _find_help(draft: Draft, outcome: _Peak, *, searchable: bool) -> str:
     where nothing does."""
     single = Trials(_assess, _SECONDS).find_remedies(draft, _sources(draft, outcome), most=1)
     if single:
-        return describe(single)
+        return describe_remedies(single)
     if searchable and (found := _search(draft)):
         return found
     presets = in_order(set_fields(f"plan={name}") for name in PRESETS)
     other = Trials(_assess, _SECONDS).find_remedies(replace(draft, plan=None), [presets], most=1)
     if other:
-        return describe(other)
+        return describe_remedies(other)
     several = Trials(_assess, _SECONDS).find_combination(draft, outcome, _all_sources)
     if several is not None:
-        return describe([several])
+        return describe_remedies([several])
     return f"spread {outcome.worst.device.peak.during} over more devices; `realrl plan` finds over how many"
 
 
@@ -126,4 +126,4 @@ def _search(draft: Draft) -> str:
     except UserError as error:
         return str(error)
     figures = f"{after.figures}, step {found.step_seconds:.3g} s"
-    return describe([Remedy((change,), Outcome(after.shortfall, figures))]) if after.fits else ""
+    return describe_remedies([Remedy((change,), Outcome(after.shortfall, figures))]) if after.fits else ""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.simulate.estimate import DeviceMemory
 from realrl.planner.simulate.footprints import compute_footprints
 from realrl.recipe.experiment import Experiment

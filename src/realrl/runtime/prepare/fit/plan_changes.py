@@ -8,6 +8,7 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.placement import Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.planner.simulate.estimate import Footprint
+from realrl.planner.simulate.memory_part import PartKind
 from realrl.recipe.model import ModelConfig
 from realrl.runtime.prepare.compile import models
 from realrl.runtime.prepare.fit.change import Change, Draft, list_halves, set_fields
@@ -32,7 +33,8 @@ def list_plan_changes(
     else:
         yield from _file_changes(draft.plan, graph, peak, longest, offload)
     for role, config in models(draft.experiment).items():
-        if not graph.trained(role) and f"{role} parameters" in " ".join(peak.parts) and _wide(config):
+        holds = any(part.role == role and part.kind is PartKind.PARAMETERS for part in peak.parts)
+        if not graph.trained(role) and holds and _wide(config):
             yield [set_fields(f"models.{role}.dtype=bfloat16")]
 
 
@@ -41,7 +43,7 @@ def _file_changes(
 ) -> Iterator[Degrees]:
     call = next((call for call in graph.calls if call.name == peak.during), None)
     if call is not None and call.name in plan.placements:
-        together = [c.name for c in graph.role_calls(call.role) if c.name in plan.placements]
+        together = [c.name for c in graph.role_calls(call.model_role) if c.name in plan.placements]
         together = [name for name in together if plan[name].layout == plan[call.name].layout]
         strategy = plan[call.name].strategy
         if strategy.tp > 1 and not strategy.sequence_parallel:
@@ -53,19 +55,19 @@ def _file_changes(
         if call.kind is Kind.TRAIN and not strategy.recompute:
             yield [_strategy("recompute: true", [call.name], recompute=True)]
     running = call.role if call is not None else None
-    largest_first = sorted(peak.parts, key=lambda name: -peak.parts[name])
-    for part in largest_first:
-        role = part.partition(" ")[0]
-        if offload and part == f"{role} parameters" and role != running:
-            yield [_listed("offload", role)]
-        elif offload and part == f"{role} gradients and optimizer" and peak.during != f"{role}.train":
+    training = running if call is not None and call.kind is Kind.TRAIN else None
+    for part in sorted(peak.parts, key=lambda part: -peak.parts[part]):
+        role, is_optimizer = part.role, part.kind is PartKind.OPTIMIZER
+        if role is None:
+            continue
+        if part.host:
+            yield [_unlisted("offload_optimizer" if is_optimizer else "offload", role)]
+        elif part.copy is not None:
+            yield [_unlisted("keep", role)] if role in plan.keep else []
+        elif offload and is_optimizer and role != training:
             yield [_listed("offload_optimizer", role)]
-        elif role in plan.keep and part.startswith(f"{role} parameters (copy"):
-            yield [_unlisted("keep", role)]
-        elif part == f"{role} parameters (host copy)":
-            yield [_unlisted("offload", role)]
-        elif part == f"{role} optimizer (host copy)":
-            yield [_unlisted("offload_optimizer", role)]
+        elif offload and not is_optimizer and role != running:
+            yield [_listed("offload", role)]
     if call is not None and call.name in plan.placements:
         yield [
             _strategy(f"dp: {s.dp}, tp: {s.tp}, pp: {s.pp}", together, dp=s.dp, tp=s.tp, pp=s.pp)

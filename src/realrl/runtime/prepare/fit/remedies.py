@@ -43,7 +43,7 @@ class Remedy(Generic[Result]):
         return f"{self.changes[0].preposition} {texts} ({self.outcome.figures})"
 
 
-def describe(remedies: Sequence[Remedy[Result]]) -> str:
+def describe_remedies(remedies: Sequence[Remedy[Result]]) -> str:
     """Write remedies as a clause, for example `it fits on 4 nodes (step 3 s), or with data.batch=8 (step 9 s)`."""
     return f"it fits {', or '.join(map(str, remedies))}"
 

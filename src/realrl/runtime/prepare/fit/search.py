@@ -6,12 +6,13 @@ from realrl.config.errors import UserError
 from realrl.families.published import SHAPES
 from realrl.plan.plan import Plan
 from realrl.planner.evaluate.shortage import DoesNotFit, Shortage
-from realrl.planner.report.alternatives import describe_shortage
+from realrl.planner.report.gap import describe_gap
+from realrl.planner.report.shortage_text import describe_shortage
 from realrl.planner.search.plan_search import UserConstraints, find_best_plan, find_plan
 from realrl.planner.search.search import SearchBudget
 from realrl.planner.simulate.scenario import Scenario
 from realrl.runtime.prepare.fit.change import Draft
-from realrl.runtime.prepare.fit.remedies import Outcome, Remedy, Trials, describe
+from realrl.runtime.prepare.fit.remedies import Outcome, Remedy, Trials, describe_remedies
 from realrl.runtime.prepare.fit.search_changes import list_search_changes
 
 _BUDGET = SearchBudget(chains=128, rounds=100, nodes=2000)
@@ -40,7 +41,7 @@ def search_plan(draft: Draft, constraints: UserConstraints, *, seconds: float | 
     except DoesNotFit as error:
         raise explain_no_plan(draft, scenario, error.shortage, constraints) from None
     about = (
-        f"{best.estimate.step_seconds:.3g} s a step predicted, at most {best.gap:.1%} from the best possible,"
+        f"{best.estimate.step_seconds:.3g} s a step predicted, {describe_gap(best.gap)},"
         f" searched in {best.seconds:.1f} s"
     )
     return SearchedPlan(best.estimate.plan, best.estimate.step_seconds, about)
@@ -59,12 +60,12 @@ def explain_no_plan(
     Looks for changes with which a plan fits, for `seconds`.
     """
     found = find_remedies(draft, constraints, seconds=seconds)
-    helps = describe(found) if found else "no change that was tried would be enough"
+    helps = describe_remedies(found) if found else "no change that was tried would be enough"
     none = "no plan fits" if shortage.proven else "no plan was found that fits"
     even = ", even with recomputation and offloading" if constraints.search_space.offload else ""
     return UserError(
-        f"{none} {_models(scenario)} on {scenario.spec.name}{even}: what comes nearest"
-        f" {describe_shortage(scenario, shortage)}, {shortage.factor:.3g} times what a device has; {helps}"
+        f"{none} {_models(scenario)} on {scenario.spec.name}{even}: at best"
+        f" {describe_shortage(scenario, shortage)}: {shortage.factor:.3g} times what it has; {helps}"
     )
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 from itertools import islice
 
 from realrl.dataflow.call import Kind
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import DEVICES
-from realrl.planner.cluster.spec import ClusterSpec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 from realrl.runtime.prepare.compile import models

@@ -10,7 +10,7 @@ from realrl import __version__
 from realrl.config.errors import UserError
 from realrl.config.files import reason_of, write_whole
 from realrl.plan.plan import Plan
-from realrl.planner.cluster.spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.profile.profile import Profile
 from realrl.planner.search.plan_search import UserConstraints
 from realrl.planner.simulate.scenario import Scenario

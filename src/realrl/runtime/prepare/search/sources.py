@@ -8,9 +8,10 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from types import FunctionType, ModuleType
 
-from realrl.recipe.registry import GROUP
+from realrl.families import registry as families
+from realrl.recipe import registry as algorithms
 
-EXTENSIONS = (GROUP, "realrl.families")
+EXTENSIONS = (algorithms.GROUP, families.GROUP)
 """Groups of entry points by which other packages extend this one."""
 
 

@@ -9,8 +9,8 @@ from realrl.runtime.profiler.hardware.links import connect_groups, connect_pairs
 from realrl.runtime.profiler.hardware.memory import measure_copies
 from realrl.runtime.profiler.points.bench import trimmed_mean
 from realrl.runtime.profiler.points.clock import Clock
+from realrl.runtime.profiler.points.grid import copy_sizes, transfer_sizes
 from realrl.runtime.profiler.points.point import UNKNOWN, Point
-from realrl.runtime.profiler.points.sizes import copy_sizes, transfer_sizes
 
 MachineRow = list[Point[CollectiveTime]]
 

@@ -164,7 +164,10 @@ def find_first_extra(layers: list[float]) -> float:
 
 
 def measure_preparation(sequences: int, answer: int, clock: Clock) -> float:
-    """Measure the seconds before the first mini-batch of `actor.train` and `critic.train`, on average."""
+    """Measure the seconds of making experience as PPO does, the average of its two train calls.
+
+    Algorithms say which of their calls do the like (`AlgorithmSpec.experience_calls`).
+    """
     batch = make_records([2 * answer] * sequences, 2, clock.device)
     methods = ActorTrain(PPO), CriticTrain(PPO)
     begin = clock.now()

@@ -15,7 +15,7 @@ from realrl.families.tensors import TensorSpec
 from realrl.layout.padding import DENSE_LENGTH
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
 from realrl.planner.profile.profile import LayerKind, Measurement
-from realrl.planner.workload.sizes import LocalSizes
+from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.profiler.hardware.memory import Update
 from realrl.runtime.profiler.models.decoding import TURNS, Decoding
@@ -28,8 +28,8 @@ from realrl.runtime.profiler.models.passes import (
 )
 from realrl.runtime.profiler.models.shard import make_tensor_rank
 from realrl.runtime.profiler.points.clock import Clock
+from realrl.runtime.profiler.points.grid import Sizes
 from realrl.runtime.profiler.points.point import UNKNOWN, Point
-from realrl.runtime.profiler.points.sizes import Sizes
 
 _LAYERS = 2
 """Layers of the models that sequences pass through: the first prepares for all, the second is typical."""

@@ -1,0 +1,206 @@
+"""Device memory of calls, by named parts."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from realrl.config.errors import UserError
+from realrl.config.units import format_bytes
+from realrl.dataflow.call import Call, Kind
+from realrl.families.shape import Head, ModelShape
+from realrl.layout.limits import STAGING_BUFFERS, bucket_count
+from realrl.layout.ranges import stage_layers
+from realrl.layout.routing.chunks import CHUNK_BYTES
+from realrl.layout.sets import TrainablePart
+from realrl.plan.placement import Placement
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cluster.devices import DeviceKind
+from realrl.planner.cluster.efficiency import Efficiency
+from realrl.planner.memory.activations import Activations, Parts
+from realrl.planner.workload.batching import split_work
+from realrl.planner.workload.shard_sizes import LocalSizes, SetSizes
+from realrl.planner.workload.workload import Workload
+from realrl.program.memory import Stored
+
+_FLOAT32 = 4
+_GIB = 1 << 30
+DRIVER_BYTES = int(1.6 * _GIB)
+"""Memory reserved by driver and libraries on a GPU.
+
+About 0.6 GiB for the CUDA context and the libraries' kernels, and 1 GiB for a few NCCL communicators."""
+FRAGMENTATION = 0.1
+"""Fraction of dynamic memory that the caching allocator holds but cannot use.
+
+Static memory consists of a few flat buffers and does not fragment."""
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes on one device: `static` while it holds a role, `dynamic` while a call runs.
+
+    static: parameters, gradients, optimizer. dynamic: activations, logits, cache, fragmentation.
+    """
+
+    static: Mapping[str, int]
+    dynamic: Mapping[str, int]
+
+    @property
+    def static_bytes(self) -> int:
+        """Static bytes in total."""
+        return sum(self.static.values())
+
+    @property
+    def bytes(self) -> int:
+        """Static and dynamic bytes in total."""
+        return self.static_bytes + sum(self.dynamic.values())
+
+
+class MemoryModel:
+    """Memory model of calls on the devices of a cluster."""
+
+    def __init__(self, spec: ClusterSpec, efficiency: Efficiency | None = None) -> None:
+        """Raise UserError if a device kind has no memory left for a plan."""
+        for kind in (group.device for group in spec.groups):
+            if _usable(kind) <= 0:
+                raise UserError(
+                    f"{kind.name}: {format_bytes(kind.memory_bytes)} are less than what drivers and the buffers of"
+                    " messages take"
+                )
+        self.spec = spec
+        self.efficiency = efficiency or Efficiency()
+        self._sizes: dict[tuple[ModelShape, Head, int, TrainablePart], LocalSizes] = {}
+        self._needs: dict[object, tuple[MemoryNeed, ...]] = {}
+
+    def capacity(self, rank: int) -> int:
+        """Return the bytes that a plan may use on a rank's device.
+
+        Driver, communication libraries and reallocation buffers are subtracted from its memory.
+        """
+        return _usable(self.spec.device(rank))
+
+    def parameters(self, model: Stored, placement: Placement) -> int:
+        """Compute the bytes of a copy of the parameters on the peak device of a placement."""
+        stages = zip(*self._elements(model, placement).values(), strict=True)
+        return model.width(placement.strategy) * max(map(sum, stages))
+
+    def set_bytes(self, model: Stored, placement: Placement) -> dict[str, int]:
+        """Compute the bytes of a copy of each parameter set, on the device that has most of it."""
+        width = model.width(placement.strategy)
+        return {name: width * max(stages) for name, stages in self._elements(model, placement).items()}
+
+    def state(self, model: Stored, placement: Placement) -> int:
+        """Compute the bytes that optimizer offloading frees on the peak device: gradients and optimizer state."""
+        return max(
+            sum(_state(elements, placement.strategy.dp, model.element_bytes).values())
+            for elements in self._trained(model, placement)
+        )
+
+    def kept_state(self, model: Stored, placement: Placement) -> int:
+        """Compute the bytes copied to offload the optimizer: two moments, and master weights below float32.
+
+        Gradients are discarded between steps.
+        """
+        parts = 2 + (model.element_bytes < _FLOAT32)
+        return _FLOAT32 * parts * max(self._trained(model, placement)) // placement.strategy.dp
+
+    def stages(
+        self, call: Call, model: Stored, placement: Placement, workload: Workload
+    ) -> tuple[MemoryNeed, ...]:
+        """Compute the memory need of a device per pipeline stage while it holds the call's role and runs the call.
+
+        Static memory includes gradients and optimizer for a train call only. The call is no function.
+
+        UserError where there are fewer records than data-parallel ranks.
+        """
+        cpu = self.spec.device(placement.mesh.first).cpu
+        key = (call, model, placement.strategy, cpu, workload)
+        if key not in self._needs:
+            strategy = placement.strategy
+            width = model.width(placement.strategy)
+            stored = map(sum, zip(*self._elements(model, placement).values(), strict=True))
+            trained = self._trained(model, placement)
+            stages = zip(stored, trained, self._dynamic(call, model, placement, workload), strict=True)
+            needs = []
+            for elements, updated, dynamic in stages:
+                static = {"parameters": elements * width}
+                if call.kind is Kind.TRAIN:
+                    static |= _state(updated, strategy.dp, width)
+                fragmentation = int(FRAGMENTATION * (sum(dynamic.values()) - dynamic.get("cache", 0)))
+                needs.append(MemoryNeed(static, {**dynamic, "fragmentation": fragmentation}))
+            self._needs[key] = tuple(needs)
+        return self._needs[key]
+
+    def call(self, call: Call, model: Stored, placement: Placement, workload: Workload) -> MemoryNeed:
+        """Compute the largest memory need among the pipeline stages."""
+        return max(self.stages(call, model, placement, workload), key=lambda need: need.bytes)
+
+    def _dynamic(
+        self, call: Call, model: Stored, placement: Placement, workload: Workload
+    ) -> Iterator[Parts]:
+        """Peak dynamic memory of each stage."""
+        strategy = placement.strategy
+        work = workload.work(call)
+        width = model.width(strategy)
+        cpu = self.spec.device(placement.mesh.first).cpu
+        if call.kind is Kind.GENERATE:
+            chunks = split_work(work, strategy, self.efficiency.generation_chunks_per_stage)
+            strategy = replace(strategy, sequence_parallel=False)  # it pays for long sequences
+        else:
+            chunks = split_work(work, strategy, self.efficiency.pass_chunks_per_stage)
+        tokens = chunks.peak.tokens
+        lengths = chunks.peak.lengths
+        sizes = self._local(model, placement)
+        activations = Activations(
+            sizes=sizes, strategy=strategy, element_bytes=width, cpu=cpu, lengths=lengths
+        )
+        updated = sizes.trained.stage_layers(strategy.pp)
+        for stage, layers in enumerate(map(len, stage_layers(model.shape.layers, strategy.pp))):
+            if call.kind is Kind.TRAIN:
+                yield activations.training(
+                    tokens,
+                    layers=updated[stage],
+                    stage=stage,
+                    chunks=chunks.count,
+                    frozen_layers=layers - updated[stage],
+                )
+            elif call.kind is Kind.INFERENCE:
+                yield activations.inferring(tokens, stage=stage, chunks=chunks.count)
+            else:
+                assert call.kind is Kind.GENERATE, f"{call.name} is a function, which uses no device memory"
+                yield activations.generating(
+                    tokens,
+                    rows=chunks.peak.sequences,
+                    room=max(lengths) + work.room,
+                    layers=layers,
+                    stage=stage,
+                    chunks=chunks.count,
+                )
+
+    def _elements(self, model: Stored, placement: Placement) -> dict[str, list[int]]:
+        """Elements that each stage stores of each parameter set."""
+        sizes = self._local(model, placement).sets
+        return {name: _padded(of, placement) for name, of in sizes.items()}
+
+    def _trained(self, model: Stored, placement: Placement) -> list[int]:
+        """Elements that each stage stores of what training updates."""
+        return _padded(self._local(model, placement).trained, placement)
+
+    def _local(self, model: Stored, placement: Placement) -> LocalSizes:
+        key = (model.shape, model.head, placement.strategy.tp, model.part)
+        return self._sizes.setdefault(key, LocalSizes(*key))
+
+
+def _padded(sizes: SetSizes, placement: Placement) -> list[int]:
+    """Elements that each stage stores, padded so that data-parallel ranks can share out each bucket."""
+    stages = sizes.stage_elements(placement.strategy.pp)
+    multiples = [placement.strategy.dp * bucket_count(elements) for elements in stages]
+    return [-(-n // multiple) * multiple for n, multiple in zip(stages, multiples, strict=True)]
+
+
+def _usable(kind: DeviceKind) -> int:
+    return kind.memory_bytes - STAGING_BUFFERS * CHUNK_BYTES - (0 if kind.cpu else DRIVER_BYTES)
+
+
+def _state(elements: int, dp: int, element_bytes: int) -> dict[str, int]:
+    """Bytes of full gradients, and of optimizer shards: gradient, two moments, master weights if below float32."""
+    parts = 3 + (element_bytes < _FLOAT32)
+    return {"gradients": _FLOAT32 * elements, "optimizer": _FLOAT32 * parts * elements // dp}

@@ -1,0 +1,63 @@
+"""Text form of memory shortages."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from realrl.config.units import format_bytes
+from realrl.dataflow.call import Kind
+from realrl.planner.simulate.estimate import DeviceMemory
+from realrl.planner.simulate.memory_part import MemoryPart, PartKind
+
+if TYPE_CHECKING:
+    # These load numpy, and pages of plans are written without it.
+    from realrl.planner.evaluate.shortage import Shortage
+    from realrl.planner.simulate.scenario import Scenario
+
+
+def describe_shortage(scenario: "Scenario", shortage: "Shortage") -> str:
+    """Describe a shortage that a search has met; for the wording see `_describe`."""
+    graph = scenario.graph
+    call = graph.call(shortage.call)
+    strategy = shortage.candidate.placement
+    need = scenario.memory.call(call, scenario.models[call.model_role], strategy, scenario.workload)
+    parts = Counter({MemoryPart(PartKind(name)): size for name, size in need.dynamic.items()})
+    parts[MemoryPart(PartKind.PARAMETERS, call.role)] = need.static["parameters"]
+    parts[MemoryPart(PartKind.OPTIMIZER, call.role)] = need.static_bytes - need.static["parameters"]
+    for role, kept in shortage.resident_bytes.items():
+        if role != call.role or call.kind is not Kind.TRAIN:
+            kind = PartKind.TRAINING if graph.trained(role) else PartKind.PARAMETERS
+            parts[MemoryPart(kind, role)] += int(kept)
+    return _describe(
+        rank=shortage.rank,
+        needed=shortage.needed_bytes,
+        capacity=shortage.limit_bytes,
+        during=call.name,
+        parts=parts,
+    )
+
+
+def describe_full_device(memory: DeviceMemory) -> str:
+    """Describe the shortage of a device of an estimated plan; for the wording see `_describe`."""
+    peak = memory.peak
+    return _describe(
+        rank=memory.rank,
+        needed=peak.bytes,
+        capacity=memory.capacity,
+        during=peak.during,
+        parts=peak.parts,
+    )
+
+
+def _describe(
+    *, rank: int, needed: float, capacity: float, during: str, parts: Mapping[MemoryPart, int]
+) -> str:
+    """Name the device, the call and the largest part.
+
+    For example `device 0 needs 93 GiB of 79 GiB during actor.train, 51 GiB of it activations`.
+    """
+    largest = max(parts, key=lambda part: parts[part])
+    return (
+        f"device {rank} needs {format_bytes(needed)} of {format_bytes(capacity)} during {during},"
+        f" {format_bytes(parts[largest])} of it {largest}"
+    )

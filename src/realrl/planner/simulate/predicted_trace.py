@@ -1,0 +1,48 @@
+"""Predicted Chrome trace of a plan."""
+
+from collections.abc import Mapping, Sequence
+
+from realrl.plan.plan import Plan
+from realrl.planner.simulate.durations import Durations
+from realrl.planner.simulate.estimate import Slice
+from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.simulate.simulator import STEPS, simulate
+from realrl.program.instructions import Run
+from realrl.program.lower import home_placements, kept_copies, lower, lower_start
+from realrl.program.text import format_instruction
+from realrl.program.trace_file import Event, make_event
+
+
+def predict_trace(scenario: Scenario, plan: Plan, steps: int = STEPS) -> list[list[Event]]:
+    """Predict the trace events of start-up and the first steps, by rank (`program.trace.write_trace`)."""
+    homes = home_placements(scenario.graph, plan)
+    kept = kept_copies(scenario.graph, plan, homes)
+    durations = Durations(scenario, plan)
+    start = simulate(lower_start(plan, homes, kept, scenario.parts), durations, steps=1)
+    walk = simulate(lower(scenario.graph, plan, homes, kept, scenario.parts), durations, steps)
+    trace = _events(start.slices(0), durations, 0.0)
+    for step in range(steps):
+        for rank, events in enumerate(_events(walk.slices(step), durations, start.step_seconds)):
+            trace[rank] += events
+    return trace
+
+
+def _events(slices: Sequence[Sequence[Slice]], durations: Durations, after: float) -> list[list[Event]]:
+    return [
+        [
+            make_event(
+                slice_.rank,
+                format_instruction(slice_.instruction),
+                1e6 * (after + slice_.start),
+                1e6 * slice_.seconds,
+                {"step": slice_.step, "waiting": slice_.waiting, **_terms(slice_, durations)},
+                host=slice_.host,
+            )
+            for slice_ in rank
+        ]
+        for rank in slices
+    ]
+
+
+def _terms(slice_: Slice, durations: Durations) -> Mapping[str, float]:
+    return durations.terms(slice_.instruction.call) if isinstance(slice_.instruction, Run) else {}

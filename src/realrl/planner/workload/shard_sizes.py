@@ -1,0 +1,160 @@
+"""Shard sizes of a model on one TP rank."""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from realrl.families.registry import model_tensors, ties_embeddings
+from realrl.families.shape import Head, ModelShape
+from realrl.families.tensors import Partial, Place, TensorSpec
+from realrl.layout.layout import local_tensor
+from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
+from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, build_parameter_sets
+from realrl.layout.shard import Shard
+
+
+@dataclass(frozen=True)
+class LocalSizes:
+    """Shard sizes under TP degree `tp`, in elements, each on the rank where it is largest."""
+
+    shape: ModelShape
+    head: Head
+    tp: int
+    part: TrainablePart = WHOLE
+
+    @cached_property
+    def _shards(self) -> list[Shard]:
+        return [Shard(self.shape, self.head, self.tp, t) for t in range(self.tp)]
+
+    @cached_property
+    def q_dim(self) -> int:
+        """Query dimension: heads times head size."""
+        return self.shape.head_dim * max(len(shard.queries) for shard in self._shards)
+
+    @cached_property
+    def kv_dim(self) -> int:
+        """Key dimension, which equals the value dimension."""
+        return self.shape.head_dim * max(len(shard.keys) for shard in self._shards)
+
+    @cached_property
+    def cache_dim(self) -> int:
+        """Key dimension as stored in the KV cache: expanded to the queries where groups are uneven."""
+        uneven = any(shard.uneven_groups is not None for shard in self._shards)
+        return self.q_dim if uneven else self.kv_dim
+
+    @cached_property
+    def ffn_dim(self) -> int:
+        """Feed-forward dimension."""
+        return max(len(feed_forward(self.shape, self.tp, t)) for t in range(self.tp))
+
+    @cached_property
+    def padded_vocab(self) -> int:
+        """Vocabulary rows of the embedding table, padding included."""
+        return padded_vocabulary(self.shape, self.tp)
+
+    @cached_property
+    def matmul_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Matmuls of a layer as (outputs, inputs): fused QKV, output, fused gate and up, down."""
+        hidden = self.shape.hidden_size
+        return (
+            (self.q_dim + 2 * self.kv_dim, hidden),
+            (hidden, self.q_dim),
+            (2 * self.ffn_dim, hidden),
+            (hidden, self.ffn_dim),
+        )
+
+    @cached_property
+    def shares_kv_heads(self) -> bool:
+        """Whether some key/value head is replicated on several TP ranks."""
+        return self._shards[0].shares_keys
+
+    @cached_property
+    def qk_norm(self) -> bool:
+        """Whether the heads of queries and keys are normalised."""
+        return any(spec.parameter == "q_norm" for spec in self._layer_specs)
+
+    def partial_elements(self, *, sequence_parallel: bool) -> int:
+        """Count a layer's elements with partial gradients, which TP ranks all-reduce, without shared KV heads."""
+        partial = {Partial.TENSOR_PARALLEL} | ({Partial.SEQUENCE_PARALLEL} if sequence_parallel else set())
+        return sum(spec.numel for spec in self._layer_specs if spec.partial_gradient in partial)
+
+    @cached_property
+    def _layer_specs(self) -> list[TensorSpec]:
+        """Tensors of a layer; `check_family` accepts no family whose layers differ."""
+        specs = model_tensors(self.shape.model_copy(update={"layers": 1}), self.head)
+        return [spec for spec in specs if spec.layer == 0]
+
+    @cached_property
+    def sets(self) -> Mapping[str, "SetSizes"]:
+        """Elements of each parameter set."""
+        found = build_parameter_sets(self.shape, self.head, self.part, trained=True)
+        return {name: self._set_sizes(of) for name, of in found.items()}
+
+    def _set_sizes(self, of: ParameterSet) -> "SetSizes":
+        layer = [0] * self.tp
+        embedding = [0] * self.tp
+        end = [0] * self.tp
+        for spec in of.tensors:
+            if spec.layer is not None and spec.layer != of.layers[0]:
+                continue  # all layers are alike, which `check_family` sees to
+            sums = layer if spec.layer is not None else end if spec.place is Place.LAST else embedding
+            for t in range(self.tp):
+                sums[t] += local_tensor(self.shape, spec, self.tp, t).numel
+        return SetSizes(
+            layers_of_model=self.shape.layers,
+            layers=of.layers,
+            layer=tuple(layer),
+            embedding=tuple(embedding),
+            end=tuple(end),
+            tied=ties_embeddings(self.shape, self.head),
+        )
+
+    @property
+    def trained(self) -> "SetSizes":
+        """Sizes of the set that training updates, if the role is trained."""
+        return next(self.sets[name] for name, updated in self.part.sets.items() if updated)
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether training updates the head: unless it is a frozen embedding table."""
+        return not self.trained.tied or any(self.trained.embedding)
+
+    @cached_property
+    def layer_elements(self) -> int:
+        """Elements of a layer on the fullest rank."""
+        return max(max(sizes.layer) for sizes in self.sets.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetSizes:
+    """Elements of a parameter set, by tensor-parallel rank, and which of a model's layers have such elements."""
+
+    layers_of_model: int
+    layers: tuple[int, ...]
+    layer: tuple[int, ...]
+    """Of each of `layers`."""
+    embedding: tuple[int, ...]
+    """What the first stage of a pipeline holds, and the last one, too, where the head is tied to it."""
+    end: tuple[int, ...]
+    """What follows the layers."""
+    tied: bool
+
+    def stage_layers(self, pp: int) -> tuple[int, ...]:
+        """Count the layers of the set on each stage of a pipeline."""
+        stages = stage_layers(self.layers_of_model, pp)
+        return tuple(
+            bisect_left(self.layers, stage.stop) - bisect_left(self.layers, stage.start) for stage in stages
+        )
+
+    def stage_elements(self, pp: int) -> tuple[int, ...]:
+        """Compute the elements that each pipeline stage stores on its largest rank."""
+        result = []
+        for stage, layers in enumerate(self.stage_layers(pp)):
+            own = [layers * elements for elements in self.layer]
+            if stage == 0 or (stage == pp - 1 and self.tied):
+                own = [a + b for a, b in zip(own, self.embedding, strict=True)]
+            if stage == pp - 1:
+                own = [a + b for a, b in zip(own, self.end, strict=True)]
+            result.append(max(own))
+        return tuple(result)

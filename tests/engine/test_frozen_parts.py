@@ -1,0 +1,225 @@
+"""Training a part of a model: what is frozen stays bit for bit, the rest becomes what transformers makes of it."""
+
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from realrl.algorithms.sft.method import SFTTrain
+from realrl.data.batch import Batch, Ragged
+from realrl.data.partition import assign
+from realrl.engine.model import Model
+from realrl.engine.parallel import all_rank_sets, parallel
+from realrl.engine.training.trainer import Trainer
+from realrl.families.registry import model_tensors
+from realrl.families.shape import ModelShape
+from realrl.layout import limits
+from realrl.layout.layout import build_layout
+from realrl.layout.sets import TUNED, TrainablePart
+from realrl.model.init import initialise
+from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.program.memory import Memory, Stored
+from realrl.recipe.model import OptimizerConfig
+from realrl.runtime.processes.environment import leave
+from realrl.runtime.processes.process import Process, wait_to_be_scheduled
+
+CPU = torch.device("cpu")
+SHAPE = ModelShape(
+    vocab_size=67,
+    hidden_size=32,
+    intermediate_size=50,
+    layers=4,
+    heads=8,
+    kv_heads=2,
+    head_dim=4,
+    init_std=0.2,
+)
+TIED = SHAPE.model_copy(update={"tied_embeddings": True})
+CASES = {
+    "last layer": (SHAPE, TrainablePart(last_layers=1)),
+    "last layer below a tied head": (TIED, TrainablePart(last_layers=1)),
+    "norm and head": (SHAPE, TrainablePart(last_layers=0)),
+    "frozen embeddings": (SHAPE, TrainablePart(freeze_embeddings=True)),
+    "frozen embeddings that are the head": (TIED, TrainablePart(freeze_embeddings=True)),
+}
+OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1, grad_clip=0.5, eps=1e-4)
+STEPS, ITEMS = 2, 8
+STRATEGIES = {
+    1: ["1 1 1", "1 1 1 r"],
+    2: ["2 1 1", "1 2 1", "1 2 1 s", "1 2 1 sr", "1 1 2", "1 1 2 r"],
+}
+
+
+def placements(world: int) -> list[Placement]:
+    found = []
+    for text in STRATEGIES[world]:
+        dp, tp, pp, *flags = text.split()
+        strategy = Strategy(
+            int(dp), int(tp), int(pp), micro_batch_tokens=40,
+            sequence_parallel="s" in "".join(flags), recompute="r" in "".join(flags),
+        )  # fmt: skip
+        found.append(Placement(Mesh(0, world), strategy))
+    return found
+
+
+def batch() -> Batch:
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(2, 17, (ITEMS,), generator=generator).tolist()
+    rows = Ragged.of([torch.randint(1, SHAPE.vocab_size, (n,), generator=generator) for n in lengths])
+    mask = torch.ones_like(rows.values)
+    mask[list(rows.offsets[:-1])] = 0
+    return Batch(tuple(range(ITEMS)), {"tokens": rows, "loss_mask": Ragged(mask, rows.lengths)})
+
+
+def fresh(shape: ModelShape) -> dict[str, Tensor]:
+    """Weights that every test starts from."""
+    tensors = {spec.name: torch.empty(spec.shape) for spec in model_tensors(shape, "lm")}
+    initialise(tensors, model_tensors(shape, "lm"), shape, 1)
+    return tensors
+
+
+def updated(part: TrainablePart, shape: ModelShape) -> set[str]:
+    """Names of tensors that are trained, said once more."""
+    if part.freeze_embeddings:
+        return {name for name in fresh(shape) if "embed_tokens" not in name}
+    kept = [f"layers.{shape.layers - 1}."] * bool(part.last_layers)
+    return {name for name in fresh(shape) if any(word in name for word in [*kept, "model.norm", "lm_head"])}
+
+
+@cache
+def reference(case: str) -> tuple[dict[str, Tensor], tuple[float, ...]]:
+    """Weights and gradient norms of the same steps with transformers and torch's AdamW."""
+    shape, part = CASES[case]
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size,
+            num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head_dim, rms_norm_eps=shape.norm_eps, tie_word_embeddings=shape.tied_embeddings,
+        )
+    )  # fmt: skip
+    model.load_state_dict(fresh(shape), strict=False)
+    model.tie_weights()
+    trained = {name: p for name, p in model.named_parameters() if name in updated(part, shape)}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+    groups = [
+        {"params": [p for p in trained.values() if p.dim() > 1], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [p for p in trained.values() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
+    norms = []
+    for _ in range(STEPS):
+        total, weight = torch.zeros(()), 0
+        for row in batch()["tokens"].rows():
+            logits = model(input_ids=row[None]).logits[0, :-1]
+            total = total + torch.nn.functional.cross_entropy(logits, row[1:], reduction="sum")
+            weight += len(row) - 1
+        optimizer.zero_grad()
+        (total / weight).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained.values(), OPTIMIZER.grad_clip or 0)))
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}, tuple(norms)
+
+
+def learn(case: str, placement: Placement, process: Process, groups: object) -> dict[str, object]:
+    """Train a rank's shard, and look at what it holds."""
+    shape, part = CASES[case]
+    model = Model(
+        build_layout(shape, "lm", placement), process.rank, parallel(placement, process.rank, groups),  # type: ignore[arg-type]
+        dtype=torch.float32, device=CPU, part=part,
+    )  # fmt: skip
+    regions = {local.region.tensor: local.region for local in model.layout.tensors(process.rank)}
+    initialise(model.parameters, [s for s in model.layout.specs if s.name in regions], shape, 1, regions)
+    trainer, everything, strategy = Trainer(model, OPTIMIZER), batch(), placement.strategy
+    costs = [len(row) for row in everything["tokens"].rows()]
+    ((items,),) = [assign(costs, minibatches=1, dp=strategy.dp)[model.parallel.data.index]]
+    local, norms = everything.select(sorted(items)), []
+    for _ in range(STEPS):
+        figures = trainer.train(
+            local, SFTTrain(), [list(range(len(items)))], lr=OPTIMIZER.lr, budget=strategy.micro_batch_tokens,
+            recompute=strategy.recompute,
+        ).result()  # fmt: skip
+        norms.append(figures["grad_norm"])
+    memory = Memory({"actor": Stored(shape, "lm", 4, True, part)}, {"actor": placement}, (), {})
+    return {
+        "norms": norms,
+        "tensors": {
+            name: (region.slices, model.parameters[name][: region.size[0]].clone())
+            for name, region in regions.items()
+        },
+        "gradients": trainer.gradients.data.numel(),
+        "trained": sum(t.numel for t in model.sets[TUNED].buffer.tensors),
+        "state": sum(tensor.numel() for tensor in trainer.optimizer.kept),
+        "held": trainer.memory.nbytes + sum(held.memory.nbytes for held in model.sets.values()),
+        "predicted": sum(memory.at_rest(process.rank).values()),
+        "frozen with a gradient": [
+            name for name, p in model.transformer.named_parameters() if p.grad is not None and not p.requires_grad
+        ],
+    }  # fmt: skip
+
+
+def check(case: str, placement: Placement, found: dict[str, object]) -> None:
+    shape, part = CASES[case]
+    where, trained = f"{case}, {placement}", updated(part, shape)
+    expected, norms = reference(case)
+    assert found["norms"] == pytest.approx(norms, rel=1e-4), where
+    before, numel = fresh(shape), 0
+    for name, (slices, values) in found["tensors"].items():  # type: ignore[attr-defined]
+        if name in trained:
+            torch.testing.assert_close(
+                values, expected[name][slices], rtol=1e-4, atol=1e-5, msg=f"{where}: {name}"
+            )
+            assert not torch.equal(values, before[name][slices]), f"{where}: {name} has learnt nothing"
+            numel += values.numel()
+        else:
+            assert torch.equal(values, before[name][slices]), f"{where}: {name} has changed"
+    padding = placement.strategy.dp * 4 + 67  # of buckets, and of a vocabulary that is cut unevenly
+    assert 0 <= found["gradients"] - numel <= padding * 32, where  # type: ignore[operator]
+    assert found["gradients"] >= found["trained"], where  # type: ignore[operator]
+    assert found["state"] == 2 * found["gradients"] // placement.strategy.dp, where  # type: ignore[operator]
+    assert found["held"] == found["predicted"], where
+    assert not found["frozen with a gradient"], where
+
+
+def run_rank(rank: int, world: int, store: str, out: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    wait_to_be_scheduled()
+    limits.BUCKET_ELEMENTS = 3000
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    process = Process(rank, world, CPU, dist.new_group(backend="gloo"))
+    groups = process.groups(all_rank_sets(placements(world)))
+    results = {
+        (case, number): learn(case, placement, process, groups)
+        for case in CASES
+        for number, placement in enumerate(placements(world))
+    }
+    torch.save(results, f"{out}-{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+    leave(0)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_part_learns_what_transformers_learns_and_the_rest_stays(world: int, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        mp.spawn(run_rank, args=(world, f"{scratch}/store", str(tmp_path / "out")), nprocs=world)
+    for rank in range(world):
+        for (case, number), found in torch.load(f"{tmp_path}/out-{rank}", weights_only=False).items():
+            check(case, placements(world)[number], found)
+
+
+@pytest.mark.parametrize("sets", [{"base": True, "tuned": True}, {"base": False}])
+def test_a_trainer_updates_exactly_one_parameter_set(sets: dict[str, bool]) -> None:
+    model = SimpleNamespace(part=SimpleNamespace(sets=sets), sets=dict.fromkeys(sets))
+    with pytest.raises(AssertionError, match=r"a trainer updates one parameter set, not (base, tuned|none)"):
+        Trainer(cast(Model, model), OptimizerConfig())

@@ -1,0 +1,121 @@
+"""Mistakes in the file of a family are one error message, before anything is loaded."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from realrl.config.errors import UserError
+from realrl.families.config_json import read_config, shape_to_hf
+from realrl.families.find import find_shape
+from realrl.recipe.load import parse_experiment
+from tests.model.small_models import SHAPES
+
+FILE = """
+from realrl.families.decoder import LayerOptions
+from realrl.families.family import Family
+from realrl.families.settings import read_sizes, write_sizes
+
+def read(config, where):
+    return read_sizes(config, where)
+
+def write(shape):
+    return write_sizes(shape)
+
+{change}
+
+FAMILY = Family(
+    model_type="mine",
+    architectures={{"lm": "MyLM", "scalar": "MyClassifier"}},
+    read_config=read,
+    write_config=write,
+    layer=LayerOptions({options}),
+)
+"""
+SIZES = SHAPES["plain"].model_dump(exclude={"family"})
+
+
+def family_file(directory: Path, change: str = "", options: str = "") -> str:
+    file = directory / "mine.py"
+    file.write_text(FILE.format(change=change, options=options))
+    return str(file)
+
+
+def refusal(family: str) -> str:
+    """The error message of a recipe with such a model from scratch."""
+    model = {"family": family, "shape": SIZES, "tokenizer": "t"}
+    recipe = {"algorithm": "sft", "run_dir": "r", "data": {"train": "t"}, "models": {"actor": model}}
+    with pytest.raises(UserError) as caught:
+        parse_experiment(recipe)
+    return str(caught.value)
+
+
+WRITE = "def write(shape):\n    return {}"
+BROKEN = {
+    WRITE.format("{}['x']"): "FILE raised KeyError: 'x' (FILE:13)",
+    WRITE.format("None"): "FILE: write_config must give a mapping, and gives null",
+    WRITE.format("{3: 4}"): "FILE: write_config gives the key 3, which is not text",
+    WRITE.format(
+        "{**write_sizes(shape), 'x': {1}}"
+    ): "FILE: write_config gives what config.json cannot hold: ",
+    WRITE.format("{}"): "FILE: what write_config gives: vocab_size is missing",
+    WRITE.format("write_sizes(shape) | {'num_key_value_heads': 3}"): (
+        "FILE: what write_config gives: heads=4 is not a multiple of kv_heads=3"
+    ),
+    WRITE.format("write_sizes(shape) | {'rms_norm_eps': 0.5}"): (
+        "FILE: read_config does not read what write_config gives: norm_eps=1e-05 comes back as 0.5"
+    ),
+    WRITE.format("write_sizes(shape) | {'model_type': 'other'}"): (
+        "FILE: what write_config gives: model_type 'other' is not that of family FILE, 'mine'"
+    ),
+    "def read(config, where):\n    return {'layers': config['depth']}": (
+        "FILE: read_config of what write_config gives: raised KeyError: 'depth' (FILE:13)"
+    ),
+    "def read(config, where):\n    read_sizes(config, where)": (
+        "FILE: read_config must give a mapping, and gives null"
+    ),
+}
+
+
+@pytest.mark.parametrize("change", BROKEN)
+def test_a_family_that_does_not_read_what_it_writes_is_refused_with_its_recipe(
+    change: str, tmp_path: Path
+) -> None:
+    file = family_file(tmp_path, change)
+    assert f"family={BROKEN[change].replace('FILE', file)}" in refusal(file)
+
+
+def test_a_family_that_cannot_write_is_refused_with_the_model_that_it_reads(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(shape_to_hf(SHAPES["plain"], "lm", "float32", {}) | {"model_type": "mine"}))
+    assert read_config(config, family_file(tmp_path)).layers == SIZES["layers"]
+    other = tmp_path / "other"
+    other.mkdir()
+    family = family_file(other, WRITE.format("{}"))
+    for read in (read_config, lambda path, family: find_shape(str(path), family)):
+        with pytest.raises(
+            UserError, match=r"family=.*mine.py: what write_config gives: vocab_size is missing"
+        ):
+            read(config, family)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("norm='layr'", "FILE:19: LayerOptions: norm='layr' is not rms or layer"),
+        ("qkv_bias=1", "FILE:19: LayerOptions: qkv_bias=1 is not True or False"),
+        (
+            "norm='layer'), tensors=lambda *given: (",
+            "family=FILE: there is no tensor for parameter attention_norm",
+        ),
+    ],
+)
+def test_a_contradiction_in_a_family_is_one_message(options: str, message: str, tmp_path: Path) -> None:
+    file = family_file(tmp_path, options=options)
+    assert refusal(file).endswith(message.replace("FILE", file))
+
+
+def test_a_family_that_is_not_found_is_one_mistake_and_named_once() -> None:
+    message = refusal("gone.py")
+    assert message.startswith("models.actor.family=gone.py: there is no file /")
+    assert "more mistake" not in message and message.count("gone.py") == 2

@@ -1,0 +1,171 @@
+"""Agreement of the memory model with what the engine allocates."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from realrl.dataflow.call import Call, Kind
+from realrl.families.shape import ModelShape
+from realrl.layout.sets import TrainablePart
+from realrl.model.packing import Packing
+from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.memory.activations import Activations
+from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.workload import padding
+from realrl.planner.workload.shard_sizes import LocalSizes
+from realrl.planner.workload.workload import Workload
+from realrl.program.memory import Stored
+from tests.planner.lone_rank import LoneRank, Sequences
+
+TOLERANCE = 0.08
+SPEC = ClusterSpec.parse("cpu:1x4")
+CALLS = {
+    "train": Call("actor.train", "actor", Kind.TRAIN, ("tokens",), work=("tokens",)),
+    "inference": Call("actor.inference", "actor", Kind.INFERENCE, ("tokens",), work=("tokens",)),
+    "generate": Call("actor.generate", "actor", Kind.GENERATE, ("tokens",), work=("tokens",)),
+}
+GROUPED = ModelShape(
+    vocab_size=3000, hidden_size=256, intermediate_size=700, layers=4, heads=8, kv_heads=2, head_dim=32
+)
+TIED = GROUPED.model_copy(update={"vocab_size": 20000, "tied_embeddings": True})
+NORMED = GROUPED.model_copy(update={"family": "qwen3", "head_dim": 48})
+WIDE = ModelShape(
+    vocab_size=1000, hidden_size=384, intermediate_size=1100, layers=2, heads=6, kv_heads=6, head_dim=64
+)
+NEW_TOKENS = 24
+
+
+def place(words: Sequence[str], tokens: int = 1 << 20) -> Placement:
+    """`dp tp pp`, with s for sequence parallelism and r for recomputation."""
+    dp, tp, pp, *flags = " ".join(words).split()
+    strategy = Strategy(
+        int(dp),
+        int(tp),
+        int(pp),
+        micro_batch_tokens=tokens,
+        sequence_parallel="s" in flags,
+        recompute="r" in flags,
+    )
+    return Placement(Mesh(0, strategy.size), strategy)
+
+
+def check(kind: str, model: Stored, placement: Placement, lengths: tuple[int, ...]) -> None:
+    """Predicted and allocated bytes agree on the first and on the last stage."""
+    answers = (0, NEW_TOKENS) if kind == "generate" else (0, 0)
+    pairs = 2 if model.head == "scalar" else 1
+    workload = Workload(len(lengths) // pairs, lengths, (answers[1],), answers[1])
+    call = replace(CALLS[kind], inputs=("tokens", "other"), work=("tokens", "other")[:pairs])
+    predicted = MemoryModel(SPEC).stages(call, model, placement, workload)
+    sequences = Sequences.of(lengths, model)
+    for stage in {0, placement.strategy.pp - 1}:
+        # Of uneven shares the last ones are the larger.
+        rank = LoneRank(model, placement, placement.rank(dp=0, tp=placement.strategy.tp - 1, pp=stage))
+        runs = {
+            "train": lambda rank=rank: rank.train(sequences),
+            "inference": lambda rank=rank: rank.infer(sequences),
+            "generate": lambda rank=rank: rank.generate(sequences, NEW_TOKENS),
+        }
+        got = rank.peak(runs[kind])
+        parts = {name: size for name, size in predicted[stage].dynamic.items() if name != "fragmentation"}
+        assert sum(parts.values()) == pytest.approx(got, rel=TOLERANCE), (stage, parts)
+
+
+def test_finished_decode_batches_keep_no_memory() -> None:
+    """Twelve decode batches of two rows each, in a pipeline that has two in flight."""
+    tokens = 2 * (96 + NEW_TOKENS)
+    check("generate", Stored(GROUPED, "lm", 4, False), place(["1 1 2"], tokens), (96,) * 24)
+
+
+EVEN, SHORT, LONG = (96,) * 8, tuple(range(20, 116, 4)), (40, 200, 150, 180, 256, 100)
+
+
+KINDS = ("train", "train r", "inference", "generate")
+ONE_RANK = {
+    "grouped-even": (GROUPED, 4, EVEN),
+    "grouped-long": (GROUPED, 4, LONG),
+    "grouped-long-bfloat16": (GROUPED, 2, LONG),
+    "tied": (TIED, 4, EVEN),
+    "tied-bfloat16": (TIED, 2, EVEN),
+    "norms-of-heads": (NORMED, 4, EVEN),
+    "norms-of-heads-bfloat16": (NORMED, 2, LONG),
+    "wide-short": (WIDE, 4, SHORT),
+    "wide-short-bfloat16": (WIDE, 2, SHORT),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ONE_RANK)
+def test_one_rank_allocates_the_predicted_bytes(case: str, kind: str) -> None:
+    (shape, element_bytes, lengths), (name, *flags) = ONE_RANK[case], kind.split()
+    check(name, Stored(shape, "lm", element_bytes, True), place(["1 1 1", *flags]), lengths)
+
+
+@pytest.mark.parametrize("kind", ["train", "train r", "inference"])
+def test_a_scalar_head_allocates_the_predicted_bytes(kind: str) -> None:
+    name, *flags = kind.split()
+    check(name, Stored(GROUPED, "scalar", 4, True), place(["1 1 1", *flags]), EVEN)
+
+
+PARTS = {
+    "last": (GROUPED, TrainablePart(last_layers=1)),
+    "last-tied": (TIED, TrainablePart(last_layers=1)),
+    "head": (GROUPED, TrainablePart(last_layers=0)),
+    "frozen-embeddings": (GROUPED, TrainablePart(freeze_embeddings=True)),
+    "frozen-tied": (TIED, TrainablePart(freeze_embeddings=True)),
+}
+
+
+@pytest.mark.parametrize("strategy", ["1 1 1 r", "1 1 2"])
+@pytest.mark.parametrize("part", PARTS)
+def test_training_a_part_allocates_what_is_predicted(part: str, strategy: str) -> None:
+    shape, trained = PARTS[part]
+    check("train", Stored(shape, "lm", 4, True, trained), place([strategy], 400), EVEN)
+
+
+UNEVEN = GROUPED.model_copy(update={"heads": 9, "kv_heads": 3})
+"""Model whose query heads split into uneven groups over two TP ranks."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", ["1 2 1", "1 2 1 s", "1 4 1 s", "1 1 2", "1 1 4", "1 2 2 s"])
+def test_parallel_ranks_allocate_the_predicted_bytes(strategy: str, kind: str) -> None:
+    name, *flags = kind.split()
+    check(name, Stored(GROUPED, "lm", 4, True), place([strategy, *flags], 400), EVEN)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_with_uneven_query_groups_allocate_the_predicted_bytes(kind: str) -> None:
+    name, *flags = kind.split()
+    check(name, Stored(UNEVEN, "lm", 4, True), place(["1 2 1", *flags]), EVEN)
+
+
+@pytest.mark.parametrize(("budget", "kind"), product([100, 1000], KINDS))
+def test_the_largest_micro_batch_determines_peak_memory(budget: int, kind: str) -> None:
+    name, *flags = kind.split()
+    check(name, Stored(GROUPED, "lm", 4, True), place(["1 1 1", *flags], budget), SHORT)
+
+
+@pytest.mark.parametrize("lengths", [SHORT, LONG, EVEN, (1,), (500, 130, 129, 128, 127, 3, 3)])
+def test_length_buckets_match_those_of_attention(lengths: tuple[int, ...]) -> None:
+    heads = Packing.of(lengths, "cpu").pad_heads(1, 1)
+    said = padding.Padding.of(lengths, dense=True)
+    dense = [b for b, mask in zip(heads.buckets, heads.masks, strict=True) if mask is not None]
+    assert said.rows * sum(lengths) == pytest.approx(sum(heads.output_rows))
+    assert said.scores * sum(lengths) == pytest.approx(sum(len(b.sequences) * b.length**2 for b in dense))
+    assert said.masks == sum(mask.numel() for mask in heads.masks if mask is not None)
+
+
+def test_recomputation_keeps_the_input_of_each_layer() -> None:
+    sizes = LocalSizes(GROUPED, "lm", 1)
+    plain, again = (
+        Activations(
+            sizes=sizes, strategy=Strategy(1, recompute=r), element_bytes=2, cpu=False, lengths=(512,)
+        )
+        for r in (False, True)
+    )
+    both = 1000 * 2 * 2 * GROUPED.head_dim  # sines and cosines
+    assert again.kept(1000, 4) == 4 * 1000 * GROUPED.hidden_size * 2 + both
+    assert plain.kept(1000, 4) > 10 * again.kept(1000, 4)

@@ -1,0 +1,162 @@
+from dataclasses import replace
+
+import pytest
+
+from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
+from realrl.families.published import SHAPES
+from realrl.families.shape import Head, ModelShape
+from realrl.layout.layout import build_layout
+from realrl.layout.sets import WHOLE, TrainablePart
+from realrl.plan.placement import Placement
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.memory.kv_cache import kv_cache_bytes
+from realrl.planner.memory.memory_model import MemoryModel, MemoryNeed
+from realrl.planner.workload.shard_sizes import LocalSizes
+from tests.planner.problems import GROUPED, KINDS, LARGE, NODES, SMALL, STEP, call, place, recomputing, stored
+
+MODEL = MemoryModel(NODES)
+GIB = 1 << 30
+TOTALS = {
+    "llama-2-7b": 6738415616,
+    "llama-2-13b": 13015864320,
+    "llama-2-70b": 68976648192,
+    "codellama-34b": 33743970304,
+    "llama-3-8b": 8030261248,
+    "llama-3-70b": 70553706496,
+    "llama-3.2-1b": 1235814400,
+    "qwen2.5-0.5b": 494032768,
+    "qwen2.5-1.5b": 1543714304,
+    "qwen2.5-3b": 3085938688,
+    "qwen2.5-7b": 7615616512,
+    "qwen2.5-14b": 14770033664,
+    "qwen2.5-32b": 32763876352,
+    "qwen2.5-72b": 72706203648,
+    "qwen3-0.6b": 596049920,
+    "qwen3-1.7b": 1720574976,
+    "qwen3-4b": 4022468096,
+    "qwen3-8b": 8190735360,
+    "qwen3-14b": 14768307200,
+    "qwen3-32b": 32762123264,
+}
+"""Elements of the published checkpoints, as their safetensors indices and model cards have them."""
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_named_shapes_have_the_published_number_of_parameters(name: str) -> None:
+    assert sum(LocalSizes(SHAPES[name], "lm", 1).sets["base"].stage_elements(1)) == TOTALS[name]
+
+
+@pytest.mark.parametrize("placement", [place(1), place(2, 4), place(1, 5, 3), place(1, 1, 5), place(2, 6, 2)])
+@pytest.mark.parametrize("shape", [GROUPED, GROUPED.model_copy(update={"tied_embeddings": True})])
+@pytest.mark.parametrize("head", sorted(set(PPO_SPEC.heads.values())))
+@pytest.mark.parametrize("part", [WHOLE, TrainablePart(last_layers=3), TrainablePart(freeze_embeddings=True)])
+def test_parameter_sets_are_those_that_layouts_store(
+    shape: ModelShape, head: Head, placement: Placement, part: TrainablePart
+) -> None:
+    model, strategy = replace(stored(shape, head), trained=True, part=part), placement.strategy
+    padded: dict[str, list[int]] = {}
+    for name, of in model.sets.items():
+        held = build_layout(shape, head, placement, of.tensors)
+        elements = [
+            max(
+                sum(tensor.stored.numel for tensor in held.tensors(placement.rank(dp=0, tp=t, pp=stage)))
+                for t in range(strategy.tp)
+            )
+            for stage in range(strategy.pp)
+        ]
+        sizes = LocalSizes(shape, head, strategy.tp, part).sets[name]
+        assert list(sizes.stage_elements(strategy.pp)) == elements
+        padded[name] = [-(-n // strategy.dp) * strategy.dp for n in elements]
+    needs = MODEL.stages(call("actor.train"), model, placement, STEP)
+    assert [n.static["parameters"] for n in needs] == [
+        2 * sum(sizes) for sizes in zip(*padded.values(), strict=True)
+    ]
+    trained = padded["base" if part == WHOLE else "tuned"]
+    assert [n.static["gradients"] for n in needs] == [4 * n for n in trained]
+    assert [n.static["optimizer"] for n in needs] == [16 * n // strategy.dp for n in trained]
+
+
+def need(name: str, placement: Placement, *, shape=SMALL, step=STEP, element_bytes=2) -> MemoryNeed:
+    return MODEL.call(call(name), stored(shape, "lm", element_bytes), placement, step)
+
+
+@pytest.mark.parametrize(("element_bytes", "per_parameter"), [(2, 2 + 4 + 16), (4, 4 + 4 + 12)])
+def test_one_rank_that_trains_holds_everything(element_bytes: int, per_parameter: int) -> None:
+    found = need("actor.train", place(1), element_bytes=element_bytes)
+    assert found.static_bytes == pytest.approx(per_parameter * TOTALS["llama-2-7b"], rel=1e-5)
+    assert (
+        MODEL.state(stored(SMALL, "lm", element_bytes), place(1))
+        == found.static_bytes - found.static["parameters"]
+    )
+
+
+def test_data_parallel_ranks_share_the_optimizer_but_not_the_gradients() -> None:
+    one, eight = need("actor.train", place(1)).static, need("actor.train", place(8)).static
+    assert eight["optimizer"] == pytest.approx(one["optimizer"] / 8, rel=1e-5)
+    assert eight["gradients"] == pytest.approx(one["gradients"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "placement", [place(8), place(4, 2), place(2, 2, 2), place(1, 1, 8), place(1, 8, sp=True)]
+)
+def test_recomputation_saves_memory(placement: Placement) -> None:
+    plain, again = (
+        need("actor.train", p).dynamic["activations"] for p in (placement, recomputing(placement))
+    )
+    assert again < 0.4 * plain
+
+
+def test_activations_of_training_are_of_the_published_order() -> None:
+    """34 bytes per token, hidden unit and layer (arXiv 2205.05198, equation 2, with no attention scores)."""
+    found = need("actor.train", place(1)).dynamic["activations"]
+    assert found == pytest.approx(34 * 8192 * SMALL.hidden_size * SMALL.layers, rel=0.2)
+
+
+def test_the_first_pipeline_stage_keeps_most_micro_batches() -> None:
+    stages = MODEL.stages(call("actor.train"), stored(LARGE), place(1, 8, 4), STEP)
+    activations = [stage.dynamic["activations"] for stage in stages]
+    assert activations == sorted(activations, reverse=True)
+    assert activations[0] == pytest.approx(4 * activations[3], rel=0.15)
+    assert [stage.dynamic["logits"] > 0 for stage in stages] == [False, False, False, True]
+
+
+def test_the_cache_has_room_for_every_token() -> None:
+    found = need("actor.generate", place(8, tokens=1 << 20)).dynamic["cache"]
+    assert found == 32 * 512 * 2 * SMALL.layers * SMALL.kv_heads * SMALL.head_dim * 2
+
+
+def test_shared_key_heads_are_cached_once_per_rank() -> None:
+    two, eight, sixteen = (
+        need("actor.generate", place(1, tp, tokens=1 << 20), shape=LARGE).dynamic["cache"]
+        for tp in (2, 8, 16)
+    )
+    assert two == 4 * eight == 4 * sixteen
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("change", [{"prompts": (300,)}, {"answers": (800,), "max_new_tokens": 800}])
+def test_larger_workloads_never_need_less_memory(name: str, change: dict) -> None:
+    placement = place(8, tokens=1 << 20)
+    assert need(name, placement, step=replace(STEP, **change)).bytes >= need(name, placement).bytes
+
+
+def test_a_7b_model_trains_on_eight_devices_and_not_on_one() -> None:
+    for placement, fits in ((place(8), True), (place(1), False)):
+        found = need("actor.train", recomputing(placement)).bytes
+        assert (found <= MODEL.capacity(0)) == fits
+
+
+def test_driver_memory_is_not_usable() -> None:
+    assert 75 * GIB < MODEL.capacity(0) < NODES.device(0).memory_bytes
+    cpu = MemoryModel(ClusterSpec.parse("cpu:1x2"))
+    assert cpu.spec.device(0).memory_bytes - cpu.capacity(0) < GIB
+
+
+@pytest.mark.parametrize(
+    ("shape", "tp", "heads"),
+    [(SMALL, 1, 32), (LARGE, 8, 1), (GROUPED, 4, 1), (GROUPED.model_copy(update={"kv_heads": 3}), 2, 3)],
+)
+def test_the_kv_cache_holds_the_heads_of_a_rank(shape: ModelShape, tp: int, heads: int) -> None:
+    """Under uneven groups, keys and values are kept for every query head."""
+    found = kv_cache_bytes(LocalSizes(shape, "lm", tp), tokens=100, layers=3, element_bytes=2)
+    assert found == 100 * 3 * 2 * heads * shape.head_dim * 2

@@ -1,0 +1,134 @@
+import pytest
+
+from realrl.algorithms.reward.graph import train_graph as reward_graph
+from realrl.config.errors import UserError
+from realrl.data.partition import even_micro_batches
+from realrl.dataflow.call import Call, Kind
+from realrl.plan.placement import Strategy
+from realrl.planner.workload.batching import split_work
+from realrl.planner.workload.workload import QUANTILES, CallWork, Workload, quantiles
+from realrl.recipe.load import load_experiment
+from tests.planner.problems import GRAPH, STEP, call
+
+
+def test_quantiles_keep_the_mean_and_the_spread() -> None:
+    lengths = [round(100 * 1.001**i) for i in range(4000)]
+    sample = quantiles(lengths)
+    assert len(sample) == QUANTILES and list(sample) == sorted(sample)
+    assert sum(sample) / QUANTILES == pytest.approx(sum(lengths) / 4000, rel=1e-3)
+    assert quantiles(lengths[::-1]) == sample
+
+
+def test_prompts_and_answers_are_paired_without_correlation_or_loss() -> None:
+    work = Workload(8, tuple(range(1, 65)), tuple(range(100, 164)), 200)
+    prompts, answers = zip(*work.pairs, strict=True)
+    assert sorted(answers) == list(work.answers) and prompts == work.prompts
+    covariance = sum((p - 32.5) * (a - 131.5) for p, a in work.pairs) / 64
+    assert abs(covariance) < 0.1 * (64**2 / 12)
+
+
+def test_calls_see_prompts_or_whole_sequences() -> None:
+    generate, infer, train = (STEP.work(call(n)) for n in ("actor.generate", "ref.inference", "actor.train"))
+    assert (generate.tokens, generate.answers, generate.room) == (256 * 128, (384,), 384)
+    assert (infer.tokens, infer.minibatches, train.minibatches) == (256 * 512, 1, 4)
+    assert STEP.tokens(GRAPH) == 256 * 512
+
+
+@pytest.mark.parametrize(
+    ("work", "lengths"),
+    [
+        (("prompts",), (10, 20)),
+        (("sequences",), (15, 25)),
+        (("sequences", "chosen"), (15, 25)),
+        (("prompts", "sequences"), (10, 15, 20, 25)),
+    ],
+)
+def test_a_call_of_prompts_sees_no_answers(work: tuple[str, ...], lengths: tuple[int, ...]) -> None:
+    step = Workload(32, (10, 20), answers=(5,))
+    for kind in (Kind.INFERENCE, Kind.TRAIN):
+        found = step.work(Call("actor.look", "actor", kind, work, work=work))
+        assert (found.lengths, found.per_item) == (lengths, len(work))
+
+
+def test_a_preference_pair_is_two_sequences() -> None:
+    graph = reward_graph()
+    work = Workload(32, (100,)).work(graph.calls[0])
+    assert (work.items, work.sequences) == (32, 64)
+    assert Workload(32, (100,)).tokens(graph) == 64 * 100
+
+
+def test_data_parallel_ranks_split_pairs_and_not_their_sequences() -> None:
+    work = Workload(10, (100,)).work(reward_graph().calls[0])
+    chunks = split_work(work, Strategy(4, micro_batch_tokens=100), 2)
+    assert (chunks.count, chunks.sequences, chunks.peak.sequences) == (3, 2, 2)
+    assert split_work(work, Strategy(4, micro_batch_tokens=500), 2).count == 2
+    with pytest.raises(UserError, match="10 records cannot be split over dp=16"):
+        split_work(work, Strategy(16), 2)
+
+
+def test_unmeasured_lengths_are_the_longest_of_the_recipe() -> None:
+    experiment = load_experiment(
+        "recipes/reference/ppo.yaml", ["data.max_tokens=328", "generation.max_new_tokens=200", "ppo.epochs=2"]
+    )
+    assert Workload.of(experiment) == Workload(
+        512, (128,), (200,), 200, 2, experience_calls=("actor.train", "critic.train")
+    )
+    measured = Workload.of(experiment, prompts=[5, 7], answers=[3])
+    assert (measured.prompts, measured.answers, measured.max_new_tokens) == ((5, 7), (3,), 200)
+
+
+def even(sequences: int, length: int, room: int = 0) -> CallWork:
+    return CallWork(
+        items=sequences,
+        lengths=(length,),
+        answers=(room,) if room else (),
+        room=room,
+        minibatches=1,
+        passes=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sequences", "strategy", "count", "tokens"),
+    [
+        (64, Strategy(1, micro_batch_tokens=1024), 16, 1024),
+        (64, Strategy(4, micro_batch_tokens=1024), 4, 1024),
+        (64, Strategy(1, micro_batch_tokens=1000), 22, 64 * 256 / 22),
+        (64, Strategy(1, micro_batch_tokens=10), 64, 256),
+        (64, Strategy(1, 1, 4, micro_batch_tokens=1 << 20), 8, 2048),
+        (66, Strategy(1, 1, 2, micro_batch_tokens=1 << 20), 4, 66 * 256 / 4),
+        (64, Strategy(1, 1, 4, micro_batch_tokens=1024), 16, 1024),
+        (36, Strategy(1, 1, 4, micro_batch_tokens=1024), 12, 768),
+        (3, Strategy(1, 1, 4, micro_batch_tokens=1 << 20), 3, 256),
+        (12, Strategy(1, 1, 4, micro_batch_tokens=1 << 20), 6, 512),
+        (9, Strategy(1, 1, 4, micro_batch_tokens=1 << 20), 5, 9 * 256 / 5),
+    ],
+)
+def test_micro_batch_counts_match_the_engine(
+    sequences: int, strategy: Strategy, count: int, tokens: float
+) -> None:
+    chunks = split_work(even(sequences, 256), strategy, 2)
+    assert (chunks.count, chunks.tokens) == (count, tokens)
+    assert chunks.squares == pytest.approx(tokens * 256)
+
+
+@pytest.mark.parametrize("budget", [1 << 20, 4096])
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize(
+    "lengths", [(256,) * 33, (256,) * 20, (2048, *[50] * 31), tuple(range(50, 900, 13)), (64,) * 200]
+)
+def test_pipeline_micro_batch_counts_match_the_engine(
+    lengths: tuple[int, ...], stages: int, budget: int
+) -> None:
+    ordered = tuple(sorted(lengths))
+    work = CallWork(items=len(lengths), lengths=ordered, answers=(), room=0, minibatches=1, passes=1)
+    found = split_work(work, Strategy(1, 1, stages, micro_batch_tokens=budget), 2)
+    made = even_micro_batches(lengths, budget, stages=stages, per_stage=2)
+    assert abs(found.count - len(made)) <= max(1, len(made) // 8)
+    if len(set(lengths)) == 1:
+        assert found.count == len(made)
+
+
+def test_decode_batches_fill_the_capacity_of_the_cache() -> None:
+    chunks = split_work(even(64, 128, 384), Strategy(2, micro_batch_tokens=8192), 2)
+    assert (chunks.count, chunks.sequences, chunks.tokens) == (2, 16, 16 * 128)

@@ -1,0 +1,55 @@
+"""Description of profile coverage: which times of a plan are measured."""
+
+from realrl.families.shape import ModelShape
+from realrl.planner.calibration.coverage import describe_times
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.profile.corrections import Correction
+from realrl.planner.profile.profile import LayerTimes, Measurement, Profile, ShapeKey
+from realrl.planner.profile.versions import read_versions
+from tests.planner.problems import SMALL, call, place, stored
+
+OTHER = SMALL.model_copy(update={"hidden_size": 2 * SMALL.hidden_size, "head_dim": 2 * SMALL.head_dim})
+
+
+def measured(*degrees: int, device: str = "h100", processes: int = 1, torch: str = "") -> Profile:
+    """Layers of the small model in bfloat16, by TP degree."""
+    times = tuple(Measurement(kind="forward", tp=tp, tokens=8, context=8, seconds=1.0) for tp in degrees)
+    layers = LayerTimes(shape=ShapeKey.of(SMALL), dtype="bfloat16", measurements=times)
+    software = read_versions() | ({"torch": torch} if torch else {})
+    return Profile(device=device, processes=processes, software=software, layers=(layers,) if times else ())
+
+
+def said(profile: Profile | None, cluster: str, **shapes: ModelShape) -> str:
+    models = {role: stored(shape) for role, shape in (shapes or {"actor": SMALL}).items()}
+    return "; ".join(describe_times(profile, "p.json", ClusterSpec.parse(cluster), models))
+
+
+def test_a_complete_profile_is_named_alone() -> None:
+    assert said(measured(1, 2), "h100:2x2") == "times of h100 measured (p.json)"
+    assert said(None, "h100:2x2") == "times from data sheets (roofline)"
+    assert "which are rough for a CPU; realrl profile measures it" in said(None, "cpu:1x2")
+
+
+def test_unmeasured_times_are_named_as_from_data_sheets() -> None:
+    assert said(measured(1), "h100:2x8").endswith("measured (p.json), but for tp=2, 4, 8 from data sheets")
+    assert said(measured(1), "h100:1x1", actor=SMALL, ref=OTHER, reward=OTHER).endswith(
+        "(p.json), but for ref and reward from data sheets"
+    )
+    assert said(measured(1), "h100:1x1+l40s:1x1").endswith("but for the other devices from data sheets")
+    assert "p.json has none of these models" in said(measured(1), "h100:1x1", actor=OTHER)
+    assert "is of h100, so it was not used" in said(measured(1), "l40s:1x1")
+
+
+def test_a_profile_of_runs_alone_corrects_data_sheets() -> None:
+    strategy = place(1).strategy
+    one = Correction.of(call("actor.train"), stored(SMALL), strategy, 1.5, 3)
+    profile = measured().model_copy(update={"corrections": (one,)})
+    assert said(profile, "h100:1x1") == "times from data sheets (roofline), corrected by runs (p.json)"
+
+
+def test_other_measuring_conditions_are_named() -> None:
+    assert said(measured(1, 2, device="cpu", processes=2), "cpu:1x2") == "times of cpu measured (p.json)"
+    assert "measured by 2 processes on a node, not 1" in said(
+        measured(1, 2, device="cpu", processes=2), "cpu:1x1"
+    )
+    assert "measured with torch 1.0; this is" in said(measured(1, torch="1.0"), "h100:1x1")

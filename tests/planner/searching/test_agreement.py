@@ -1,0 +1,128 @@
+"""Agreement of the vectorised evaluation of plans with the simulation of their programs."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from realrl.algorithms.ppo.graph import train_graph
+from realrl.config.errors import UserError
+from realrl.dataflow.call import Kind
+from realrl.dataflow.graph import DataflowGraph
+from realrl.families.published import SHAPES
+from realrl.layout.sets import WHOLE, TrainablePart
+from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
+from realrl.plan.plan import Plan
+from realrl.plan.presets import PRESETS, make_plan
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cost.cost_model import CostModel
+from realrl.planner.evaluate.timeline import Timeline
+from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.profile.profile import FunctionTime, Profile
+from realrl.planner.simulate.estimator import estimate_plan
+from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.space.build import build_problem
+from realrl.planner.space.problem import Problem
+from realrl.planner.workload.workload import Workload
+from realrl.program.memory import Stored
+from tests.planner.reference import sampled_graph
+
+SIZES = ("llama-3.2-1b", "llama-2-7b", "llama-2-13b")
+CLUSTERS = ("l40s:1x2", "l40s:1x8", "a100-40g:2x4", "l40s:2x2+rtx-4090:2x2", "h100:2x8")
+
+
+def sampled_scenario(rng: random.Random, graph: DataflowGraph) -> Scenario:
+    """A step on 2 to 16 devices, of models of which a plan offloads some, and of which some are trained in part."""
+    spec = ClusterSpec.parse(rng.choice(CLUSTERS))
+    source = {average.role: average.source for average in graph.averages}
+    shapes = {role: SHAPES[rng.choice(SIZES)] for role in graph.roles}
+    chosen = [
+        rng.choice([WHOLE, WHOLE, TrainablePart(last_layers=2), TrainablePart(freeze_embeddings=True)])
+        for _ in graph.roles
+    ]
+    parts = {
+        role: part if graph.trained(role) else WHOLE for role, part in zip(graph.roles, chosen, strict=True)
+    }
+    models = {
+        role: Stored(
+            shapes[source.get(role, role)],
+            "scalar" if role in ("critic", "reward") else "lm",
+            4 if role in source else rng.choice([2, 4]),
+            graph.trained(role),
+            parts[source.get(role, role)],
+        )
+        for role in graph.roles
+    }
+    workload = Workload(rng.choice([64, 256]), (128,), (100, 300), 400)
+    times = [
+        FunctionTime(function=str(call.function), seconds=rng.choice([1e-3, 0.1, 1.0]), steps=1)
+        for call in graph.functions
+    ]
+    profile = Profile(device=spec.groups[0].device.name, software={}, functions=tuple(times))
+    return Scenario(
+        graph=graph,
+        models=models,
+        spec=spec,
+        workload=workload,
+        cost=CostModel(spec, profile),
+        memory=MemoryModel(spec),
+    )
+
+
+def sampled_choices(rng: random.Random, problem: Problem, most: int) -> list[dict[str, int]]:
+    names = [call.name for call in problem.graph.calls]
+    return [{name: rng.randrange(len(problem.candidates[name])) for name in names} for _ in range(most)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_search_and_simulation_agree_about_sampled_plans(seed: int) -> None:
+    rng = random.Random(seed)
+    of = sampled_scenario(rng, sampled_graph(rng))
+    everywhere = Placement(Mesh(0, 2), Strategy(1, 2))
+    hosts = function_placement(everywhere.mesh)
+    careless = Plan(
+        of.spec.cluster, {call.name: hosts if call.is_function else everywhere for call in of.graph.calls}
+    )
+    problem = build_problem(of, include=[careless])
+    timeline, compared = Timeline(problem), 0
+    for assignment in sampled_choices(rng, problem, 25):
+        plan, found = problem.plan(assignment), timeline.evaluate(assignment)
+        try:
+            plan.check(of.graph)
+        except UserError:  # calls that share parameters under strategies that cannot
+            assert found.fill == math.inf
+            continue
+        compared += 1
+        expected = estimate_plan(of, plan)
+        fullest = max(device.peak.bytes / device.capacity for device in expected.memory)
+        assert found.seconds == pytest.approx(expected.step_seconds, rel=1e-9)
+        for name, call in expected.calls.items():
+            # Where the optimizer waits in host memory, the search counts bringing it to the call.
+            if call.call.kind is not Kind.TRAIN or call.call.role not in plan.offload_optimizer:
+                assert found.start[name] == pytest.approx(call.start, rel=1e-9, abs=1e-9)
+        # The search adds up what is largest on any stage, which need not be on the same one.
+        assert fullest * (1 - 1e-9) <= found.fill <= fullest * 1.2
+    assert compared > 8
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "separate"])
+@pytest.mark.parametrize(("averaging", "reward"), [(None, None), (0.1, None), (None, "judge.py:score")])
+def test_search_and_simulation_agree_about_presets(
+    name: str, averaging: float | None, reward: str | None
+) -> None:
+    graph = train_graph(minibatches=4, ref_ema=averaging, reward=reward)
+    of = sampled_scenario(random.Random(1), graph)
+    of = replace(of, spec=ClusterSpec.parse("a100-80g:2x4"))
+    times = (FunctionTime(function="judge.py:score", seconds=0.5, steps=1),)
+    profile = Profile(device="a100-80g", software={}, functions=times)
+    of = replace(of, cost=CostModel(of.spec, profile), memory=MemoryModel(of.spec))
+    shapes = {role: model.shape for role, model in of.models.items()}
+    plan = make_plan(name, of.graph, of.spec.cluster, 4096, shapes)
+    problem = build_problem(of, include=[plan])
+    assignment = problem.find_assignment(plan)
+    assert assignment is not None
+    found, expected = Timeline(problem).evaluate(assignment), estimate_plan(of, plan)
+    assert found.seconds == pytest.approx(expected.step_seconds, rel=1e-9)
+    fullest = max(device.peak.bytes / device.capacity for device in expected.memory)
+    assert fullest * (1 - 1e-9) <= found.fill <= fullest * 1.2

@@ -1,0 +1,157 @@
+"""The search against exhaustive enumeration, and what its bound promises."""
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from realrl.planner.evaluate.scorer import Scorer
+from realrl.planner.evaluate.shortage import DoesNotFit
+from realrl.planner.evaluate.tables import Tables
+from realrl.planner.evaluate.timeline import Timeline
+from realrl.planner.search.bound import Bound
+from realrl.planner.search.groups import ALONE
+from realrl.planner.search.mcmc import anneal
+from realrl.planner.search.nodes import search_node_counts
+from realrl.planner.search.search import SearchBudget, search_plans
+from realrl.planner.space.problem import Problem
+from tests.planner.exhaustive import cheapest, cost
+from tests.planner.reference import sampled_problem
+
+LITTLE = SearchBudget(chains=32, rounds=20, nodes=50_000)
+
+
+def check_against_all_plans(problem: Problem) -> None:
+    best = cheapest(problem)
+    if math.isinf(best):
+        with pytest.raises(DoesNotFit):
+            search_plans(problem, budget=LITTLE)
+        return
+    result = search_plans(problem, budget=LITTLE)
+    assert best * (1 - 1e-9) <= result.evaluation.seconds <= best * 1.01
+    assert result.lower_bound <= best * (1 + 1e-9)
+    assert result.gap <= 0.01
+    assert cost(problem, result.assignment, {})[1] <= 1
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_search_finds_and_bounds_the_best_of_all_plans(seed: int) -> None:
+    check_against_all_plans(sampled_problem(random.Random(seed), combinations=150))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1220))
+def test_the_search_finds_and_bounds_the_best_of_thousands_of_plans(seed: int) -> None:
+    check_against_all_plans(sampled_problem(random.Random(seed), combinations=4000))
+
+
+@pytest.mark.parametrize("nodes", [1, 30, 300])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_bound_holds_when_the_search_is_cut_short(seed: int, nodes: int) -> None:
+    problem = sampled_problem(random.Random(seed), combinations=150)
+    try:
+        result = search_plans(problem, tolerance=0.0, budget=SearchBudget(chains=4, rounds=1, nodes=nodes))
+    except DoesNotFit:
+        return
+    assert result.lower_bound <= cheapest(problem) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_plan_of_a_set_is_below_the_bound_of_the_set(seed: int) -> None:
+    rng = random.Random(200 + seed)
+    tables = Tables(sampled_problem(rng, combinations=10_000))
+    bound, timeline = Bound(tables), Timeline(tables.problem)
+    for _ in range(40):
+        node = [rng.randrange(len(groups.level)) for groups in bound.groups]
+        limit = bound(np.array(node)[:, None])[0]
+        plans = []
+        for groups, number in zip(bound.groups, node, strict=True):
+            low, high = number, number + 1
+            while groups.level[low] < ALONE:
+                low, high = groups.child[low], groups.child_end[high - 1]
+            plans.append(groups.candidate[[rng.randrange(low, high) for _ in range(50)]])
+        seconds, fill = timeline(np.array(plans))
+        assert np.where(fill <= 1, seconds, np.inf).min() >= limit * (1 - 1e-9)
+
+
+def test_annealing_cools_down_within_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = Timeline(sampled_problem(random.Random(3), combinations=5_000))
+    starts = np.zeros((len(timeline.tables.sizes), 1), dtype=np.int64)
+    calm = anneal(Scorer(timeline, 1e9), starts, rounds=40, chains=16, seed=0)
+    asked = itertools.count()
+    monkeypatch.setattr(Scorer, "time_used", lambda self, time_fraction=1.0: max(0, next(asked) - 1) / 40)
+    # Asked before the rounds, and by each: of 4,000 there is time for 40.
+    hurried = anneal(Scorer(timeline, 1e9), starts, rounds=4000, chains=16, seed=0)
+    assert (hurried == calm).all()
+
+
+def test_searches_with_equal_seeds_find_the_same_plan() -> None:
+    problem = sampled_problem(random.Random(7), combinations=30_000)
+    first, second = (search_plans(problem, seed=5, budget=LITTLE) for _ in range(2))
+    assert (first.assignment, first.lower_bound) == (second.assignment, second.lower_bound)
+    assert first.evaluations == second.evaluations
+
+
+def test_a_search_is_never_worse_than_what_it_starts_from() -> None:
+    problem = sampled_problem(random.Random(8), combinations=30_000)
+    best = search_plans(problem, budget=LITTLE)
+    hurried = search_plans(
+        problem, starts=[best.assignment], budget=SearchBudget(chains=1, rounds=0, nodes=1), seed=9
+    )
+    assert hurried.evaluation.seconds <= best.evaluation.seconds
+
+
+def test_a_call_that_fits_no_device_is_named_with_its_shortage() -> None:
+    problem = sampled_problem(random.Random(3))
+    name = problem.graph.calls[-1].name
+    candidates = tuple(
+        replace(o, working_bytes=3 * problem.memory_bytes[0]) for o in problem.candidates[name]
+    )
+    with pytest.raises(DoesNotFit) as caught:
+        search_plans(replace(problem, candidates={**problem.candidates, name: candidates}), budget=LITTLE)
+    shortage = caught.value.shortage
+    assert (shortage.call, shortage.assignment) == (name, None)
+    assert shortage.factor >= 3
+
+
+def crowded(rng: random.Random) -> Problem:
+    """Each call would fit alone, but not all roles together."""
+    problem = sampled_problem(rng, combinations=500, offload=False)
+    room = problem.memory_bytes[0]
+    candidates = {
+        name: tuple(
+            replace(o, resident_bytes=0.7 * room, working_bytes=0.1 * room, weights_bytes=0.1 * room)
+            for o in given
+            if o.placement.mesh.size > problem.cluster.size / 2
+        )
+        for name, given in problem.candidates.items()
+    }
+    return replace(problem, candidates=candidates) if all(candidates.values()) else crowded(rng)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_roles_that_do_not_fit_together_are_listed_with_their_resident_bytes(seed: int) -> None:
+    problem = crowded(random.Random(seed))
+    roles = problem.graph.roles
+    if len(roles) == 1:
+        return
+    with pytest.raises(DoesNotFit) as caught:
+        search_plans(problem, budget=LITTLE)
+    shortage = caught.value.shortage
+    assert shortage.assignment is not None
+    assert len(shortage.resident_bytes) > 1
+    assert shortage.factor == pytest.approx(shortage.needed_bytes / shortage.limit_bytes)
+    assert shortage.needed_bytes >= sum(shortage.resident_bytes.values())
+
+
+def test_part_of_a_cluster_is_planned_with_meshes_inside_it() -> None:
+    rng = random.Random(2)
+    problem = next(p for p in iter(lambda: sampled_problem(rng), None) if p.cluster.nodes == 4)
+    for size in search_node_counts(problem, [1, 2, 4], budget=LITTLE):
+        if size.problem is not None and size.result is not None:
+            plan = size.problem.plan(size.result.assignment)
+            last = max(p.mesh.first + p.mesh.size for p in plan.placements.values())
+            assert last <= size.nodes * problem.cluster.devices_per_node

@@ -1,0 +1,170 @@
+"""What waits in host memory, what follows the actor, and what is saved, under plans of many layouts."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+from realrl.checkpoint import huggingface
+from realrl.cli.app import run_app
+from realrl.config.errors import UserError
+from realrl.engine.flat import FlatBuffer
+from realrl.engine.model import Model
+from realrl.engine.offload import Offloadable
+from realrl.families.registry import model_tensors
+from realrl.plan.cluster import Cluster
+from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.program.instructions import Load
+from realrl.recipe.load import load_experiment
+from realrl.runtime.prepare.compile import compile_recipe
+from realrl.runtime.processes.process import Process
+from realrl.runtime.train import TrainingRun
+from realrl.runtime.worker.roles import Roles
+from tests.conftest import World, figures
+
+ALONE = """
+cluster: 1x1
+calls: {actor.generate: {mesh: 0, dp: 1}, reward.inference: {mesh: 0, dp: 1}, ref.inference: {mesh: 0, dp: 1},
+  critic.inference: {mesh: 0, dp: 1}, actor.train: {mesh: 0, dp: 1}, critic.train: {mesh: 0, dp: 1}}
+offload: [actor, critic, ref, reward]
+offload_optimizer: [actor, critic]
+"""
+MIXED = """
+cluster: 1x4
+calls:
+  actor.generate: {mesh: 0-1, dp: 1, tp: 2}
+  reward.inference: {mesh: 2-3, dp: 2}
+  ref.inference: {mesh: 0-1, dp: 1, pp: 2}
+  critic.inference: {mesh: 1, dp: 1}
+  actor.train: {mesh: 0-3, dp: 1, tp: 2, pp: 2, sequence_parallel: true}
+  critic.train: {mesh: 0-3, dp: 2, tp: 2}
+offload: [ref, reward, actor]
+offload_optimizer: [actor]
+"""
+CHANGES = {"ppo__ref_ema": 0.25, "training__steps": 3, "debug__verify_reallocation": True}
+
+
+def recipe(world: World, directory: Path, plan: str | None, **changes: object) -> Path:
+    directory.mkdir(exist_ok=True)
+    if plan is not None:
+        (directory / "plan.yaml").write_text(plan)
+        changes |= {"plan": str(directory / "plan.yaml"), "cluster": plan.split()[1]}
+    return world.recipe("ppo", directory, **{**CHANGES, **changes})
+
+
+def prepared(file: Path) -> TrainingRun:
+    """A run in this process, before its first step."""
+    experiment = load_experiment(str(file), [])
+    compiled = compile_recipe(experiment, Cluster(1, 1))
+    run = TrainingRun(experiment, compiled, Process(0, 1, torch.device("cpu")), None)
+    run.load()
+    return run
+
+
+def home(run: TrainingRun, role: str) -> Model:
+    return run.roles._models[role, run.compiled.homes[role].layout]
+
+
+def copy_of(run: TrainingRun, role: str) -> torch.Tensor:
+    """The values of all parameter sets of a role, back to back."""
+    found = []
+    for held in home(run, role).sets.values():
+        offloaded = not held.memory.resident
+        if offloaded:
+            held.memory.load()
+        found.append(held.buffer.data.clone())
+        if offloaded:
+            held.memory.offload(changed=False)
+    return torch.cat(found)
+
+
+def test_offloaded_tensors_return_bit_for_bit_and_free_their_memory() -> None:
+    first, second, scratch = torch.randn(1000), torch.randn(10).bfloat16(), torch.zeros(50)
+    expected, view = (first.clone(), second.clone()), first[10:20].view(2, 5)
+    memory = Offloadable([first, second], [scratch])
+    for change in (0.0, 1.0):
+        first += change
+        scratch += change
+        memory.offload(changed=bool(change))
+        assert [t.untyped_storage().nbytes() for t in (first, second, scratch, view)] == [0, 0, 0, 0]
+        memory.load()
+        assert torch.equal(first, expected[0] + change) and torch.equal(second, expected[1])
+        assert torch.equal(view.flatten(), first[10:20]) and not scratch.any()
+
+
+PARTIAL = {"models__actor__trainable_layers": 1, "models__critic__freeze_embeddings": True}
+
+
+@pytest.mark.parametrize("changes", [{}, PARTIAL])
+def test_a_step_with_everything_offloaded_learns_the_same(
+    world: World, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    usual = prepared(recipe(world, tmp_path / "usual", None, **changes))
+    offloaded = prepared(recipe(world, tmp_path / "offloaded", ALONE, **changes))
+    for step in range(2):
+        for run in (usual, offloaded):
+            run._train_step(step)
+    for role in ("actor", "critic", "ref", "reward"):
+        assert torch.equal(copy_of(usual, role), copy_of(offloaded, role)), role
+        for held in home(offloaded, role).sets.values():
+            assert held.buffer.data.untyped_storage().nbytes() == 0
+    trainer = offloaded.roles.trainers["actor"]
+    for tensor in (trainer.gradients.data, *trainer.optimizer.kept, *trainer.optimizer.scratch):
+        assert tensor.untyped_storage().nbytes() == 0
+
+
+def test_the_reference_is_an_ema_of_the_actor(world: World, tmp_path: Path) -> None:
+    run = prepared(recipe(world, tmp_path, None))
+    before = copy_of(run, "ref")
+    run._train_step(0)
+    assert not torch.equal(copy_of(run, "actor"), before)
+    torch.testing.assert_close(copy_of(run, "ref"), 0.25 * copy_of(run, "actor") + 0.75 * before)
+
+
+def test_a_reference_of_another_size_cannot_be_an_ema(world: World, tmp_path: Path) -> None:
+    shape = home(prepared(recipe(world, tmp_path / "same", None)), "actor").shape.model_dump()
+    other = {"shape": {**shape, "layers": 1}, "tokenizer": world.tokenizer}
+    with pytest.raises(UserError, match=r"models\.ref cannot follow models\.actor: their sizes differ"):
+        prepared(recipe(world, tmp_path / "other", None, models__ref=other))
+
+
+@pytest.fixture(scope="module")
+def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The same run in one process and in four, where every call has a layout of its own."""
+    root = tmp_path_factory.mktemp("runs")
+    for name, plan in (("alone", None), ("mixed", MIXED)):
+        assert run_app(["train", str(recipe(world, root / name, plan))]) == 0
+    return root / "alone" / "run", root / "mixed" / "run"
+
+
+def test_layouts_offloading_and_averages_do_not_change_learning(runs: tuple[Path, Path]) -> None:
+    alone, mixed = map(figures, runs)
+    for expected, ours in zip(alone, mixed, strict=True):
+        for name in expected:
+            if name.endswith(("loss", "score", "kl", "response_tokens", "grad_norm")):
+                assert ours[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("name", ["final", "final-critic"])
+def test_a_sharded_model_is_saved_whole(runs: tuple[Path, Path], name: str) -> None:
+    def saved(run: Path) -> FlatBuffer:
+        head = "lm" if name == "final" else "scalar"
+        shape = huggingface.read_shape(run / name)
+        tensors = model_tensors(shape, head)
+        buffer = FlatBuffer(tensors, torch.float32, "cpu")
+        assert huggingface.load(run / name, shape, tensors, buffer) == []
+        return buffer
+
+    alone, mixed = map(saved, runs)
+    torch.testing.assert_close(mixed.data, alone.data, rtol=1e-3, atol=1e-4)
+
+
+def test_offloading_an_optimizer_names_the_set_that_is_trained() -> None:
+    trainer = SimpleNamespace(parameter_set="tuned", memory=object())
+    roles = cast(Roles, SimpleNamespace(trainers={"actor": trainer}))
+    place = Placement(Mesh(0, 1), Strategy(1))
+    assert Roles._memory(roles, Load("actor", place, "optimizer", "tuned")) is trainer.memory
+    with pytest.raises(AssertionError, match="actor trains its set tuned, not base"):
+        Roles._memory(roles, Load("actor", place, "optimizer"))

@@ -1,0 +1,160 @@
+"""A judge that fails is a user's mistake, told in one error message with file and line."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from realrl.config.errors import UserCodeError, UserError
+from realrl.config.user_function import UserFunction
+from realrl.recipe.load import load_experiment
+from realrl.runtime.train import train
+from tests.conftest import World
+from tests.runtime.ranks import Silent
+
+CODE = """
+import sys
+import torch
+
+def helper():
+    return 1 / 0
+
+def raises(completions):
+    return helper()
+
+def lazily(completions):
+    for text in completions:
+        yield len(text.no_such_attribute)
+
+def leaves(completions):
+    sys.exit(3)
+
+def texts(completions):
+    return ["1.0", "2.0"]
+
+def nothing(completions):
+    return None
+
+def one_number(completions):
+    return 1.0
+
+def one_text(completions):
+    return "ab"
+
+def too_few(completions):
+    return [1.0]
+
+def not_a_number(completions):
+    return [1.0, float("nan")]
+
+def nones(completions):
+    return [None, None]
+
+def a_set(completions):
+    return {1.0, 2.0}
+
+def a_dict(completions):
+    return dict.fromkeys(completions, 1.0)
+
+def tensor(completions):
+    return torch.tensor([1.0, 2.0])
+
+def generator(completions):
+    yield from (1, True)
+"""
+
+FAILURES = {
+    "raises": "raised ZeroDivisionError: division by zero (FILE:6)",
+    "lazily": "raised AttributeError: 'str' object has no attribute 'no_such_attribute' (FILE:13)",
+    "leaves": "raised SystemExit: 3 (FILE:16)",
+    "texts": "gave str '1.0' for a completion; it must give one number for each of 2 completions",
+    "nothing": "gave None; it must give one number for each of 2 completions",
+    "one_number": "gave 1.0; it must give one number for each of 2 completions",
+    "one_text": "gave str 'ab'; it must give one number for each of 2 completions",
+    "too_few": "gave 1 numbers for 2 completions; it must give one each",
+    "not_a_number": "gave nan for a completion; it must give one number for each of 2 completions",
+    "a_set": "gave a set, whose order is not that of the completions; it must give one number for each of 2"
+    " completions, in their order",
+    "a_dict": "gave a dict, whose order is not that of the completions; it must give one number for each of 2"
+    " completions, in their order",
+    "nones": "gave None for a completion; it must give one number for each of 2 completions",
+}
+
+
+def rate(reference: str) -> list[float]:
+    return UserFunction("training.judge", reference).numbers(2, ["a", "b"])
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "judge.py"
+    file.write_text(CODE)
+    return file
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_errors_of_a_judge_are_described(file: Path, name: str) -> None:
+    with pytest.raises(UserError) as raised:
+        rate(f"{file}:{name}")
+    assert str(raised.value) == f"training.judge={file}:{name} {FAILURES[name].replace('FILE', str(file))}"
+    if "raised" not in FAILURES[name]:
+        return
+    assert isinstance(raised.value, UserCodeError)
+    assert str(file) in raised.value.trace and "user_function.py" not in raised.value.trace
+
+
+@pytest.mark.parametrize(("name", "scores"), [("tensor", [1.0, 2.0]), ("generator", [1.0, 1.0])])
+def test_a_judge_may_give_any_numbers(file: Path, name: str, scores: list[float]) -> None:
+    assert rate(f"{file}:{name}") == scores
+
+
+def test_a_judge_that_leaves_while_it_is_imported_is_named(tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text("import sys\nsys.exit()\n")
+    with pytest.raises(UserError, match=r"cannot be imported: SystemExit \(.*judge\.py:2\)"):
+        rate(f"{tmp_path / 'judge.py'}:judge")
+
+
+def test_a_judge_that_fails_at_the_end_loses_no_model(world: World, tmp_path: Path) -> None:
+    judge = tmp_path / "judge.py"
+    judge.write_text(
+        "calls = []\ndef second(texts):\n    calls.append(1)\n    return [1 / (2 - len(calls))] * len(texts)\n"
+    )
+    recipe = world.recipe(
+        "ppo",
+        tmp_path,
+        data__eval=str(world.root / "ppo.jsonl"),
+        training={"steps": 1, "judge": f"{judge}:second"},
+    )
+    with pytest.raises(UserCodeError) as error:
+        train(load_experiment(str(recipe)), Silent())
+    run = tmp_path / "run"
+    assert str(error.value).endswith(f"(FILE:4); saved: {run / 'final'}".replace("FILE", str(judge)))
+    assert (run / "final" / "model.safetensors").exists() and (run / "final-critic").is_dir()
+    assert not (run / "summary.json").exists()
+
+
+def test_a_judge_may_define_a_dataclass_with_postponed_annotations(tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import KW_ONLY, dataclass\n\n"
+        "@dataclass\n"
+        "class Scale:\n"
+        "    _: KW_ONLY\n"
+        "    factor: float = 2.0\n\n"
+        "def judge(completions):\n"
+        "    return [Scale().factor] * len(completions)\n"
+    )
+    assert rate(f"{tmp_path / 'judge.py'}:judge") == [2.0, 2.0]
+
+
+def test_an_interruption_is_the_judges_own_unless_it_may_be_ctrl_c(tmp_path: Path) -> None:
+    file = tmp_path / "judge.py"
+    file.write_text("def judge(completions):\n    raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        rate(f"{file}:judge")
+    handler = signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        with pytest.raises(UserCodeError, match=r"raised KeyboardInterrupt \(.*judge\.py:2\)"):
+            rate(f"{file}:judge")
+    finally:
+        signal.signal(signal.SIGINT, handler)

@@ -1,0 +1,413 @@
+"""Will it fit? Which device does not, what of, and a change with which everything does."""
+
+import re
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from realrl.cli.app import run_app
+from realrl.config.errors import UserError
+from realrl.dataflow.call import Call, Key, Kind
+from realrl.dataflow.graph import DataflowGraph
+from realrl.families.shape import ModelShape
+from realrl.plan.cluster import Cluster
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cluster.devices import DEVICES, find_gpu_kind
+from realrl.planner.simulate.estimate import Footprint
+from realrl.planner.simulate.memory_part import MemoryPart, PartKind
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.load import load_experiment
+from realrl.recipe.model import ModelConfig
+from realrl.runtime.prepare.cluster import written_cluster
+from realrl.runtime.prepare.compile import Compiled, compile_recipe, with_sizes
+from realrl.runtime.prepare.devices import check_kind, memory_spec, spec_of
+from realrl.runtime.prepare.fit.change import Draft
+from realrl.runtime.prepare.fit.check import check_fit
+from realrl.runtime.prepare.fit.footprint import compute_device_memory, find_peak_device
+from realrl.runtime.prepare.fit.plan_changes import list_plan_changes
+from realrl.runtime.prepare.gpu import Gpu
+from realrl.runtime.prepare.host import host_memory
+from tests.conftest import World
+
+PPO = str(Path(__file__).parents[3] / "recipes" / "reference" / "ppo.yaml")
+LEAN = "mesh: 0-7, dp: 1, tp: 8, sequence_parallel: true, micro_batch_tokens: 256"
+WIDE = "mesh: 0-7, dp: 8, micro_batch_tokens: 256"
+CALLS = {
+    "actor.generate": LEAN,
+    "reward.inference": LEAN,
+    "ref.inference": LEAN,
+    "critic.inference": LEAN,
+    "actor.train": f"{LEAN}, recompute: true",
+    "critic.train": f"{LEAN}, recompute: true",
+}
+"""As little memory as without offloading is possible on 8 devices."""
+
+LONG = ("data.max_tokens=4096", "data.max_prompt_tokens=2048", "generation.max_new_tokens=2048")
+STATELESS = "offload_optimizer: [actor, critic]"
+
+
+def compiled(*overrides: str) -> tuple[Experiment, Compiled]:
+    """The reference recipe of four 7B models on 8 A100, changed."""
+    experiment = load_experiment(PPO, ["cluster=a100-80g:1x8", *overrides])
+    cluster = written_cluster(experiment.cluster)
+    assert cluster is not None
+    return experiment, compile_recipe(experiment, cluster)
+
+
+def refusal(*overrides: str) -> str:
+    """The sentence about a recipe that does not fit."""
+    with pytest.raises(UserError) as caught:
+        check_fit(*compiled(*overrides))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def plan_file(directory: Path, extra: str = "", **calls: str) -> str:
+    """`plan=FILE` of a plan for the reference recipe."""
+    named = CALLS | {name.replace("__", "."): entry for name, entry in calls.items()}
+    lines = [f"  {name}: {{{entry}}}" for name, entry in named.items()]
+    (directory / "plan.yaml").write_text("\n".join(["cluster: 1x8", "calls:", *lines, extra]))
+    return f"plan={directory / 'plan.yaml'}"
+
+
+def test_sizes_that_only_the_hub_knows_are_asked_for_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: set[str] = set()
+    shape = load_experiment(PPO, []).models.actor.shape
+    assert shape is not None
+
+    def known(config: ModelConfig) -> ModelShape | None:
+        return config.shape or (shape if config.path in asked else None)
+
+    def ask(config: ModelConfig) -> ModelShape:
+        asked.update([config.path] if config.path else [])
+        return known(config) or shape
+
+    monkeypatch.setattr("realrl.runtime.prepare.compile.known_shape", known)
+    monkeypatch.setattr("realrl.runtime.prepare.compile.find_model_shape", ask)
+    model = ("models.actor.path=some/model", "models.actor.shape=null", "plan=symmetric")
+    experiment, before = compiled(*model)
+    assert before.unknown == ("actor", "ref") and not asked
+    after = with_sizes(experiment, before, None)
+    assert not after.unknown and asked == {"some/model"}
+    assert after.memory.stored["ref"].shape == shape
+    assert with_sizes(experiment, after, None) is after
+    missing = [
+        find_peak_device(experiment, one, ClusterSpec.parse("a100-80g:1x8")).shortfall
+        for one in (before, after)
+    ]
+    assert missing[0] < missing[1]
+
+
+def test_the_sentence_names_device_call_and_what_is_largest() -> None:
+    sentence = refusal("plan=symmetric")
+    assert re.match(
+        r"plan symmetric: device 0 needs 1\d\d GiB of 77\.5 GiB during actor\.train \(actor gradients and"
+        r" optimizer 37\.7 GiB, critic gradients and optimizer 36\.9 GiB, activations [\d.]+ GiB and \d more\); ",
+        sentence,
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "change"),
+    [
+        (("plan=heuristic", "device_memory=50GiB"), "micro_batch_tokens"),
+        (("plan=heuristic", "device_memory=43GiB", "micro_batch_tokens=4096", *LONG), "recompute"),
+        (
+            (
+                "plan=heuristic",
+                "device_memory=40GiB",
+                "micro_batch_tokens=256",
+                "recompute=true",
+                "models.ref.dtype=float32",
+            ),
+            "models.ref.dtype",
+        ),
+    ],
+)
+def test_what_is_suggested_for_a_preset_makes_it_fit(overrides: tuple[str, ...], change: str) -> None:
+    found = re.search(rf"; it fits with ({change}=\w+) \(needs [\d.]+ GiB\)$", refusal(*overrides))
+    assert found is not None
+    check_fit(*compiled(*overrides, found[1]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "extra", "calls", "change"),
+    [
+        (
+            ("device_memory=62GiB",),
+            "",
+            {
+                "critic__train": "mesh: 0-7, dp: 1, tp: 8",
+                "critic__inference": "mesh: 0-7, dp: 1, tp: 8",
+            },
+            "sequence_parallel: true on critic.inference and critic.train",
+        ),
+        (
+            ("device_memory=60GiB",),
+            "",
+            {"actor__generate": "mesh: 0-7, dp: 8, micro_batch_tokens: 40000"},
+            "micro_batch_tokens: 10000 on actor.generate",
+        ),
+        (("device_memory=42GiB", *LONG), "", {"actor__train": LEAN}, "recompute: true on actor.train"),
+        (
+            ("device_memory=50GiB",),
+            "",
+            {"actor__generate": "mesh: 0-7, dp: 8, micro_batch_tokens: 40000"},
+            "actor in offload_optimizer",
+        ),
+        (("device_memory=23GiB",), STATELESS, {}, "ref in offload"),
+        (
+            ("device_memory=31GiB",),
+            f"{STATELESS}\nkeep: [actor]",
+            {"actor__generate": WIDE},
+            "actor removed from keep",
+        ),
+        (
+            ("device_memory=60GiB",),
+            "",
+            {"actor__generate": WIDE, "actor__train": f"{WIDE}, recompute: true"},
+            "dp: 4, tp: 2, pp: 1 on actor.generate and actor.train",
+        ),
+    ],
+)
+def test_the_cheapest_change_of_a_plan_file_that_helps_is_named(
+    tmp_path: Path, overrides: tuple[str, ...], extra: str, calls: dict[str, str], change: str
+) -> None:
+    sentence = refusal(plan_file(tmp_path, extra, **calls), *overrides)
+    assert re.search(rf"; it fits with {change} \(needs [\d.]+ GiB\)$", sentence), sentence
+
+
+def test_one_change_is_not_always_enough(tmp_path: Path) -> None:
+    """No search and no other preset helps where the kind of the device, and so its speed, is not known."""
+    overrides = ("cluster=1x8", "data.batch=16", "ppo.minibatches=1", "device_memory=21GiB")
+    sentence = refusal(plan_file(tmp_path, STATELESS), *overrides)
+    assert re.search(
+        r"; it fits with ref in offload and \w+ in offload( and .*)? \(needs 1\d\.\d GiB\)$", sentence
+    ), sentence
+
+
+def test_no_call_is_offered_to_offload_the_optimizer_that_it_uses(tmp_path: Path) -> None:
+    """Whatever the call is named."""
+    train = Call("actor.update", "actor", Kind.TRAIN, inputs=("tokens",), work=("tokens",))
+    score = replace(train, name="actor.train", kind=Kind.INFERENCE)
+    graph = DataflowGraph([score, train], [Key("tokens", "int64")])
+    experiment, found = compiled(plan_file(tmp_path))
+    plan = replace(found.train.plan, placements={})
+    draft = Draft(experiment, memory_spec(experiment, plan.cluster), plan)
+    parts = {MemoryPart(PartKind.OPTIMIZER, "actor"): 1 << 30}
+    offered = {
+        call.name: [
+            change.text
+            for changes in list_plan_changes(draft, graph, Footprint(call.name, parts))
+            for change in changes
+        ]
+        for call in graph.calls
+    }
+    assert offered == {"actor.train": ["actor in offload_optimizer"], "actor.update": []}
+
+
+def test_offloading_is_no_help_where_host_and_device_share_their_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_file(tmp_path, **{"actor__generate": WIDE})
+    more = ("cluster=1x8", "device=cpu", plan)
+    monkeypatch.setattr("realrl.runtime.prepare.fit.check._SECONDS", 1.0)
+    assert "with actor in offload_optimizer" in refusal(*more, "device_memory=40GiB")
+    monkeypatch.setattr("realrl.runtime.prepare.devices.host_memory", lambda: 8 * 40 << 30)
+    assert "offload" not in refusal(*more).rpartition(";")[2]
+
+
+def test_a_search_is_suggested_with_what_it_finds() -> None:
+    sentence = refusal("plan=symmetric")
+    assert re.search(r"; it fits with plan=search \(needs [\d.]+ GiB, step [\d.]+ s\)$", sentence)
+
+
+def test_what_fits_nowhere_is_said_by_the_search() -> None:
+    sentence = refusal("plan=symmetric", "models.actor.shape=llama-2-70b")
+    assert re.search(
+        r"; no plan fits llama-2-70b \(actor, ref\) and .*; it fits on \d+ nodes \(step", sentence
+    )
+
+
+def test_evaluations_count(world: World, tmp_path: Path) -> None:
+    more = {"data__eval": str(world.root / "ppo.jsonl"), "data__eval_batch": 80, "data__batch": 2}
+    tokens = {"micro_batch_tokens": 100_000, "ppo__minibatches": 1}
+    experiment = load_experiment(str(world.recipe("ppo", tmp_path, **more, **tokens)))
+    found = compile_recipe(experiment, Cluster(1, 1))
+    spec = memory_spec(experiment, Cluster(1, 1))
+    assert find_peak_device(experiment, found, spec).phase == "eval"
+    peaks = {
+        name: devices[0].peak for name, devices in compute_device_memory(experiment, found, spec).items()
+    }
+    cache = MemoryPart(PartKind.CACHE)
+    assert peaks["eval"].parts[cache] > 2 * peaks["train"].parts.get(cache, 0)
+
+
+def test_models_that_are_elsewhere_count_nothing(world: World, tmp_path: Path) -> None:
+    recipe = world.recipe("ppo", tmp_path, models__ref={"path": "some/hub-model"})
+    experiment = load_experiment(str(recipe))
+    found = compile_recipe(experiment, Cluster(1, 1))
+    assert found.unknown == ("ref",)
+    (device,) = compute_device_memory(experiment, found, memory_spec(experiment, Cluster(1, 1)))["train"]
+    held = {str(part) for part in device.resident}
+    assert "actor parameters" in held and "ref parameters" not in held
+    check_fit(experiment, found)
+
+
+def test_a_plan_that_this_machine_cannot_hold_is_refused_before_any_process_starts(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> int:
+        raise AssertionError("processes were started")
+
+    monkeypatch.setattr("realrl.runtime.processes.launch.launch", refuse)
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 33_116}.__getitem__)
+    assert run_app(["train", str(world.recipe("sft", tmp_path, cluster="1x2"))]) == 2
+    error = capsys.readouterr().err
+    assert "KiB (this machine's memory over 2 processes, as device_memory is not given) during" in error
+    assert error.startswith("realrl: plan symmetric: device 0 needs") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "own", "found"),
+    [
+        ({}, "", 8192),
+        ({"memory.max": "max"}, "0::/\n", 8192),
+        ({"memory.max": "5000"}, "0::/\n", 5000),
+        ({"a/b/memory.max": "max", "a/memory.max": "3000", "memory.max": "9000"}, "0::/a/b\n", 3000),
+        ({"memory/x/memory.limit_in_bytes": "700"}, "5:cpu:/x\n4:cpuset,memory:/x\n0::/\n", 700),
+        ({"memory/memory.limit_in_bytes": "9223372036854771712"}, "4:memory:/elsewhere\n", 8192),
+    ],
+)
+def test_containers_may_use_what_their_control_groups_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], own: str, found: int
+) -> None:
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2}.__getitem__)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "own").write_text(own)
+    assert host_memory(tmp_path, tmp_path / "own") == found
+
+
+@pytest.mark.parametrize(
+    ("device", "cluster", "here", "mistake"),
+    [
+        ("auto", "1x2", "cpu", None),
+        ("auto", "cpu:1x2", "cpu", None),
+        ("auto", "h100:1x2", Gpu("Voodoo 2", 5 << 30), None),
+        (
+            "auto",
+            "h100:1x2",
+            "cpu",
+            "cluster=h100:1x2 names h100, but this run computes on CPUs; set cluster=1x2",
+        ),
+        (
+            "auto",
+            "cpu:1x2",
+            Gpu("Voodoo 2", 5 << 30),
+            "names cpu, but this run computes on Voodoo 2; set cluster=1x2",
+        ),
+        ("cuda", "1x2", "cpu", "device=cuda, but torch finds no GPU here; use device=cpu"),
+    ],
+)
+def test_a_run_on_other_devices_than_it_names_is_refused(
+    world: World, tmp_path: Path, device: str, cluster: str, here: Gpu | Literal["cpu"], mistake: str | None
+) -> None:
+    experiment = load_experiment(str(world.recipe("sft", tmp_path, cluster=cluster, device=device)))
+    with nullcontext() if mistake is None else pytest.raises(UserError, match=mistake):
+        check_kind(experiment, Cluster(1, 2), here)
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [("h100:1x2", ["h100"]), ("a100-80g:1x2+h100:1x2", ["a100-80g", "h100"]), ("1x2", None)],
+)
+def test_a_recipe_may_name_the_kind_of_device(
+    world: World, tmp_path: Path, text: str, kinds: list[str] | None
+) -> None:
+    experiment = load_experiment(str(world.recipe("sft", tmp_path, cluster=text, device="auto")))
+    cluster = written_cluster(text)
+    assert cluster is not None and cluster.devices_per_node == 2
+    spec = spec_of(experiment, cluster)
+    assert (spec and [group.device.name for group in spec.groups]) == kinds
+
+
+@pytest.mark.parametrize(
+    ("device", "device_memory", "here", "kind", "size"),
+    [
+        ("auto", None, Gpu("NVIDIA H100 80GB HBM3", 5 << 30), "h100", 5 << 30),
+        ("auto", "3GiB", Gpu("NVIDIA H100 80GB HBM3", 5 << 30), "h100", 3 << 30),
+        ("auto", None, Gpu("Voodoo 2", 5 << 30), "gpu", 5 << 30),
+        ("auto", "3GiB", None, "gpu", 3 << 30),
+        ("cpu", "3GiB", None, "cpu", 3 << 30),
+        ("auto", "3GiB", "cpu", "cpu", 3 << 30),
+        ("auto", None, "cpu", "cpu", 7 << 30),
+    ],
+)
+def test_memory_is_that_of_the_recipe_else_of_the_machine(
+    world: World,
+    tmp_path: Path,
+    device: str,
+    device_memory: str | None,
+    here: Gpu | None,
+    kind: str,
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("realrl.runtime.prepare.devices.host_memory", lambda: 7 << 30)
+    recipe = world.recipe("sft", tmp_path, device=device, device_memory=device_memory)
+    spec = memory_spec(load_experiment(str(recipe)), Cluster(1, 1), here)
+    assert (spec.device(0).name, spec.device(0).memory_bytes) == (kind, size)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "here", "size"),
+    [
+        ("h100:1x2", None, DEVICES["h100"].memory_bytes),
+        ("h100:1x2", Gpu("NVIDIA H100 80GB HBM3", 5 << 30), 5 << 30),
+        ("h100:1x2", Gpu("NVIDIA GeForce RTX 4090", 5 << 30), DEVICES["h100"].memory_bytes),
+        ("h100:1x2", Gpu("Voodoo 2", 5 << 30), 5 << 30),
+        ("h100:1x2", "cpu", DEVICES["h100"].memory_bytes),
+        ("cpu:1x2", "cpu", 3 << 30),
+        ("cpu:1x2", Gpu("Voodoo 2", 5 << 30), DEVICES["cpu"].memory_bytes),
+    ],
+)
+def test_a_named_kind_has_the_memory_of_devices_here_only_if_they_may_be_of_it(
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cluster: str,
+    here: Gpu | Literal["cpu"] | None,
+    size: int,
+) -> None:
+    monkeypatch.setattr("realrl.runtime.prepare.devices.host_memory", lambda: 6 << 30)
+    experiment = load_experiment(str(world.recipe("sft", tmp_path, cluster=cluster, device="auto")))
+    spec = spec_of(experiment, Cluster(1, 2), here)
+    assert spec is not None and spec.device(1).memory_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80g"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40g"),
+        ("NVIDIA A800-SXM4-80GB", "a800-80g"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None),
+        ("NVIDIA GeForce RTX 3090", None),
+    ],
+)
+def test_gpus_are_recognised_by_their_name(name: str, kind: str | None) -> None:
+    assert find_gpu_kind(name) == (DEVICES[kind] if kind else None)
