@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from realrl.engine.pipeline.messages import Pipeline, one_ahead
+from realrl.engine.pipeline.messages import Pipeline, prefetch_receives
 from realrl.runtime.processes import process
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, STORE_VARIABLE, leave
 from realrl.runtime.processes.process import Process, connect
@@ -71,9 +71,9 @@ def turn(one: Process, *, early: bool) -> float:
     computed = time.perf_counter() - begin
     one.gather(None)
     begin = time.perf_counter()
-    expect = pair.expect_gradient if pair.first else pair.expect
+    expect = pair.post_recv_gradient if pair.first else pair.post_recv
     sizes = [ROWS] * TURNS
-    coming = one_ahead(expect, sizes) if early else (expect(rows).wait() for rows in sizes)
+    coming = prefetch_receives(expect, sizes) if early else (expect(rows).wait() for rows in sizes)
     for i in range(TURNS):
         if not pair.first or i >= 2:
             next(coming)
@@ -81,7 +81,7 @@ def turn(one: Process, *, early: bool) -> float:
         (pair.send if pair.first else pair.send_gradient)(hidden)
     for _ in coming:
         pass
-    pair.finish()
+    pair.wait_sends()
     return (time.perf_counter() - begin - computed) / TURNS
 
 

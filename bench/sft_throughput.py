@@ -25,7 +25,7 @@ from realrl.checkpoint import huggingface
 from realrl.data.batch import Batch
 from realrl.data.dataset import Dataset, Order
 from realrl.data.tokenizer import load_tokenizer, train_tokenizer
-from realrl.engine.model import Model, whole_model
+from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer
 from realrl.model.init import initialise
 from realrl.recipe.load import load_experiment
@@ -37,7 +37,7 @@ def ours(model: Model, recipe: SFTExperiment) -> Any:
 
     def step(batch: Batch, lr: float) -> float:
         everything = [list(range(len(batch)))]
-        metrics = trainer.train(batch, method, everything, lr=lr, budget=recipe.micro_batch_tokens)
+        metrics = trainer.train(batch, method, everything, lr=lr, max_tokens=recipe.micro_batch_tokens)
         return metrics.result()["loss"]
 
     return step
@@ -91,7 +91,7 @@ def main() -> None:
     order = Order(len(records), recipe.data.batch, recipe.seed)
 
     cpu = torch.device("cpu")
-    model = whole_model(shape, "lm", dtype=torch.float32, device=cpu)
+    model = make_unsharded_model(shape, "lm", dtype=torch.float32, device=cpu)
     initialise(model.parameters, model.layout.specs, shape, recipe.seed)
     with tempfile.TemporaryDirectory() as directory:
         huggingface.save(Path(directory) / "model", shape, "lm", model.parameters, tokenizer, torch.float32)

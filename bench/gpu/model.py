@@ -17,7 +17,7 @@ import torch
 
 from realrl.algorithms.sft.method import SFTTrain
 from realrl.data.batch import Batch, Ragged
-from realrl.engine.model import Model, whole_model
+from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape
 from realrl.model.cache import KVCache
@@ -60,7 +60,7 @@ def training(model: Model) -> float:
     masks = Ragged.of([(torch.arange(n) > 0).long() for n in rows.lengths])
     batch = Batch(tuple(range(count)), {"tokens": rows, "loss_mask": masks})
     everything = [list(range(count))]
-    elapsed = seconds(lambda: trainer.train(batch, SFTTrain(), everything, lr=1e-5, budget=TOKENS), 5)
+    elapsed = seconds(lambda: trainer.train(batch, SFTTrain(), everything, lr=1e-5, max_tokens=TOKENS), 5)
     shape = model.shape
     attention = 6 * shape.layers * shape.heads * shape.head_dim * LENGTH * TOKENS
     return (6 * model.sets["base"].buffer.data.numel() * TOKENS + attention) / elapsed
@@ -102,7 +102,7 @@ def main() -> None:
         vocab_size=128256, hidden_size=2048, intermediate_size=8192, layers=arguments.layers, heads=32,
         kv_heads=8, head_dim=64, tied_embeddings=True, max_positions=8192, rope_theta=500000.0,
     )  # fmt: skip
-    model = whole_model(shape, "lm", dtype=torch.bfloat16, device=torch.device("cuda"))
+    model = make_unsharded_model(shape, "lm", dtype=torch.bfloat16, device=torch.device("cuda"))
     initialise(model.parameters, model.layout.specs, shape, 1)
     arithmetic, bandwidth = peaks()
     decoded, trained = decoding(model), training(model)

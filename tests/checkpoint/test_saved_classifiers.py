@@ -12,7 +12,7 @@ from realrl.checkpoint import huggingface
 from realrl.checkpoint.notes import list_saving_notes
 from realrl.checkpoint.origin import read_origin
 from realrl.data.batch import Ragged
-from realrl.engine.model import whole_model
+from realrl.engine.model import make_unsharded_model
 from realrl.model.packing import Packing
 from tests.checkpoint.models import make_model, make_tokenizer, save_again
 
@@ -48,14 +48,14 @@ def rows_of(tokenizer: Any, ends: tuple[int, ...]) -> list[list[int]]:
 
 
 def our_scores(path: Path, rows: list[list[int]]) -> Tensor:
-    model = whole_model(
+    model = make_unsharded_model(
         huggingface.read_shape(path), "scalar", dtype=torch.float32, device=torch.device("cpu")
     )
     assert huggingface.load(path, model.shape, model.layout.specs, model.parameters) == []
     with torch.no_grad():
         packed = Ragged.of(rows)
         packing = Packing.of(packed.lengths, "cpu")
-        values = model.output(model.forward(packed, packing, None), packed, packing).values
+        values = model.compute_output(model.forward(packed, packing, None), packed, packing).values
         assert values is not None
         return torch.stack([part[-1] for part in values.split(packed.lengths)])
 

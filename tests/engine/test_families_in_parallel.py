@@ -12,9 +12,10 @@ from torch import Tensor
 
 from realrl.algorithms.sft.method import SFTInference, SFTTrain
 from realrl.data.batch import Batch, Ragged
-from realrl.engine.generation.generate import Noise, generate
+from realrl.engine.generation.generator import generate
+from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model
-from realrl.engine.parallel import all_rank_sets, parallel
+from realrl.engine.parallel_groups import list_rank_sets, select_groups
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape
 from realrl.layout.layout import build_layout
@@ -117,7 +118,7 @@ def check(model: Model, weights: Figures, expected: Figures, where: str) -> None
     batch = Batch(tuple(range(len(LENGTHS))), {"tokens": tokens, "loss_mask": Ragged(mask, tokens.lengths)})
     budget = model.layout.placement.strategy.micro_batch_tokens
 
-    if model.parallel.pipeline.size == 1 and not model.sequence_parallel:
+    if model.groups.pipeline.size == 1 and not model.sequence_parallel:
         with torch.no_grad():
             packing = Packing.of(LENGTHS, CPU)
             logits = model.transformer.compute_logits(model.forward(tokens, packing, None))
@@ -127,7 +128,7 @@ def check(model: Model, weights: Figures, expected: Figures, where: str) -> None
         compare("nll", scored["nll"].values, expected["nll"], where)
     sampling = GenerationConfig(greedy=True, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
     texts = generate(
-        model, batch, "tokens", sampling=sampling, ends=(END,), noise=Noise(1, 1), budget=200
+        model, batch, "tokens", sampling=sampling, stop_token_ids=(END,), seed=SamplingSeed(1, 1), kv_capacity=200
     )  # fmt: skip
     if model.shard.last:
         for i, row in enumerate(texts["sequences"].rows()):
@@ -141,7 +142,7 @@ def check(model: Model, weights: Figures, expected: Figures, where: str) -> None
         return step(*args, **options)
 
     trainer.optimizer.step = noted  # type: ignore[method-assign]
-    figures = trainer.train(batch, SFTTrain(), [list(range(len(LENGTHS)))], lr=LR, budget=budget).result()
+    figures = trainer.train(batch, SFTTrain(), [list(range(len(LENGTHS)))], lr=LR, max_tokens=budget).result()
     compare("norm", torch.tensor(figures["grad_norm"]), expected["norm"], where)
     for name, region in regions.items():
         for what, values in (("gradient of", gradients[name]), ("updated", model.parameters[name])):
@@ -155,13 +156,13 @@ def run_rank(rank: int, references: dict[str, tuple[Figures, Figures]], store: s
     wait_to_be_scheduled()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     process = Process(rank, 2, CPU, dist.new_group(backend="gloo"))
-    groups = process.groups(all_rank_sets(PLACEMENTS.values()))
+    groups = process.groups(list_rank_sets(PLACEMENTS.values()))
     for family, (name, placement) in product(FAMILIES, PLACEMENTS.items()):
         if rank in placement.ranks:
             model = Model(
                 build_layout(shape_of(family), "lm", placement),
                 rank,
-                parallel(placement, rank, groups),
+                select_groups(placement, rank, groups),
                 dtype=torch.float32,
                 device=CPU,
             )

@@ -18,7 +18,7 @@ from realrl.algorithms.sft.method import SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import assign
 from realrl.engine.model import Model
-from realrl.engine.parallel import all_rank_sets, parallel
+from realrl.engine.parallel_groups import list_rank_sets, select_groups
 from realrl.engine.training.trainer import Trainer
 from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
@@ -134,18 +134,18 @@ def learn(case: str, placement: Placement, process: Process, groups: object) -> 
     """Train a rank's shard, and look at what it holds."""
     shape, part = CASES[case]
     model = Model(
-        build_layout(shape, "lm", placement), process.rank, parallel(placement, process.rank, groups),  # type: ignore[arg-type]
+        build_layout(shape, "lm", placement), process.rank, select_groups(placement, process.rank, groups),  # type: ignore[arg-type]
         dtype=torch.float32, device=CPU, part=part,
     )  # fmt: skip
     regions = {local.region.tensor: local.region for local in model.layout.tensors(process.rank)}
     initialise(model.parameters, [s for s in model.layout.specs if s.name in regions], shape, 1, regions)
     trainer, everything, strategy = Trainer(model, OPTIMIZER), batch(), placement.strategy
     costs = [len(row) for row in everything["tokens"].rows()]
-    ((items,),) = [assign(costs, minibatches=1, dp=strategy.dp)[model.parallel.data.index]]
+    ((items,),) = [assign(costs, minibatches=1, dp=strategy.dp)[model.groups.data.index]]
     local, norms = everything.select(sorted(items)), []
     for _ in range(STEPS):
         figures = trainer.train(
-            local, SFTTrain(), [list(range(len(items)))], lr=OPTIMIZER.lr, budget=strategy.micro_batch_tokens,
+            local, SFTTrain(), [list(range(len(items)))], lr=OPTIMIZER.lr, max_tokens=strategy.micro_batch_tokens,
             recompute=strategy.recompute,
         ).result()  # fmt: skip
         norms.append(figures["grad_norm"])
@@ -158,7 +158,7 @@ def learn(case: str, placement: Placement, process: Process, groups: object) -> 
         },
         "gradients": trainer.gradients.data.numel(),
         "trained": sum(t.numel for t in model.sets[TUNED].buffer.tensors),
-        "state": sum(tensor.numel() for tensor in trainer.optimizer.kept),
+        "state": sum(tensor.numel() for tensor in trainer.optimizer.persistent),
         "held": trainer.memory.nbytes + sum(held.memory.nbytes for held in model.sets.values()),
         "predicted": sum(memory.at_rest(process.rank).values()),
         "frozen with a gradient": [
@@ -197,7 +197,7 @@ def run_rank(rank: int, world: int, store: str, out: str) -> None:
     limits.BUCKET_ELEMENTS = 3000
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     process = Process(rank, world, CPU, dist.new_group(backend="gloo"))
-    groups = process.groups(all_rank_sets(placements(world)))
+    groups = process.groups(list_rank_sets(placements(world)))
     results = {
         (case, number): learn(case, placement, process, groups)
         for case in CASES

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from realrl.checkpoint import huggingface
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.finite import NotFiniteError
-from realrl.engine.generation import generate as engine
-from realrl.engine.generation.generate import Noise
-from realrl.engine.model import Model, whole_model
+from realrl.engine.generation import generator
+from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.model import Model, make_unsharded_model
 from realrl.model.packing import Packing
 from realrl.recipe.settings import GenerationConfig
 from tests.conftest import World
@@ -20,12 +20,14 @@ from tests.conftest import World
 NEVER = ()
 """Nothing ends a sequence."""
 
-NOISE = Noise(seed=1, step=2)
+SEED = SamplingSeed(seed=1, step=2)
 
 
 def load(world: World, temperature: float = 1.0) -> Model:
     shape = huggingface.read_shape(world.actor)
-    model = whole_model(shape, "lm", dtype=torch.float32, device=torch.device("cpu"), temperature=temperature)
+    model = make_unsharded_model(
+        shape, "lm", dtype=torch.float32, device=torch.device("cpu"), temperature=temperature
+    )
     huggingface.load(world.actor, shape, model.layout.specs, model.parameters)
     return model
 
@@ -46,14 +48,16 @@ def generate(
     model: Model,
     batch: Batch,
     *,
-    budget: int = 100_000,
+    kv_capacity: int = 100_000,
     eos: int | tuple[int, ...] = NEVER,
-    noise: Noise = NOISE,
+    seed: SamplingSeed = SEED,
     **sampling: object,
 ) -> Batch:
     settings = GenerationConfig.model_validate({"max_new_tokens": 12, **sampling})
     ends = (eos,) if isinstance(eos, int) else eos
-    return engine.generate(model, batch, "prompts", sampling=settings, ends=ends, noise=noise, budget=budget)
+    return generator.generate(
+        model, batch, "prompts", sampling=settings, stop_token_ids=ends, seed=seed, kv_capacity=kv_capacity
+    )
 
 
 def continuations(batch: Batch) -> list[list[int]]:
@@ -82,11 +86,11 @@ def assert_rows(got: Batch, expected: Batch, positions: list[int]) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("budget", [1, 40, 100])
+@pytest.mark.parametrize("kv_capacity", [1, 40, 100])
 def test_batch_split_does_not_change_generated_tokens(
-    model: Model, common: int, whole: Batch, budget: int
+    model: Model, common: int, whole: Batch, kv_capacity: int
 ) -> None:
-    assert_rows(generate(model, prompts(), eos=common, budget=budget), whole, list(range(32)))
+    assert_rows(generate(model, prompts(), eos=common, kv_capacity=kv_capacity), whole, list(range(32)))
 
 
 @pytest.mark.parametrize("positions", [list(range(31, -1, -1)), [4], [17, 3, 29]])
@@ -96,17 +100,21 @@ def test_order_and_neighbours_do_not_change_generated_tokens(
     assert_rows(generate(model, prompts().select(positions), eos=common), whole, positions)
 
 
-def test_the_numbering_of_noise_can_start_anywhere(model: Model, common: int, whole: Batch) -> None:
+def test_the_numbering_of_sequences_can_start_anywhere(model: Model, common: int, whole: Batch) -> None:
     positions = list(range(20, 32))
     part = dataclasses.replace(prompts().select(positions), ids=tuple(range(12)))
-    assert_rows(generate(model, part, eos=common, noise=Noise(1, 2, first=20)), whole, positions)
+    assert_rows(
+        generate(model, part, eos=common, seed=SamplingSeed(1, 2, first_sequence=20)), whole, positions
+    )
 
 
-@pytest.mark.parametrize("noise", [Noise(1, 3), Noise(2, 2), Noise(1, 2, first=1)])
+@pytest.mark.parametrize(
+    "seed", [SamplingSeed(1, 3), SamplingSeed(2, 2), SamplingSeed(1, 2, first_sequence=1)]
+)
 def test_another_seed_step_or_number_draws_other_tokens(
-    model: Model, common: int, whole: Batch, noise: Noise
+    model: Model, common: int, whole: Batch, seed: SamplingSeed
 ) -> None:
-    other = generate(model, prompts(), eos=common, noise=noise)
+    other = generate(model, prompts(), eos=common, seed=seed)
     pairs = zip(continuations(whole), continuations(other), strict=True)
     assert sum(a == b for a, b in pairs) <= 3  # two sequences of one token may agree
 
@@ -130,7 +138,7 @@ def test_recorded_logprobs_are_those_the_trainer_computes(
     with torch.no_grad():
         rows = batch["sequences"]
         packing = Packing.of(rows.lengths, "cpu")
-        output = model.output(model.forward(rows, packing, None), rows, packing)
+        output = model.compute_output(model.forward(rows, packing, None), rows, packing)
     assert output.logprobs is not None and batch["logprobs"].lengths == batch["sequences"].lengths
     for recorded, computed, start in zip(
         batch["logprobs"].rows(),

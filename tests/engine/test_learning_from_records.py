@@ -11,7 +11,7 @@ from realrl.algorithms.sft.method import SFTTrain
 from realrl.checkpoint import huggingface
 from realrl.data.batch import Batch, Ragged
 from realrl.data.dataset import Dataset
-from realrl.engine.model import Model, whole_model
+from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import Head
 from realrl.recipe.data import DataConfig
@@ -34,7 +34,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, grad_clip=None)
 
 def opened(path: str, head: Head) -> Model:
     shape = huggingface.read_shape(path)
-    model = whole_model(shape, head, dtype=torch.float32, device=torch.device("cpu"))
+    model = make_unsharded_model(shape, head, dtype=torch.float32, device=torch.device("cpu"))
     huggingface.load(path, shape, model.layout.specs, model.parameters)
     return model
 
@@ -72,7 +72,7 @@ def test_the_loss_of_a_conversation_is_that_of_transformers_on_its_answers(
     norm = torch.stack([p.grad.norm() for p in reference.parameters() if p.grad is not None]).norm()
 
     trainer = Trainer(opened(world.actor, "lm"), OPTIMIZER)
-    figures = trainer.train(data.batch([0]), SFTTrain(), [[0]], lr=0.0, budget=1024).result()
+    figures = trainer.train(data.batch([0]), SFTTrain(), [[0]], lr=0.0, max_tokens=1024).result()
     assert figures["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert figures["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
@@ -89,7 +89,7 @@ def pair_batch(pairs: list[int], rows: list[int]) -> Batch:
 def learn_pairs(world: World, batch: Batch, budget: int) -> tuple[dict[str, float], torch.Tensor]:
     model = opened(world.reward, "scalar")
     everything = [list(range(len(batch)))]
-    figures = Trainer(model, OPTIMIZER).train(batch, RewardTrain(), everything, lr=1e-2, budget=budget)
+    figures = Trainer(model, OPTIMIZER).train(batch, RewardTrain(), everything, lr=1e-2, max_tokens=budget)
     return figures.result(), model.sets["base"].buffer.data
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from realrl.engine.model import Model
+from realrl.engine.parallel_groups import ParallelGroups
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import build_layout
@@ -44,7 +45,7 @@ def test_a_rank_allocates_the_estimated_bytes(
             build_layout(SHAPE, head, placement), rank, groups, dtype=dtype, device=torch.device("cpu")
         )
         trainer = Trainer(model, OptimizerConfig())
-        state = [*trainer.optimizer.kept, *trainer.optimizer.scratch, trainer.gradients.data]
+        state = [*trainer.optimizer.persistent, *trainer.optimizer.workspace, trainer.gradients.data]
         held = memory.at_rest(rank)
         assert (
             held[HeldState("actor", placement.layout, "parameters")] == model.sets["base"].buffer.data.nbytes

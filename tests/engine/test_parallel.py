@@ -14,9 +14,10 @@ from realrl.algorithms.reward.method import PairInference, RewardTrain
 from realrl.algorithms.sft.method import SFTInference, SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import assign
-from realrl.engine.generation.generate import Noise, generate
-from realrl.engine.model import Model, whole_model
-from realrl.engine.parallel import all_rank_sets, parallel
+from realrl.engine.generation.generator import generate
+from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.model import Model, make_unsharded_model
+from realrl.engine.parallel_groups import list_rank_sets, select_groups
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import Head, ModelShape
 from realrl.layout import limits
@@ -104,7 +105,7 @@ def batch(head: Head, shape: ModelShape) -> Batch:
 def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:
     """A few steps of training, then inference, then generation; figures by name, equal on every rank."""
     head, strategy = model.head, model.layout.placement.strategy
-    dp_index = model.parallel.data.index
+    dp_index = model.groups.data.index
     train = SFTTrain() if head == "lm" else RewardTrain()
     infer = SFTInference() if head == "lm" else PairInference()
     costs = [sum(field.lengths[i] for field in everything.fields.values()) for i in range(len(everything))]
@@ -116,7 +117,7 @@ def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:
         positions = [[items.index(i) for i in part] for part in mine]
         budget = strategy.micro_batch_tokens
         figures = trainer.train(
-            local, train, positions, lr=OPTIMIZER.lr, budget=budget, recompute=strategy.recompute
+            local, train, positions, lr=OPTIMIZER.lr, max_tokens=budget, recompute=strategy.recompute
         ).result()
         for name, value in figures.items():
             results[f"{step}/{name}"] = torch.tensor(value)
@@ -131,9 +132,9 @@ def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:
             local,
             "tokens",
             sampling=SAMPLING,
-            ends=(3,),
-            noise=Noise(1, 2),
-            budget=strategy.micro_batch_tokens,
+            stop_token_ids=(3,),
+            seed=SamplingSeed(1, 2),
+            kv_capacity=strategy.micro_batch_tokens,
         )
         done = "sequences" in texts.fields
         sums = (
@@ -153,12 +154,12 @@ def gathered(model: Model, items: list[int], values: list[float]) -> torch.Tenso
     out = torch.zeros(ITEMS, dtype=torch.float64)
     if values and model.shard.tp_index == 0:
         out[items] = torch.tensor(values, dtype=torch.float64)
-    return model.parallel.everyone.sum(out)
+    return model.groups.mesh.sum(out)
 
 
 def build(shape: ModelShape, head: Head, process: Process, placement: Placement, groups: object) -> Model:
     model = Model(
-        build_layout(shape, head, placement), process.rank, parallel(placement, process.rank, groups),  # type: ignore[arg-type]
+        build_layout(shape, head, placement), process.rank, select_groups(placement, process.rank, groups),  # type: ignore[arg-type]
         dtype=torch.float32, device=CPU,
     )  # fmt: skip
     regions = {local.region.tensor: local.region for local in model.layout.tensors(process.rank)}
@@ -174,7 +175,7 @@ def run_rank(rank: int, world: int, store: str, out: str) -> None:
     limits.BUCKET_ELEMENTS = 3000  # several buckets even in models as small as these
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     process = Process(rank, world, CPU, dist.new_group(backend="gloo"))
-    groups = process.groups(all_rank_sets(placements(world)))
+    groups = process.groups(list_rank_sets(placements(world)))
     results = {}
     for (name, head), placement in product(MODELS, placements(world)):
         shape = SHAPES[name]
@@ -191,7 +192,7 @@ def alone() -> dict[tuple[str, str], dict[str, torch.Tensor]]:
     results = {}
     for name, head in MODELS:
         shape = SHAPES[name]
-        model = whole_model(shape, head, dtype=torch.float32, device=CPU)
+        model = make_unsharded_model(shape, head, dtype=torch.float32, device=CPU)
         initialise(model.parameters, model.layout.specs, shape, 1)
         results[name, head] = learn(model, batch(head, shape))
     return results

@@ -8,7 +8,7 @@ from realrl.algorithms.method import TrainMethod
 from realrl.algorithms.reward.method import RewardTrain
 from realrl.algorithms.sft.method import SFTTrain
 from realrl.data.batch import Batch, Ragged
-from realrl.engine.model import Model, whole_model
+from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import Head, ModelShape
 from realrl.layout import limits
@@ -47,7 +47,7 @@ WORK: dict[Head, tuple[Batch, TrainMethod]] = {
 
 
 def make(head: Head, dtype: torch.dtype) -> Model:
-    model = whole_model(SHAPE, head, dtype=dtype, device=torch.device("cpu"))
+    model = make_unsharded_model(SHAPE, head, dtype=dtype, device=torch.device("cpu"))
     initialise(model.parameters, model.layout.specs, SHAPE, 1)
     return model
 
@@ -65,7 +65,7 @@ def test_recomputation_gives_the_same_metrics_and_updates_bit_for_bit(
         trainer = Trainer(model, OptimizerConfig(lr=1e-2))
         figures = [
             trainer.train(
-                batch, method, [[0, 1, 2], [3, 4, 5]], lr=1e-2, budget=40, recompute=recompute
+                batch, method, [[0, 1, 2], [3, 4, 5]], lr=1e-2, max_tokens=40, recompute=recompute
             ).result()
             for _ in range(2)
         ]
@@ -77,11 +77,11 @@ def test_recomputation_gives_the_same_metrics_and_updates_bit_for_bit(
 
 def test_every_pass_of_a_micro_batch_is_a_turn() -> None:
     batch, method = WORK["lm"]
-    turns: list[int] = []
+    passes: list[int] = []
     Trainer(make("lm", torch.float32), OptimizerConfig()).train(
-        batch, method, [[0, 1, 2], [3, 4, 5]], lr=0.0, budget=30, turn=lambda: turns.append(1)
+        batch, method, [[0, 1, 2], [3, 4, 5]], lr=0.0, max_tokens=30, after_pass=lambda: passes.append(1)
     )
-    assert len(turns) == 2 * (1 + 2)  # the first three sequences are one micro-batch
+    assert len(passes) == 2 * (1 + 2)  # the first three sequences are one micro-batch
 
 
 def saved_elements(model: Model, recompute: bool) -> int:

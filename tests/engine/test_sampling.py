@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from realrl.engine.generation.sampling import sample, uniform
+from realrl.engine.generation.sampling import compute_uniform, sample
 from realrl.recipe.settings import GenerationConfig
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
@@ -11,7 +11,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
 
 def draw(count: int, **settings: object) -> torch.Tensor:
     ids = torch.arange(count)
-    noise = uniform(7, 3, ids, torch.zeros_like(ids))
+    noise = compute_uniform(7, 3, ids, torch.zeros_like(ids))
     tokens, _ = sample(LOGITS.expand(count, -1), GenerationConfig.model_validate(settings), noise)
     return tokens
 
@@ -32,14 +32,14 @@ def test_noise_matches_integer_arithmetic() -> None:
         for part in (step, sequence, position):
             key = splitmix64((key ^ part) + golden)
         expected = (key >> 11) * 2.0**-53
-        got = uniform(seed, step, torch.tensor([sequence]), torch.tensor([position]))
+        got = compute_uniform(seed, step, torch.tensor([sequence]), torch.tensor([position]))
         assert got.item() == expected
 
 
 def test_noise_is_uniform_and_uncorrelated_over_neighbours() -> None:
     ids = torch.arange(400).repeat_interleave(50)
     positions = torch.arange(50).repeat(400)
-    noise = uniform(1, 2, ids, positions).view(400, 50)
+    noise = compute_uniform(1, 2, ids, positions).view(400, 50)
     counts = torch.histc(noise.float(), 20, 0, 1)
     assert ((counts - 1000).square() / 1000).sum() < 45  # chi-square of 19 degrees: 99.9 % lie below 43.8
     centred = noise - 0.5

@@ -4,13 +4,13 @@ from itertools import pairwise
 
 import pytest
 
-from realrl.engine.training.learning_rate import learning_rate
+from realrl.engine.training.learning_rate import compute_learning_rate
 from realrl.recipe.model import OptimizerConfig
 
 
 def rates(steps: int = 10, **settings: object) -> list[float]:
     config = OptimizerConfig.model_validate({"lr": 1.0, **settings})
-    return [learning_rate(config, step, steps) for step in range(steps)]
+    return [compute_learning_rate(config, step, steps) for step in range(steps)]
 
 
 def test_warmup_rises_linearly_to_the_peak() -> None:

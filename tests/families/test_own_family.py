@@ -14,7 +14,7 @@ from torch import Tensor
 from realrl.checkpoint import huggingface
 from realrl.cli.app import run_app
 from realrl.data.tokenizer import load_tokenizer
-from realrl.engine.model import whole_model
+from realrl.engine.model import make_unsharded_model
 from realrl.model.packing import Packing
 from tests.conftest import World, figures
 from tests.runtime.ranks import run_on_ranks
@@ -103,7 +103,7 @@ def test_saved_weights_compute_what_the_definition_says(recipes: dict[str, Path]
     assert config["model_type"] == "biased_llama" and config["architectures"] == ["BiasedLlamaForCausalLM"]
     assert config["layer_norm_eps"] == 1e-3 and "rms_norm_eps" not in config
     shape = huggingface.read_shape(path, family)
-    model = whole_model(shape, "lm", dtype=torch.float32, device=torch.device("cpu"))
+    model = make_unsharded_model(shape, "lm", dtype=torch.float32, device=torch.device("cpu"))
     assert huggingface.load(path, shape, model.layout.specs, model.parameters) == []
     tokens = torch.tensor([5, 9, 300, 12, 7, 5, 44])
     with torch.no_grad():

@@ -13,9 +13,10 @@ from realrl.algorithms.method import InferenceMethod, TrainMethod
 from realrl.algorithms.reward.method import PairInference, RewardTrain
 from realrl.algorithms.sft.method import SFTInference, SFTTrain
 from realrl.data.batch import Batch, Ragged
-from realrl.engine.generation.generate import Noise, generate
+from realrl.engine.generation.generator import generate
+from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model
-from realrl.engine.parallel import Parallel
+from realrl.engine.parallel_groups import ParallelGroups
 from realrl.engine.pipeline.messages import Pipeline
 from realrl.engine.training.trainer import Trainer
 from realrl.layout.layout import build_layout
@@ -59,7 +60,7 @@ def nobody_else() -> Iterator[None]:
         patch.setattr(dist, "irecv", arrived)
         patch.setattr(collectives, "_all_gather", gathered)
         patch.setattr(collectives, "_reduce_scatter", scattered)
-        patch.setattr(Pipeline, "figures_from_last", lambda _, figures: figures)
+        patch.setattr(Pipeline, "broadcast_metrics", lambda _, metrics: metrics)
         yield
 
 
@@ -92,14 +93,22 @@ class LoneRank:
     """A rank that holds its shard of a model, and counts what it allocates besides."""
 
     def __init__(self, model: Stored, placement: Placement, rank: int) -> None:
-        self.placement, strategy = placement, placement.strategy
+        self.placement = placement
+        strategy = placement.strategy
+        single = make_single_rank_group()
         tensor = _group(strategy.tp, placement.tp_index(rank))
         pipeline = _group(strategy.pp, placement.pp_index(rank))
-        ends = pipeline if strategy.pp > 1 else None
         self.model = Model(
             build_layout(model.shape, model.head, placement),
             rank,
-            Parallel(make_single_rank_group(), tensor, pipeline, pipeline, make_single_rank_group(), ends),
+            ParallelGroups(
+                data=single,
+                tensor=tensor,
+                pipeline=pipeline,
+                reverse_pipeline=pipeline,
+                mesh=single,
+                embedding=pipeline if strategy.pp > 1 else None,
+            ),
             dtype=DTYPES[model.element_bytes],
             device=CPU,
             part=model.part,
@@ -130,7 +139,7 @@ class LoneRank:
             sequences.train,
             [list(range(len(sequences.batch)))],
             lr=0.0,
-            budget=strategy.micro_batch_tokens,
+            max_tokens=strategy.micro_batch_tokens,
             recompute=strategy.recompute,
         )
 
@@ -145,9 +154,9 @@ class LoneRank:
             sequences.batch,
             "tokens",
             sampling=GenerationConfig(max_new_tokens=new_tokens),
-            ends=(3,),
-            noise=Noise(1, 1),
-            budget=self.placement.strategy.micro_batch_tokens,
+            stop_token_ids=(3,),
+            seed=SamplingSeed(1, 1),
+            kv_capacity=self.placement.strategy.micro_batch_tokens,
         )
 
 

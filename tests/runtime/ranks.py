@@ -81,7 +81,7 @@ def _rank(rank: int, size: int, recipes: Sequence[str]) -> None:
 
 def _run(rank: int, recipe: Path) -> None:
     """One run, whose generation is watched."""
-    from realrl.engine.generation.generate import generate
+    from realrl.engine.generation.generator import generate
     from realrl.plan.cluster import Cluster
     from realrl.recipe.load import load_experiment
     from realrl.runtime import train
@@ -90,11 +90,11 @@ def _run(rank: int, recipe: Path) -> None:
     tokens: Tokens = {}
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        batch, model, noise = generate(*args, **kwargs), args[0], kwargs["noise"]
+        batch, model, seed = generate(*args, **kwargs), args[0], kwargs["seed"]
         if model.shard.last:
             fields = zip(batch.ids, batch["sequences"].rows(), batch["prompt_length"].rows(), strict=True)
             for item, row, prompt in fields:
-                name = f"{noise.step}/{noise.first + item}"
+                name = f"{seed.step}/{seed.first_sequence + item}"
                 tokens.setdefault(name, []).append(row.tolist())
                 tokens.setdefault(f"{name} prompt", []).append(prompt.tolist())
         return batch

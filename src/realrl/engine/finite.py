@@ -16,7 +16,8 @@ class NotFiniteLogitsError(NotFiniteError):
     def __init__(self, token: int, item: int) -> None:
         """`token` of what follows the prompt, and `item` of the step's batch, both counted from 0."""
         super().__init__(token, item)
-        self.token, self.item = token, item
+        self.token = token
+        self.item = item
 
     def __str__(self) -> str:
         return self.describe(f"the prompt of item {self.item + 1} of this step's batch")

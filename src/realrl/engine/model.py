@@ -11,8 +11,8 @@ from realrl.algorithms.method import InferenceMethod, Metrics, ModelOutput
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import even_micro_batches, micro_batches
 from realrl.engine.local_set import LocalSet, Parameters
-from realrl.engine.parallel import Parallel
-from realrl.engine.pipeline.messages import Pipeline, one_ahead
+from realrl.engine.parallel_groups import ParallelGroups
+from realrl.engine.pipeline.messages import Pipeline, prefetch_receives
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.sets import WHOLE, TrainablePart, build_parameter_sets
@@ -30,18 +30,23 @@ class Model:
         self,
         layout: Layout,
         rank: int,
-        parallel: Parallel,
+        groups: ParallelGroups,
         *,
         dtype: torch.dtype,
         device: torch.device,
         temperature: float = 1.0,
         part: TrainablePart = WHOLE,
     ) -> None:
-        """`rank` is global, `layout` that of the whole model, `parallel` its groups under the layout's placement;
+        """`rank` is global, `layout` that of the whole model, `groups` its groups under the layout's placement;
         `temperature` divides logits before log-probabilities; `part` says which parameter sets there are."""
-        self.layout, self.rank, self.parallel = layout, rank, parallel
-        self.shape, self.head = layout.shape, layout.head
-        self.dtype, self.device, self.temperature = dtype, device, temperature
+        self.layout = layout
+        self.rank = rank
+        self.groups = groups
+        self.shape = layout.shape
+        self.head = layout.head
+        self.dtype = dtype
+        self.device = device
+        self.temperature = temperature
         self.part = part
         self.sequence_parallel = layout.placement.strategy.sequence_parallel
         self.shard = Shard.of(layout.shape, layout.head, layout.placement, rank)
@@ -52,10 +57,10 @@ class Model:
         }
         """By name, in storage order."""
         self.parameters = Parameters({name: of.buffer for name, of in self.sets.items()})
-        self.transformer = Transformer(self.shard, self.parameters.fused, parallel.tensor)
+        self.transformer = Transformer(self.shard, self.parameters.fused, groups.tensor)
         self.pipeline = Pipeline(
-            parallel.pipeline,
-            parallel.backward,
+            groups.pipeline,
+            groups.reverse_pipeline,
             hidden_size=self.shape.hidden_size,
             dtype=dtype,
             device=device,
@@ -78,7 +83,9 @@ class Model:
         x = rows.values if received is None else received
         return self.transformer(x, packing, sequence_parallel=self.sequence_parallel, recompute=recompute)
 
-    def output(self, hidden: Tensor, rows: Ragged, packing: Packing, *, entropy: bool = False) -> ModelOutput:
+    def compute_output(
+        self, hidden: Tensor, rows: Ragged, packing: Packing, *, entropy: bool = False
+    ) -> ModelOutput:
         """Compute the outputs of the last stage from the hidden states of the rows."""
         if self.head == "scalar":
             values = self.transformer.compute_values(
@@ -95,50 +102,53 @@ class Model:
         )
         return ModelOutput(rows.lengths, logprobs=logprobs, entropy=entropies)
 
-    def hidden_rows(self, tokens: int) -> int:
+    def count_hidden_rows(self, tokens: int) -> int:
         """Count the rows of hidden states that stages exchange for a number of tokens."""
         return -(-tokens // self.shard.tp) if self.sequence_parallel else tokens
 
-    def received(self, tokens: Sequence[int]) -> Iterator[Tensor | None]:
+    def receive_activations(self, tokens: Sequence[int]) -> Iterator[Tensor | None]:
         """Receive hidden states of the stage before, per micro-batch; None on the first stage."""
         if self.pipeline.first:
             return repeat(None, len(tokens))
-        return one_ahead(self.pipeline.expect, map(self.hidden_rows, tokens))
+        return prefetch_receives(self.pipeline.post_recv, map(self.count_hidden_rows, tokens))
 
-    def received_gradients(self, tokens: Sequence[int]) -> Iterator[Tensor | None]:
+    def receive_gradients(self, tokens: Sequence[int]) -> Iterator[Tensor | None]:
         """Receive the gradients of the hidden states sent to the next stage; None on the last stage."""
         if self.pipeline.last:
             return repeat(None, len(tokens))
-        return one_ahead(self.pipeline.expect_gradient, map(self.hidden_rows, tokens))
+        return prefetch_receives(self.pipeline.post_recv_gradient, map(self.count_hidden_rows, tokens))
 
-    def split(self, costs: Sequence[int], budget: int, *, per_stage: int = 2) -> list[list[int]]:
-        """Split items into micro-batches of at most `budget` tokens.
+    def split_micro_batches(
+        self, costs: Sequence[int], max_tokens: int, *, per_stage: int = 2
+    ) -> list[list[int]]:
+        """Split items into micro-batches of at most `max_tokens` tokens.
 
         There are enough of them to keep a pipeline busy: about `per_stage` for each of its stages.
         """
-        stages = self.parallel.pipeline.size
+        stages = self.groups.pipeline.size
         if stages == 1:
-            return micro_batches(costs, budget)
-        return even_micro_batches(costs, budget, stages=stages, per_stage=per_stage)
+            return micro_batches(costs, max_tokens)
+        return even_micro_batches(costs, max_tokens, stages=stages, per_stage=per_stage)
 
     @torch.no_grad()
     def infer(
         self,
         batch: Batch,
         method: InferenceMethod,
-        budget: int,
-        turn: Callable[[], None] = lambda: None,
+        max_tokens: int,
+        after_micro_batch: Callable[[], None] = lambda: None,
     ) -> tuple[Batch, Metrics]:
-        """Run an inference call on this rank's items, at most `budget` tokens at a time; `turn` is called after
-        each micro-batch.
+        """Run an inference call on this rank's items, in micro-batches of at most `max_tokens` tokens.
 
-        On the last stage, returns the batch with the call's outputs among its fields, and figures added up
-        over data-parallel ranks; on the others the batch as it was, and no figures.
+        `after_micro_batch` is called after each of them.
+
+        On the last stage, returns the batch with the call's outputs among its fields, and metrics added up
+        over data-parallel ranks; on the others the batch as it was, and no metrics.
         """
         collected: dict[str, list[Tensor | None]] = {}
-        costs = item_tokens(batch, method.sequences(batch))
-        parts = self.split(costs, budget)
-        received = self.received([sum(costs[i] for i in positions) for positions in parts])
+        costs = count_item_tokens(batch, method.sequences(batch))
+        parts = self.split_micro_batches(costs, max_tokens)
+        received = self.receive_activations([sum(costs[i] for i in positions) for positions in parts])
         for positions in parts:
             part = batch.select(positions).to(self.device)
             outputs = self._infer_part(part, method, received)
@@ -146,14 +156,14 @@ class Model:
                 slots = collected.setdefault(key, [None] * len(batch))
                 for position, row in zip(positions, field.to(torch.device("cpu")).rows(), strict=True):
                     slots[position] = row
-            turn()
-        self.pipeline.finish()
+            after_micro_batch()
+        self.pipeline.wait_sends()
         if not self.shard.last:
             return batch, Metrics()
         fields = {key: Ragged.of([r for r in rows if r is not None]) for key, rows in collected.items()}
         batch = batch.with_fields(**fields)
         metrics = method.metrics(batch)
-        reduce_metrics(metrics, self.parallel.data, self.device)
+        reduce_metrics(metrics, self.groups.data, self.device)
         return batch, metrics
 
     def _infer_part(
@@ -164,23 +174,25 @@ class Model:
         packing = Packing.of(rows.lengths, self.device)
         hidden = self.forward(rows, packing, next(received))
         if self.shard.last:
-            return method.outputs(part, self.output(hidden, rows, packing))
+            return method.outputs(part, self.compute_output(hidden, rows, packing))
         self.pipeline.send(hidden)
         return {}
 
 
-def whole_model(
+def make_unsharded_model(
     shape: ModelShape, head: Head, *, dtype: torch.dtype, device: torch.device, temperature: float = 1.0
 ) -> Model:
     """Make a model that lies whole on one rank, outside any run."""
     placement = Placement(Mesh(0, 1), Strategy(1))
-    one = make_single_rank_group()
-    parallel = Parallel(one, one, one, one, one, None)
-    whole = build_layout(shape, head, placement)
-    return Model(whole, 0, parallel, dtype=dtype, device=device, temperature=temperature)
+    single = make_single_rank_group()
+    groups = ParallelGroups(
+        data=single, tensor=single, pipeline=single, reverse_pipeline=single, mesh=single, embedding=None
+    )
+    layout = build_layout(shape, head, placement)
+    return Model(layout, 0, groups, dtype=dtype, device=device, temperature=temperature)
 
 
-def item_tokens(batch: Batch, rows: Ragged) -> Sequence[int]:
+def count_item_tokens(batch: Batch, rows: Ragged) -> Sequence[int]:
     """Count the tokens per item, where every item has the same number of consecutive rows."""
     per_item = len(rows) // len(batch)
     return [sum(rows.lengths[i : i + per_item]) for i in range(0, len(rows), per_item)]

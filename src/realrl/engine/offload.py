@@ -19,10 +19,11 @@ def allocate(tensor: Tensor) -> None:
 class Offloadable:
     """Tensors that move between device and pinned host memory, each in one copy; their views stay valid."""
 
-    def __init__(self, kept: Sequence[Tensor], scratch: Sequence[Tensor] = ()) -> None:
-        """Each tensor must fill its storage. `scratch` is zero whenever it is not in use and therefore need
-        not be kept."""
-        self._kept, self._scratch = tuple(kept), tuple(scratch)
+    def __init__(self, persistent: Sequence[Tensor], workspace: Sequence[Tensor] = ()) -> None:
+        """Each tensor must fill its storage. `workspace` is zero whenever it is not in use and
+        therefore need not be copied."""
+        self._persistent = tuple(persistent)
+        self._workspace = tuple(workspace)
         self._host: list[Tensor] = []
         self.resident = True
         """Whether the tensors are in device memory."""
@@ -30,21 +31,22 @@ class Offloadable:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that the tensors take now."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in (*self._kept, *self._scratch))
+        return sum(tensor.untyped_storage().nbytes() for tensor in (*self._persistent, *self._workspace))
 
     def offload(self, *, changed: bool = True) -> None:
         """Move to host memory. Unless something has `changed` since it was loaded, nothing is copied."""
         assert self.resident, "offloaded already"
         if not self._host:
             self._host = [
-                torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda) for tensor in self._kept
+                torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                for tensor in self._persistent
             ]
             changed = True
-        for tensor, host in zip(self._kept, self._host, strict=True):
+        for tensor, host in zip(self._persistent, self._host, strict=True):
             if changed:
                 host.copy_(tensor)
             free(tensor)
-        for tensor in self._scratch:
+        for tensor in self._workspace:
             free(tensor)
         self.resident = False
 
@@ -52,10 +54,10 @@ class Offloadable:
     def load(self) -> None:
         """Move back to device memory."""
         assert not self.resident, "loaded already"
-        for tensor, host in zip(self._kept, self._host, strict=True):
+        for tensor, host in zip(self._persistent, self._host, strict=True):
             allocate(tensor)
             tensor.copy_(host)
-        for tensor in self._scratch:
+        for tensor in self._workspace:
             allocate(tensor)
             tensor.zero_()
         self.resident = True

@@ -89,16 +89,18 @@ def decoder_tensors(shape: ModelShape, head: Head, options: LayerOptions) -> tup
 
 
 def _layer_tensors(shape: ModelShape, options: LayerOptions, layer: int) -> Iterator[TensorSpec]:
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    q_rows, kv_rows = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    hidden = shape.hidden_size
+    ffn_dim = shape.intermediate_size
+    q_dim = shape.heads * shape.head_dim
+    kv_dim = shape.kv_heads * shape.head_dim
     root = f"model.layers.{layer}"
     attention = f"{root}.self_attn"
     qkv = {
-        f"{attention}.q_proj": (q_rows, Axis.QUERY_HEADS),
-        f"{attention}.k_proj": (kv_rows, Axis.KV_HEADS),
-        f"{attention}.v_proj": (kv_rows, Axis.KV_HEADS),
+        f"{attention}.q_proj": (q_dim, Axis.QUERY_HEADS),
+        f"{attention}.k_proj": (kv_dim, Axis.KV_HEADS),
+        f"{attention}.v_proj": (kv_dim, Axis.KV_HEADS),
     }
-    gate_up = {f"{root}.mlp.{name}": (inner, Axis.FEED_FORWARD) for name in ("gate_proj", "up_proj")}
+    gate_up = {f"{root}.mlp.{name}": (ffn_dim, Axis.FEED_FORWARD) for name in ("gate_proj", "up_proj")}
     yield from _norm(f"{root}.input_layernorm", "attention_norm", shape, options, layer)
     yield from _column_parallel(qkv, hidden, "qkv", layer)
     if options.qkv_bias:
@@ -106,14 +108,14 @@ def _layer_tensors(shape: ModelShape, options: LayerOptions, layer: int) -> Iter
     if options.qk_norm:
         yield _head_norm(f"{attention}.q_norm.weight", "q_norm", shape, layer)
         yield _head_norm(f"{attention}.k_norm.weight", "k_norm", shape, layer)
-    yield _row_parallel(f"{attention}.o_proj", (hidden, q_rows), Axis.QUERY_HEADS, "out", layer)
+    yield _row_parallel(f"{attention}.o_proj", (hidden, q_dim), Axis.QUERY_HEADS, "out", layer)
     if options.out_bias:
         yield _residual_vector(f"{attention}.o_proj.bias", "out_bias", shape, Init.ZEROS, layer)
     yield from _norm(f"{root}.post_attention_layernorm", "mlp_norm", shape, options, layer)
     yield from _column_parallel(gate_up, hidden, "gate_up", layer)
     if options.mlp_bias:
         yield from _column_biases(gate_up, "gate_up_bias", layer)
-    yield _row_parallel(f"{root}.mlp.down_proj", (hidden, inner), Axis.FEED_FORWARD, "down", layer)
+    yield _row_parallel(f"{root}.mlp.down_proj", (hidden, ffn_dim), Axis.FEED_FORWARD, "down", layer)
     if options.mlp_bias:
         yield _residual_vector(f"{root}.mlp.down_proj.bias", "down_bias", shape, Init.ZEROS, layer)
 

@@ -9,7 +9,7 @@ from realrl.families.shape import ModelShape, RopeScaling
 def _qwen(
     family: str,
     hidden: int,
-    inner: int,
+    ffn_dim: int,
     layers: int,
     heads: int,
     kv_heads: int,
@@ -23,7 +23,7 @@ def _qwen(
         family=family,
         vocab_size=vocabulary,
         hidden_size=hidden,
-        intermediate_size=inner,
+        intermediate_size=ffn_dim,
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,

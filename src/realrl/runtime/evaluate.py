@@ -6,7 +6,7 @@ from typing import Any
 from realrl.algorithms.method import Metrics
 from realrl.config.user_function import UserFunction
 from realrl.data.dataset import Dataset, split_eval_batches
-from realrl.engine.generation.generate import Noise
+from realrl.engine.generation.sampling import SamplingSeed
 from realrl.program.lower import WRITER
 from realrl.recipe.graphs import SAMPLED
 from realrl.runtime.output.metric_notes import JUDGE
@@ -52,10 +52,10 @@ class Evaluation:
         program = self._phase.programs[self._process.rank]
         for indices in self._batches:
             store = Store(self._phase.graph, self._phase.plan)
-            noise = Noise(self._seed, _NOISE_STEP, first=indices[0])
+            seed = SamplingSeed(self._seed, _NOISE_STEP, first_sequence=indices[0])
             step = StepInput(
                 self._records.batch(indices),
-                noise,
+                seed,
                 {},
                 further=self._records.further_fields(indices),
                 evaluation=True,

@@ -17,8 +17,9 @@ from realrl.data.rejects import BadRecordError
 from realrl.data.tokenization import EMPTY_PROMPT, tokenize
 from realrl.data.tokenizer import load_tokenizer
 from realrl.engine.finite import NotFiniteLogitsError
-from realrl.engine.generation.generate import Noise, generate
-from realrl.engine.model import whole_model
+from realrl.engine.generation.generator import generate
+from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.model import make_unsharded_model
 from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.setup import check_length, check_top_k, read_ends
 
@@ -78,7 +79,7 @@ def generate_text(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # A CPU is no faster at bfloat16, and float32 repeats what training computed.
     dtype = huggingface.read_dtype(model_dir) if device.type == "cuda" else torch.float32
-    model = whole_model(shape, "lm", dtype=dtype, device=device)
+    model = make_unsharded_model(shape, "lm", dtype=dtype, device=device)
     huggingface.load(model_dir, shape, model.layout.specs, model.parameters)
     rows = Ragged.of([ids for ids in encoded for _ in range(n)], dtype=torch.int64)
     try:
@@ -87,9 +88,9 @@ def generate_text(
             Batch(tuple(range(len(rows))), {"prompts": rows}),
             "prompts",
             sampling=sampling,
-            ends=ends,
-            noise=Noise(seed, 0),
-            budget=CACHE_TOKENS,
+            stop_token_ids=ends,
+            seed=SamplingSeed(seed, 0),
+            kv_capacity=CACHE_TOKENS,
         )
     except NotFiniteLogitsError as error:
         origin, _ = prompts[error.item // n]

@@ -13,9 +13,9 @@ from realrl.config.errors import RunError, UserCodeError
 from realrl.config.user_function import UserFunction
 from realrl.data.dataset import Order
 from realrl.dataflow.call import Kind
-from realrl.engine.generation.generate import Noise
-from realrl.engine.parallel import all_rank_sets
-from realrl.engine.training.learning_rate import learning_rate
+from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.parallel_groups import list_rank_sets
+from realrl.engine.training.learning_rate import compute_learning_rate
 from realrl.engine.training.skipped_steps import SkippedStepsError
 from realrl.plan.presets import SEARCH
 from realrl.planner.calibration.comparison import COSTS, Comparison
@@ -127,7 +127,7 @@ class TrainingRun:
         self.experiment, self.compiled, self.process, self.observer = experiment, compiled, process, observer
         # All ranks make groups together, so before anything that one of them may fail at.
         placements = [p for phase in compiled.phases.values() for p in phase.plan.placements.values()]
-        groups = process.groups(all_rank_sets(placements))
+        groups = process.groups(list_rank_sets(placements))
         graph = compiled.train.graph
         self.trained = [role for role in graph.roles if graph.trained(role)]
         self.directory = RunDirectory(experiment.run_dir, self.trained)
@@ -242,11 +242,15 @@ class TrainingRun:
         # Samples of a prompt are consecutive items, so that item // samples is the prompt.
         indices = [i for i in self.order.indices(step) for _ in range(samples)]
         rates = {
-            role: learning_rate(config.optimizer, step, self.steps)
+            role: compute_learning_rate(config.optimizer, step, self.steps)
             for role, config in trained_models(models(self.experiment)).items()
         }
-        noise, further = Noise(self.experiment.seed, step), self.records.further_fields(indices)
-        inputs = StepInput(self.records.batch(indices), noise, rates, further)
+        inputs = StepInput(
+            records=self.records.batch(indices),
+            sampling_seed=SamplingSeed(self.experiment.seed, step),
+            rates=rates,
+            further=self.records.further_fields(indices),
+        )
         with self.costs.step(store):
             program = phase.programs[self.process.rank]
             try:

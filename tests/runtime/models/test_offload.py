@@ -111,7 +111,7 @@ def test_a_step_with_everything_offloaded_learns_the_same(
         for held in home(offloaded, role).sets.values():
             assert held.buffer.data.untyped_storage().nbytes() == 0
     trainer = offloaded.roles.trainers["actor"]
-    for tensor in (trainer.gradients.data, *trainer.optimizer.kept, *trainer.optimizer.scratch):
+    for tensor in (trainer.gradients.data, *trainer.optimizer.persistent, *trainer.optimizer.workspace):
         assert tensor.untyped_storage().nbytes() == 0
 
 

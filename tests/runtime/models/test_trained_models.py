@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from realrl.checkpoint import huggingface
 from realrl.data.batch import Ragged
-from realrl.engine.model import Model, whole_model
+from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.shape import Head
 from realrl.model.packing import Packing
 from tests.conftest import World, figures, sentence
@@ -20,7 +20,7 @@ TEXTS = [sentence(i, mood) for i in range(25) for mood in ("good", "bad")]
 
 def load(path: Path, head: Head) -> Model:
     shape = huggingface.read_shape(path)
-    model = whole_model(shape, head, dtype=torch.float32, device=torch.device("cpu"))
+    model = make_unsharded_model(shape, head, dtype=torch.float32, device=torch.device("cpu"))
     assert huggingface.load(path, model.shape, model.layout.specs, model.parameters) == []
     return model
 
@@ -58,7 +58,7 @@ def test_saved_scalar_models_score_the_same_in_transformers(
     with torch.no_grad():
         packed = Ragged.of(rows)
         packing = Packing.of(packed.lengths, "cpu")
-        output = model.output(model.forward(packed, packing, None), packed, packing)
+        output = model.compute_output(model.forward(packed, packing, None), packed, packing)
         assert output.values is not None
         ours = torch.stack([values[-1] for values in output.values.split(output.lengths)])
         pad = theirs.config.pad_token_id

@@ -96,7 +96,7 @@ def measured(*sizes: int) -> list[TimedSpan]:
             held = size * KIB
             with timer.instruction(Run("actor.train", "actor", PLACE)):
                 needed = kib(2 * size)
-                timer.turn()
+                timer.fold_allocations()
                 del needed
     (step,) = timer.take()
     return list(step.spans)

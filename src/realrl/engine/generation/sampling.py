@@ -1,11 +1,23 @@
 """Token sampling with counter-based noise: a function of what is sampled, not of a generator's history."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from realrl.recipe.settings import GenerationConfig
 
 _MASK53 = (1 << 53) - 1
+
+
+@dataclass(frozen=True)
+class SamplingSeed:
+    """Seed of the sampling noise, besides the sequence and the position."""
+
+    seed: int
+    step: int
+    first_sequence: int = 0
+    """Number of the sequence whose item is 0; the others follow."""
 
 
 def _signed(value: int) -> int:
@@ -25,7 +37,7 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ shift_right(x, 31)
 
 
-def uniform(seed: int, step: int, sequences: Tensor, positions: Tensor) -> Tensor:
+def compute_uniform(seed: int, step: int, sequences: Tensor, positions: Tensor) -> Tensor:
     """Compute uniform numbers in [0, 1), float64, of the shape of `sequences` and `positions` (int64).
 
     A function of (seed, step, sequence, position) alone: the same under every plan, batch split and restart.
@@ -41,7 +53,7 @@ def sample(logits: Tensor, sampling: GenerationConfig, noise: Tensor) -> tuple[T
     """Sample a token per row. logits: [B, V] float32, noise: [B] in [0, 1).
 
     Returns tokens [B] and their log-probabilities [B] at the temperature, over the whole vocabulary: top-k
-    and top-p choose among tokens, but the trainer knows nothing of them.
+    and top-p choose among tokens, but the trainer's log-probabilities do not depend on them.
     """
     logprobs = (logits / sampling.temperature).log_softmax(-1)
     if sampling.greedy:
@@ -63,7 +75,7 @@ def _restrict(probabilities: Tensor, sampling: GenerationConfig) -> Tensor:
         probabilities = probabilities.masked_fill(probabilities < lowest, 0.0)
     if sampling.top_p < 1:
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        before = ordered.cumsum(-1, dtype=torch.float64) - ordered
-        keep = before < sampling.top_p * ordered.sum(-1, keepdim=True)
+        preceding = ordered.cumsum(-1, dtype=torch.float64) - ordered
+        keep = preceding < sampling.top_p * ordered.sum(-1, keepdim=True)
         probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered * keep)
     return probabilities

@@ -17,7 +17,7 @@ _FORWARD, _BACKWARD, _TOKENS = 1, 2, 3  # tags, where the backend knows them
 
 
 @dataclass(frozen=True)
-class Coming:
+class PendingRecv:
     """Pending receive from another stage."""
 
     work: dist.Work
@@ -40,16 +40,24 @@ class Pipeline:
     """
 
     def __init__(
-        self, group: Group, backward: Group, *, hidden_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        group: Group,
+        reverse_group: Group,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        """`group`: the ranks of the stages, first to last; `backward`: the same ranks over a connection of its
-        own."""
+        """`group`: the ranks of the stages, first to last; `reverse_group`: the same ranks over a connection
+        of its own, for what flows against the stages."""
         self.group = group
-        self._width, self._dtype, self._device = hidden_size, dtype, device
-        self._back = backward.handle
-        self._pending: deque[tuple[dist.Work, Tensor]] = deque()
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._device = device
+        self._reverse = reverse_group.handle
+        self._sends: deque[tuple[dist.Work, Tensor]] = deque()
         if device.type == "cuda" and group.size > 1:
-            self._meet()
+            self._connect()
 
     @property
     def first(self) -> bool:
@@ -61,89 +69,91 @@ class Pipeline:
         """Whether this is the last stage."""
         return self.group.index == self.group.size - 1
 
-    def expect(self, rows: int) -> Coming:
+    def post_recv(self, rows: int) -> PendingRecv:
         """Post the receive of activations of the stage before. [rows, H]"""
-        return self._expect(self._hidden(rows), self.group.index - 1, self.group.handle, _FORWARD)
+        return self._irecv(self._empty_hidden(rows), self.group.index - 1, self.group.handle, _FORWARD)
 
     def send(self, hidden: Tensor) -> None:
         """Send activations to the next stage."""
-        self._post(hidden.detach().contiguous(), self.group.index + 1, self.group.handle, _FORWARD)
+        self._isend(hidden.detach().contiguous(), self.group.index + 1, self.group.handle, _FORWARD)
 
-    def expect_gradient(self, rows: int) -> Coming:
+    def post_recv_gradient(self, rows: int) -> PendingRecv:
         """Post the receive of the gradient of what is sent to the next stage. [rows, H]"""
-        return self._expect(self._hidden(rows), self.group.index + 1, self._back, _BACKWARD)
+        return self._irecv(self._empty_hidden(rows), self.group.index + 1, self._reverse, _BACKWARD)
 
     def send_gradient(self, gradient: Tensor) -> None:
         """Send the gradient of what came from the stage before."""
-        self._post(gradient.contiguous(), self.group.index - 1, self._back, _BACKWARD)
+        self._isend(gradient.contiguous(), self.group.index - 1, self._reverse, _BACKWARD)
 
-    def expect_tokens(self, count: int) -> Coming:
-        """Post the receive of the tokens that `tell` broadcasts. [count] int64"""
+    def post_recv_tokens(self, count: int) -> PendingRecv:
+        """Post the receive of the tokens that `broadcast_tokens` sends. [count] int64"""
         tokens = torch.empty(count, dtype=torch.int64, device=self._device)
-        return self._expect(tokens, self.group.size - 1, self._back, _TOKENS)
+        return self._irecv(tokens, self.group.size - 1, self._reverse, _TOKENS)
 
-    def tell(self, tokens: Tensor) -> None:
+    def broadcast_tokens(self, tokens: Tensor) -> None:
         """Broadcast the sampled tokens from the last stage to all others. [B] int64"""
         for stage in range(self.group.size - 1):
-            self._post(tokens, stage, self._back, _TOKENS)
+            self._isend(tokens, stage, self._reverse, _TOKENS)
 
-    def figures_from_last(self, figures: Metrics) -> Metrics:
+    def broadcast_metrics(self, metrics: Metrics) -> Metrics:
         """Broadcast the last stage's metrics to every stage."""
         if self.group.size == 1:
-            return figures
-        box = [figures.to_plain() if self.last else None]
+            return metrics
+        box = [metrics.to_plain() if self.last else None]
         cpu = torch.device("cpu")
         dist.broadcast_object_list(box, self.group.ranks[-1], group=self.group.handle, device=cpu)
-        assert box[0] is not None, "the last stage has sent its figures"
+        assert box[0] is not None, "the last stage has sent its metrics"
         return Metrics.from_plain(box[0])
 
-    def finish(self) -> None:
+    def wait_sends(self) -> None:
         """Wait until everything sent has left."""
-        while self._pending:
-            self._pending.popleft()[0].wait()
+        while self._sends:
+            self._sends.popleft()[0].wait()
 
-    def _meet(self) -> None:
-        """Exchange something with all stages that messages go to or come from, one pair after the other.
+    def _connect(self) -> None:
+        """Exchange a message with every stage that this one communicates with, one pair after the other.
 
         NCCL connects two ranks at their first message and waits for both of them, which may take forever while a
         receive is under way that one of them will only send for later.
         """
         last = self.group.size - 1
+        # Activations to the next stage, gradients to the one before, tokens from the last stage to all others.
         pairs = [(s, s + 1, self.group.handle) for s in range(last)]
-        pairs += [(s + 1, s, self._back) for s in range(last)]
-        pairs += [(last, s, self._back) for s in range(last - 1)]
-        something = torch.zeros(1, device=self._device)
+        pairs += [(s + 1, s, self._reverse) for s in range(last)]
+        pairs += [(last, s, self._reverse) for s in range(last - 1)]
+        message = torch.zeros(1, device=self._device)
         for sender, receiver, handle in pairs:
             if self.group.index == sender:
-                dist.send(something, self.group.ranks[receiver], group=handle)
+                dist.send(message, self.group.ranks[receiver], group=handle)
             elif self.group.index == receiver:
-                dist.recv(something, self.group.ranks[sender], group=handle)
+                dist.recv(message, self.group.ranks[sender], group=handle)
         torch.cuda.synchronize(self._device)
 
-    def _hidden(self, rows: int) -> Tensor:
-        return torch.empty(rows, self._width, dtype=self._dtype, device=self._device)
+    def _empty_hidden(self, rows: int) -> Tensor:
+        return torch.empty(rows, self._hidden_size, dtype=self._dtype, device=self._device)
 
-    def _expect(self, buffer: Tensor, stage: int, handle: dist.ProcessGroup | None, tag: int) -> Coming:
+    def _irecv(self, buffer: Tensor, stage: int, handle: dist.ProcessGroup | None, tag: int) -> PendingRecv:
         work = dist.irecv(buffer, self.group.ranks[stage], group=handle, tag=tag)
         assert work is not None, "a stage is part of its pipeline"
-        return Coming(work, buffer)
+        return PendingRecv(work, buffer)
 
-    def _post(self, tensor: Tensor, stage: int, handle: dist.ProcessGroup | None, tag: int) -> None:
+    def _isend(self, tensor: Tensor, stage: int, handle: dist.ProcessGroup | None, tag: int) -> None:
         work = dist.isend(tensor, self.group.ranks[stage], group=handle, tag=tag)
         assert work is not None, "a stage is part of its pipeline"
-        self._pending.append((work, tensor))
-        while len(self._pending) > SENDS_PER_STAGE * self.group.size:
-            self._pending.popleft()[0].wait()
+        self._sends.append((work, tensor))
+        while len(self._sends) > SENDS_PER_STAGE * self.group.size:
+            self._sends.popleft()[0].wait()
 
 
-def one_ahead(expect: Callable[[int], Coming], sizes: Iterable[int]) -> Iterator[Tensor]:
+def prefetch_receives(post_recv: Callable[[int], PendingRecv], sizes: Iterable[int]) -> Iterator[Tensor]:
     """Yield received tensors with these numbers of rows, always with the next receive posted."""
-    left = iter(sizes)
-    coming = deque(expect(rows) for rows in islice(left, 1))
+    remaining = iter(sizes)
+    # The first receive is posted at once, not when the first tensor is asked for.
+    pending = deque(post_recv(rows) for rows in islice(remaining, 1))
 
-    def each() -> Iterator[Tensor]:
-        while coming:
-            coming.extend(expect(rows) for rows in islice(left, 1))
-            yield coming.popleft().wait()
+    def receive() -> Iterator[Tensor]:
+        while pending:
+            pending.extend(post_recv(rows) for rows in islice(remaining, 1))
+            yield pending.popleft().wait()
 
-    return each()
+    return receive()

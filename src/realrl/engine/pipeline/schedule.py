@@ -28,7 +28,7 @@ class Action:
             raise ValueError(f"not a pipeline action: {text!r}")
         return cls(int(match[1]), "F" if match[2] == "F" else "B", int(match[3]))
 
-    def needs(self, stages: int) -> tuple["Action", ...]:
+    def list_dependencies(self, stages: int) -> tuple["Action", ...]:
         """Actions that must have ended before this one starts."""
         if self.kind == "F":
             return (Action(self.stage - 1, "F", self.micro_batch),) if self.stage else ()
@@ -42,7 +42,7 @@ Schedule = list[list[Action]]
 """Actions of each stage, in order."""
 
 
-def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
+def make_1f1b_schedule(stages: int, micro_batches: int) -> Schedule:
     """Make a 1F1B schedule (PipeDream-Flush, arXiv 2006.09503).
 
     After a warm-up, each stage alternates, so that stage s never holds activations of more than `stages - s`
@@ -73,7 +73,8 @@ def dry_run(schedule: Schedule) -> int:
         ready = [
             stage
             for stage, actions in enumerate(schedule)
-            if position[stage] < len(actions) and set(actions[position[stage]].needs(len(schedule))) <= done
+            if position[stage] < len(actions)
+            and set(actions[position[stage]].list_dependencies(len(schedule))) <= done
         ]
         started = [schedule[stage][position[stage]] for stage in ready]
         if not ready or done & set(started):

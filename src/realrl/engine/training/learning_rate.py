@@ -5,7 +5,7 @@ import math
 from realrl.recipe.model import OptimizerConfig
 
 
-def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+def compute_learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """Compute the learning rate of a step: linear warm-up, then the schedule to its end.
 
     `step` counts from 0 to `steps`.

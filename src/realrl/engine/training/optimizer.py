@@ -29,92 +29,99 @@ class ShardedAdamW:
         config: OptimizerConfig,
         group: Group,
         *,
-        everyone: Group | None = None,
-        owned: Mapping[str, tuple[int, int]] | None = None,
+        norm_group: Group | None = None,
+        counted: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         """Both buffers must be padded to a multiple of `group.size` times their bucket count. They may be empty, on
         a pipeline stage that has nothing to train.
 
-        The gradient norm is taken over `everyone`, the ranks of all shards of the model, where a rank counts
-        elements `owned[name]`, first and end, of a tensor; by default over `group` and all elements.
+        The gradient norm is taken over `norm_group`, the ranks of all shards of the model, where a rank counts
+        elements `counted[name]`, first and end, of a tensor; by default over `group` and all elements.
         """
-        self._parameters, self._gradients = parameters, gradients.data
-        self._group, self._everyone = group, everyone or group
-        self._clip, self._decay = config.grad_clip, config.weight_decay
+        self._parameters = parameters
+        self._gradients = gradients.data
+        self._group = group
+        self._norm_group = norm_group or group
+        self._clip = config.grad_clip
+        self._decay = config.weight_decay
         self.buckets = parameters.buckets if parameters.tensors else 0
         self.bucket_size = parameters.data.numel() // max(1, self.buckets)
-        self._part = self.bucket_size // group.size
-        mine = parameters.data.new_empty(self.buckets * self._part, dtype=torch.float32)
-        self._gradient, *self._moments = (torch.zeros_like(mine) for _ in range(3))
+        self._part_size = self.bucket_size // group.size
+        local = parameters.data.new_empty(self.buckets * self._part_size, dtype=torch.float32)
+        self._local_gradient, *self._moments = (torch.zeros_like(local) for _ in range(3))
         self._master: Tensor | None = None
         if parameters.data.dtype != torch.float32:
-            self._master = mine
+            self._master = local
             for bucket in range(self.buckets):
-                self._slot(mine, bucket).copy_(self._stored(bucket))
-        self._counted = list(self._counted_parts(owned))
-        self._optimizers = [self._bucket_optimizer(bucket, config) for bucket in range(self.buckets)]
+                self._local_part(local, bucket).copy_(self._local_parameters(bucket))
+        self._norm_parts = list(self._counted_parts(counted))
+        self._optimizers = [self._make_bucket_optimizer(bucket, config) for bucket in range(self.buckets)]
         self._reducing: dict[int, dist.Work | None] = {}
 
     @property
-    def kept(self) -> list[Tensor]:
+    def persistent(self) -> list[Tensor]:
         """Tensors that must survive between steps, besides the parameters themselves."""
         return [*self._moments, *([] if self._master is None else [self._master])]
 
     @property
-    def scratch(self) -> list[Tensor]:
+    def workspace(self) -> list[Tensor]:
         """Tensors that are used only during a step, and overwritten then."""
-        return [self._gradient]
+        return [self._local_gradient]
 
-    def _slot(self, flat: Tensor, bucket: int) -> Tensor:
+    def _local_part(self, flat: Tensor, bucket: int) -> Tensor:
         """A bucket's part of a flat tensor that holds all of this rank's parts."""
-        return flat[bucket * self._part : (bucket + 1) * self._part]
+        return flat[bucket * self._part_size : (bucket + 1) * self._part_size]
 
-    def _begin(self, bucket: int) -> int:
+    def _find_start(self, bucket: int) -> int:
         """Find the start of this rank's part of a bucket in the buffers."""
-        return bucket * self.bucket_size + self._group.index * self._part
+        return bucket * self.bucket_size + self._group.index * self._part_size
 
-    def _stored(self, bucket: int) -> Tensor:
+    def _local_parameters(self, bucket: int) -> Tensor:
         """This rank's part of a bucket of the parameters."""
-        begin = self._begin(bucket)
-        return self._parameters.data[begin : begin + self._part]
+        begin = self._find_start(bucket)
+        return self._parameters.data[begin : begin + self._part_size]
 
-    def _runs(self, bucket: int) -> Iterator[tuple[TensorSpec, int, int]]:
+    def _tensors_in(self, bucket: int) -> Iterator[tuple[TensorSpec, int, int]]:
         """Tensors, or parts of them, in this rank's part of a bucket: which, first element and end in the
         buffers."""
-        begin = self._begin(bucket)
+        begin = self._find_start(bucket)
         for tensor in self._parameters.tensors:
             start = self._parameters.offset(tensor.name)
-            low, high = max(start, begin), min(start + tensor.numel, begin + self._part)
+            low, high = max(start, begin), min(start + tensor.numel, begin + self._part_size)
             if low < high:
                 yield tensor, low, high
 
-    def _counted_parts(self, owned: Mapping[str, tuple[int, int]] | None) -> Iterator[tuple[Tensor, bool]]:
+    def _counted_parts(self, counted: Mapping[str, tuple[int, int]] | None) -> Iterator[tuple[Tensor, bool]]:
         """Views of this rank's gradient whose elements it counts in the norm, and whether they are the head's."""
         for bucket in range(self.buckets):
-            gradient, begin = self._slot(self._gradient, bucket), self._begin(bucket)
-            for tensor, low, high in self._runs(bucket):
-                if owned is not None:
-                    start, (first, end) = self._parameters.offset(tensor.name), owned[tensor.name]
+            gradient = self._local_part(self._local_gradient, bucket)
+            begin = self._find_start(bucket)
+            for tensor, low, high in self._tensors_in(bucket):
+                if counted is not None:
+                    start = self._parameters.offset(tensor.name)
+                    first, end = counted[tensor.name]
                     low, high = max(low, start + first), min(high, start + end)
                 if low < high:
                     yield gradient[low - begin : high - begin], _is_scalar_head(tensor)
 
-    def _bucket_optimizer(self, bucket: int, config: OptimizerConfig) -> torch.optim.AdamW:
+    def _make_bucket_optimizer(self, bucket: int, config: OptimizerConfig) -> torch.optim.AdamW:
         """AdamW over this rank's part of a bucket: pieces with weight decay, pieces without, and the scalar head,
         whose learning rate is its own. The moments of all pieces are views of two flat tensors, which can be
         offloaded in one copy."""
-        begin = self._begin(bucket)
-        values = self._stored(bucket) if self._master is None else self._slot(self._master, bucket)
+        begin = self._find_start(bucket)
+        values = self._local_parameters(bucket)
+        if self._master is not None:
+            values = self._local_part(self._master, bucket)
         pieces: dict[str, list[Tensor]] = {"decay": [], "no decay": [], "head": []}
         state: dict[Tensor, dict[str, Tensor]] = {}
-        for kind, low, high in _merged(
-            (_kind(tensor), low, high) for tensor, low, high in self._runs(bucket)
+        for kind, low, high in _merge_runs(
+            (_find_kind(tensor), low, high) for tensor, low, high in self._tensors_in(bucket)
         ):
             window = slice(low - begin, high - begin)
             piece = torch.nn.Parameter(values[window])
-            piece.grad = self._slot(self._gradient, bucket)[window]
+            piece.grad = self._local_part(self._local_gradient, bucket)[window]
             pieces[kind].append(piece)
-            first, second = (self._slot(moment, bucket)[window] for moment in self._moments)
+            first, second = (self._local_part(moment, bucket)[window] for moment in self._moments)
             step = torch.zeros((), dtype=torch.float32, device=piece.device)
             state[piece] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
         optimizer = torch.optim.AdamW(
@@ -138,7 +145,7 @@ class ShardedAdamW:
         """
         whole = self._gradients[bucket * self.bucket_size : (bucket + 1) * self.bucket_size]
         self._reducing[bucket] = reduce_scatter(
-            self._slot(self._gradient, bucket), whole, self._group, async_op=True
+            self._local_part(self._local_gradient, bucket), whole, self._group, async_op=True
         )
 
     def _finish_reduce(self) -> None:
@@ -162,15 +169,17 @@ class ShardedAdamW:
         self._finish_reduce()
         squares = [
             part.square().sum(dtype=torch.float64) * (head_scale**2 if head else 1.0)
-            for part, head in self._counted
+            for part, head in self._norm_parts
         ]
-        total = torch.stack(squares).sum() if squares else self._gradient.new_zeros((), dtype=torch.float64)
-        norm: float = self._everyone.sum(total).sqrt().item()
+        total = self._local_gradient.new_zeros((), dtype=torch.float64)
+        if squares:
+            total = torch.stack(squares).sum()
+        norm: float = self._norm_group.sum(total).sqrt().item()
         if not isfinite(norm):
             return norm
         self._gradients.zero_()
         if self._clip is not None and norm > self._clip:
-            self._gradient.mul_(self._clip / norm)
+            self._local_gradient.mul_(self._clip / norm)
         gathering = [self._update(bucket, lr, head_scale) for bucket in range(self.buckets)]
         for work in gathering:
             if work is not None:
@@ -179,14 +188,15 @@ class ShardedAdamW:
 
     def _update(self, bucket: int, lr: float, head_scale: float) -> dist.Work | None:
         """Update a bucket and start its all-gather."""
-        optimizer, stored = self._optimizers[bucket], self._stored(bucket)
+        optimizer = self._optimizers[bucket]
+        stored = self._local_parameters(bucket)
         *rest, head = optimizer.param_groups
         for settings in rest:
             settings["lr"] = lr
         head |= {"lr": lr * head_scale, "weight_decay": self._decay / head_scale}
         optimizer.step()
         if self._master is not None:
-            stored.copy_(self._slot(self._master, bucket))
+            stored.copy_(self._local_part(self._master, bucket))
         whole = self._parameters.data[bucket * self.bucket_size : (bucket + 1) * self.bucket_size]
         return all_gather(whole, stored, self._group, async_op=True)
 
@@ -198,7 +208,7 @@ class ShardedAdamW:
         self._gradients.zero_()
 
 
-def _kind(tensor: TensorSpec) -> str:
+def _find_kind(tensor: TensorSpec) -> str:
     if _is_scalar_head(tensor):
         return "head"
     return "decay" if tensor.decay else "no decay"
@@ -208,7 +218,7 @@ def _is_scalar_head(tensor: TensorSpec) -> bool:
     return tensor.parameter == "scalar_head"
 
 
-def _merged(runs: Iterator[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+def _merge_runs(runs: Iterator[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
     """Join neighbouring runs (kind, first, end) of the same kind."""
     joined: list[tuple[str, int, int]] = []
     for kind, low, high in runs:

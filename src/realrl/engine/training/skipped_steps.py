@@ -21,7 +21,10 @@ class SkippedStepsError(Exception):
 
     def __init__(self, call: str, what: str, quantity: str, minibatch: Batch | None) -> None:
         super().__init__(f"{call}: {what}: {quantity} is not finite")
-        self.call, self.what, self.quantity, self.minibatch = call, what, quantity, minibatch
+        self.call = call
+        self.what = what
+        self.quantity = quantity
+        self.minibatch = minibatch
 
 
 class SkippedSteps:
@@ -32,23 +35,27 @@ class SkippedSteps:
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
-        self._in_a_row = self._calls = self._calls_in_a_row = self._applied = 0
+        self._in_a_row = 0
+        self._calls = 0
+        self._calls_in_a_row = 0
+        self._applied = 0
         self._call = ""
         self._by_quantity = Counter[str]()
         self._last: tuple[str, Batch | None] | None = None
 
-    def begin(self, call: str) -> None:
+    def begin_call(self, call: str) -> None:
         """Begin a train call of this name."""
-        self._call, self._applied = call, 0
+        self._call = call
+        self._applied = 0
         self._by_quantity.clear()
         self._last = None
 
-    def applied(self) -> None:
+    def count_applied(self) -> None:
         """Count an applied step."""
         self._in_a_row = 0
         self._applied += 1
 
-    def skipped(self, quantity: str, minibatch: Batch | None) -> None:
+    def count_skipped(self, quantity: str, minibatch: Batch | None) -> None:
         """Count a skipped step; SkippedStepsError where it is once too often in a row."""
         self._in_a_row += 1
         self._by_quantity[quantity] += 1
@@ -56,7 +63,7 @@ class SkippedSteps:
         if self._in_a_row == self._limit:
             raise self._error(f"{self._in_a_row} optimizer steps in a row were skipped")
 
-    def end(self) -> dict[str, int]:
+    def end_call(self) -> dict[str, int]:
         """End a train call: its metrics by name. SkippedStepsError after too many calls with skipped steps."""
         self._calls += 1
         self._calls_in_a_row = self._calls_in_a_row + 1 if self._by_quantity else 0
@@ -64,8 +71,8 @@ class SkippedSteps:
             raise self._error(
                 f"optimizer steps were skipped in {self._calls_in_a_row} training steps in a row"
             )
-        figures = {"skipped_steps": self._by_quantity.total()}
-        return figures | {f"skipped_for/{name}": count for name, count in self._by_quantity.items()}
+        total = {"skipped_steps": self._by_quantity.total()}
+        return total | {f"skipped_for/{name}": count for name, count in self._by_quantity.items()}
 
     def check(self) -> None:
         """Check that training makes progress; else SkippedStepsError.
@@ -84,40 +91,40 @@ class SkippedSteps:
         return SkippedStepsError(self._call, what, *self._last)
 
 
-def first_not_finite(model: Model, minibatch: Batch, figures: Metrics, gradients: FlatBuffer) -> str:
+def find_first_not_finite(model: Model, minibatch: Batch, metrics: Metrics, gradients: FlatBuffer) -> str:
     """Find the first quantity that is not finite on any rank.
 
-    In the order of computation: what the mini-batch holds, parameters, figures of the loss, gradients. The same on
-    every rank of the model. figures: those of this mini-batch on all ranks; gradients: accumulated by this rank,
+    In the order of computation: what the mini-batch holds, parameters, metrics of the loss, gradients. The same on
+    every rank of the model. metrics: those of this mini-batch on all ranks; gradients: accumulated by this rank,
     not yet added up.
     """
     # Every rank has the same names in the same order, so that the place among them says which it is.
-    names = list(_names(model, minibatch, figures))
-    suspects = _suspects(model, minibatch, figures, gradients)
-    mine = next((place for place, finite in enumerate(suspects) if not finite), len(names))
-    first = gradients.data.new_tensor(float(mine))
-    place = -int(model.parallel.everyone.max(-first))
+    names = list(_list_names(model, minibatch, metrics))
+    all_are_finite = _check_finite(model, minibatch, metrics, gradients)
+    local_place = next((place for place, finite in enumerate(all_are_finite) if not finite), len(names))
+    first_place = gradients.data.new_tensor(float(local_place))
+    place = -int(model.groups.mesh.max(-first_place))
     return names[place] if place < len(names) else "the gradient norm"
 
 
-def _names(model: Model, minibatch: Batch, figures: Metrics) -> Iterator[str]:
+def _list_names(model: Model, minibatch: Batch, metrics: Metrics) -> Iterator[str]:
     yield from minibatch.fields
     for spec in model.layout.specs:
         yield f"parameter {spec.name}"
-    yield from figures.means
+    yield from metrics.means
     for spec in model.layout.specs:
         yield f"the gradient of {spec.name}"
 
 
-def _suspects(model: Model, minibatch: Batch, figures: Metrics, gradients: FlatBuffer) -> Iterator[bool]:
-    """Check whether each of `_names` is finite, as far as this rank holds it."""
-    held = {tensor.name for tensor in model.parameters.tensors}
+def _check_finite(model: Model, minibatch: Batch, metrics: Metrics, gradients: FlatBuffer) -> Iterator[bool]:
+    """Check whether each of `_list_names` is finite, as far as this rank holds it."""
+    local_names = {tensor.name for tensor in model.parameters.tensors}
     for field in minibatch.fields.values():
         yield all_finite(field.values)
     for spec in model.layout.specs:
-        yield spec.name not in held or all_finite(model.parameters[spec.name])
-    results = figures.result()
-    for name in figures.means:
+        yield spec.name not in local_names or all_finite(model.parameters[spec.name])
+    results = metrics.result()
+    for name in metrics.means:
         yield isfinite(results[name])
     for spec in model.layout.specs:
         yield spec.name not in gradients or all_finite(gradients[spec.name])

@@ -10,13 +10,13 @@ from torch import Tensor
 from realrl.algorithms.method import Metrics, TrainMethod
 from realrl.data.batch import Batch
 from realrl.engine.flat import FlatBuffer
-from realrl.engine.model import Model, item_tokens, reduce_metrics
+from realrl.engine.model import Model, count_item_tokens, reduce_metrics
 from realrl.engine.offload import Offloadable
-from realrl.engine.pipeline.schedule import one_forward_one_backward
-from realrl.engine.training.early_reduce import EarlyReduce
-from realrl.engine.training.gradients import complete_gradients, needs_completion, owned
+from realrl.engine.pipeline.schedule import make_1f1b_schedule
+from realrl.engine.training.grad_reduce import OverlappedGradReduce
+from realrl.engine.training.gradients import finalize_model_grads, find_counted_elements, needs_finalization
 from realrl.engine.training.optimizer import ShardedAdamW
-from realrl.engine.training.skipped_steps import SkippedSteps, first_not_finite
+from realrl.engine.training.skipped_steps import SkippedSteps, find_first_not_finite
 from realrl.model.packing import Packing
 from realrl.recipe.model import OptimizerConfig
 
@@ -36,13 +36,14 @@ class Trainer:
         assert len(names) == 1, f"a trainer updates one parameter set, not {', '.join(names) or 'none'}"
         (self.parameter_set,) = names
         trained = model.sets[self.parameter_set]
-        parameters, parallel = trained.buffer, model.parallel
+        parameters = trained.buffer
+        groups = model.groups
         first = min(stage for stages in trained.layout.stages for stage in stages)
-        self._learns = model.shard.pp_index >= first
+        self._has_backward = model.shard.pp_index >= first
         """Whether this pipeline stage, or one before it, has something to train."""
-        self._passes_back = model.shard.pp_index > first
+        self._sends_gradients = model.shard.pp_index > first
         """Whether one before it has."""
-        multiple = parallel.data.size * parameters.buckets
+        multiple = groups.data.size * parameters.buckets
         self.gradients = FlatBuffer(parameters.tensors, torch.float32, model.device, multiple_of=multiple)
         for name, parameter in model.transformer.named_parameters():
             parameter.requires_grad_(model.transformer.sources[name][0] in parameters)
@@ -55,14 +56,16 @@ class Trainer:
             parameters,
             self.gradients,
             config,
-            parallel.data,
-            everyone=parallel.everyone,
-            owned={tensor.name: owned(model, tensor) for tensor in parameters.tensors},
+            groups.data,
+            norm_group=groups.mesh,
+            counted={tensor.name: find_counted_elements(model, tensor) for tensor in parameters.tensors},
         )
-        self._early = (
-            None if needs_completion(model, trained) else EarlyReduce(model, self.gradients, self.optimizer)
+        self._grad_reduce = (
+            None
+            if needs_finalization(model, trained)
+            else OverlappedGradReduce(model, self.gradients, self.optimizer)
         )
-        self.memory = Offloadable(self.optimizer.kept, [self.gradients.data, *self.optimizer.scratch])
+        self.memory = Offloadable(self.optimizer.persistent, [self.gradients.data, *self.optimizer.workspace])
         """Memory that training needs besides the parameters."""
 
     def train(
@@ -72,45 +75,49 @@ class Trainer:
         minibatches: Sequence[Sequence[int]],
         *,
         lr: float,
-        budget: int,
+        max_tokens: int,
         recompute: bool = False,
-        turn: Callable[[], None] = lambda: None,
+        after_pass: Callable[[], None] = lambda: None,
         call: str = "train",
     ) -> Metrics:
         """Run a train call on this rank's items.
 
         `minibatches` are positions in `batch`, as many and in the same order on every rank of the group.
-        `budget` is the most tokens of a micro-batch; with `recompute` only inputs of layers are kept of it.
-        `turn` is called after each of its passes. `call` is its name, for errors.
+        `max_tokens` is the limit of a micro-batch; with `recompute` only inputs of layers are kept of it.
+        `after_pass` is called after each forward and each backward pass of a micro-batch. `call` is the name of the
+        call, for errors.
         Losses are sums divided by their global weight, so neither micro-batches nor any parallelism change
-        them. An optimizer step whose gradient is not finite is skipped. Returns figures added up over data-parallel
+        them. An optimizer step whose gradient is not finite is skipped. Returns metrics added up over data-parallel
         ranks: the method's own, `grad_norm` (mean over the steps that were not skipped), `skipped_steps` (their
         number), `skipped_for/QUANTITY` (by what was not finite first) and `learning_rate`.
 
         Raises SkippedStepsError, on every rank, when too many steps in a row were skipped.
         """
-        model, data = self.model, self.model.parallel.data
+        model = self.model
+        data = model.groups.data
         batch, metrics = method.prepare(batch.to(model.device), data.sum)
         reduce_metrics(metrics, data, model.device)
         steps = [positions for _ in range(method.epochs) for positions in minibatches]
-        self._skipped.begin(call)
+        self._skipped.begin_call(call)
         for positions in steps:
             minibatch = batch.select(positions)
-            figures = self._gradients(minibatch, method, budget, recompute, turn)
-            metrics.update(figures)
-            if method.stop(figures.result()):
+            minibatch_metrics = self._accumulate_gradients(
+                minibatch, method, max_tokens, recompute, after_pass
+            )
+            metrics.update(minibatch_metrics)
+            if method.stop(minibatch_metrics.result()):
                 self.optimizer.discard()
                 break
-            complete_gradients(model, self.gradients)
+            finalize_model_grads(model, self.gradients)
             norm = self.optimizer.step(lr, head_scale=method.head_scale)
             if isfinite(norm):
-                self._skipped.applied()
+                self._skipped.count_applied()
                 metrics.mean("grad_norm", torch.tensor(norm), 1)
             else:
-                quantity = first_not_finite(model, minibatch, figures, self.gradients)
+                quantity = find_first_not_finite(model, minibatch, minibatch_metrics, self.gradients)
                 self.optimizer.discard()
-                self._skipped.skipped(quantity, self._kept(minibatch))
-        for name, count in self._skipped.end().items():
+                self._skipped.count_skipped(quantity, self._copy_for_report(minibatch))
+        for name, count in self._skipped.end_call().items():
             metrics.mean(name, torch.tensor(float(count)), 1)
         metrics.mean("learning_rate", torch.tensor(lr), 1)
         metrics.update(method.finish())
@@ -120,43 +127,49 @@ class Trainer:
         """Check that the last training step was applied; SkippedStepsError, see `SkippedSteps.check`."""
         self._skipped.check()
 
-    def _kept(self, minibatch: Batch) -> Batch | None:
-        """A mini-batch as it is kept; None where another rank has the same, as tensor ranks and stages do."""
-        first = self.model.parallel.tensor.index == 0 and self.model.shard.last
+    def _copy_for_report(self, minibatch: Batch) -> Batch | None:
+        """Copy a mini-batch to the host; None where another rank has the same, as other TP ranks and stages do."""
+        first = self.model.groups.tensor.index == 0 and self.model.shard.last
         return minibatch.to(torch.device("cpu")) if first else None
 
-    def _gradients(
-        self, batch: Batch, method: TrainMethod, budget: int, recompute: bool, turn: Callable[[], None]
+    def _accumulate_gradients(
+        self,
+        batch: Batch,
+        method: TrainMethod,
+        max_tokens: int,
+        recompute: bool,
+        after_pass: Callable[[], None],
     ) -> Metrics:
         """Accumulate the gradient of one mini-batch; its metrics over data-parallel ranks, on every stage."""
         model = self.model
         weight = torch.tensor(float(method.weight(batch)), device=model.device)
-        weight = model.parallel.data.sum(weight)
-        weight = torch.where(weight > 0, weight, 1.0)  # losses of nothing add up to 0
-        costs = item_tokens(batch, method.sequences(batch))
-        parts = model.split(costs, budget)
+        weight = model.groups.data.sum(weight)
+        weight = torch.where(weight > 0, weight, 1.0)  # without weight, all losses are 0
+        costs = count_item_tokens(batch, method.sequences(batch))
+        parts = model.split_micro_batches(costs, max_tokens)
         tokens = [sum(costs[i] for i in positions) for positions in parts]
-        received = model.received(tokens)
-        stage, stages = model.parallel.pipeline.index, model.parallel.pipeline.size
-        gradients = model.received_gradients(tokens) if self._learns else None
-        figures = Metrics()
+        received = model.receive_activations(tokens)
+        stage = model.groups.pipeline.index
+        stages = model.groups.pipeline.size
+        gradients = model.receive_gradients(tokens) if self._has_backward else None
+        metrics = Metrics()
         passes: dict[int, _Pass] = {}
-        actions = one_forward_one_backward(stages, len(parts))[stage]
+        actions = make_1f1b_schedule(stages, len(parts))[stage]
         for action in actions:
-            if action is actions[-1] and self._early is not None:
-                self._early.arm()
+            if action is actions[-1] and self._grad_reduce is not None:
+                self._grad_reduce.start_last_backward()
             if action.kind == "F":
                 part = batch.select(parts[action.micro_batch])
-                done = self._forward(part, method, next(received), weight, figures, recompute)
-                if self._learns:
+                done = self._forward(part, method, next(received), weight, metrics, recompute)
+                if self._has_backward:
                     passes[action.micro_batch] = done
-                del done  # what a stage without a backward pass has sent is of no use here
+                del done  # without a backward pass nothing needs it; it is freed before the next micro-batch
             elif gradients is not None:
                 self._backward(passes.pop(action.micro_batch), next(gradients))
-            turn()
-        model.pipeline.finish()
-        reduce_metrics(figures, model.parallel.data, model.device)
-        return model.pipeline.figures_from_last(figures)
+            after_pass()
+        model.pipeline.wait_sends()
+        reduce_metrics(metrics, model.groups.data, model.device)
+        return model.pipeline.broadcast_metrics(metrics)
 
     def _forward(
         self,
@@ -164,26 +177,26 @@ class Trainer:
         method: TrainMethod,
         received: Tensor | None,
         weight: Tensor,
-        figures: Metrics,
+        metrics: Metrics,
         recompute: bool,
     ) -> "_Pass":
         model = self.model
         rows = method.sequences(part)
         packing = Packing.of(rows.lengths, model.device)
         if received is not None:
-            received.requires_grad_(self._passes_back)
+            received.requires_grad_(self._sends_gradients)
         hidden = model.forward(rows, packing, received, recompute=recompute)
         if not model.shard.last:
             model.pipeline.send(hidden)
             return _Pass(received, hidden)
-        output = model.output(hidden, rows, packing, entropy=method.entropy)
-        loss, part_figures = method.loss(part, output)
-        figures.update(part_figures)
+        output = model.compute_output(hidden, rows, packing, entropy=method.entropy)
+        loss, part_metrics = method.loss(part, output)
+        metrics.update(part_metrics)
         return _Pass(received, loss / weight)
 
     def _backward(self, done: "_Pass", gradient: Tensor | None) -> None:
         done.result.backward(gradient)
-        if self._passes_back:
+        if self._sends_gradients:
             assert done.received is not None and done.received.grad is not None, (
                 "every stage depends on the one before it"
             )

@@ -126,8 +126,8 @@ class StepTimer:
         self._spans.append(TimedSpan(call, start, end, alone=True))
         self._spans.append(TimedSpan(waiting_for(call), *waited, alone=True))
 
-    def turn(self) -> None:
-        """Register a decode step, or one pass of a micro-batch in one direction.
+    def fold_allocations(self) -> None:
+        """Fold the allocations of a decode step, or of a micro-batch's pass in one direction, into their peak.
 
         Each makes some 140 allocations per layer; keeping those of a whole call would take too much memory.
         """

@@ -15,7 +15,7 @@ from realrl.engine.flat import FlatBuffer
 from realrl.engine.local_set import LocalSet, Parameters
 from realrl.engine.model import Model
 from realrl.engine.offload import Offloadable
-from realrl.engine.parallel import parallel
+from realrl.engine.parallel_groups import select_groups
 from realrl.engine.training.trainer import Trainer
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head
@@ -135,7 +135,7 @@ class Roles:
         model = Model(
             self._layout(role, placement),
             rank,
-            parallel(placement, rank, self._groups),
+            select_groups(placement, rank, self._groups),
             dtype=self._dtype(role, placement),
             device=self._process.device,
             temperature=self._temperature,

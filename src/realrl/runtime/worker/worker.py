@@ -18,7 +18,8 @@ from realrl.algorithms.method import (
 from realrl.data.batch import Batch
 from realrl.dataflow.call import Call, Kind
 from realrl.engine.finite import NotFiniteError
-from realrl.engine.generation.generate import Noise, generate
+from realrl.engine.generation.generator import generate
+from realrl.engine.generation.sampling import SamplingSeed
 from realrl.program.instructions import (
     Feed,
     Instruction,
@@ -45,13 +46,13 @@ from realrl.runtime.worker.trace_recorder import Trace
 
 @dataclass(frozen=True)
 class StepInput:
-    """Inputs of a step besides parameters: records, noise, and learning rates by role.
+    """Inputs of a step besides parameters: records, seed of sampling, and learning rates by role.
 
     `evaluation` is for a step that trains nothing.
     """
 
     records: Batch
-    noise: Noise
+    sampling_seed: SamplingSeed
     rates: Mapping[str, float]
     further: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Fields of the records that no key is made of, where a function runs: name -> a value per item."""
@@ -68,10 +69,10 @@ class _Step:
     figures: dict[str, Metrics]
     """By call."""
 
-    def turn(self) -> None:
-        """A token has been generated, or a micro-batch has gone through the model one way."""
+    def after_pass(self) -> None:
+        """Note that a token has been generated, or a micro-batch has passed through the model in one direction."""
         if self.timer is not None:
-            self.timer.turn()
+            self.timer.fold_allocations()
 
 
 class Worker:
@@ -128,13 +129,13 @@ class Worker:
                 continue
             text = format_instruction(instruction)
             measured = nullcontext() if timer is None else timer.instruction(instruction)
-            with self._trace.slice(text, step=step.noise.step) as details, measured:
+            with self._trace.slice(text, step=step.sampling_seed.step) as details, measured:
                 function = self._needed(instruction)
                 if function is not None:
                     details["waiting"] = self._collect(function, now)
                 handlers[type(instruction)](instruction)
         for function in self._functions.running:
-            with self._trace.slice(f"wait for {function}", step=step.noise.step):
+            with self._trace.slice(f"wait for {function}", step=step.sampling_seed.step):
                 self._collect(function, now)
         self._exchange.finish()
         return now.figures
@@ -146,7 +147,7 @@ class Worker:
         further = now.input.further if call.record_fields else {}
         fields = {name: [values[item] for item in batch.ids] for name, values in further.items()}
         inputs = FunctionInput(batch, fields, self._tokenizer)
-        self._functions.start(run, cast(FunctionMethod, method), inputs, now.input.noise.step)
+        self._functions.start(run, cast(FunctionMethod, method), inputs, now.input.sampling_seed.step)
 
     def _needed(self, instruction: Instruction) -> str | None:
         """The function running here whose outputs or figures an instruction hands on, if there is one."""
@@ -175,12 +176,13 @@ class Worker:
     def _run(self, run: Run, now: _Step) -> None:
         """Execute a call of a model."""
         assert run.role is not None, "functions are started"
-        store, step, turn = now.store, now.input, now.turn
+        store = now.store
+        step = now.input
         call = store.graph.call(run.call)
         dp = run.placement.dp_index(self._process.rank)
         batch = store.batch(call, dp)
         model = self._roles.model(run.role, run.placement)
-        budget = run.placement.strategy.micro_batch_tokens
+        max_tokens = run.placement.strategy.micro_batch_tokens
         method = self._algorithm.method(call.name)
         if call.kind is Kind.GENERATE:
             assert isinstance(method, GenerateMethod)
@@ -190,16 +192,16 @@ class Worker:
                     batch,
                     method.prompts,
                     sampling=method.eval_sampling if step.evaluation else method.sampling,
-                    ends=self._ends,
-                    noise=step.noise,
-                    budget=budget,
-                    turn=turn,
+                    stop_token_ids=self._ends,
+                    seed=step.sampling_seed,
+                    kv_capacity=max_tokens,
+                    after_step=now.after_pass,
                 )
             except NotFiniteError as error:
                 raise NotFiniteError(f"{call.name}: {error}") from None
         elif call.kind is Kind.INFERENCE:
             metrics: Metrics
-            batch, metrics = model.infer(batch, cast(InferenceMethod, method), budget, turn)
+            batch, metrics = model.infer(batch, cast(InferenceMethod, method), max_tokens, now.after_pass)
             now.figures[call.name] = metrics
         else:
             assert call.kind is Kind.TRAIN, f"{call.name} is a function"
@@ -215,8 +217,8 @@ class Worker:
             cast(TrainMethod, self._algorithm.method(call.name)),
             [[position[item] for item in minibatch] for minibatch in minibatches],
             lr=now.input.rates[call.model_role],
-            budget=run.placement.strategy.micro_batch_tokens,
+            max_tokens=run.placement.strategy.micro_batch_tokens,
             recompute=run.placement.strategy.recompute,
-            turn=now.turn,
+            after_pass=now.after_pass,
             call=call.name,
         )

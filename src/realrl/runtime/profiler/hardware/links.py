@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from realrl.engine.pipeline.messages import Pipeline, one_ahead
+from realrl.engine.pipeline.messages import Pipeline, prefetch_receives
 from realrl.model.group import Group, all_gather, reduce_scatter
 from realrl.planner.profile.profile import CollectiveKind
 from realrl.runtime.processes.process import Process
@@ -20,18 +20,18 @@ _MOMENT = 0.5e-3
 On a CPU, threads that have waited for so long sleep, and take a while to wake up.
 """
 _SQUARE = torch.ones(64, 64)
-_TURNS, _AT_ONCE = 8, 2
+_ROUNDS, _AT_ONCE = 8, 2
 """Number of messages of a measurement, and how many are in flight while ranks compute."""
 
 
 class GroupLinks:
     """Links of one group of ranks, as this rank uses them together with the others."""
 
-    def __init__(self, group: Group, backward: Group, clock: Clock, products: int) -> None:
+    def __init__(self, group: Group, reverse_group: Group, clock: Clock, products: int) -> None:
         """`products`: number of matrix products that each rank computes before it communicates."""
         self._group = group
         self._clock = clock
-        self._pair = Pipeline(group, backward, hidden_size=1, dtype=torch.float32, device=clock.device)
+        self._pair = Pipeline(group, reverse_group, hidden_size=1, dtype=torch.float32, device=clock.device)
         self._products = products
 
     def collectives(self, number_bytes: int) -> Mapping[CollectiveKind, float]:
@@ -67,29 +67,31 @@ class GroupLinks:
             begin = clock.now()
             self._go_round(message, 1)
             (seconds,) = clock.between(begin, clock.now())
-            return {"send": seconds / _TURNS / 2}
+            return {"send": seconds / _ROUNDS / 2}
         begin = clock.now()
-        for _ in range(_TURNS):
+        for _ in range(_ROUNDS):
             self._compute()
         middle = clock.now()
         self._go_round(message, _AT_ONCE)
         computed, seconds = clock.between(begin, middle, clock.now())
         # The second rank cannot begin before the first one has computed for the first time.
-        return {"send": (seconds - computed * (_TURNS + 1) / _TURNS) / _TURNS}
+        return {"send": (seconds - computed * (_ROUNDS + 1) / _ROUNDS) / _ROUNDS}
 
     def _go_round(self, message: Tensor, at_once: int) -> None:
         """Send messages to the second rank and back; both compute before they send."""
         pair = self._pair
         send: Callable[[Tensor], None] = pair.send if pair.first else pair.send_gradient
-        coming = one_ahead(pair.expect_gradient if pair.first else pair.expect, [len(message)] * _TURNS)
-        for turn in range(_TURNS):
-            if turn >= at_once or not pair.first:
-                next(coming)
+        received = prefetch_receives(
+            pair.post_recv_gradient if pair.first else pair.post_recv, [len(message)] * _ROUNDS
+        )
+        for round_number in range(_ROUNDS):
+            if round_number >= at_once or not pair.first:
+                next(received)
             self._compute()
             send(message)
-        for _ in coming:
+        for _ in received:
             pass
-        pair.finish()
+        pair.wait_sends()
 
     def _compute(self) -> None:
         """Compute for a moment, as ranks do between collectives."""
@@ -135,10 +137,10 @@ def _links(process: Process, rank_sets: list[tuple[int, ...]], clock: Clock) -> 
     products = _moment(process)
     groups = process.groups(rank_sets)
     # A connection of its own for what flows back.
-    backward = process.groups([ranks[::-1] for ranks in rank_sets])
+    reverse_groups = process.groups([ranks[::-1] for ranks in rank_sets])
     if not groups:
         return None
-    return GroupLinks(next(iter(groups.values())), next(iter(backward.values())), clock, products)
+    return GroupLinks(next(iter(groups.values())), next(iter(reverse_groups.values())), clock, products)
 
 
 def measure_message(links: GroupLinks | None, number_bytes: int) -> Mapping[CollectiveKind, float]:

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from realrl.data.batch import Ragged
-from realrl.engine.generation.generate import Continuation, Noise, generate
+from realrl.engine.generation.decode_batch import DecodeBatch
+from realrl.engine.generation.generator import generate
+from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model
 from realrl.model.cache import KVCache
 from realrl.model.packing import Packing
@@ -18,9 +20,9 @@ from realrl.runtime.profiler.points.clock import Clock, Moment
 from realrl.runtime.profiler.points.layer_timer import LayerTimer
 from realrl.runtime.profiler.points.records import make_records
 
-TURNS = 8
+DECODE_STEPS = 8
 """Number of tokens decoded in one measurement."""
-_NOISE = Noise(0, 0)
+_SEED = SamplingSeed(0, 0)
 _NO_ENDS = (-1,)
 """Token that is never sampled, so that no sequence ends early."""
 
@@ -48,22 +50,24 @@ class Decoding:
             batch,
             "prompts",
             sampling=sampling,
-            ends=_NO_ENDS,
-            noise=_NOISE,
-            budget=2 * tokens,
+            stop_token_ids=_NO_ENDS,
+            seed=_SEED,
+            kv_capacity=2 * tokens,
         )
         end = clock.now()
         ((*marks,),) = self._layer_timer.passes
         before, *layers, after = clock.between(begin, *marks, end)
         return {"start": before + find_first_extra(layers) + after, "prefill": find_typical(layers)}
 
-    def turn(self, rows: int, context: int) -> Mapping[LayerKind, float]:
+    def measure_step(self, rows: int, context: int) -> Mapping[LayerKind, float]:
         """Measure the seconds of one decode step of `rows` sequences, which have about `context` tokens each."""
         clock = self._clock
         prompts = Ragged(torch.zeros(rows, dtype=torch.int64), (1,) * rows)
         ids = torch.arange(rows, device=self._model.device)
-        cached = max(1, context - TURNS // 2)
-        running = _Cached(self._model, prompts, ids, self._limited(TURNS + 1), cached, clock)
+        cached = max(1, context - DECODE_STEPS // 2)
+        running = _CachedDecodeBatch(
+            self._model, prompts, ids, self._limited(DECODE_STEPS + 1), cached, clock
+        )
         self._layer_timer.clear()
         for _ in running.run():
             pass
@@ -71,13 +75,13 @@ class Decoding:
         layers = [clock.between(*marks) for marks in passes]
         # The first pass has no gap before it: its tokens are sampled from the pretended prefill.
         gaps = [
-            clock.between(before[-1], drawn, after[0])
-            for before, drawn, after in zip(passes, running.drawn[1:], passes[1:], strict=False)
+            clock.between(before[-1], sampled, after[0])
+            for before, sampled, after in zip(passes, running.sampled[1:], passes[1:], strict=False)
         ]
         return {
             "decode": median(sum(times) / len(times) for times in layers),
             "sample": median(sample for sample, _ in gaps),
-            "turn": median(turn for _, turn in gaps),
+            "turn": median(rest for _, rest in gaps),
         }
 
     def _limited(self, tokens: int) -> GenerationConfig:
@@ -87,8 +91,8 @@ class Decoding:
         return self._sampling.model_copy(update=limits)
 
 
-class _Cached(Continuation):
-    """Continuation of sequences that are in the KV cache already."""
+class _CachedDecodeBatch(DecodeBatch):
+    """Decode batch of sequences that are in the KV cache already."""
 
     def __init__(
         self,
@@ -99,15 +103,15 @@ class _Cached(Continuation):
         cached: int,
         clock: Clock,
     ) -> None:
-        super().__init__(model, prompts, ids, sampling, _NO_ENDS, _NOISE)
+        super().__init__(model, prompts, ids, sampling=sampling, stop_token_ids=_NO_ENDS, seed=_SEED)
         self._cached = cached
         self._clock = clock
-        self.drawn: list[Moment] = []
+        self.sampled: list[Moment] = []
         """Moments at which the tokens of each decode step had been sampled."""
 
-    def _record(self, chosen: Tensor, slots: Tensor, position: int) -> None:
-        self.drawn.append(self._clock.now())
-        super()._record(chosen, slots, position)
+    def _record(self, tokens: Tensor, rows: Tensor, position: int) -> None:
+        self.sampled.append(self._clock.now())
+        super()._record(tokens, rows, position)
 
     def prefill(self) -> tuple[Tensor, KVCache]:
         """Make a KV cache that claims to hold the sequences."""

@@ -74,7 +74,7 @@ class Passes:
         trainer = self._trainer
         self._layer_timer.clear()
         whole = [list(range(len(batch)))]
-        trainer.train(batch, self._training, whole, lr=1e-6, budget=len(batch["sequences"].values))
+        trainer.train(batch, self._training, whole, lr=1e-6, max_tokens=len(batch["sequences"].values))
         ((*marks,),), back = self._layer_timer.passes, self._layer_timer.backward
         before, *forward, head = clock.between(trainer.begun, *marks, back[0])
         *backward, embedding, after = clock.between(*back, trainer.left, trainer.ended)
@@ -119,15 +119,15 @@ class _Trainer(Trainer):
         super().__init__(model, OptimizerConfig())
         self._clock = clock
         # Without other ranks, overlapped gradient reduction would only add copies to the timed backward pass.
-        self._early = None
+        self._grad_reduce = None
         self.begun: Moment = 0.0
         self.left: Moment = 0.0
         """Moment at which the last backward pass had ended."""
         self.ended: Moment = 0.0
 
-    def _gradients(self, *args: Any, **options: Any) -> Metrics:
+    def _accumulate_gradients(self, *args: Any, **options: Any) -> Metrics:
         self.begun = self._clock.now()
-        metrics = super()._gradients(*args, **options)
+        metrics = super()._accumulate_gradients(*args, **options)
         self.ended = self._clock.now()
         return metrics
 

@@ -18,7 +18,7 @@ from realrl.planner.profile.profile import LayerKind, Measurement
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.profiler.hardware.memory import Update
-from realrl.runtime.profiler.models.decoding import TURNS, Decoding
+from realrl.runtime.profiler.models.decoding import DECODE_STEPS, Decoding
 from realrl.runtime.profiler.models.passes import (
     UNLIKE,
     Passes,
@@ -130,7 +130,7 @@ class ShapeMeasurements:
             if first:
                 # They do not depend on the context.
                 blanks += _blanks(("turn", "sample"), tp=tp, sequences=rows)
-            return Point(blanks, lambda: decoding().turn(rows, context), rows, layers * TURNS)
+            return Point(blanks, lambda: decoding().measure_step(rows, context), rows, layers * DECODE_STEPS)
 
         for i, (context, group) in enumerate(_by_length(self.sizes.turns())):
             yield [point(rows, context, first=i == 0) for rows in group]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from realrl.engine.model import Model
-from realrl.engine.parallel import Parallel
+from realrl.engine.parallel_groups import ParallelGroups
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Init
 from realrl.layout.layout import build_layout
@@ -36,11 +36,13 @@ def make_tensor_rank(
     shape = shape.model_copy(update={"layers": layers})
     placement = Placement(Mesh(0, tp), Strategy(1, tp))
     rank = max(range(tp), key=lambda t: (len(Shard(shape, head, tp, t).queries), -t))
-    one = make_single_rank_group(rank)
-    tensor = _Silent(placement.ranks, rank) if tp > 1 else one
-    parallel = Parallel(data=one, tensor=tensor, pipeline=one, backward=one, everyone=one, ends=None)
-    whole = build_layout(shape, head, placement)
-    model = Model(whole, rank, parallel, dtype=dtype, device=device)
+    single = make_single_rank_group(rank)
+    tensor = _Silent(placement.ranks, rank) if tp > 1 else single
+    groups = ParallelGroups(
+        data=single, tensor=tensor, pipeline=single, reverse_pipeline=single, mesh=single, embedding=None
+    )
+    layout = build_layout(shape, head, placement)
+    model = Model(layout, rank, groups, dtype=dtype, device=device)
     # Numbers like those of a model, drawn where they are needed: on a CPU it would take minutes for a large one.
     for part in model.sets.values():
         part.buffer.data.normal_(0.0, shape.init_std)

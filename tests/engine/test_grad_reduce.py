@@ -5,7 +5,7 @@ import torch
 
 from realrl.algorithms.sft.method import SFTTrain
 from realrl.data.batch import Batch, Ragged
-from realrl.engine.model import whole_model
+from realrl.engine.model import make_unsharded_model
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape
 from realrl.layout import limits
@@ -24,7 +24,7 @@ BATCH = Batch(
 
 def learn(started: list[int]) -> torch.Tensor:
     """Parameters after two steps of several micro-batches; notes the buckets started before each update."""
-    model = whole_model(SHAPE, "lm", dtype=torch.float32, device=torch.device("cpu"))
+    model = make_unsharded_model(SHAPE, "lm", dtype=torch.float32, device=torch.device("cpu"))
     initialise(model.parameters, model.layout.specs, SHAPE, 1)
     trainer = Trainer(model, OptimizerConfig(lr=1e-2, grad_clip=None))
     start, step = trainer.optimizer.start_reduce, trainer.optimizer.step
@@ -39,7 +39,7 @@ def learn(started: list[int]) -> torch.Tensor:
 
     trainer.optimizer.start_reduce, trainer.optimizer.step = note_start, note_step  # type: ignore[method-assign]
     for _ in range(2):
-        trainer.train(BATCH, SFTTrain(), [list(range(6))], lr=1e-2, budget=20)
+        trainer.train(BATCH, SFTTrain(), [list(range(6))], lr=1e-2, max_tokens=20)
     return model.sets["base"].buffer.data[: sum(t.numel for t in model.parameters.tensors)].clone()
 
 

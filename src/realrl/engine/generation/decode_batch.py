@@ -1,0 +1,180 @@
+"""Decode batch: prefill and decode steps of prompts that share one KV cache."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from realrl.data.batch import Ragged
+from realrl.engine.finite import NotFiniteLogitsError, all_finite
+from realrl.engine.generation.sampling import SamplingSeed, compute_uniform, sample
+from realrl.engine.model import Model
+from realrl.engine.pipeline.messages import PendingRecv
+from realrl.layout.limits import COMPACTION_SHARE
+from realrl.model.cache import KVCache
+from realrl.model.packing import Packing
+from realrl.recipe.settings import GenerationConfig
+
+
+class DecodeBatch:
+    """Prompts that share one KV cache, as one stage of a pipeline sees them.
+
+    A row is a prompt with its continuation. `active_rows` are the indices of those that still run: row i of the
+    cache belongs to prompt active_rows[i].
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: Ragged,
+        ids: Tensor,
+        *,
+        sampling: GenerationConfig,
+        stop_token_ids: tuple[int, ...],
+        seed: SamplingSeed,
+    ) -> None:
+        """`ids`: [B] int64, numbers of the items, by which their sampling noise differs."""
+        self.model = model
+        self.prompts = prompts
+        self.ids = ids
+        self.sampling = sampling
+        self.seed = seed
+        device = model.device
+        count = len(prompts)
+        limit = sampling.max_new_tokens
+        self.stop_token_ids = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(count, limit, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(count, limit, dtype=torch.float32, device=device)
+        self.lengths = torch.full((count,), limit, device=device)
+        self.finished = torch.zeros(count, dtype=torch.bool, device=device)
+        self._prompt_recv: PendingRecv | None = None
+
+    def post_prompt_recv(self) -> None:
+        """Post the receive of prompts on the last stage, before any other decode batch takes its next step.
+
+        Messages come in the order of steps, and a stage posts the receives of one step during the step before.
+        Stages between the first and the last know only in their step how many rows of a batch are active.
+        """
+        if self.model.pipeline.last and not self.model.pipeline.first:
+            self._prompt_recv = self.model.pipeline.post_recv(len(self.prompts.values))
+
+    @torch.no_grad()
+    def run(self) -> Iterator[None]:
+        """Yield once per token, when this stage has sent its part and posted its next receive.
+
+        The last stage samples and broadcasts the tokens; the others send hidden states on and receive the tokens.
+        """
+        model = self.model
+        pipeline = model.pipeline
+        hidden, cache = self.prefill()
+        active_rows = torch.arange(len(self.prompts), device=model.device)
+        for position in range(self.sampling.max_new_tokens):
+            if pipeline.last:
+                tokens = self._sample(model.transformer.compute_logits(hidden), active_rows, position)
+                pipeline.broadcast_tokens(tokens)
+            else:
+                pipeline.send(hidden)
+                token_recv = pipeline.post_recv_tokens(len(active_rows))
+                yield
+                tokens = token_recv.wait()
+            self._record(tokens, active_rows, position)
+            active_rows, tokens = self._compact(active_rows, tokens, cache, position)
+            receives = len(active_rows) > 0 and not pipeline.first
+            hidden_recv = pipeline.post_recv(len(active_rows)) if receives else None
+            if pipeline.last:
+                yield
+            if len(active_rows) == 0:
+                return
+            hidden = model.transformer.decode(tokens if hidden_recv is None else hidden_recv.wait(), cache)
+
+    def _compact(
+        self, active_rows: Tensor, tokens: Tensor, cache: KVCache, position: int
+    ) -> tuple[Tensor, Tensor]:
+        """Remove finished rows from the cache where it pays; return the rows that run on and their last tokens."""
+        if position + 1 == self.sampling.max_new_tokens:
+            return active_rows[:0], tokens[:0]
+        # Finished rows cost as much as others until they are removed; removing them copies the cache, and on a GPU
+        # deciding whether to makes the host wait.
+        if active_rows.device.type != "cpu" and position % 16 != 15:
+            return active_rows, tokens
+        unfinished = ~self.finished[active_rows]
+        remaining = int(unfinished.sum())
+        if remaining > COMPACTION_SHARE * len(active_rows):
+            return active_rows, tokens
+        kept = unfinished.nonzero().squeeze(-1)
+        if remaining:
+            cache.keep(kept)
+        return active_rows[kept], tokens[kept]
+
+    def prefill(self) -> tuple[Tensor, KVCache]:
+        """Compute the hidden states of the prompts and their KV cache.
+
+        Hidden states are [T, H], on the last stage those of each prompt's last token, [B, H].
+        """
+        model = self.model
+        prompts = self.prompts
+        packing = Packing.of(prompts.lengths, model.device)
+        cache = KVCache(
+            layers=len(model.shard.layers),
+            kv_heads=model.transformer.cache_kv_heads,
+            head_dim=model.shape.head_dim,
+            rows=len(prompts),
+            max_tokens=max(prompts.lengths) + self.sampling.max_new_tokens,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        if model.pipeline.first:
+            x = prompts.values.to(model.device)
+        else:
+            pending, self._prompt_recv = self._prompt_recv, None
+            if pending is None:
+                pending = model.pipeline.post_recv(len(prompts.values))
+            x = pending.wait()
+        hidden = model.transformer.prefill(x, packing, cache)
+        if model.pipeline.last:
+            hidden = hidden[torch.tensor(prompts.offsets[1:], device=model.device) - 1]
+        return hidden, cache
+
+    def _sample(self, logits: Tensor, rows: Tensor, position: int) -> Tensor:
+        """Sample the next token of `rows` and record its log-probability. logits: [len(rows), V]"""
+        allowed = logits
+        if position < self.sampling.min_new_tokens:
+            allowed = logits.index_fill(-1, self.stop_token_ids, -torch.inf)
+        sequences = self.seed.first_sequence + self.ids[rows]
+        positions = torch.full_like(rows, position)
+        noise = compute_uniform(self.seed.seed, self.seed.step, sequences, positions)
+        tokens, logprobs = sample(allowed, self.sampling, noise)
+        if allowed is not logits:
+            # Training knows of no forbidden tokens: log-probabilities are those of the whole vocabulary.
+            scaled = (logits / self.sampling.temperature).log_softmax(-1)
+            logprobs = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        self.logprobs[rows, position] = logprobs
+        return tokens
+
+    def _record(self, tokens: Tensor, rows: Tensor, position: int) -> None:
+        """Record the sampled tokens of `rows`, and which of them end their sequences."""
+        self.tokens[rows, position] = tokens
+        ended = (tokens.unsqueeze(-1) == self.stop_token_ids).any(-1) & ~self.finished[rows]
+        self.lengths[rows] = torch.where(ended, position + 1, self.lengths[rows])
+        self.finished[rows] |= ended
+
+    def results(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """List per prompt its sequence, aligned log-probabilities, and whether it ended by itself.
+
+        NotFiniteLogitsError if a logit was not finite. Only here, since looking at each token makes a GPU wait.
+        """
+        tokens = self.tokens.cpu()
+        logprobs = self.logprobs.cpu()
+        finished = self.finished.tolist()
+        lengths = self.lengths.tolist()
+        for i, length in enumerate(lengths):
+            if not all_finite(logprobs[i, :length]):
+                position = int((~logprobs[i].isfinite()).nonzero()[0])
+                raise NotFiniteLogitsError(position, self.seed.first_sequence + int(self.ids[i]))
+        for i, prompt in enumerate(self.prompts.rows()):
+            prompt_logprobs = torch.zeros(len(prompt))
+            yield (
+                torch.cat([prompt.cpu(), tokens[i, : lengths[i]]]),
+                torch.cat([prompt_logprobs, logprobs[i, : lengths[i]]]),
+                finished[i],
+            )
