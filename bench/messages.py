@@ -1,11 +1,11 @@
-"""What two ranks on a CPU wait for each other.
+"""Waiting times of two ranks on a CPU for each other.
 
-With threads that preempt each other and with such that wait to be scheduled (`runtime.process`), and with messages
-that are asked for when they are needed and such that are expected meanwhile (`engine.pipeline`).
+With threads that preempt each other and with such that wait to be scheduled (`runtime.processes.process`), and with
+receives that are posted when their messages are needed and such that are posted ahead (`engine.pipeline`).
 
 An all-reduce of 16 KiB follows half a millisecond of products, as in tensor-parallel decoding. A pipeline of two
-stages has two continuations under way; a turn computes for two milliseconds on each stage, and what it takes beyond
-that is shown. Variants take turns; figures are medians of their means.
+stages has two decode batches under way; a step computes for two milliseconds on each stage, and what it takes
+beyond that is shown. Variants take turns; figures are medians of their means.
 
     OMP_NUM_THREADS=1 python bench/messages.py [--json FILE] [--rounds 5]
 """
@@ -29,7 +29,7 @@ from realrl.runtime.processes import process
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, STORE_VARIABLE, leave
 from realrl.runtime.processes.process import Process, connect
 
-ROWS, WIDTH, TURNS = 32, 128, 200
+ROWS, WIDTH, STEPS = 32, 128, 200
 SQUARE = torch.ones(64, 64)
 
 
@@ -50,39 +50,39 @@ def all_reduce(one: Process) -> float:
     """Seconds, on average, on the first rank."""
     group = one.groups([(0, 1)])[0, 1]
     tensor, products, waited = torch.ones(ROWS, WIDTH), products_in(0.5e-3), 0.0
-    for _ in range(TURNS):
+    for _ in range(STEPS):
         compute(products)
         begin = time.perf_counter()
         group.sum(tensor)
         waited += time.perf_counter() - begin
-    return waited / TURNS
+    return waited / STEPS
 
 
-def turn(one: Process, *, early: bool) -> float:
-    """Seconds of a turn beyond what each stage computes in it."""
+def measure_step(one: Process, *, ahead: bool) -> float:
+    """Seconds of a decode step beyond what each stage computes in it."""
     groups = one.groups([(0, 1), (1, 0)])
     pair = Pipeline(
         groups[0, 1], groups[1, 0], hidden_size=WIDTH, dtype=torch.float32, device=torch.device("cpu")
     )
     products, hidden = products_in(2e-3), torch.ones(ROWS, WIDTH)
     begin = time.perf_counter()
-    for _ in range(TURNS):
+    for _ in range(STEPS):
         compute(products)
     computed = time.perf_counter() - begin
     one.gather(None)
     begin = time.perf_counter()
-    expect = pair.post_recv_gradient if pair.first else pair.post_recv
-    sizes = [ROWS] * TURNS
-    coming = prefetch_receives(expect, sizes) if early else (expect(rows).wait() for rows in sizes)
-    for i in range(TURNS):
+    post_recv = pair.post_recv_gradient if pair.first else pair.post_recv
+    sizes = [ROWS] * STEPS
+    received = prefetch_receives(post_recv, sizes) if ahead else (post_recv(rows).wait() for rows in sizes)
+    for i in range(STEPS):
         if not pair.first or i >= 2:
-            next(coming)
+            next(received)
         compute(products)
         (pair.send if pair.first else pair.send_gradient)(hidden)
-    for _ in coming:
+    for _ in received:
         pass
     pair.wait_sends()
-    return (time.perf_counter() - begin - computed) / TURNS
+    return (time.perf_counter() - begin - computed) / STEPS
 
 
 def rank(variant: str) -> None:
@@ -92,8 +92,8 @@ def rank(variant: str) -> None:
     with connect("cpu") as one:
         figures = {
             "all_reduce_s": all_reduce(one),
-            "turn_asked_for_s": turn(one, early=False),
-            "turn_expected_s": turn(one, early=True),
+            "step_posted_late_s": measure_step(one, ahead=False),
+            "step_posted_ahead_s": measure_step(one, ahead=True),
         }
     if one.rank == 0:
         print(json.dumps(figures), flush=True)
