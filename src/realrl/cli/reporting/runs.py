@@ -25,7 +25,7 @@ class MetricLine:
 
     step: int
     kind: str
-    figures: dict[str, float | None]
+    metrics: dict[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -48,29 +48,29 @@ class FinishedRun:
     samples: tuple[tuple[Sample, ...], ...]
     seconds: float
 
-    def series(self, kind: LineKind, figure: str) -> tuple[list[int], list[float]]:
+    def series(self, kind: LineKind, metric: str) -> tuple[list[int], list[float]]:
         """List the steps and values of a metric, given by its name or by what follows its last slash."""
-        points = [(line.step, _find(line.figures, figure)) for line in self.lines if line.kind == kind]
+        points = [(line.step, _find(line.metrics, metric)) for line in self.lines if line.kind == kind]
         known = [(step, value) for step, value in points if value is not None]
         return [step for step, _ in known], [value for _, value in known]
 
-    def first_and_last(self, figure: str) -> tuple[float | None, float | None] | None:
+    def first_and_last(self, metric: str) -> tuple[float | None, float | None] | None:
         """Find a metric at the first and the last evaluation; None if no evaluation has it.
 
         A value is None where it was not finite.
         """
-        evaluations = (line.figures for line in self.lines if line.kind == "eval")
-        values = [figures[name] for figures in evaluations if (name := _name(figures, figure))]
+        evaluations = (line.metrics for line in self.lines if line.kind == "eval")
+        values = [metrics[name] for metrics in evaluations if (name := _name(metrics, metric))]
         return (values[0], values[-1]) if values else None
 
 
-def _name(figures: dict[str, float | None], figure: str) -> str | None:
-    return next((name for name in figures if name == figure or name.endswith("/" + figure)), None)
+def _name(metrics: dict[str, float | None], metric: str) -> str | None:
+    return next((name for name in metrics if name == metric or name.endswith("/" + metric)), None)
 
 
-def _find(figures: dict[str, float | None], figure: str) -> float | None:
-    name = _name(figures, figure)
-    return None if name is None else figures[name]
+def _find(metrics: dict[str, float | None], metric: str) -> float | None:
+    name = _name(metrics, metric)
+    return None if name is None else metrics[name]
 
 
 def read_runs(directories: Sequence[str]) -> dict[str, FinishedRun]:
@@ -106,7 +106,7 @@ def _read_run(path: Path) -> FinishedRun:
         raise UserError(f"{path}: {_describe_unfinished(path)}")
     with _naming_config(path):
         spec = find_algorithm(read_yaml(str(path / "config.yaml"))["algorithm"])[0]
-    lines = (MetricLine(row["step"], row["kind"], row["figures"]) for row in _rows(path / "metrics.jsonl"))
+    lines = (MetricLine(row["step"], row["kind"], row["metrics"]) for row in _rows(path / "metrics.jsonl"))
     names = (*spec.sample_keys, "judge")
     samples = (
         tuple(

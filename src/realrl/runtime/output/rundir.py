@@ -17,6 +17,7 @@ from realrl.config.user_code import find_source
 from realrl.plan.plan import Plan
 from realrl.program.instructions import Program
 from realrl.program.text import format_program
+from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import dump_experiment
@@ -104,7 +105,7 @@ class RunDirectory:
 
         RunError, with no part of the line left, when it cannot be written.
         """
-        line = {"step": step, "kind": kind, "seconds": round(seconds, 4), "figures": _finite(metrics)}
+        line = {"step": step, "kind": kind, "seconds": round(seconds, 4), "metrics": _finite(metrics)}
         rest = (json.dumps(line) + "\n").encode()
         # A buffer would be written once more when the file is closed.
         with self.writing(self._metrics), self._metrics.open("ab", buffering=0) as file:
@@ -172,7 +173,7 @@ def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
         file = None if reference is None or "." not in reference else find_source(reference)
         if file is not None:
             yield name, str(file)
-    for role in experiment.spec.roles_of(experiment):
+    for role in get_spec(experiment).roles_of(experiment):
         config = getattr(experiment.models, role)
         for field in ("path", "tokenizer"):
             if getattr(config, field) is not None:
