@@ -37,9 +37,9 @@ TINY = ModelShape.model_validate(SHAPE)
 CPU = torch.device("cpu")
 SHARED = {"prepare", "optimizer"}
 BY_DEGREE = {
-    *("enter", "enter_backward", "forward", "backward", "head", "head_backward"),
+    *("embed", "embed_backward", "forward", "backward", "head", "head_backward"),
     *(
-        "bucket_enter",
+        "bucket_embed",
         "bucket",
         "bucket_backward",
         "scalar",
@@ -47,7 +47,7 @@ BY_DEGREE = {
         "prefill",
         "start",
         "decode",
-        "turn",
+        "decode_overhead",
         "sample",
     ),
 }

@@ -17,10 +17,10 @@ from realrl.model.attention import decode_attention, split_heads, varlen_attenti
 from realrl.model.cache import KVCache
 from realrl.model.group import Group
 from realrl.model.logprobs import compute_token_logprobs
-from realrl.model.ops import apply_rotary_emb, linear, matmul_nt, rms_norm, swiglu
+from realrl.model.ops import linear, matmul_nt, rms_norm, swiglu
 from realrl.model.packing import Packing
 from realrl.model.recompute import checkpoint_activations
-from realrl.model.rotary import build_rotary_tables, compute_inverse_frequencies
+from realrl.model.rotary import apply_rotary_emb, build_rotary_tables, compute_inverse_frequencies
 from realrl.model.tensor_parallel import TensorParallel
 
 AttentionFunction = Callable[[int, Tensor], Tensor]
