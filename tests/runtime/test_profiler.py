@@ -205,7 +205,7 @@ def test_a_tp_rank_alone_computes_with_its_own_shard(head: str, tp: int) -> None
     assert len(times) == 6
     if head == "lm":
         hidden = torch.zeros(3, TINY.hidden_size)
-        assert model.transformer.logits(hidden).shape == (3, TINY.vocab_size)
+        assert model.transformer.compute_logits(hidden).shape == (3, TINY.vocab_size)
 
 
 ONCE = Pace(1, 0.0, (1, 1), limit=15.0, total=60.0)
