@@ -93,9 +93,9 @@ def load_data(
     stop_token_ids: tuple[int, ...],
     functions: Mapping[str, FunctionMethod],
 ) -> tuple[Dataset, Dataset | None]:
-    """Load training and evaluation records, tokenized; `stop_token_ids` are the ids that end a sequence,
-    `functions` those
-    that this rank calls.
+    """Load training and evaluation records, tokenized.
+
+    `stop_token_ids` are the ids that end a sequence, `functions` those that this rank calls.
 
     UserError names the record that is wrong, or the role whose model is declared for shorter sequences, or what a
     function needs of records that they do not have.
