@@ -190,6 +190,8 @@ def test_modules_that_promise_it_load_no_torch() -> None:
 
 ASKS = {"realrl.recipe.algorithm"}
 """May ask of what class a recipe is: whether it is one at all."""
+SHARED = ("policy", "rewards")
+"""Folders of parts that any algorithm may use."""
 STANDS_IN = "realrl.runtime.profiler.models.passes"
 """Measures any model with the methods of PPO."""
 
@@ -219,7 +221,7 @@ def test_only_an_algorithm_imports_its_own_modules() -> None:
         own = ".".join(name.split(".")[:3])
         for imported in imports(path):
             parts = imported.split(".")
-            of_one = package(imported) == "algorithms" and len(parts) > 3
+            of_one = package(imported) == "algorithms" and len(parts) > 3 and parts[2] not in SHARED
             assert not of_one or own == ".".join(parts[:3]) or name == STANDS_IN, f"{name}: {imported}"
 
 

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realrl.algorithms.ppo.losses import approximate_kl, policy_loss, value_loss
+from realrl.algorithms.policy.losses import approximate_kl, compute_policy_loss
+from realrl.algorithms.ppo.losses import value_loss
 
 number = st.floats(-3, 3, width=32)
 triples = st.lists(st.tuples(number, number, number), min_size=1, max_size=12)
@@ -20,7 +21,7 @@ def columns(rows: list[tuple[float, float, float]]) -> tuple[torch.Tensor, torch
 @given(triples, st.sampled_from([0.1, 0.2, 0.5]))
 def test_policy_loss_is_the_clipped_surrogate(rows: list[tuple[float, float, float]], clip: float) -> None:
     new, old, advantages = columns(rows)
-    result = policy_loss(logprobs=new, old_logprobs=old, advantages=advantages, clip=clip)
+    result = compute_policy_loss(log_ratio=new - old, advantages=advantages, clip_low=clip, clip_high=clip)
     for i, (n, o, a) in enumerate(rows):
         ratio = math.exp(n - o)
         surrogate = min(ratio * a, min(max(ratio, 1 - clip), 1 + clip) * a)
@@ -36,8 +37,8 @@ def test_gradient_stops_exactly_where_clipping_decides(
     log_ratio: float, advantage: float, clipped: bool
 ) -> None:
     new = torch.tensor([log_ratio], requires_grad=True)
-    result = policy_loss(
-        logprobs=new, old_logprobs=torch.zeros(1), advantages=torch.tensor([advantage]), clip=0.2
+    result = compute_policy_loss(
+        log_ratio=new, advantages=torch.tensor([advantage]), clip_low=0.2, clip_high=0.2
     )
     result.loss.sum().backward()
     assert result.clipped.tolist() == [clipped]
@@ -46,7 +47,7 @@ def test_gradient_stops_exactly_where_clipping_decides(
 
 def test_a_huge_ratio_does_not_poison_the_gradient() -> None:
     new = torch.tensor([200.0, -0.5], requires_grad=True)
-    result = policy_loss(logprobs=new, old_logprobs=torch.zeros(2), advantages=torch.ones(2), clip=0.2)
+    result = compute_policy_loss(log_ratio=new, advantages=torch.ones(2), clip_low=0.2, clip_high=0.2)
     result.loss.sum().backward()
     assert new.grad.isfinite().all()
 

@@ -16,12 +16,15 @@ from ppo_reference import (
 )
 
 from realrl.algorithms.method import Metrics
+from realrl.algorithms.policy.graph import make_eval_graph
+from realrl.algorithms.policy.inference import RefInference
 from realrl.algorithms.ppo.actor import ActorTrain
 from realrl.algorithms.ppo.config import PPOConfig
 from realrl.algorithms.ppo.critic import CriticTrain
-from realrl.algorithms.ppo.graph import eval_graph, train_graph
-from realrl.algorithms.ppo.inference import CriticInference, RefInference, RewardInference
+from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.ppo.inference import CriticInference
 from realrl.algorithms.ppo.method import PPOAlgorithm
+from realrl.algorithms.rewards.inference import RewardInference
 from realrl.data.batch import Batch
 from realrl.recipe.settings import GenerationConfig
 
@@ -32,7 +35,7 @@ EVERYTHING = PPOConfig(kl=ADAPTIVE, value_norm="running", missing_eos_penalty=0.
 def algorithm(config: PPOConfig) -> PPOAlgorithm:
     return PPOAlgorithm(
         graph=train_graph(minibatches=config.minibatches),
-        eval_graph=eval_graph(),
+        eval_graph=make_eval_graph(),
         config=config,
         generation=GenerationConfig(temperature=0.8),
     )
@@ -245,7 +248,7 @@ def test_state_survives_a_restart_even_onto_other_ranks(trained_here: list[str])
 
 
 def call_inputs(batch: Batch, call: str, *, evaluation: bool) -> Batch:
-    graph = eval_graph() if evaluation else train_graph(minibatches=1)
+    graph = make_eval_graph() if evaluation else train_graph(minibatches=1)
     return Batch(batch.ids, {key: batch[key] for key in graph.call(call).inputs})
 
 
@@ -253,7 +256,7 @@ def test_inference_calls_turn_model_outputs_into_keys() -> None:
     items, model = random_items(10, 5), TableModel()
     batch = to_batch(items)
     logprobs, values = model.table.detach().tolist()
-    score = RewardInference(PPOConfig()).outputs(batch, model(batch["sequences"]))["score"]
+    score = RewardInference().outputs(batch, model(batch["sequences"]))["score"]
     assert score.values.tolist() == pytest.approx([values[i.tokens[-1]] for i in items])
     ref = RefInference().outputs(batch, model(batch["sequences"]))["ref_logprobs"]
     assert ref.values.tolist() == pytest.approx([logprobs[t] for i in items for t in i.tokens])
@@ -266,7 +269,7 @@ def test_evaluation_reports_score_length_and_kl_from_its_own_keys() -> None:
     items = random_items(11, 5)
     batch = to_batch(items)
     reward = call_inputs(batch, "reward.inference", evaluation=True).with_fields(score=batch["score"])
-    assert RewardInference(PPOConfig(truncated="score")).metrics(reward).result() == pytest.approx(
+    assert RewardInference().metrics(reward).result() == pytest.approx(
         {
             "score": sum(i.score for i in items) / 5,
             "response_tokens": sum(len(i.actions) for i in items) / 5,
@@ -284,7 +287,7 @@ def test_inference_calls_of_a_training_step_do_with_what_the_graph_gives_them() 
     ref = call_inputs(batch, "ref.inference", evaluation=False).with_fields(
         ref_logprobs=batch["ref_logprobs"]
     )
-    assert RewardInference(PPOConfig()).metrics(reward).result() == {}
+    assert RewardInference().metrics(reward).result() == {}
     assert RefInference().metrics(ref).result() == {}
 
 

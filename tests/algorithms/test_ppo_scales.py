@@ -15,12 +15,14 @@ from ppo_reference import (
 )
 
 from realrl.algorithms.method import ModelOutput
+from realrl.algorithms.policy.graph import make_eval_graph
+from realrl.algorithms.policy.inference import RefInference
 from realrl.algorithms.ppo.actor import ActorTrain
 from realrl.algorithms.ppo.config import PPOConfig
 from realrl.algorithms.ppo.critic import CriticTrain
-from realrl.algorithms.ppo.graph import eval_graph, train_graph
-from realrl.algorithms.ppo.inference import RefInference, RewardInference
+from realrl.algorithms.ppo.graph import train_graph
 from realrl.algorithms.ppo.method import PPOAlgorithm
+from realrl.algorithms.rewards.inference import RewardInference
 from realrl.data.batch import Batch, Ragged
 from realrl.recipe.settings import GenerationConfig
 
@@ -30,7 +32,7 @@ ADAPTIVE = {"coef": 0.3, "adaptive": True, "target": 2.0, "horizon": 100}
 def make_algorithm(config: PPOConfig, **sampling: float) -> PPOAlgorithm:
     return PPOAlgorithm(
         graph=train_graph(minibatches=config.minibatches),
-        eval_graph=eval_graph(),
+        eval_graph=make_eval_graph(),
         config=config,
         generation=GenerationConfig(**sampling),
     )
@@ -124,7 +126,8 @@ def test_score_is_that_of_the_sequences_it_is_trained_on() -> None:
         batch, mean = to_batch(items), sum(i.score for i in counted) / len(counted)
         _, metrics = ActorTrain(config).prepare(batch, alone)
         assert metrics.result()["score"] == pytest.approx(mean, rel=1e-5)
-        assert RewardInference(config).metrics(batch).result()["score"] == pytest.approx(mean, rel=1e-5)
+        evaluated = RewardInference(finished_only=truncated == "bootstrap").metrics(batch).result()
+        assert evaluated["score"] == pytest.approx(mean, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@ import pytest
 import torch
 from ppo_reference import alone, mean_and_std, on_ranks
 
-from realrl.algorithms.ppo.config import KLConfig
-from realrl.algorithms.ppo.kl import KLController, token_kl
-from realrl.algorithms.ppo.normalization import ReturnScale, global_moments, whiten
+from realrl.algorithms.policy.config import KLConfig
+from realrl.algorithms.policy.kl import KLController, token_kl
+from realrl.algorithms.policy.normalization import global_moments, whiten
+from realrl.algorithms.ppo.return_scale import ReturnScale
 
 
 def numbers(seed: int, count: int, *, shift: float = 3.0) -> list[float]:

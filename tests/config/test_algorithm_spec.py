@@ -100,7 +100,7 @@ def roles(**changes: RoleSpec) -> dict[str, RoleSpec]:
         (
             PPO,
             {"roles": roles(critic=RoleSpec("scalar", "reward", optional=True, weights_else="actor"))},
-            "roles: critic: is optional, so PPOModels.critic needs the default None",
+            "roles: critic: is optional, so PPOModels.critic needs a default, and may be None",
         ),
         (PPO, {"optional_calls": "reward.function"}, "optional_calls: a tuple of names of calls is needed"),
         (

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from realrl.algorithms.ppo.graph import eval_graph
+from realrl.algorithms.policy.graph import make_eval_graph
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.dataflow.text import format_graph
@@ -96,7 +96,7 @@ def test_text_names_every_call_with_where_its_inputs_come_from() -> None:
 
 
 def test_text_of_an_evaluation_calls_a_role_frozen_only_where_training_does_not_train_it() -> None:
-    text = format_graph(eval_graph(), ["actor", "critic"])
+    text = format_graph(make_eval_graph(), ["actor", "critic"])
     assert "generate, role actor" in text and "inference, frozen role reward" in text
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from realrl.algorithms.ppo.graph import eval_graph, train_graph
+from realrl.algorithms.policy.graph import make_eval_graph
+from realrl.algorithms.ppo.graph import train_graph
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
@@ -68,8 +69,8 @@ def test_a_function_has_nothing_to_keep_or_offload(key: str) -> None:
 
 def test_evaluation_calls_a_function_where_training_does() -> None:
     plan = make_plan("separate", GRAPH, Cluster(1, 2), 1024)
-    found = plan.evaluation(eval_graph(reward="reward.py:score"), GRAPH)
+    found = plan.evaluation(make_eval_graph(reward="reward.py:score"), GRAPH)
     assert found[NAME] == plan[NAME]
-    own = plan.evaluation(eval_graph(reward="reward.py:score"), train_graph(minibatches=2))
+    own = plan.evaluation(make_eval_graph(reward="reward.py:score"), train_graph(minibatches=2))
     assert own[NAME] == function_placement(Mesh(0, 2))
     assert isinstance(own, Plan)

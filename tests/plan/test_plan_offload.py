@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from realrl.algorithms.ppo.graph import eval_graph, train_graph
+from realrl.algorithms.policy.graph import make_eval_graph
+from realrl.algorithms.ppo.graph import train_graph
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -27,7 +28,7 @@ def test_offload_settings_round_trip_through_a_plan_file(tmp_path: Path, chosen:
 
 
 def test_evaluation_offloads_only_roles_it_has() -> None:
-    evaluation = plan(("critic", "ref"), ("actor", "critic")).evaluation(eval_graph(), GRAPH)
+    evaluation = plan(("critic", "ref"), ("actor", "critic")).evaluation(make_eval_graph(), GRAPH)
     assert (evaluation.offload, evaluation.offload_optimizer) == (("ref",), ("actor",))
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from realrl.algorithms.ppo.graph import eval_graph, train_graph
+from realrl.algorithms.policy.graph import make_eval_graph
+from realrl.algorithms.ppo.graph import train_graph
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
@@ -119,7 +120,7 @@ def test_a_short_function_costs_a_step_nothing() -> None:
 
 
 def test_a_function_nobody_reads_is_waited_for_at_the_end_of_the_step() -> None:
-    graph = eval_graph(reward="reward.py:score")
+    graph = make_eval_graph(reward="reward.py:score")
     placements = {
         call.name: function_placement(Mesh(0, 1)) if call.is_function else Placement(Mesh(0, 1), Strategy(1))
         for call in graph.calls

@@ -65,7 +65,8 @@ def _generate_problem(
     """What is wrong with the method of a generate call; None if nothing is."""
     if not isinstance(method, GenerateMethod):
         return "needs a GenerateMethod"
-    if (method.sampling, method.eval_sampling) != (sampling, eval_sampling):
+    greedy = method.sampling.greedy and method.eval_sampling.greedy
+    if not greedy and (method.sampling, method.eval_sampling) != (sampling, eval_sampling):
         return "samples otherwise than generation and eval_generation of the description say"
     return None
 

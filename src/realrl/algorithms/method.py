@@ -84,11 +84,11 @@ class Metrics:
 
 @dataclass(frozen=True)
 class GenerateMethod:
-    """Method of a `generate` call: continues `prompts`, and yields `outputs`, renamed from the engine's keys.
+    """Method of a `generate` call: continues `prompts`, and yields the call's outputs.
 
-    The engine yields sequences (prompt and continuation), logprobs (aligned with sequences, 0 on the prompt),
-    prompt_length and finished (1 where the sequence ends with end-of-sequence, else 0). Steps of evaluation
-    sample as `eval_sampling` says.
+    These are sequences (prompt and continuation), logprobs (aligned with sequences, 0 on the prompt),
+    prompt_length and finished (1 where the sequence ends with end-of-sequence, else 0), each with the call's
+    prefix. Steps of evaluation sample as `eval_sampling` says.
     """
 
     sampling: GenerationConfig
@@ -162,17 +162,17 @@ class FunctionInput:
     tokenizer: Any
     """The tokenizer of the run."""
 
-    def prompts(self) -> list[str]:
-        """Decode prompts, without special tokens; of `sequences`, cut at `prompt_length`."""
-        return [self._text(row[:cut]) for row, cut in self._cuts()]
+    def prompts(self, prefix: str = "") -> list[str]:
+        """Decode prompts, without special tokens; of `sequences`, cut at `prompt_length`, both with `prefix`."""
+        return [self._text(row[:cut]) for row, cut in self._cuts(prefix)]
 
-    def completions(self) -> list[str]:
+    def completions(self, prefix: str = "") -> list[str]:
         """Decode completions, without special tokens: what follows the prompts."""
-        return [self._text(row[cut:]) for row, cut in self._cuts()]
+        return [self._text(row[cut:]) for row, cut in self._cuts(prefix)]
 
-    def _cuts(self) -> Iterator[tuple[list[int], int]]:
-        lengths = self.batch["prompt_length"].values.tolist()
-        for row, cut in zip(self.batch["sequences"].rows(), lengths, strict=True):
+    def _cuts(self, prefix: str) -> Iterator[tuple[list[int], int]]:
+        lengths = self.batch[f"{prefix}prompt_length"].values.tolist()
+        for row, cut in zip(self.batch[f"{prefix}sequences"].rows(), lengths, strict=True):
             yield row.tolist(), int(cut)
 
     def _text(self, ids: list[int]) -> str:

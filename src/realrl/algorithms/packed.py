@@ -25,16 +25,21 @@ class Responses:
     lengths: tuple[int, ...]
 
     @classmethod
-    def of(cls, sequences: Ragged, prompt_length: Ragged) -> "Responses":
-        """Find the responses. sequences: N rows of tokens; prompt_length: N rows of one number."""
+    def of(cls, sequences: Ragged, prompt_length: Ragged, *, kept: Tensor | None = None) -> "Responses":
+        """Find the responses. sequences: N rows of tokens; prompt_length: N rows of one number.
+
+        kept: [N] nonzero for sequences that count; the others have no response tokens here. None for all.
+        """
         device = sequences.values.device
         lengths = torch.tensor(sequences.lengths, dtype=torch.long, device=device)
         starts = torch.tensor(sequences.offsets[:-1], dtype=torch.long, device=device)
         prompt = prompt_length.values.clamp(min=1)
         rows = torch.arange(len(sequences), device=device).repeat_interleave(lengths)
         column = torch.arange(len(rows), device=device) - (starts + prompt)[rows]
-        index = (column >= 0).nonzero().squeeze(1)
         counts = (lengths - prompt).clamp(min=0)
+        if kept is not None:
+            counts = torch.where(kept != 0, counts, 0)
+        index = ((column >= 0) & (counts > 0)[rows]).nonzero().squeeze(1)
         return cls(index, rows[index], column[index], counts, sequences.lengths)
 
     @property

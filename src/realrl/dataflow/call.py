@@ -53,6 +53,9 @@ class Call:
     A function (a reward, a verifier, a tool) has no role: `function` is its reference, for example
     `reward.py:score`, by which its measured seconds are known. With `record_fields` it sees those fields of its
     items' records that no key is made of.
+
+    A generate call has the keys `sequences`, `logprobs`, `prompt_length` and `finished` to offer, with `prefix` in
+    front of each: so that a graph can have two of them.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Call:
     minibatches: int = 1
     function: str | None = None
     record_fields: bool = False
+    prefix: str = ""
 
     def __post_init__(self) -> None:
         if (self.role is None) != (self.kind is Kind.FUNCTION):
@@ -72,6 +76,8 @@ class Call:
             raise DescriptionError(f"call {self.name}: a function has a reference, no other call has one")
         if self.record_fields and self.kind is not Kind.FUNCTION:
             raise DescriptionError(f"call {self.name}: only functions see the fields of records")
+        if self.prefix and self.kind is not Kind.GENERATE:
+            raise DescriptionError(f"call {self.name}: only generation has a prefix for its keys")
         if not self.work or not set(self.work) <= set(self.inputs):
             raise DescriptionError(
                 f"call {self.name}: work={self.work} must name some of its inputs {self.inputs}"

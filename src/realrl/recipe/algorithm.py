@@ -28,7 +28,7 @@ class RoleSpec:
     weights_else: str | None = None
     """Role that takes the place of `weights_from` in recipes that leave that out."""
     optional: bool = False
-    """Whether a recipe may leave the role out: `null`, and by default so."""
+    """Whether a recipe may leave the role out: `null`."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,14 @@ class AlgorithmSpec:
             source_spec = self.roles.get(of.weights_from or "")
             if source_spec is not None and source_spec.weights_from is not None:
                 found.append(("roles", f"{role}: weights_from={of.weights_from!r} has no weights of its own"))
-            if of.optional and (fields[role].is_required() or fields[role].default is not None):
+            if of.optional and (
+                fields[role].is_required() or type(None) not in get_args(fields[role].annotation)
+            ):
                 found.append(
-                    ("roles", f"{role}: is optional, so {models.__name__}.{role} needs the default None")
+                    (
+                        "roles",
+                        f"{role}: is optional, so {models.__name__}.{role} needs a default, and may be None",
+                    )
                 )
             if not of.optional and fields[role].is_required() is not (of.weights_from is None):
                 default = "a default" if of.weights_from else "no default"

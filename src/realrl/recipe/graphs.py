@@ -69,11 +69,12 @@ def _problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
             yield f"{call.name} generates, and the description has generation=None"
         if roles[call.model_role].head != "lm":
             yield f"{call.name} needs a language-model head for {call.role}"
-        if "sequences" not in call.outputs:
-            yield f"{call.name} must produce sequences"
-        unknown = [key for key in call.outputs if key not in GENERATED]
+        offered = [f"{call.prefix}{key}" for key in GENERATED]
+        if offered[0] not in call.outputs:
+            yield f"{call.name} must produce {offered[0]}"
+        unknown = [key for key in call.outputs if key not in offered]
         if unknown:
-            yield f"{call.name} cannot produce {unknown[0]}; a generate call has {', '.join(GENERATED)}"
+            yield f"{call.name} cannot produce {unknown[0]}; a generate call has {', '.join(offered)}"
 
 
 def _train_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:

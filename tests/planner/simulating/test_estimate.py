@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from realrl.algorithms.ppo.graph import eval_graph, train_graph
+from realrl.algorithms.policy.graph import make_eval_graph
+from realrl.algorithms.ppo.graph import train_graph
 from realrl.dataflow.call import Kind
 from realrl.families.published import SHAPES
 from realrl.layout.layout import build_layout
@@ -230,7 +231,7 @@ def test_offloaded_state_is_on_devices_only_while_it_is_used() -> None:
 
 def test_footprints_of_evaluation_include_idle_roles() -> None:
     of = scenario()
-    plan, graph = preset("symmetric", of), eval_graph()
+    plan, graph = preset("symmetric", of), make_eval_graph()
     homes = home_placements(of.graph, plan)
     programs = lower(graph, plan.evaluation(graph, of.graph), {role: homes[role] for role in graph.roles})
     held = Memory(of.models, homes, offloaded(plan), {})

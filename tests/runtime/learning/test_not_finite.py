@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from realrl.algorithms.ppo.inference import RewardInference
+from realrl.algorithms.rewards.inference import RewardInference
 from realrl.algorithms.sft.method import SFTTrain
 from realrl.cli.app import run_app
 from realrl.config.errors import RunError

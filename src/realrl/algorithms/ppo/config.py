@@ -2,34 +2,15 @@
 
 from typing import Literal, Self
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
+from realrl.algorithms.policy.config import KLConfig
+from realrl.algorithms.policy.reference import complete_reference
 from realrl.config.base import Settings
 from realrl.config.user_function import FunctionReference
 from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
 from realrl.recipe.settings import GenerationConfig
-
-
-class KLConfig(Settings):
-    """Penalty that keeps the actor near the reference."""
-
-    coef: NonNegativeFloat = 0.1
-    """Weight of the per-token penalty log p_actor - log p_ref; the initial one if adaptive."""
-    adaptive: bool = False
-    """Steer `coef` so that the KL per sequence approaches `target` (Ziegler et al. 2019, section 2.2)."""
-    target: PositiveFloat = 6.0
-    """Wanted KL per sequence, in nats. Where sampling leaves tokens out (top_k, top_p, min_new_tokens), KL here and
-    in the metrics is the generalised KL over those that may be drawn, which is never negative."""
-    horizon: PositiveInt = 1000
-    """Sequences, over all devices, within which the adaptive coefficient changes by about 20 % at most: with 128
-    of them in a step it takes at least 27 steps to double."""
 
 
 class PPOConfig(Settings):
@@ -83,15 +64,15 @@ class PPOModels(Models):
     critic: TrainedModelConfig = TrainedModelConfig()
     """Value model; without a `path` it starts from the reward model or, where a function gives rewards, from the
     actor with a new scalar head. Its `dtype` is the actor's if not given."""
-    ref: ModelConfig = ModelConfig()
+    ref: ModelConfig | None = ModelConfig()
     """Frozen reference policy; the actor's starting point when it has no `path`. Its `dtype` is the actor's if not
-    given."""
+    given. With `kl.coef=0` there is none unless it is given here, and then only measures the divergence."""
     reward: ModelConfig | None = None
     """Frozen reward model, a sequence classifier with one label; null where `reward` names a function instead."""
 
 
 class PPOExperiment(Experiment):
-    """RLHF with PPO: four roles, six calls; three roles where a function gives rewards."""
+    """RLHF with PPO: actor, critic, reference and reward model; or a function in place of the reward model."""
 
     models: PPOModels
     reward: FunctionReference | None = None
@@ -100,6 +81,10 @@ class PPOExperiment(Experiment):
     them that it names; it returns one number for each completion."""
     ppo: PPOConfig = PPOConfig()
     generation: GenerationConfig = GenerationConfig()
+
+    @model_validator(mode="after")
+    def _reference(self) -> Self:
+        return complete_reference(self, "ppo", self.ppo.kl.coef, self.ppo.ref_ema)
 
     @model_validator(mode="after")
     def _one_reward(self) -> Self:

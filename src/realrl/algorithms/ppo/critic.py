@@ -7,10 +7,10 @@ from torch import Tensor
 from realrl.algorithms.base import PlainTrain
 from realrl.algorithms.method import Metrics, ModelOutput, Sum
 from realrl.algorithms.packed import Responses
+from realrl.algorithms.policy.normalization import global_moments
 from realrl.algorithms.ppo.config import PPOConfig
 from realrl.algorithms.ppo.experience import ExperienceMaker, to_reward_scale
 from realrl.algorithms.ppo.losses import value_loss
-from realrl.algorithms.ppo.normalization import global_moments
 from realrl.data.batch import Batch, Ragged
 
 

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from realrl.algorithms.method import Sum
 from realrl.algorithms.packed import Responses, last_of_rows
+from realrl.algorithms.policy.kl import KLController, token_kl
+from realrl.algorithms.policy.normalization import Moments, global_moments
 from realrl.algorithms.ppo.advantages import gae
 from realrl.algorithms.ppo.config import PPOConfig
-from realrl.algorithms.ppo.kl import KLController, token_kl
-from realrl.algorithms.ppo.normalization import Moments, ReturnScale, global_moments
+from realrl.algorithms.ppo.return_scale import ReturnScale
 from realrl.data.batch import Batch
 
 
@@ -84,7 +85,8 @@ class ExperienceMaker:
         """
         config, coef = self._config, self._kl.coef
         actions = Responses.of(batch["sequences"], batch["prompt_length"])
-        log_ratio = (batch["logprobs"].values - batch["ref_logprobs"].values)[actions.index]
+        reference = batch["ref_logprobs" if "ref_logprobs" in batch.fields else "logprobs"]
+        log_ratio = (batch["logprobs"].values - reference.values)[actions.index]
         finished = batch["finished"].values
         rewards = shape_rewards(score=batch["score"].values, finished=finished, config=config)
         is_last = actions.column == actions.counts[actions.row] - 1

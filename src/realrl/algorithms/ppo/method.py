@@ -4,11 +4,13 @@ from collections.abc import Mapping
 
 from realrl.algorithms.base import StatelessAlgorithm
 from realrl.algorithms.method import GenerateMethod, Method
+from realrl.algorithms.policy.inference import RefInference
 from realrl.algorithms.ppo.actor import ActorTrain
 from realrl.algorithms.ppo.config import PPOConfig
 from realrl.algorithms.ppo.critic import CriticTrain
-from realrl.algorithms.ppo.inference import CriticInference, RefInference, RewardInference
-from realrl.algorithms.ppo.reward import RewardFunction
+from realrl.algorithms.ppo.inference import CriticInference
+from realrl.algorithms.rewards.function import RewardFunction
+from realrl.algorithms.rewards.inference import RewardInference
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.settings import GenerationConfig
 
@@ -43,10 +45,11 @@ class PPOAlgorithm(StatelessAlgorithm):
             "actor.train": actor,
             "critic.train": critic,
         }
+        finished_only = config.truncated == "bootstrap"
         if reward is None:
-            methods["reward.inference"] = RewardInference(config)
+            methods["reward.inference"] = RewardInference(finished_only=finished_only)
         else:
-            methods["reward.function"] = RewardFunction(reward, config)
+            methods["reward.function"] = RewardFunction(reward, finished_only=finished_only)
         temperature = generation.temperature
         super().__init__(graph=graph, eval_graph=eval_graph, methods=methods, temperature=temperature)
         self._experience_makers = (actor.experience_maker, critic.experience_maker)

@@ -1,9 +1,11 @@
 """Description of PPO. No torch."""
 
+from realrl.algorithms.policy.graph import make_eval_graph
+from realrl.algorithms.policy.report import CURVES, HEADLINES, OPTIONAL_CALLS, SUMMARY
 from realrl.algorithms.ppo.config import PPOExperiment
-from realrl.algorithms.ppo.graph import eval_graph, train_graph
+from realrl.algorithms.ppo.graph import train_graph
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
+from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec
 
 
 def _train_graph(experiment: PPOExperiment) -> DataflowGraph:
@@ -11,8 +13,9 @@ def _train_graph(experiment: PPOExperiment) -> DataflowGraph:
     return train_graph(
         minibatches=experiment.ppo.minibatches,
         ref_ema=experiment.ppo.ref_ema,
-        same_start=models.ref.starts_like(models.actor),
+        same_start=models.ref is not None and models.ref.starts_like(models.actor),
         reward=experiment.reward,
+        reference=models.ref is not None,
     )
 
 
@@ -35,42 +38,21 @@ ALGORITHM = AlgorithmSpec(
     roles={
         "actor": RoleSpec("lm"),
         "critic": RoleSpec("scalar", weights_from="reward", weights_else="actor", dtype_from="actor"),
-        "ref": RoleSpec("lm", weights_from="actor"),
+        "ref": RoleSpec("lm", weights_from="actor", optional=True),
         "reward": RoleSpec("scalar", optional=True),
     },
     form="prompt",
     train_graph=_train_graph,
-    eval_graph=lambda experiment: eval_graph(reward=experiment.reward),
+    eval_graph=lambda experiment: make_eval_graph(
+        reward=experiment.reward, reference=experiment.models.ref is not None
+    ),
     generation=lambda experiment: experiment.generation,
     epochs=lambda experiment: experiment.ppo.epochs,
     experience_calls=("actor.train", "critic.train"),
     methods=_methods,
-    optional_calls=("reward.inference", "reward.function"),
-    headlines=(
-        "reward.inference/score",
-        "reward.inference/finished",
-        "reward.function/score",
-        "reward.function/finished",
-        "actor.train/score",
-        "actor.train/finished",
-        "actor.train/kl",
-        "actor.train/response_tokens",
-        "critic.train/value_loss",
-        "ref.inference/kl",
-        "judge",
-    ),
+    optional_calls=OPTIONAL_CALLS,
+    headlines=(*HEADLINES, "critic.train/value_loss"),
     sample_keys=("score",),
-    curves={
-        "score": "reward's score",
-        "judge": "independent judge",
-        "kl": "KL to the reference (nats)",
-        "response_tokens": "tokens per completion",
-    },
-    summary=(
-        SummaryMetric("judge_before", "judge", "independent judge, before", at="first"),
-        SummaryMetric("judge_after", "judge", "independent judge, after"),
-        SummaryMetric("reward_before", "score", "reward's score, before", at="first"),
-        SummaryMetric("reward_after", "score", "reward's score, after"),
-        SummaryMetric("kl", "kl", "KL to the reference after (nats per sequence)"),
-    ),
+    curves=CURVES,
+    summary=SUMMARY,
 )

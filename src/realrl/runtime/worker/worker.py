@@ -35,6 +35,7 @@ from realrl.program.instructions import (
     ShareLengths,
 )
 from realrl.program.text import format_instruction
+from realrl.recipe.graphs import GENERATED
 from realrl.runtime.measure.step_timer import StepTimer
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.exchange import Exchange
@@ -199,6 +200,9 @@ class Worker:
                 )
             except NotFiniteError as error:
                 raise NotFiniteError(f"{call.name}: {error}") from None
+            if call.prefix:
+                offered = {f"{call.prefix}{key}": key for key in GENERATED}
+                batch = batch.with_fields(**{key: batch[offered[key]] for key in call.outputs})
         elif call.kind is Kind.INFERENCE:
             metrics: Metrics
             batch, metrics = model.infer(batch, cast(InferenceMethod, method), max_tokens, now.after_pass)

@@ -5,10 +5,11 @@ from statistics import median
 from typing import Any
 
 from realrl.algorithms.method import InferenceMethod, Metrics, TrainMethod
+from realrl.algorithms.policy.inference import RefInference
 from realrl.algorithms.ppo.actor import ActorTrain
 from realrl.algorithms.ppo.config import PPOConfig
 from realrl.algorithms.ppo.critic import CriticTrain
-from realrl.algorithms.ppo.inference import CriticInference, RefInference
+from realrl.algorithms.ppo.inference import CriticInference
 from realrl.data.batch import Batch
 from realrl.engine.model import Model
 from realrl.engine.training.trainer import Trainer

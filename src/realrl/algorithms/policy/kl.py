@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from realrl.algorithms.ppo.config import KLConfig
-from realrl.algorithms.ppo.losses import approximate_kl
+from realrl.algorithms.policy.config import KLConfig
+from realrl.algorithms.policy.losses import approximate_kl
 
 # Ziegler et al. 2019, section 2.2: the relative error is clipped so that one odd batch cannot throw the
 # coefficient far.

@@ -5,8 +5,7 @@ from collections.abc import Collection
 import torch
 
 from realrl.algorithms.method import FunctionInput, Metrics
-from realrl.algorithms.ppo.config import PPOConfig
-from realrl.algorithms.ppo.inference import score_metrics
+from realrl.algorithms.rewards.inference import compute_score_metrics
 from realrl.config.errors import UserCodeError, UserError
 from realrl.config.user_function import UserFunction
 from realrl.config.words import join
@@ -23,8 +22,11 @@ class RewardFunction:
     field of the records, as lists; one without `**kwargs` gets only those that it names.
     """
 
-    def __init__(self, reference: str, config: PPOConfig) -> None:
-        self._reference, self._config = reference, config
+    def __init__(self, reference: str, *, finished_only: bool = False, prefix: str = "") -> None:
+        """`finished_only` and `prefix` as of `RewardInference`."""
+        self._reference = reference
+        self._finished_only = finished_only
+        self._prefix = prefix
         self._loaded: UserFunction | None = None
 
     @property
@@ -69,9 +71,9 @@ class RewardFunction:
         function = self._function
         arguments = {name: list(values) for name, values in inputs.fields.items() if function.accepts(name)}
         if function.accepts("prompts"):
-            arguments["prompts"] = inputs.prompts()
+            arguments["prompts"] = inputs.prompts(self._prefix)
         if function.accepts("completions"):
-            arguments["completions"] = inputs.completions()
+            arguments["completions"] = inputs.completions(self._prefix)
         values = function.numbers(len(inputs.batch), **arguments)
         scores = torch.tensor(values, dtype=torch.float32)
         if not bool(scores.isfinite().all()):
@@ -79,4 +81,7 @@ class RewardFunction:
                 f"{function.label} gave {max(values, key=abs)}, which is too large for float32"
             )
         score = Ragged.scalars(scores)
-        return {"score": score}, score_metrics(inputs.batch.with_fields(score=score), self._config)
+        if self._prefix:
+            return {f"{self._prefix}score": score}, Metrics()
+        scored = inputs.batch.with_fields(score=score)
+        return {"score": score}, compute_score_metrics(scored, finished_only=self._finished_only)

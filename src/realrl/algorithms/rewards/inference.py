@@ -1,0 +1,49 @@
+"""Method of the inference call of a reward model, and metrics of scored sequences."""
+
+from realrl.algorithms.method import Metrics, ModelOutput
+from realrl.algorithms.packed import Responses, last_of_rows
+from realrl.data.batch import Batch, Ragged
+
+
+def compute_score_metrics(batch: Batch, *, finished_only: bool = False) -> Metrics:
+    """Compute metrics of evaluation, see `RewardInference.metrics`; none without `finished`."""
+    metrics, count = Metrics(), len(batch)
+    if "prompt_length" in batch.fields and "finished" in batch.fields:
+        responses = Responses.of(batch["sequences"], batch["prompt_length"])
+        trained_on = (batch["finished"].values != 0) | (not finished_only)
+        metrics.mean("score", batch["score"].values.double()[trained_on].sum(), trained_on.sum())
+        metrics.mean("response_tokens", responses.counts.sum(), count)
+        metrics.mean("finished", batch["finished"].values.double().sum(), count)
+    return metrics
+
+
+class RewardInference:
+    """Score of each sequence: the reward model's value at its last token."""
+
+    def __init__(self, *, finished_only: bool = False, prefix: str = "") -> None:
+        """`finished_only`: whether training uses the scores of those sequences alone that ended by themselves.
+        `prefix` is that of the keys."""
+        self._finished_only = finished_only
+        self._prefix = prefix
+
+    def sequences(self, batch: Batch) -> Ragged:
+        """Select prompt and response."""
+        return batch[f"{self._prefix}sequences"]
+
+    def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
+        """Compute `score`: one number per sequence."""
+        assert output.values is not None
+        return {f"{self._prefix}score": Ragged.scalars(last_of_rows(output.values, output.lengths).float())}
+
+    def metrics(self, batch: Batch) -> Metrics:
+        """Compute metrics of evaluation.
+
+        Means of `response_tokens` and `finished` over sequences, and of `score` over
+        those whose score would be trained on.
+
+        In training, where the call's inputs do not suffice, the train call reports them; so it does of sequences
+        whose keys have a prefix.
+        """
+        if self._prefix:
+            return Metrics()
+        return compute_score_metrics(batch, finished_only=self._finished_only)
