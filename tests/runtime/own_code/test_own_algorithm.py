@@ -19,6 +19,7 @@ from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
 from realrl.runtime.profiler.points.grid import Sizes
 from tests.conftest import World, figures, sentence, write_jsonl
+from tests.runtime.processes import end, start
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "best_of_n.py"
@@ -178,6 +179,31 @@ def test_an_algorithm_inside_the_run_directory_is_not_deleted(
     assert run_app(["train", "recipe.yaml", f"algorithm={reference}", "overwrite=true"]) == 2
     assert "lies in run_dir=run, which overwrite=true would delete" in capsys.readouterr().err
     assert (alone / "inside.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("raise KeyError('mine')", "raised in loss of actor.train: KeyError: 'mine' ({file}:{number})"),
+        (
+            "return output.logprobs.sum().detach(), Metrics()",
+            "loss of actor.train ({file}:{defined}) gave a loss",
+        ),
+    ],
+)
+def test_a_mistake_in_a_method_on_one_rank_ends_the_run_of_all(place: Path, line: str, problem: str) -> None:
+    start_of_loss = '        """-log p summed over the tokens to learn."""\n'
+    on_one = f"        if __import__('os').environ.get('RANK') == '1':\n            {line}\n"
+    file = place / "failing.py"
+    file.write_text(EXAMPLE.read_text().replace(start_of_loss, start_of_loss + on_one))
+    number = file.read_text().splitlines().index(f"            {line}") + 1
+    options = ["algorithm=failing.py", "cluster=1x2", "run_dir=failing", "overwrite=true", "data.eval=null"]
+    status, error = end(start("train", "recipe.yaml", *options))
+    expected = problem.format(file=file, number=number, defined=number - 3)
+    assert status == 2 and re.match(
+        f"realrl: algorithm={re.escape(f'{file}')}:? {re.escape(expected)}", error.splitlines()[-1]
+    )
+    assert error.count("realrl: ") == 1
 
 
 STATEFUL = """
