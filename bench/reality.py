@@ -196,7 +196,7 @@ class World:
             realrl(
                 "plan", self.recipe(size), "--cluster", f"cpu:{CLUSTER}", "--profile", profile, "--out", path
             )
-        return Plan.load(path)
+        return Plan.load(path, GRAPH)
 
     def run(self, size: str, name: str, turn: str, chosen: Plan, profile: Path) -> Row:
         """Train a few steps."""

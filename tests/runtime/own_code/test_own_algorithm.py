@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from realrl.cli.app import run_app
+from realrl.config.user_code import UserCode
 from realrl.plan.cluster import Cluster
 from realrl.planner.workload.workload import Workload
 from realrl.recipe.graphs import build_graph
@@ -244,9 +245,11 @@ def test_saved_state_is_that_of_the_rank_that_trains_and_samples_show_what_the_d
     assert sample["length"] > 1
 
 
-def test_report_has_its_metrics_and_curves(
-    place: Path, alone: Path, capsys: pytest.CaptureFixture[str]
+def test_report_has_its_metrics_and_curves_without_its_file(
+    place: Path, alone: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert (alone / "code" / "algorithm.py").read_text() == EXAMPLE.read_text()
+    monkeypatch.setattr(UserCode, "__init__", None)
     assert run_app(["report", "run", "--out", "report"]) == 0
     report = json.loads((place / "report" / "report.json").read_text())
     evaluations = [line["reward.inference/score"] for line in figures(alone, "eval")]

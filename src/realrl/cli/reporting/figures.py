@@ -22,10 +22,10 @@ def list_metrics(runs: Mapping[str, FinishedRun]) -> list[ReportedMetric]:
 
     A key that several algorithms use begins with the algorithm's name and a dot.
     """
-    uses = Counter(figure.key for run in runs.values() for figure in run.spec.summary)
+    uses = Counter(figure.key for run in runs.values() for figure in run.algorithm.summary)
     found = []
     for name, run in runs.items():
-        for figure in run.spec.summary:
+        for figure in run.algorithm.summary:
             pair = run.first_and_last(figure.metric)
             if pair is not None:
                 key = figure.key if uses[figure.key] == 1 else f"{name}.{figure.key}"
