@@ -85,8 +85,10 @@ class Case:
     @property
     def reallocation(self) -> Reallocation:
         """Its schedule."""
-        ends = (build_layout(SIZES[self.size], "lm", placement) for placement in (self.source, self.target))
-        return reallocate(*ends, Cluster(1, self.processes))
+        stop_token_ids = (
+            build_layout(SIZES[self.size], "lm", placement) for placement in (self.source, self.target)
+        )
+        return reallocate(*stop_token_ids, Cluster(1, self.processes))
 
 
 @dataclass(frozen=True)
@@ -114,12 +116,12 @@ def cases(processes: list[int]) -> list[Case]:
     for count in processes:
         for size in SIZES:
             for a, b in SAME[count]:
-                ends = (Placement(Mesh(0, count), Strategy(*s)) for s in (a, b))
-                found.append(Case(count, size, *ends))
+                stop_token_ids = (Placement(Mesh(0, count), Strategy(*s)) for s in (a, b))
+                found.append(Case(count, size, *stop_token_ids))
             for a, b in APART[count]:
                 half = count // 2
-                ends = (Placement(Mesh(i * half, half), Strategy(*s)) for i, s in enumerate((a, b)))
-                found.append(Case(count, size, *ends))
+                stop_token_ids = (Placement(Mesh(i * half, half), Strategy(*s)) for i, s in enumerate((a, b)))
+                found.append(Case(count, size, *stop_token_ids))
     return found
 
 

@@ -46,7 +46,7 @@ from realrl.planner.search.search import SearchResult, search_plans
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace, build_problem
 from realrl.planner.workload.workload import Workload
-from realrl.program.memory import Stored
+from realrl.program.memory import StoredModel
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
 
@@ -96,7 +96,7 @@ class Setting:
         experiment = load_experiment(str(RECIPE), overrides)
         graph, spec = build_graph(experiment), ClusterSpec.parse(f"a800-80g:{self.nodes}x{PER_NODE}")
         models = {
-            role: Stored(SHAPES[NAMES[r[role]]], head, 2, graph.trained(role))
+            role: StoredModel(SHAPES[NAMES[r[role]]], head, 2, graph.trained(role))
             for role, head in PPO_SPEC.heads.items()
         }
         cost, memory = CostModel(spec, efficiency=efficiency), MemoryModel(spec, efficiency)

@@ -32,7 +32,7 @@ from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import build_problem
 from realrl.planner.space.problem import Problem
 from realrl.planner.workload.workload import Workload
-from realrl.program.memory import Stored
+from realrl.program.memory import StoredModel
 
 GRAPH = train_graph(minibatches=4)
 BATCH, RANDOM_BATCHES = 4096, 30
@@ -97,7 +97,8 @@ def build(setting: Setting) -> Problem:
     workload = Workload(setting.sequences, length, length, setting.tokens)
     preset = make_plan("heuristic", GRAPH, spec.cluster, 8192, shapes) if spec.cluster.nodes <= 80 else None
     models = {
-        role: Stored(shape, PPO_SPEC.heads[role], 2, GRAPH.trained(role)) for role, shape in shapes.items()
+        role: StoredModel(shape, PPO_SPEC.heads[role], 2, GRAPH.trained(role))
+        for role, shape in shapes.items()
     }
     scenario = Scenario(
         graph=GRAPH,

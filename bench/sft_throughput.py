@@ -86,8 +86,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         train_tokenizer(recipe.data.train, directory, shape.vocab_size)
         tokenizer = load_tokenizer(directory)
-    keys, ends = ("tokens", "loss_mask"), (tokenizer.eos_token_id,)
-    records = Dataset.load(recipe.data.train, "answer", keys, tokenizer, recipe.data, recipe.seed, ends)
+    keys, stop_token_ids = ("tokens", "loss_mask"), (tokenizer.eos_token_id,)
+    records = Dataset.load(
+        recipe.data.train, "answer", keys, tokenizer, recipe.data, recipe.seed, stop_token_ids
+    )
     order = Order(len(records), recipe.data.batch, recipe.seed)
 
     cpu = torch.device("cpu")

@@ -50,9 +50,9 @@ def shift_model(source: Path, target: Path, shift: float) -> str:
             # kinds count the same.
             weights += [1 / (len(ids) - 1)] * (len(ids) - 1) + [1.0]
         everything, root = torch.cat(states), torch.tensor(weights, dtype=torch.float64).sqrt().unsqueeze(1)
-        ends = torch.tensor(weights) == 1
+        stop_token_ids = torch.tensor(weights) == 1
         # Above all the same on average for both kinds, or answers would be paid for ending.
-        means = 1e4 * torch.stack([everything[ends].mean(0), everything[~ends].mean(0)])
+        means = 1e4 * torch.stack([everything[stop_token_ids].mean(0), everything[~stop_token_ids].mean(0)])
         rows, ones = (
             torch.cat([everything * root, means]),
             torch.cat([root, torch.full((2, 1), 1e4).double()]),
@@ -62,7 +62,7 @@ def shift_model(source: Path, target: Path, shift: float) -> str:
         added = shift * (everything @ direction)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
-    parts = (added[ends], added[~ends])
+    parts = (added[stop_token_ids], added[~stop_token_ids])
     return ", ".join(f"{part.mean():+.2f} ± {part.std():.2f}" for part in parts)
 
 
@@ -78,8 +78,8 @@ def run(reward: Path, directory: Path, steps: int, overrides: Sequence[str]) -> 
     if status:
         sys.exit(status)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    training = [line["figures"] for line in lines if line["kind"] == "train"]
-    last = [line["figures"] for line in lines if line["kind"] == "eval"][-1]
+    training = [line["metrics"] for line in lines if line["kind"] == "train"]
+    last = [line["metrics"] for line in lines if line["kind"] == "eval"][-1]
     return {
         "explained_variance": statistics.mean(f["critic.train/explained_variance"] for f in training[1:]),
         "finished": last["reward.inference/finished"],

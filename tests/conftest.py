@@ -148,7 +148,7 @@ def build_world(root: Path, sizes: Mapping[str, Any]) -> World:
     return World(root)
 
 
-def figures(run_dir: Path, kind: str = "train") -> list[dict[str, float]]:
-    """The figures of every step, from metrics.jsonl."""
+def read_metrics(run_dir: Path, kind: str = "train") -> list[dict[str, float]]:
+    """The metrics of every step, from metrics.jsonl."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line["figures"] for line in lines if line["kind"] == kind]
+    return [line["metrics"] for line in lines if line["kind"] == kind]

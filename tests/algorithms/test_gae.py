@@ -9,7 +9,7 @@ from ppo_reference import alone, random_items, reference_advantages, reference_k
 from realrl.algorithms.packed import Responses, last_of_rows
 from realrl.algorithms.ppo.advantages import gae
 from realrl.algorithms.ppo.config import PPOConfig
-from realrl.algorithms.ppo.experience import Appraiser
+from realrl.algorithms.ppo.experience import ExperienceMaker
 from realrl.data.batch import Ragged
 
 
@@ -37,7 +37,7 @@ def test_experience_agrees_with_the_definition(
         kl={"coef": 0.2},
     )
     items = random_items(seed, count)
-    experience = Appraiser(config).appraise(to_batch(items), alone)
+    experience = ExperienceMaker(config).make_experience(to_batch(items), alone)
     expected = [reference_advantages(item, config, coef=0.2) for item in items]
     assert experience.advantages.tolist() == pytest.approx([a for e in expected for a in e[0]], abs=1e-4)
     assert experience.returns.tolist() == pytest.approx([r for e in expected for r in e[1]], abs=1e-4)
@@ -74,10 +74,10 @@ def test_padding_behind_an_episode_does_not_matter() -> None:
 
 def test_advantages_of_a_sequence_do_not_depend_on_its_batch() -> None:
     batch, config = to_batch(random_items(3, 6)), PPOConfig()
-    whole = Appraiser(config).appraise(batch, alone)
+    whole = ExperienceMaker(config).make_experience(batch, alone)
     rows = whole.actions.spread(whole.advantages).rows()
     for i in range(6):
-        single = Appraiser(config).appraise(batch.select([i]), alone)
+        single = ExperienceMaker(config).make_experience(batch.select([i]), alone)
         assert single.actions.spread(single.advantages).values.equal(rows[i])
 
 

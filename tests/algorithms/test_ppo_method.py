@@ -104,7 +104,7 @@ def test_actor_and_critic_agree_whichever_of_them_runs_first_or_elsewhere() -> N
         assert elsewhere["advantages"].values.equal(done["actor.train"][0]["advantages"].values)
         assert metrics.result() == done["actor.train"][1].result()
     actor, critic = together.method("actor.train"), together.method("critic.train")
-    assert actor.appraiser.state_dict() == critic.appraiser.state_dict()
+    assert actor.experience_maker.state_dict() == critic.experience_maker.state_dict()
 
 
 def test_explained_variance_compares_values_with_returns() -> None:
@@ -237,7 +237,11 @@ def test_state_survives_a_restart_even_onto_other_ranks(trained_here: list[str])
         if name in trained_here:
             kept_on, _ = before.method(name).prepare(batch, alone)
             assert resumed[key].values.equal(kept_on[key].values)
-    assert after.method("actor.train").appraiser.steps == after.method("critic.train").appraiser.steps == 4
+    assert (
+        after.method("actor.train").experience_maker.steps
+        == after.method("critic.train").experience_maker.steps
+        == 4
+    )
 
 
 def call_inputs(batch: Batch, call: str, *, evaluation: bool) -> Batch:

@@ -95,7 +95,7 @@ def test_a_critic_that_is_the_reward_model_starts_on_the_scale_of_rewards() -> N
         **together.method("reward.inference").outputs(batch, output),
         **together.method("critic.inference").outputs(batch, output),
     )
-    rewards = ActorTrain(config).appraiser.appraise(batch, alone).rewards
+    rewards = ActorTrain(config).experience_maker.make_experience(batch, alone).rewards
     at_the_end = [row[-1].item() for row in batch["values"].rows()]
     assert rewards.tolist() == pytest.approx(at_the_end, rel=1e-5)
 
@@ -111,7 +111,7 @@ def test_one_score_that_is_not_finite_spoils_its_own_sequence_only() -> None:
         finite = [all(map(math.isfinite, row)) for row in action_rows(batch, key)]
         assert finite == [True, True, False, True, True, True]
     assert math.isnan(figures.result()["score"]), "and it is seen"
-    assert all(map(math.isfinite, actor.appraiser.state_dict().values()))
+    assert all(map(math.isfinite, actor.experience_maker.state_dict().values()))
     others, _ = ActorTrain(config).prepare(to_batch(items[:2] + items[3:]), alone)
     kept = [row for i, row in enumerate(action_rows(advantages, "advantages")) if i != 2]
     assert flat(kept) == pytest.approx(flat(action_rows(others, "advantages")), rel=1e-4, abs=1e-6)
@@ -163,7 +163,7 @@ def test_every_train_call_knows_whether_sampling_is_restricted(
     factor = 1.2 if restricted else 0.8
     for name in ("actor.train", "critic.train"):
         together.method(name).prepare(to_batch(items), alone)
-        coefficient = together.method(name).appraiser.state_dict()["kl_coef"]
+        coefficient = together.method(name).experience_maker.state_dict()["kl_coef"]
         assert (coefficient - 0.3) * (factor - 1) > 0, "raised for a divergence, lowered for a negative sum"
 
 

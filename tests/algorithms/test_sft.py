@@ -46,8 +46,8 @@ def test_evaluation_reports_the_same_loss_as_training() -> None:
     outputs = method.outputs(batch, model(method.sequences(batch)))
     assert outputs["nll"].values.tolist() == pytest.approx(losses, rel=1e-5)
     assert outputs["nll"].lengths == (1,) * 6
-    figures = method.metrics(batch.with_fields(**outputs)).result()
-    assert figures == {"loss": pytest.approx(sum(losses) / answers, rel=1e-5)}
+    metrics = method.metrics(batch.with_fields(**outputs)).result()
+    assert metrics == {"loss": pytest.approx(sum(losses) / answers, rel=1e-5)}
 
 
 def test_an_item_without_answer_adds_nothing_and_keeps_gradients_finite() -> None:

@@ -49,7 +49,9 @@ def change_json(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps(content | changes))
 
 
-def save_again(source: Path, directory: Path, head: Head = "lm", ends: tuple[int, ...] = ()) -> Path:
+def save_again(
+    source: Path, directory: Path, head: Head = "lm", stop_token_ids: tuple[int, ...] = ()
+) -> Path:
     """Open a model as a run does, and save it."""
     shape = huggingface.read_shape(source)
     tensors = model_tensors(shape, head)
@@ -58,5 +60,7 @@ def save_again(source: Path, directory: Path, head: Head = "lm", ends: tuple[int
         buffer[name].normal_(generator=torch.Generator().manual_seed(1))
     tokenizer = AutoTokenizer.from_pretrained(source)
     origin = read_origin(source)
-    huggingface.save(directory, shape, head, buffer, tokenizer, torch.float32, origin=origin, ends=ends)
+    huggingface.save(
+        directory, shape, head, buffer, tokenizer, torch.float32, origin=origin, stop_token_ids=stop_token_ids
+    )
     return directory

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from realrl.checkpoint.notes import list_saving_notes
 from realrl.checkpoint.origin import Origin, read_origin
-from realrl.checkpoint.special_tokens import end_ids
+from realrl.checkpoint.special_tokens import list_stop_token_ids
 from realrl.checkpoint.tokenizer_files import write_tokenizer
 from realrl.config.errors import UserError
 from realrl.data.tokenizer import save_tokenizer
@@ -161,7 +161,7 @@ TOKENIZER: Any = SimpleNamespace(eos_token_id=1, name_or_path="t")
 
 
 @pytest.mark.parametrize(
-    ("opened", "ends"),
+    ("opened", "stop_token_ids"),
     [
         (None, (1,)),
         (origin(2), (1, 2)),
@@ -172,17 +172,17 @@ TOKENIZER: Any = SimpleNamespace(eos_token_id=1, name_or_path="t")
     ],
 )
 def test_end_tokens_are_the_tokenizers_then_those_of_the_models_settings(
-    opened: Origin | None, ends: tuple[int, ...]
+    opened: Origin | None, stop_token_ids: tuple[int, ...]
 ) -> None:
-    assert end_ids(TOKENIZER, opened, 8) == ends
+    assert list_stop_token_ids(TOKENIZER, opened, 8) == stop_token_ids
 
 
 @pytest.mark.parametrize("named", [8, -1, [1, 8], "two", [True], 1.0])
 def test_an_end_outside_the_vocabulary_is_refused(named: Any) -> None:
     with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id=.* from 0 to 7"):
-        end_ids(TOKENIZER, origin(1, {"eos_token_id": named}), 8)
+        list_stop_token_ids(TOKENIZER, origin(1, {"eos_token_id": named}), 8)
     with pytest.raises(UserError, match="tokenizer t ends sequences with token 1"):
-        end_ids(TOKENIZER, None, 1)
+        list_stop_token_ids(TOKENIZER, None, 1)
 
 
 def test_ignored_dropout_and_added_end_tokens_are_noted(source: Path) -> None:

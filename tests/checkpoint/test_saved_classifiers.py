@@ -38,13 +38,13 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, tuple[in
     tokenizer = AutoTokenizer.from_pretrained(source)
     other = tokenizer.convert_tokens_to_ids("<|end|>") if "<|end|>" in special.values() else 1
     make_model(source, bos_token_id=0, eos_token_id=[1, other], pad_token_id=tokenizer.pad_token_id)
-    return save_again(source, tmp_path / "saved", "scalar", ends=(1, other)), (1, other), pad
+    return save_again(source, tmp_path / "saved", "scalar", stop_token_ids=(1, other)), (1, other), pad
 
 
-def rows_of(tokenizer: Any, ends: tuple[int, ...]) -> list[list[int]]:
+def rows_of(tokenizer: Any, stop_token_ids: tuple[int, ...]) -> list[list[int]]:
     """Texts that end with each of the ends, and without one, as an answer that is cut off."""
     texts = [tokenizer(text)["input_ids"] for text in TEXTS]
-    return [row + end for row in texts for end in ([], *([end] for end in dict.fromkeys(ends)))]
+    return [row + end for row in texts for end in ([], *([end] for end in dict.fromkeys(stop_token_ids)))]
 
 
 def our_scores(path: Path, rows: list[list[int]]) -> Tensor:
@@ -64,13 +64,13 @@ def our_scores(path: Path, rows: list[list[int]]) -> Tensor:
 def test_transformers_scores_padded_batches_as_we_do(
     case: tuple[Path, tuple[int, ...], str | None], side: str
 ) -> None:
-    path, ends, pad = case
+    path, stop_token_ids, pad = case
     model, tokenizer = (
         AutoModelForSequenceClassification.from_pretrained(path),
         AutoTokenizer.from_pretrained(path),
     )
     assert tokenizer.pad_token == pad and model.config.pad_token_id == tokenizer.pad_token_id
-    rows = rows_of(tokenizer, ends)
+    rows = rows_of(tokenizer, stop_token_ids)
     with torch.no_grad():
         if pad is None:
             theirs = torch.cat([model(torch.tensor([row])).logits[:, 0] for row in rows])
@@ -89,7 +89,8 @@ def test_a_padding_token_that_ends_only_the_runs_sequences_is_replaced(tmp_path:
     end = AutoTokenizer.from_pretrained(source).pad_token_id
     make_model(source, eos_token_id=1, pad_token_id=end)
     alone, in_a_run = (
-        save_again(source, tmp_path / f"{i}", "scalar", ends) for i, ends in enumerate([(), (end,)])
+        save_again(source, tmp_path / f"{i}", "scalar", stop_token_ids)
+        for i, stop_token_ids in enumerate([(), (end,)])
     )
     assert AutoTokenizer.from_pretrained(alone).pad_token == "<|end|>"
     assert AutoTokenizer.from_pretrained(in_a_run).pad_token == "<unk>"

@@ -14,7 +14,7 @@ EXPERIMENT = parse_experiment(
         "models": {"actor": {"path": "a"}, "reward": {"path": "r"}},
     }
 )
-FIGURES = {
+METRICS = {
     "actor.train/score": 1.23456,
     "actor.train/kl": 0.5,
     "actor.train/response_tokens": 20.0,
@@ -30,9 +30,9 @@ def whole_run(progress: Progress) -> None:
     with progress:
         progress.note("data.train: skipped 2 records, first [x]:4 :smile: [bold]kept[/bold]")
         progress.begin(EXPERIMENT, 3)
-        progress.record(MetricsRecord(0, "eval", 1.0, FIGURES))
+        progress.record(MetricsRecord(0, "eval", 1.0, METRICS))
         for step in (1, 2, 3):
-            progress.record(MetricsRecord(step, "train", 0.5, FIGURES))
+            progress.record(MetricsRecord(step, "train", 0.5, METRICS))
         progress.end(RUN_DIR, 12.3)
 
 
@@ -76,18 +76,18 @@ def test_a_terminal_gets_a_bar_and_its_cursor_back_whatever_happens(
     progress = Progress()
     with pytest.raises(KeyboardInterrupt), progress:
         progress.begin(EXPERIMENT, 3)
-        progress.record(MetricsRecord(1, "train", 0.5, FIGURES))
+        progress.record(MetricsRecord(1, "train", 0.5, METRICS))
         raise KeyboardInterrupt
     shown = capsys.readouterr().err
     assert "1/3" in shown and "score 1.235" in shown and shown.rindex(hide) < shown.rindex(show)
 
 
 def test_headlines_of_one_name_are_shown_with_their_calls(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = {"actor.train/score": 1.0, "reward.inference/score": 2.0, "actor.train/kl": 3.0}
+    metrics = {"actor.train/score": 1.0, "reward.inference/score": 2.0, "actor.train/kl": 3.0}
     with Progress() as progress:
         progress.begin(EXPERIMENT, 3)
-        progress.record(MetricsRecord(0, "eval", 1.0, figures))
-        progress.record(MetricsRecord(1, "eval", 1.0, FIGURES))
+        progress.record(MetricsRecord(0, "eval", 1.0, metrics))
+        progress.record(MetricsRecord(1, "eval", 1.0, METRICS))
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].endswith("evaluation: reward.inference/score 2  actor.train/score 1  kl 3")
     assert lines[1].endswith(SHOWN)

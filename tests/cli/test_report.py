@@ -21,9 +21,9 @@ def write_run(path: Path, algorithm: str, lines: list[dict[str, Any]], seconds: 
     return str(path)
 
 
-def line(step: int, kind: str, **figures: float | None) -> dict[str, Any]:
-    named = {name.replace("__", "/"): value for name, value in figures.items()}
-    return {"step": step, "kind": kind, "seconds": 1.0, "figures": named}
+def line(step: int, kind: str, **metrics: float | None) -> dict[str, Any]:
+    named = {name.replace("__", "/"): value for name, value in metrics.items()}
+    return {"step": step, "kind": kind, "seconds": 1.0, "metrics": named}
 
 
 def sft_run(path: Path) -> str:
@@ -51,14 +51,14 @@ def ppo_run(path: Path) -> str:
     return run
 
 
-def figures(out: Path) -> dict[str, Any]:
+def read_report(out: Path) -> dict[str, Any]:
     return json.loads((out / "report.json").read_text())
 
 
 def test_report_of_all_three_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [sft_run(tmp_path / "sft"), reward_run(tmp_path / "reward"), ppo_run(tmp_path / "ppo")]
     assert run_app(["report", *runs, "--out", str(tmp_path / "out")]) == 0
-    assert figures(tmp_path / "out") == {
+    assert read_report(tmp_path / "out") == {
         "reward_pair_accuracy": 0.78,
         "judge_before": 0.1,
         "judge_after": 0.5,
@@ -75,7 +75,7 @@ def test_report_of_all_three_stages(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_a_report_has_only_the_figures_of_the_runs_given(tmp_path: Path) -> None:
     assert run_app(["report", reward_run(tmp_path / "r"), "--out", str(tmp_path)]) == 0
-    assert figures(tmp_path) == {"reward_pair_accuracy": 0.78, "seconds": {"reward": 7.0, "total": 7.0}}
+    assert read_report(tmp_path) == {"reward_pair_accuracy": 0.78, "seconds": {"reward": 7.0, "total": 7.0}}
 
 
 def test_a_last_figure_that_was_not_finite_is_not_taken_from_an_earlier_evaluation(
@@ -83,7 +83,7 @@ def test_a_last_figure_that_was_not_finite_is_not_taken_from_an_earlier_evaluati
 ) -> None:
     lines = [line(0, "eval", reward__score=0.5), line(5, "eval", reward__score=None)]
     assert run_app(["report", write_run(tmp_path / "p", "ppo", lines), "--out", str(tmp_path)]) == 0
-    found = figures(tmp_path)
+    found = read_report(tmp_path)
     assert (found["reward_before"], found["reward_after"]) == (0.5, None)
     assert "not finite" in capsys.readouterr().out
 
@@ -97,7 +97,7 @@ def test_a_key_that_two_algorithms_use_has_the_name_of_its_algorithm(tmp_path: P
     other = write_run(tmp_path / "o", str(tmp_path / "other.py"), [line(0, "eval", ref__kl=1.5)], 2.0)
     (tmp_path / "other.py").unlink()
     assert run_app(["report", ppo_run(tmp_path / "ppo"), other, "--out", str(tmp_path / "out")]) == 0
-    found = figures(tmp_path / "out")
+    found = read_report(tmp_path / "out")
     assert (found["ppo.kl"], found["other.kl"]) == (2.5, 1.5) and "kl" not in found
     assert found["seconds"] == {"ppo": 8.0, "other": 2.0, "total": 10.0}
 
@@ -119,7 +119,7 @@ def test_a_report_that_cannot_be_written_leaves_an_earlier_one_alone(
     assert (tmp_path / name).read_text() == "earlier"
 
 
-@pytest.mark.parametrize("missing", ["config.yaml", "metrics.jsonl"])
+@pytest.mark.parametrize("missing", ["config.yaml", RECORD, "metrics.jsonl"])
 def test_a_directory_that_is_no_finished_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], missing: str
 ) -> None:
@@ -160,22 +160,6 @@ def test_two_runs_of_one_algorithm_are_refused(tmp_path: Path, capsys: pytest.Ca
     runs = [sft_run(tmp_path / "a"), sft_run(tmp_path / "b")]
     assert run_app(["report", *runs, "--out", str(tmp_path)]) == 2
     assert "are both sft runs" in capsys.readouterr().err
-
-
-def test_a_run_of_an_earlier_version_is_read_by_its_algorithm(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Which must be where it was."""
-    run = reward_run(tmp_path / "run")
-    (tmp_path / "run" / RECORD).unlink()
-    assert run_app(["report", run, "--out", str(tmp_path / "out")]) == 0
-    assert figures(tmp_path / "out")["reward_pair_accuracy"] == 0.78
-    file = tmp_path / "mine.py"
-    (tmp_path / "run" / "config.yaml").write_text(f"algorithm: {file}\n")
-    assert run_app(["report", run, "--out", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert f"run {run}: algorithm={file}: there is no file {file}" in error
-    assert f"if it has moved, write its new path into {run}/config.yaml" in error
 
 
 def test_a_damaged_record_of_the_algorithm_is_named(

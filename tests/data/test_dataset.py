@@ -9,7 +9,7 @@ from realrl.data.dataset import Dataset
 from realrl.data.forms import READERS, Reader, further_fields
 from realrl.data.rejects import BadRecordError
 from realrl.recipe.forms import FORMS
-from realrl.runtime.setup import read_ends
+from realrl.runtime.setup import read_stop_token_ids
 
 PROMPTS = ("prompts",)
 PAIRS = ("chosen", "rejected", "pairs_of_prompt")
@@ -201,7 +201,7 @@ def test_conversations_need_no_note(chat_tokenizer, write, settings, applied):
 def test_a_tokenizer_must_be_able_to_end_a_sequence(tokenizer):
     tokenizer.eos_token = None
     with pytest.raises(UserError, match="no end-of-sequence token"):
-        read_ends(tokenizer, None, len(tokenizer))
+        read_stop_token_ids(tokenizer, None, len(tokenizer))
 
 
 def test_every_form_of_record_has_a_reader():

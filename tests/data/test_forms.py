@@ -93,9 +93,9 @@ def test_a_beginning_of_sequence_that_the_tokenizer_does_not_write_is_not_writte
 
 def test_an_answer_may_end_with_any_end_of_sequence(tokenizer, write, settings):
     """The first of several is the one that is appended."""
-    ends = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    stop_token_ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     source = write([{"prompt": "", "answer": text} for text in ("a", "a</s>", "a<pad>")])
-    data = Dataset.load(source, "answer", SFT, tokenizer, settings(), 1, ends)
+    data = Dataset.load(source, "answer", SFT, tokenizer, settings(), 1, stop_token_ids)
     texts = [tokenizer.decode(row) for row in data.batch(range(3))["tokens"].rows()]
     assert texts == ["<s>a<pad>", "<s>a</s>", "<s>a<pad>"]
 

@@ -142,8 +142,8 @@ def check(model: Model, weights: Figures, expected: Figures, where: str) -> None
         return step(*args, **options)
 
     trainer.optimizer.step = noted  # type: ignore[method-assign]
-    figures = trainer.train(batch, SFTTrain(), [list(range(len(LENGTHS)))], lr=LR, max_tokens=budget).result()
-    compare("norm", torch.tensor(figures["grad_norm"]), expected["norm"], where)
+    metrics = trainer.train(batch, SFTTrain(), [list(range(len(LENGTHS)))], lr=LR, max_tokens=budget).result()
+    compare("norm", torch.tensor(metrics["grad_norm"]), expected["norm"], where)
     for name, region in regions.items():
         for what, values in (("gradient of", gradients[name]), ("updated", model.parameters[name])):
             wanted = expected[f"{what} {name}"][region.slices]

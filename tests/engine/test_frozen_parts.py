@@ -27,7 +27,7 @@ from realrl.layout.layout import build_layout
 from realrl.layout.sets import TUNED, TrainablePart
 from realrl.model.init import initialise
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.program.memory import Memory, Stored
+from realrl.program.memory import Memory, StoredModel
 from realrl.recipe.model import OptimizerConfig
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import Process, wait_to_be_scheduled
@@ -144,12 +144,12 @@ def learn(case: str, placement: Placement, process: Process, groups: object) -> 
     ((items,),) = [assign(costs, minibatches=1, dp=strategy.dp)[model.groups.data.index]]
     local, norms = everything.select(sorted(items)), []
     for _ in range(STEPS):
-        figures = trainer.train(
+        metrics = trainer.train(
             local, SFTTrain(), [list(range(len(items)))], lr=OPTIMIZER.lr, max_tokens=strategy.micro_batch_tokens,
             recompute=strategy.recompute,
         ).result()  # fmt: skip
-        norms.append(figures["grad_norm"])
-    memory = Memory({"actor": Stored(shape, "lm", 4, True, part)}, {"actor": placement}, (), {})
+        norms.append(metrics["grad_norm"])
+    memory = Memory({"actor": StoredModel(shape, "lm", 4, True, part)}, {"actor": placement}, (), {})
     return {
         "norms": norms,
         "tensors": {

@@ -72,9 +72,9 @@ def test_the_loss_of_a_conversation_is_that_of_transformers_on_its_answers(
     norm = torch.stack([p.grad.norm() for p in reference.parameters() if p.grad is not None]).norm()
 
     trainer = Trainer(opened(world.actor, "lm"), OPTIMIZER)
-    figures = trainer.train(data.batch([0]), SFTTrain(), [[0]], lr=0.0, max_tokens=1024).result()
-    assert figures["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert figures["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    metrics = trainer.train(data.batch([0]), SFTTrain(), [[0]], lr=0.0, max_tokens=1024).result()
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
 def pair_batch(pairs: list[int], rows: list[int]) -> Batch:
@@ -89,8 +89,8 @@ def pair_batch(pairs: list[int], rows: list[int]) -> Batch:
 def learn_pairs(world: World, batch: Batch, budget: int) -> tuple[dict[str, float], torch.Tensor]:
     model = opened(world.reward, "scalar")
     everything = [list(range(len(batch)))]
-    figures = Trainer(model, OPTIMIZER).train(batch, RewardTrain(), everything, lr=1e-2, max_tokens=budget)
-    return figures.result(), model.sets["base"].buffer.data
+    metrics = Trainer(model, OPTIMIZER).train(batch, RewardTrain(), everything, lr=1e-2, max_tokens=budget)
+    return metrics.result(), model.sets["base"].buffer.data
 
 
 def test_micro_batches_do_not_change_what_weighted_pairs_teach(world: World) -> None:
@@ -112,5 +112,5 @@ def test_n_copies_of_a_pair_that_weigh_one_in_n_teach_what_the_pair_does(
     """Also where all weights together are less than 1, as in a small last batch."""
     distinct = sorted(set(rows))
     expected, _ = learn_pairs(world, pair_batch([1] * len(distinct), distinct), 1024)
-    figures, _ = learn_pairs(world, pair_batch(pairs, rows), 1024)
-    assert figures == pytest.approx(expected, rel=1e-5)
+    metrics, _ = learn_pairs(world, pair_batch(pairs, rows), 1024)
+    assert metrics == pytest.approx(expected, rel=1e-5)

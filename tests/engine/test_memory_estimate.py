@@ -12,7 +12,7 @@ from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import build_layout
 from realrl.model.group import Group, make_single_rank_group
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.program.memory import HeldState, Memory, Stored
+from realrl.program.memory import HeldState, Memory, StoredModel
 from realrl.recipe.model import OptimizerConfig
 
 SHAPE = ModelShape(
@@ -28,7 +28,7 @@ def test_a_rank_allocates_the_estimated_bytes(
 ) -> None:
     dp, tp, pp = strategy
     placement = Placement(Mesh(0, dp * tp * pp), Strategy(dp, tp, pp))
-    memory = Memory({"actor": Stored(SHAPE, head, dtype.itemsize, True)}, {"actor": placement}, (), {})
+    memory = Memory({"actor": StoredModel(SHAPE, head, dtype.itemsize, True)}, {"actor": placement}, (), {})
     for rank in {0, placement.mesh.size - 1}:
         # Groups that are never used for communication, so that one process can stand for any rank.
         group = replace(make_single_rank_group(), ranks=tuple(range(dp)), index=placement.dp_index(rank))

@@ -103,7 +103,7 @@ def batch(head: Head, shape: ModelShape) -> Batch:
 
 
 def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:
-    """A few steps of training, then inference, then generation; figures by name, equal on every rank."""
+    """A few steps of training, then inference, then generation; metrics by name, equal on every rank."""
     head, strategy = model.head, model.layout.placement.strategy
     dp_index = model.groups.data.index
     train = SFTTrain() if head == "lm" else RewardTrain()
@@ -116,10 +116,10 @@ def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:
     for step in range(STEPS):
         positions = [[items.index(i) for i in part] for part in mine]
         budget = strategy.micro_batch_tokens
-        figures = trainer.train(
+        metrics = trainer.train(
             local, train, positions, lr=OPTIMIZER.lr, max_tokens=budget, recompute=strategy.recompute
         ).result()
-        for name, value in figures.items():
+        for name, value in metrics.items():
             results[f"{step}/{name}"] = torch.tensor(value)
     scored, _ = model.infer(local, infer, strategy.micro_batch_tokens)
     key = "nll" if head == "lm" else "chosen_score"
@@ -207,11 +207,11 @@ def test_every_strategy_learns_and_samples_as_one_process_does(
     for rank in range(world):
         results = torch.load(f"{tmp_path}/out-{rank}")
         assert len(results) == len(MODELS) * len(placements(world))
-        for (name, head, placement), figures in results.items():
+        for (name, head, placement), metrics in results.items():
             expected = alone[name, head]
-            assert figures.keys() == expected.keys()
+            assert metrics.keys() == expected.keys()
             for figure, value in expected.items():
                 where = f"rank {rank}, {name}, {head}, {placement}: {figure}"
                 torch.testing.assert_close(
-                    figures[figure], value, rtol=1e-4, atol=1e-5, msg=lambda m, w=where: f"{w}: {m}"
+                    metrics[figure], value, rtol=1e-4, atol=1e-5, msg=lambda m, w=where: f"{w}: {m}"
                 )

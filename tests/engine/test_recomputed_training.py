@@ -63,13 +63,13 @@ def test_recomputation_gives_the_same_metrics_and_updates_bit_for_bit(
     for recompute in (False, True):
         model = make(head, dtype)
         trainer = Trainer(model, OptimizerConfig(lr=1e-2))
-        figures = [
+        metrics = [
             trainer.train(
                 batch, method, [[0, 1, 2], [3, 4, 5]], lr=1e-2, max_tokens=40, recompute=recompute
             ).result()
             for _ in range(2)
         ]
-        results.append((figures, model.sets["base"].buffer.data))
+        results.append((metrics, model.sets["base"].buffer.data))
     (plain, expected), (again, got) = results
     assert again == plain and plain[0]["grad_norm"] > 0
     assert torch.equal(got, expected)

@@ -17,7 +17,7 @@ from realrl.cli.app import run_app
 from realrl.data.tokenizer import load_tokenizer
 from realrl.engine.model import make_unsharded_model
 from realrl.model.packing import Packing
-from tests.conftest import World, figures
+from tests.conftest import World, read_metrics
 from tests.runtime.ranks import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ def finished(recipe: Path) -> Path:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_learns_what_one_process_learns(recipes: dict[str, Path], name: str) -> None:
-    alone, divided = (figures(recipes[plan].parent / "run") for plan in ("alone", name))
+    alone, divided = (read_metrics(recipes[plan].parent / "run") for plan in ("alone", name))
     assert len(alone) == 3
     for expected, step in zip(alone, divided, strict=True):
         for figure in ("actor.train/loss", "actor.train/grad_norm"):

@@ -24,7 +24,7 @@ from realrl.model import group as collectives
 from realrl.model.group import Group, make_single_rank_group
 from realrl.model.init import initialise
 from realrl.plan.placement import Placement
-from realrl.program.memory import Stored
+from realrl.program.memory import StoredModel
 from realrl.recipe.model import OptimizerConfig
 from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.measure.allocations import count_allocations
@@ -73,7 +73,7 @@ class Sequences:
     infer: InferenceMethod
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], model: Stored) -> "Sequences":
+    def of(cls, lengths: tuple[int, ...], model: StoredModel) -> "Sequences":
         """Rows of these lengths; for a scalar head, two after each other are a pair."""
         generator = torch.Generator().manual_seed(1)
         rows = Ragged.of(
@@ -92,7 +92,7 @@ class Sequences:
 class LoneRank:
     """A rank that holds its shard of a model, and counts what it allocates besides."""
 
-    def __init__(self, model: Stored, placement: Placement, rank: int) -> None:
+    def __init__(self, model: StoredModel, placement: Placement, rank: int) -> None:
         self.placement = placement
         strategy = placement.strategy
         single = make_single_rank_group()

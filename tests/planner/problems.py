@@ -9,7 +9,7 @@ from realrl.families.shape import Head, ModelShape
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.workload.workload import Workload
-from realrl.program.memory import Stored
+from realrl.program.memory import StoredModel
 
 GRAPH = train_graph(minibatches=4)
 NODES = ClusterSpec.parse("a100-80g:4x8")
@@ -28,9 +28,9 @@ def call(name: str) -> Call:
     return GRAPH.call(name)
 
 
-def stored(shape: ModelShape, head: Head = "lm", element_bytes: int = 2) -> Stored:
+def stored(shape: ModelShape, head: Head = "lm", element_bytes: int = 2) -> StoredModel:
     """A role's model."""
-    return Stored(shape, head, element_bytes, trained=True)
+    return StoredModel(shape, head, element_bytes, trained=True)
 
 
 def recomputing(placement: Placement) -> Placement:

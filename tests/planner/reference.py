@@ -4,7 +4,7 @@ import math
 import random
 
 from realrl.algorithms.ppo.graph import train_graph
-from realrl.dataflow.call import Average, Call, Key, Kind
+from realrl.dataflow.call import Call, Key, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.routing.links import Links
 from realrl.plan.cluster import Cluster
@@ -137,7 +137,9 @@ def _two_models() -> DataflowGraph:
         _call("a.train", ("x", "f")),
     ]
     return DataflowGraph(
-        calls, (*_keys("x"), Key("f", "float32", "x"), Key("g", "float32", "x")), [Average("k", "b", 0.1)]
+        calls,
+        (*_keys("x"), Key("f", "float32", "x"), Key("g", "float32", "x")),
+        [MovingAverage("k", "b", 0.1)],
     )
 
 
@@ -191,7 +193,7 @@ def _tools() -> DataflowGraph:
         _call("a.train", ("s", "l")),
     ]
     keys = (*_keys("x", "s", "l"), Key("g", "float32", "x"))
-    return DataflowGraph(calls, keys, [Average("k", "a", 0.1)])
+    return DataflowGraph(calls, keys, [MovingAverage("k", "a", 0.1)])
 
 
 def function_table(call: Call, cluster: Cluster, seconds: float) -> list[Candidate]:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realrl.algorithms.ppo.graph import train_graph
-from realrl.dataflow.call import Average, Call, Key, Kind
+from realrl.dataflow.call import Call, Key, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -98,7 +98,7 @@ def test_kept_copies_of_a_frozen_role_are_never_refreshed() -> None:
 
 
 def test_kept_copies_of_an_ema_role_are_refreshed_after_its_update() -> None:
-    following = DataflowGraph(TWICE.calls, KEYS, [Average("b", "a", 0.5)])
+    following = DataflowGraph(TWICE.calls, KEYS, [MovingAverage("b", "a", 0.5)])
     plan = make_plan("symmetric", following, Cluster(1, 4), 10)
     elsewhere = place(0, 1)
     plan = replace(plan, placements={**plan.placements, "b.again": elsewhere}, keep=("b",))

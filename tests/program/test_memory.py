@@ -13,7 +13,7 @@ from realrl.plan.plan import Plan
 from realrl.plan.presets import make_plan
 from realrl.program.instructions import Run
 from realrl.program.lower import home_placements, kept_copies, lower, offloaded
-from realrl.program.memory import HeldState, Holdings, Memory, Stored
+from realrl.program.memory import HeldState, Holdings, Memory, StoredModel
 
 PPO = train_graph(minibatches=1)
 SHAPE = SHAPES["llama-2-7b"]
@@ -26,7 +26,7 @@ def number(role: str) -> int:
 
 def memory(plan: Plan, element_bytes: int = 2) -> Memory:
     homes = home_placements(PPO, plan)
-    stored = {role: Stored(SHAPE, HEADS[role], element_bytes, PPO.trained(role)) for role in PPO.roles}
+    stored = {role: StoredModel(SHAPE, HEADS[role], element_bytes, PPO.trained(role)) for role in PPO.roles}
     return Memory(stored, homes, offloaded(plan), kept_copies(PPO, plan, homes))
 
 

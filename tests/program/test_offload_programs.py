@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from realrl.algorithms.ppo.graph import train_graph
-from realrl.dataflow.call import Average
+from realrl.dataflow.call import MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -112,4 +112,4 @@ def test_validation_finds_a_call_on_offloaded_parameters(programs: list[Program]
 )
 def test_ema_is_of_a_trained_role_into_a_frozen_one(role: str, source: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        DataflowGraph(GRAPH.calls, GRAPH.keys.values(), [Average(role, source, 0.5)])
+        DataflowGraph(GRAPH.calls, GRAPH.keys.values(), [MovingAverage(role, source, 0.5)])

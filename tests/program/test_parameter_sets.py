@@ -59,8 +59,8 @@ def test_every_set_is_offloaded_and_of_optimizers_that_of_the_trained_one() -> N
     _, step = compiled(plan(offload=("critic", "ref"), offload_optimizer=("critic",)))
     for kind in (Load, Offload):
         critic = [i for i in step.instructions if isinstance(i, kind) and i.role == "critic"]
-        assert {i.parameter_set for i in critic if i.what == "parameters"} == {BASE, TUNED}
-        assert {i.parameter_set for i in critic if i.what == "optimizer"} == {TUNED}
+        assert {i.parameter_set for i in critic if i.state == "parameters"} == {BASE, TUNED}
+        assert {i.parameter_set for i in critic if i.state == "optimizer"} == {TUNED}
         assert set(moved(step, kind, "ref")) == {BASE}
 
 

@@ -20,7 +20,7 @@ from realrl.planner.cluster.devices import DEVICES
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.profile.profile import CollectiveTime, Profile
 from realrl.planner.workload.workload import Workload
-from realrl.program.memory import Stored
+from realrl.program.memory import StoredModel
 from realrl.recipe.load import load_experiment
 from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.processes.process import Process
@@ -37,9 +37,9 @@ TINY = ModelShape.model_validate(SHAPE)
 CPU = torch.device("cpu")
 SHARED = {"prepare", "optimizer"}
 BY_DEGREE = {
-    *("enter", "enter_backward", "forward", "backward", "head", "head_backward"),
+    *("embed", "embed_backward", "forward", "backward", "head", "head_backward"),
     *(
-        "bucket_enter",
+        "bucket_embed",
         "bucket",
         "bucket_backward",
         "scalar",
@@ -47,7 +47,7 @@ BY_DEGREE = {
         "prefill",
         "start",
         "decode",
-        "turn",
+        "decode_overhead",
         "sample",
     ),
 }
@@ -110,7 +110,7 @@ def test_predictions_rest_on_nothing_but_measurements(profiles: Mapping[int, Pat
     graph, workload = train_graph(minibatches=2), Workload(16, (4, 6), (6, 12), 12)
     workload = replace(workload, experience_calls=("actor.train", "critic.train"))
     for call in graph.calls:
-        model = Stored(TINY, PPO_SPEC.heads[call.role], 4, graph.trained(call.role))
+        model = StoredModel(TINY, PPO_SPEC.heads[call.role], 4, graph.trained(call.role))
         for strategy in strategies(processes):
             found = cost.call(call, model, Placement(Mesh(0, processes), strategy), workload)
             assert 0 < found.seconds < 1000, (call.name, strategy, found)
@@ -205,7 +205,7 @@ def test_a_tp_rank_alone_computes_with_its_own_shard(head: str, tp: int) -> None
     assert len(times) == 6
     if head == "lm":
         hidden = torch.zeros(3, TINY.hidden_size)
-        assert model.transformer.logits(hidden).shape == (3, TINY.vocab_size)
+        assert model.transformer.compute_logits(hidden).shape == (3, TINY.vocab_size)
 
 
 ONCE = Pace(1, 0.0, (1, 1), limit=15.0, total=60.0)

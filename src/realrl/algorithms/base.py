@@ -27,7 +27,7 @@ class StatelessAlgorithm:
         """Find the method of a call of either graph; KeyError if there is none of that name."""
         return self._methods[call]
 
-    def notes(self, figures: Mapping[str, float]) -> list[str]:
+    def notes(self, metrics: Mapping[str, float]) -> list[str]:
         """List no notes."""
         return []
 
@@ -54,7 +54,7 @@ class PlainTrain:
         """Return the batch as it is."""
         return batch, Metrics()
 
-    def stop(self, figures: dict[str, float]) -> bool:
+    def stop(self, metrics: dict[str, float]) -> bool:
         """Return False always."""
         return False
 

@@ -17,6 +17,7 @@ from realrl.config.errors import UserError
 from realrl.config.user_code import UserCode, find_definition, is_own_module
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
+from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.registry import find_user_code
@@ -26,7 +27,7 @@ from realrl.recipe.settings import GenerationConfig
 def build_algorithm(experiment: Experiment) -> Algorithm:
     """Build graphs and methods of a recipe, with fresh state. UserError where a call has no method, or one that
     contradicts the algorithm's description."""
-    spec, graph, eval_graph = experiment.spec, build_graph(experiment), build_eval_graph(experiment)
+    spec, graph, eval_graph = get_spec(experiment), build_graph(experiment), build_eval_graph(experiment)
     epochs = spec.epochs(experiment)
     sampling = None if spec.generation is None else spec.generation(experiment)
     eval_sampling = spec.eval_generation(experiment)

@@ -69,12 +69,12 @@ class Metrics:
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> "Metrics":
         """Restore the collection that `to_plain` described."""
-        figures = cls()
+        metrics = cls()
         for name, (total, weight) in plain["means"].items():
-            figures.mean(name, torch.tensor(total, dtype=torch.float64), weight)
+            metrics.mean(name, torch.tensor(total, dtype=torch.float64), weight)
         for name, value in plain["maxima"].items():
-            figures.max(name, torch.tensor(value, dtype=torch.float64))
-        return figures
+            metrics.max(name, torch.tensor(value, dtype=torch.float64))
+        return metrics
 
     def result(self) -> dict[str, float]:
         """Compute plain numbers; a mean of weight 0 is NaN."""
@@ -140,14 +140,14 @@ class TrainMethod(Protocol):
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
         """Compute the sum of the loss terms of a micro-batch, a scalar, and its metrics."""
 
-    def stop(self, figures: dict[str, float]) -> bool:
+    def stop(self, metrics: dict[str, float]) -> bool:
         """Decide whether to drop this mini-batch's gradient and the rest of the call, given its global metrics.
 
         Asked on every rank after each mini-batch's losses, before its update.
         """
 
     def finish(self) -> Metrics:
-        """Called once after the last mini-batch of the call; figures of the call as a whole."""
+        """Called once after the last mini-batch of the call; metrics of the call as a whole."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +214,7 @@ class Algorithm(Protocol):
     def method(self, call: str) -> Method:
         """Find the method of a call of either graph."""
 
-    def notes(self, figures: Mapping[str, float]) -> list[str]:
+    def notes(self, metrics: Mapping[str, float]) -> list[str]:
         """List notes for the user on a training step with these metrics, by `call/name`; each is shown once."""
 
     def state_dict(self) -> dict[str, float]:

@@ -153,9 +153,9 @@ class UserTrain(UserObject):
         )
         return loss
 
-    def stop(self, figures: dict[str, float]) -> bool:
+    def stop(self, metrics: dict[str, float]) -> bool:
         """Decide whether to stop."""
-        stops: bool = self.ask("stop", checks.check_flag, figures)
+        stops: bool = self.ask("stop", checks.check_flag, metrics)
         return stops
 
     def finish(self) -> Metrics:
@@ -209,9 +209,9 @@ class UserAlgorithm(UserObject):
         """Find the method of a call of either graph."""
         return self._methods[call]
 
-    def notes(self, figures: Mapping[str, float]) -> list[str]:
+    def notes(self, metrics: Mapping[str, float]) -> list[str]:
         """List notes on a training step."""
-        notes: list[str] = self.ask("notes", checks.check_notes, figures)
+        notes: list[str] = self.ask("notes", checks.check_notes, metrics)
         return notes
 
     def state_dict(self) -> dict[str, float]:

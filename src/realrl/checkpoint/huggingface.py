@@ -13,7 +13,7 @@ from torch import Tensor
 from realrl.checkpoint.directory import CONFIG, GENERATION_CONFIG, config_file, local_directory, read_shape
 from realrl.checkpoint.headers import INDEX, SINGLE, Contents, StoredTensor, find_tensors, open_file
 from realrl.checkpoint.origin import Origin
-from realrl.checkpoint.special_tokens import end_ids, find_classifier_padding, find_saved_ids
+from realrl.checkpoint.special_tokens import find_classifier_padding, find_saved_ids, list_stop_token_ids
 from realrl.checkpoint.tokenizer_files import Tokenizer, set_padding, write_tokenizer
 from realrl.config.errors import UserError
 from realrl.config.files import partial_path
@@ -109,7 +109,7 @@ def save(
     max_shard_bytes: float = SHARD_BYTES,
     *,
     origin: Origin | None = None,
-    ends: Collection[int] = (),
+    stop_token_ids: Collection[int] = (),
 ) -> None:
     """Write a model directory, replacing one that is there. The directory appears whole or not at all.
 
@@ -118,8 +118,8 @@ def save(
     settings that training does not touch stay as they were.
 
     A scalar head becomes a sequence classifier with one label. It and its tokenizer get another padding token
-    where sequences can end with the tokenizer's own; `ends` are tokens that they can end with besides those that
-    tokenizer and origin name.
+    where sequences can end with the tokenizer's own; `stop_token_ids` are tokens that they can end with
+    besides those that tokenizer and origin name.
     """
     final = Path(directory)
     partial = partial_path(final)
@@ -128,7 +128,7 @@ def save(
     try:
         fetch = weights if callable(weights) else lambda _: weights
         _save_tensors(partial, shards(model_tensors(shape, head), dtype, max_shard_bytes), fetch, dtype)
-        _save_settings(partial, shape, head, tokenizer, dtype, origin, ends)
+        _save_settings(partial, shape, head, tokenizer, dtype, origin, stop_token_ids)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -147,15 +147,19 @@ def _save_settings(
     tokenizer: Tokenizer | None,
     dtype: torch.dtype,
     origin: Origin | None,
-    ends: Collection[int],
+    stop_token_ids: Collection[int],
 ) -> None:
     """Write all files but the tensors."""
     special = find_saved_ids(tokenizer, origin)
     if tokenizer is not None:
         write_tokenizer(tokenizer, directory, find_family(shape.family).model_type)
-        ends = dict.fromkeys([*end_ids(tokenizer, origin, shape.vocab_size), *ends])
+        stop_token_ids = dict.fromkeys(
+            [*list_stop_token_ids(tokenizer, origin, shape.vocab_size), *stop_token_ids]
+        )
         if head == "scalar":
-            pad = special["pad_token_id"] = find_classifier_padding(tokenizer, ends, shape.vocab_size)
+            pad = special["pad_token_id"] = find_classifier_padding(
+                tokenizer, stop_token_ids, shape.vocab_size
+            )
             if pad != tokenizer.pad_token_id:
                 set_padding(directory, None if pad is None else tokenizer.convert_ids_to_tokens(pad))
     kept = {} if origin is None else origin.config
@@ -165,7 +169,11 @@ def _save_settings(
         if origin is not None and origin.generation is not None:
             _write_json(directory / GENERATION_CONFIG, origin.generation)
         else:
-            ended = {"eos_token_id": [*ends] if len(ends) > 1 else next(iter(ends), None)}
+            ended = {
+                "eos_token_id": [*stop_token_ids]
+                if len(stop_token_ids) > 1
+                else next(iter(stop_token_ids), None)
+            }
             written = {key: value for key, value in (special | ended).items() if value is not None}
             _write_json(directory / GENERATION_CONFIG, written)
 

@@ -4,20 +4,20 @@ from collections.abc import Collection, Iterator
 
 from realrl.checkpoint.directory import CONFIG
 from realrl.checkpoint.origin import Origin
-from realrl.checkpoint.special_tokens import end_ids, find_classifier_padding
+from realrl.checkpoint.special_tokens import find_classifier_padding, list_stop_token_ids
 from realrl.checkpoint.tokenizer_files import Tokenizer
 from realrl.families.shape import Head
 
 
 def list_saving_notes(
-    origin: Origin | None, head: Head, tokenizer: Tokenizer, ends: Collection[int], vocabulary: int
+    origin: Origin | None, head: Head, tokenizer: Tokenizer, stop_token_ids: Collection[int], vocabulary: int
 ) -> Iterator[str]:
-    """List notes on saving, one message each; see `huggingface.save` for `ends`."""
+    """List notes on saving, one message each; see `huggingface.save` for `stop_token_ids`."""
     if origin is not None:
         dropout = origin.config.get("attention_dropout")
         if dropout:
             yield f"{origin.directory / CONFIG} has attention_dropout={dropout}; training here is without dropout"
-        file, named = origin.ends(vocabulary)
+        file, named = origin.find_stop_token_ids(vocabulary)
         if head == "lm" and tokenizer.eos_token_id not in named:
             yield (
                 f"eos_token_id={[*named] or None} in {file} lacks the tokenizer's end of sequence,"
@@ -25,8 +25,8 @@ def list_saving_notes(
                 " model may not stop there"
             )
     if head == "scalar":
-        ends = {*ends, *end_ids(tokenizer, origin, vocabulary)}
-        pad = find_classifier_padding(tokenizer, ends, vocabulary)
+        stop_token_ids = {*stop_token_ids, *list_stop_token_ids(tokenizer, origin, vocabulary)}
+        pad = find_classifier_padding(tokenizer, stop_token_ids, vocabulary)
         if pad != tokenizer.pad_token_id:
             yield _padding(tokenizer, pad)
 

@@ -23,7 +23,7 @@ class Origin:
     generation: Mapping[str, Any] | None
     """Contents of `generation_config.json`; None where there is no such file."""
 
-    def ends(self, vocabulary: int) -> tuple[Path, tuple[int, ...]]:
+    def find_stop_token_ids(self, vocabulary: int) -> tuple[Path, tuple[int, ...]]:
         """Find the tokens that end generation, and the file that says so; UserError for invalid tokens.
 
         Like transformers, `generation_config.json` before `config.json`. Tokens must be of the model's

@@ -4,12 +4,13 @@ from realrl.config.errors import UserError
 from realrl.config.paths import is_local, local_path
 from realrl.families.config_json import describe_untrainable
 from realrl.families.registry import find_family
+from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 
 
 def check_directories(experiment: Experiment) -> None:
     """Check that the local directories of models and tokenizers exist; else UserError."""
-    roles = experiment.spec.roles_of(experiment)
+    roles = get_spec(experiment).roles_of(experiment)
     # Roles that may have taken their path from another one come last, so that the one with the mistake is named.
     for role in sorted(roles, key=lambda role: roles[role].weights_from is not None):
         for field in ("path", "tokenizer"):
@@ -23,7 +24,7 @@ def check_trainable(experiment: Experiment) -> None:
 
     A model with weights is checked when it is loaded.
     """
-    for role in experiment.spec.roles_of(experiment):
+    for role in get_spec(experiment).roles_of(experiment):
         shape = getattr(experiment.models, role).shape
         if shape is not None and not find_family(shape.family).trainable:
             raise UserError(f"models.{role}.shape: {describe_untrainable(shape.family)}")

@@ -29,33 +29,35 @@ class SpecialTokens(Protocol):
         """Added tokens by id."""
 
 
-def end_ids(tokenizer: SpecialTokens, origin: Origin | None, vocabulary: int) -> tuple[int, ...]:
+def list_stop_token_ids(tokenizer: SpecialTokens, origin: Origin | None, vocabulary: int) -> tuple[int, ...]:
     """List all tokens that end a sequence: the tokenizer's first, then those of the model's own settings.
 
     Llama 3 Instruct has three.
 
     `vocabulary` is the model's. UserError for an id outside it.
     """
-    ends: dict[int, None] = {}
+    stop_token_ids: dict[int, None] = {}
     if tokenizer.eos_token_id is not None:
-        ends[tokenizer.eos_token_id] = None
+        stop_token_ids[tokenizer.eos_token_id] = None
         if tokenizer.eos_token_id >= vocabulary:
             raise UserError(
                 f"tokenizer {tokenizer.name_or_path} ends sequences with token {tokenizer.eos_token_id},"
                 f" but the model's vocabulary has {vocabulary} tokens"
             )
     if origin is not None:
-        ends |= dict.fromkeys(origin.ends(vocabulary)[1])
-    return tuple(ends)
+        stop_token_ids |= dict.fromkeys(origin.find_stop_token_ids(vocabulary)[1])
+    return tuple(stop_token_ids)
 
 
-def find_classifier_padding(tokenizer: SpecialTokens, ends: Collection[int], vocabulary: int) -> int | None:
+def find_classifier_padding(
+    tokenizer: SpecialTokens, stop_token_ids: Collection[int], vocabulary: int
+) -> int | None:
     """Find the token that a saved classifier is padded with; None where no token will do.
 
     transformers scores a sequence at its last token that is not padding, so padding must be nothing that a
-    sequence can end with. If the tokenizer's own padding token is none of the `ends` it is taken, else a special
-    token that texts do not end with: one that is called padding, a reserved one, the unknown token, or the
-    beginning of sequence.
+    sequence can end with. If the tokenizer's own padding token is none of the `stop_token_ids` it is taken,
+    else a special token that texts do not end with: one that is called padding, a reserved one, the unknown
+    token, or the beginning of sequence.
     """
     special = {
         token: added.content.lower()
@@ -67,7 +69,7 @@ def find_classifier_padding(tokenizer: SpecialTokens, ends: Collection[int], voc
         candidates += (token for token, content in special.items() if word in content)
     candidates += [tokenizer.unk_token_id, tokenizer.bos_token_id]
     for token in candidates:
-        if token is not None and token not in ends and token < vocabulary:
+        if token is not None and token not in stop_token_ids and token < vocabulary:
             return token
     return None
 

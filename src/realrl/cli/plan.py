@@ -13,6 +13,7 @@ import typer
 from realrl.cli.recipe import Overrides
 from realrl.config.errors import UserError
 from realrl.config.files import reason_of
+from realrl.recipe.algorithm import get_spec
 
 if TYPE_CHECKING:
     from realrl.planner.report.report import Objective, PlanReport
@@ -138,7 +139,7 @@ def plan(
         from realrl.cli.planning.tables import print_report
 
         print_report(report, source)
-    title = f"{experiment.spec.name.upper()} on {report.scenario.spec.name}"
+    title = f"{get_spec(experiment).name.upper()} on {report.scenario.spec.name}"
     for name, file in files.items():
         try:
             _write(report, name, file, title, source)

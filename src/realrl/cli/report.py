@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from realrl.cli.reporting.figures import ReportedMetric
     from realrl.cli.reporting.runs import FinishedRun, Sample
+    from realrl.cli.reporting.summary import ReportedMetric
 
 _SHOWN_SAMPLES = 3
 
@@ -16,11 +16,11 @@ def report(
     run_dirs: Annotated[list[str], typer.Argument(help="Directories of finished runs.")],
     out: Annotated[str, typer.Option(metavar="DIR", help="Directory for report.json and report.png.")],
 ) -> None:
-    """Sum up finished runs: a table and samples here, figures in report.json, curves in report.png."""
+    """Sum up finished runs: a table and samples here, metrics in report.json, curves in report.png."""
     from importlib.util import find_spec
 
-    from realrl.cli.reporting.figures import list_metrics, report_figures
     from realrl.cli.reporting.runs import read_runs
+    from realrl.cli.reporting.summary import list_metrics, summarize
     from realrl.config.errors import RunError, UserError
     from realrl.config.files import check_directory, check_file, reason_of, write_whole
     from realrl.config.paths import local_path
@@ -38,12 +38,12 @@ def report(
         check_file(str(file), file)
     metrics = list_metrics(runs)
     try:
-        write_whole(numbers, json.dumps(report_figures(runs, metrics), indent=2) + "\n")
+        write_whole(numbers, json.dumps(summarize(runs, metrics), indent=2) + "\n")
         draw_picture(runs, picture)
     except OSError as error:
         raise RunError(f"--out {out} cannot be written: {reason_of(error)}") from error
     _print_report(runs, metrics)
-    typer.echo(f"figures: {numbers}   curves: {picture}")
+    typer.echo(f"metrics: {numbers}   curves: {picture}")
 
 
 def _print_report(runs: "dict[str, FinishedRun]", metrics: "list[ReportedMetric]") -> None:
@@ -51,7 +51,7 @@ def _print_report(runs: "dict[str, FinishedRun]", metrics: "list[ReportedMetric]
     from rich.table import Table
 
     console = Console()
-    table = Table(title="Figures", title_justify="left", show_header=False)
+    table = Table(title="Metrics", title_justify="left", show_header=False)
     for metric in metrics:
         table.add_row(metric.label, "not finite" if metric.value is None else f"{metric.value:.3f}")
     seconds = {name: run.seconds for name, run in runs.items()}

@@ -72,14 +72,14 @@ class Dataset:
         tokenizer: "PreTrainedTokenizerFast",
         config: DataConfig,
         seed: int,
-        ends: tuple[int, ...],
+        stop_token_ids: tuple[int, ...],
         keep: FieldFilter = keep_nothing,
     ) -> "Dataset":
         """Read and tokenise `source` (see `read_records`), records of `form`, into the rows that `keys` name.
 
-        `ends` are the ids that end a sequence, at least one. `keep` says which fields of records are kept that no
-        key is made of. UserError where the source cannot be used, nothing is
-        left, or, under `config.on_error=fail`, at the first record that is malformed or too long.
+        `stop_token_ids` are the ids that end a sequence, at least one. `keep` says which fields of records
+        are kept that no key is made of. UserError where the source cannot be used, nothing is left, or, under
+        `config.on_error=fail`, at the first record that is malformed or too long.
         """
         rejects = Rejects(config.on_error)
         columns = _Columns(keys)
@@ -93,7 +93,7 @@ class Dataset:
         )
         items, further = _items(source, form, reader, rejects, keep), FurtherFields()
         while chunk := list(islice(items, CHUNK)):
-            rows = iter(tokenize([text for *_, item in chunk for text in item], tokenizer, ends))
+            rows = iter(tokenize([text for *_, item in chunk for text in item], tokenizer, stop_token_ids))
             for origin, record, plain, fields_kept, item in chunk:
                 item_rows = list(islice(rows, len(item)))
                 reason = find_problem(item_rows, config)

@@ -72,11 +72,11 @@ def find_beginning(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
 def tokenize(
     texts: Sequence[Text | Conversation],
     tokenizer: "PreTrainedTokenizerFast",
-    ends: tuple[int, ...],
+    stop_token_ids: tuple[int, ...],
 ) -> list[Row]:
     """Tokenize texts into one row each.
 
-    `ends` are the ids that end a sequence, at least one; the first one is appended.
+    `stop_token_ids` are the ids that end a sequence, at least one; the first one is appended.
     """
     before = find_beginning(tokenizer)
     pieces = [
@@ -86,7 +86,9 @@ def tokenize(
     ]
     parts = _encode(pieces, tokenizer)
     wholes = _Wholes(
-        [text.text for text in texts if isinstance(text, Conversation) and text.turns], tokenizer, ends
+        [text.text for text in texts if isinstance(text, Conversation) and text.turns],
+        tokenizer,
+        stop_token_ids,
     )
     rows = []
     for text in texts:
@@ -94,7 +96,7 @@ def tokenize(
             rows.append(wholes.row(text, parts[text.prompt]) if text.turns else Row(parts[text.prompt]))
         else:
             answer = None if text.answer is None else parts[text.answer]
-            rows.append(_plain_row(before, parts[text.prompt], answer, tokenizer, ends))
+            rows.append(_plain_row(before, parts[text.prompt], answer, tokenizer, stop_token_ids))
     return rows
 
 
@@ -145,7 +147,7 @@ def _plain_row(
     prompt: list[int],
     answer: list[int] | None,
     tokenizer: "PreTrainedTokenizerFast",
-    ends: tuple[int, ...],
+    stop_token_ids: tuple[int, ...],
 ) -> Row:
     """Make the row of a prompt and perhaps an answer; `before` is the beginning of sequence."""
     if not prompt and answer is not None and answer[: len(before)] == before:
@@ -155,22 +157,22 @@ def _plain_row(
         prompt = before + prompt
     if answer is None:
         return Row(prompt)
-    last = _last_end(answer, range(len(answer)), ends)
+    last = _last_end(answer, range(len(answer)), stop_token_ids)
     if last is None or tokenizer.decode(answer[last + 1 :]).strip():
-        answer = [*answer, ends[0]]
+        answer = [*answer, stop_token_ids[0]]
     else:
-        answer = answer[: _first_of_run(answer, last, ends) + 1]
+        answer = answer[: _first_of_run(answer, last, stop_token_ids) + 1]
     return Row([*prompt, *answer], ((len(prompt), len(prompt) + len(answer)),))
 
 
-def _last_end(ids: Sequence[int], among: range, ends: tuple[int, ...]) -> int | None:
+def _last_end(ids: Sequence[int], among: range, stop_token_ids: tuple[int, ...]) -> int | None:
     """Find the last end of sequence among some positions."""
-    return next((i for i in reversed(among) if ids[i] in ends), None)
+    return next((i for i in reversed(among) if ids[i] in stop_token_ids), None)
 
 
-def _first_of_run(ids: Sequence[int], last: int, ends: tuple[int, ...]) -> int:
+def _first_of_run(ids: Sequence[int], last: int, stop_token_ids: tuple[int, ...]) -> int:
     """Find the first of a run of ends of sequence that ends at `last`: generation stops there."""
-    while last and ids[last - 1] in ends:
+    while last and ids[last - 1] in stop_token_ids:
         last -= 1
     return last
 
@@ -179,9 +181,9 @@ class _Wholes:
     """Conversations, tokenised whole."""
 
     def __init__(
-        self, texts: Sequence[str], tokenizer: "PreTrainedTokenizerFast", ends: tuple[int, ...]
+        self, texts: Sequence[str], tokenizer: "PreTrainedTokenizerFast", stop_token_ids: tuple[int, ...]
     ) -> None:
-        self.ends = ends
+        self.stop_token_ids = stop_token_ids
         # Added tokens that take the white space behind them with them, which may be the next speaker's.
         self.rstripping = {id for id, token in tokenizer.added_tokens_decoder.items() if token.rstrip}
         parts = list(dict.fromkeys(texts))
@@ -209,7 +211,7 @@ class _Wholes:
         answers = [self._answer(turn, ids, stops) for turn in conversation.turns]
         first, stop, closed = answers[-1]
         if not closed:
-            ids, stop = [*ids, self.ends[0]], len(ids) + 1
+            ids, stop = [*ids, self.stop_token_ids[0]], len(ids) + 1
         elif conversation.cut:
             ids = ids[:stop]
         spans = (*((a, b) for a, b, _ in answers[:-1]), (first, stop))
@@ -221,7 +223,7 @@ class _Wholes:
         behind = bisect_right(stops, turn.stop)
         # What has the form of an end of sequence inside the content does not end the turn.
         content = max(first, bisect_right(stops, turn.content - 1))
-        last = _last_end(ids, range(content, behind), self.ends)
+        last = _last_end(ids, range(content, behind), self.stop_token_ids)
         if last is None:
             return first, behind, False
-        return first, max(first, _first_of_run(ids, last, self.ends)) + 1, True
+        return first, max(first, _first_of_run(ids, last, self.stop_token_ids)) + 1, True

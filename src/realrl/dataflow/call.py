@@ -30,7 +30,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Average:
+class MovingAverage:
     """EMA of a trained role: after each training of `source`, `role` is updated.
 
     Its parameters become (1 - factor) * theirs + factor * those of `source`.

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from realrl.config.errors import DescriptionError
-from realrl.dataflow.call import Average, Call, Key, Kind
+from realrl.dataflow.call import Call, Key, Kind, MovingAverage
 
 
 class DataflowGraph:
@@ -16,7 +16,9 @@ class DataflowGraph:
     come from the data set.
     """
 
-    def __init__(self, calls: Iterable[Call], keys: Iterable[Key], averages: Iterable[Average] = ()) -> None:
+    def __init__(
+        self, calls: Iterable[Call], keys: Iterable[Key], averages: Iterable[MovingAverage] = ()
+    ) -> None:
         """Raises DescriptionError on duplicate names, unknown keys, two producers of a key, or a cycle, and on an
         average of a role that is trained or from one that is not."""
         self.calls = tuple(calls)

@@ -103,7 +103,7 @@ def split_heads(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor,
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """AttentionFunction one query per row to its cached keys.
+    """Attend from one query per row to its cached keys.
 
     q: [B, heads, D]; k, v: [B, kv_heads, L, D]; visible: [B, 1, 1, L] bool -> [B, heads * D]
     """

@@ -75,7 +75,7 @@ class _RMSNorm(Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """NormFunction x / sqrt(mean(x²) + eps) * weight over the last dim (Zhang and Sennrich 2019).
+    """Normalize: x / sqrt(mean(x²) + eps) * weight over the last dim (Zhang and Sennrich 2019).
 
     x: [..., H], weight: [H] -> [..., H]; computed in float32
     """
@@ -107,35 +107,3 @@ class _SwiGLU(Function):
 def swiglu(gate_up: Tensor) -> Tensor:
     """Compute silu(gate) * up (Shazeer 2020). gate_up: [N, 2 I], gate first -> [N, I]"""
     return _SwiGLU.apply(gate_up)
-
-
-class _ApplyRotaryEmb(Function):
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.mark_dirty(qkv)
-        rotated = qkv.view(len(qkv), -1, cos.shape[-1])[:, : cos.shape[1]]
-        swapped_halves = rotated.roll(cos.shape[-1] // 2, -1)
-        rotated.mul_(cos).addcmul_(swapped_halves, sin)
-        return qkv
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        heads = cos.shape[1]
-        grad_heads = grad.reshape(len(grad), -1, cos.shape[-1])
-        grad_qkv = torch.empty_like(grad_heads)
-        grad_qkv[:, heads:] = grad_heads[:, heads:]
-        # The inverse rotation, by the negative angle.
-        grad_rotated = grad_heads[:, :heads]
-        swapped_halves = grad_rotated.roll(cos.shape[-1] // 2, -1)
-        torch.mul(grad_rotated, cos, out=grad_qkv[:, :heads]).addcmul_(swapped_halves, sin, value=-1)
-        return grad_qkv.view_as(grad), None, None
-
-
-def apply_rotary_emb(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embeddings to the first heads, in place (Su et al. 2021; halves paired as in Llama).
-
-    qkv: [T, all heads * D]; cos, sin: [T, heads, D] from `build_rotary_tables`.
-    """
-    return _ApplyRotaryEmb.apply(qkv, cos, sin)

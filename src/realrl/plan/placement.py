@@ -119,7 +119,7 @@ class Placement:
         return (rank - self.mesh.first) // (self.strategy.tp * self.strategy.dp)
 
     @property
-    def heads(self) -> tuple[int, ...]:
+    def output_ranks(self) -> tuple[int, ...]:
         """Output rank of each data-parallel replica: the first TP rank of the last stage."""
         s = self.strategy
         return tuple(self.rank(dp=i, pp=s.pp - 1) for i in range(s.dp))

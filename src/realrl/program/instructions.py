@@ -14,7 +14,7 @@ class Feed:
     keys: tuple[str, ...]
 
 
-What = Literal["parameters", "optimizer"]
+StateKind = Literal["parameters", "optimizer"]
 """State kinds of a parameter set that may be offloaded: the parameters, or all else that its training needs."""
 
 
@@ -53,7 +53,7 @@ class Offload:
 
     role: str
     placement: Placement
-    what: What
+    state: StateKind
     parameter_set: str = BASE
 
 
@@ -63,7 +63,7 @@ class Load:
 
     role: str
     placement: Placement
-    what: What
+    state: StateKind
     parameter_set: str = BASE
 
 
@@ -82,14 +82,14 @@ class Run:
 
 @dataclass(frozen=True)
 class ShareLengths:
-    """Broadcast the row lengths of a key, which `call` just produced on its `heads`, to `readers`.
+    """Broadcast the row lengths of a key, which `call` just produced on its `output_ranks`, to `readers`.
 
-    The heads send theirs to the first head, which broadcasts all.
+    The output ranks send theirs to the first of them, which broadcasts all.
     """
 
     key: str
     call: str
-    heads: tuple[int, ...]
+    output_ranks: tuple[int, ...]
     readers: tuple[int, ...]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from realrl.dataflow.call import Average, Call, Kind
+from realrl.dataflow.call import Call, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.placement import Placement, function_placement
 from realrl.plan.plan import Plan
@@ -19,7 +19,7 @@ from realrl.program.instructions import (
     Run,
     Send,
     ShareLengths,
-    What,
+    StateKind,
 )
 from realrl.program.order import (
     TrainableParts,
@@ -44,9 +44,9 @@ def home_placements(graph: DataflowGraph, plan: Plan) -> dict[str, Placement]:
     return {role: plan[graph.home(role).name] for role in graph.roles}
 
 
-def offloaded(plan: Plan) -> set[tuple[str, What]]:
+def offloaded(plan: Plan) -> set[tuple[str, StateKind]]:
     """List the (role, state kind) pairs that are in host memory between steps."""
-    parameters: set[tuple[str, What]] = {(role, "parameters") for role in plan.offload}
+    parameters: set[tuple[str, StateKind]] = {(role, "parameters") for role in plan.offload}
     return parameters | {(role, "optimizer") for role in plan.offload_optimizer}
 
 
@@ -188,7 +188,7 @@ class _Lowering:
         for producer in producers(self.graph, call):
             keys = keys_between(self.graph, producer, call)
             number = self.numbers[producer.name, call.name]
-            receive = Receive(number, keys, producer.name, call.name, self.plan[producer.name].heads)
+            receive = Receive(number, keys, producer.name, call.name, self.plan[producer.name].output_ranks)
             self.emit(placement.ranks, receive)
         # Micro-batches of a plan file mean nothing to a function.
         where = function_placement(placement.mesh) if call.is_function else placement
@@ -204,16 +204,16 @@ class _Lowering:
 
     def share_outputs(self, call: Call) -> None:
         """Emit what follows a call: lengths, then the rows its consumers need."""
-        heads = self.plan[call.name].heads
+        output_ranks = self.plan[call.name].output_ranks
         for key in call.outputs:
             if self.graph.keys[key].length == "own":
                 readers = length_readers(self.graph, self.plan, key)
-                self.emit(_union(heads, readers), ShareLengths(key, call.name, heads, readers))
+                self.emit(_union(output_ranks, readers), ShareLengths(key, call.name, output_ranks, readers))
         for consumer in self.graph.order:
             if call in producers(self.graph, consumer):
                 keys = keys_between(self.graph, call, consumer)
                 number, ranks = self.numbers[call.name, consumer.name], self.plan[consumer.name].ranks
-                self.emit(heads, Send(number, keys, call.name, consumer.name, ranks))
+                self.emit(output_ranks, Send(number, keys, call.name, consumer.name, ranks))
 
     def put_parameters_back(self, models: Sequence[Call]) -> None:
         """Refresh copies after the calls of models in a wave, release borrowed ones and offload."""
@@ -235,9 +235,9 @@ class _Lowering:
     def report(self) -> None:
         """Send the metrics of all calls to the writer, at the end, when it has nothing else to do."""
         for call in (call for wave in self.waves for call in wave if call.kind is not Kind.GENERATE):
-            heads = self.plan[call.name].heads
+            output_ranks = self.plan[call.name].output_ranks
             # Ranks of a model add up their metrics; those of a function know nothing of each other.
-            having = heads if call.is_function else heads[:1]
+            having = output_ranks if call.is_function else output_ranks[:1]
             senders = tuple(rank for rank in having if rank != WRITER)
             if senders:
                 self.emit(_union(senders, (WRITER,)), Report(call.name, senders, WRITER))
@@ -256,7 +256,7 @@ class _Lowering:
             move = Reallocate(role, home, target, parameter_set=name)
             self.emit(_union(home.ranks, target.ranks), move)
 
-    def _mix(self, call: Call, average: Average) -> None:
+    def _mix(self, call: Call, average: MovingAverage) -> None:
         """Let a role follow the one that the call has trained."""
         source, into = self.homes[average.source], self.homes[average.role]
         for name in changed_sets(self.graph, call, average.role, self.parts):

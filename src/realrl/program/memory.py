@@ -12,14 +12,14 @@ from realrl.layout.layout import Layout, build_layout
 from realrl.layout.limits import bucket_count
 from realrl.layout.sets import BASE, WHOLE, ParameterSet, TrainablePart, build_parameter_sets
 from realrl.plan.placement import ELEMENT_BYTES, Placement, Strategy
-from realrl.program.instructions import Instruction, Load, Offload, Program, Reallocate, Release, What
+from realrl.program.instructions import Instruction, Load, Offload, Program, Reallocate, Release, StateKind
 from realrl.program.text import name_parameters
 
 _FLOAT32 = 4
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredModel:
     """Storage of a role: the sizes of its model, the bytes of a parameter, whether it is trained, and which part of
     it training updates."""
 
@@ -45,13 +45,13 @@ class HeldState:
 
     role: str
     layout: str
-    what: What
+    state: StateKind
     host: bool = False
     """Whether it is the host copy of offloaded state, on devices whose memory is the host's."""
     parameter_set: str = BASE
 
     def __str__(self) -> str:
-        about = "parameters" if self.what == "parameters" else "gradients and optimizer"
+        about = "parameters" if self.state == "parameters" else "gradients and optimizer"
         name = name_parameters(self.role, self.parameter_set)
         return f"{name} {about} ({self.layout}{', host' if self.host else ''})"
 
@@ -65,9 +65,9 @@ class Memory:
 
     def __init__(
         self,
-        stored: Mapping[str, Stored],
+        stored: Mapping[str, StoredModel],
         homes: Mapping[str, Placement],
-        offloaded: Collection[tuple[str, What]],
+        offloaded: Collection[tuple[str, StateKind]],
         kept: Mapping[str, Sequence[Placement]],
         *,
         shared: bool = False,
@@ -96,11 +96,11 @@ class Memory:
         """Compute the state that a rank holds between steps."""
         held: dict[HeldState, int] = {}
         for role, home in self._homes.items():
-            for what in get_args(What):
-                if (role, what) not in self._offloaded:
-                    held |= self._items(role, home, what, rank)
+            for state in get_args(StateKind):
+                if (role, state) not in self._offloaded:
+                    held |= self._items(role, home, state, rank)
                 elif self._shared:
-                    held |= self._items(role, home, what, rank, host=True)
+                    held |= self._items(role, home, state, rank, host=True)
             for copy in self._kept.get(role, ()):
                 held |= self._items(role, copy, "parameters", rank)
         return held
@@ -112,40 +112,40 @@ class Memory:
             match instruction:
                 case Reallocate(role, _, target, None, _, name):
                     held |= self._item(role, target, "parameters", program.rank, name)
-                case Load(role, placement, what, name):
-                    held |= self._item(role, placement, what, program.rank, name)
+                case Load(role, placement, state, name):
+                    held |= self._item(role, placement, state, program.rank, name)
             yield instruction, dict(held)
             match instruction:
                 case Release(role, placement, name):
                     held.pop(HeldState(role, placement.layout, "parameters", parameter_set=name), None)
-                case Offload(role, placement, what, name):
-                    held.pop(HeldState(role, placement.layout, what, parameter_set=name), None)
+                case Offload(role, placement, state, name):
+                    held.pop(HeldState(role, placement.layout, state, parameter_set=name), None)
 
     def _items(
-        self, role: str, placement: Placement, what: What, rank: int, *, host: bool = False
+        self, role: str, placement: Placement, state: StateKind, rank: int, *, host: bool = False
     ) -> dict[HeldState, int]:
         """`_item` for every set of a role."""
         found: dict[HeldState, int] = {}
         for name in self.stored[role].sets if role in self.stored else ():
-            found |= self._item(role, placement, what, rank, name, host=host)
+            found |= self._item(role, placement, state, rank, name, host=host)
         return found
 
     def _item(
-        self, role: str, placement: Placement, what: What, rank: int, name: str, *, host: bool = False
+        self, role: str, placement: Placement, state: StateKind, rank: int, name: str, *, host: bool = False
     ) -> dict[HeldState, int]:
         stored = self.stored.get(role)
         if stored is None or rank not in placement.ranks:
             return {}
-        if what == "optimizer" and not stored.sets[name].trainable:
+        if state == "optimizer" and not stored.sets[name].trainable:
             return {}
         dp, number = placement.strategy.dp, self._parameters(role, name, placement, rank)
         size = number * stored.width(placement.strategy)
-        if what == "optimizer":
+        if state == "optimizer":
             # Float32 of the shard: two moments, and a master copy where parameters have a lower precision. On the
             # device also the full gradients and their reduced shard.
             parts = 2 + (stored.element_bytes < _FLOAT32)
             size = _FLOAT32 * (parts * number // dp if host else number + (parts + 1) * number // dp)
-        return {HeldState(role, placement.layout, what, host, name): size}
+        return {HeldState(role, placement.layout, state, host, name): size}
 
     def _parameters(self, role: str, name: str, placement: Placement, rank: int) -> int:
         """Count the parameters of a set that a rank stores, padded for equal data-parallel shards."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from realrl.dataflow.call import Average, Call, Kind
+from realrl.dataflow.call import Call, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.plan import Plan
@@ -71,7 +71,7 @@ def changed_sets(graph: DataflowGraph, call: Call, role: str, parts: TrainablePa
     return following_sets(follows[0], parts) if follows else ()
 
 
-def following_sets(average: Average, parts: TrainableParts) -> tuple[str, ...]:
+def following_sets(average: MovingAverage, parts: TrainableParts) -> tuple[str, ...]:
     """List the parameter sets in which a role follows another one, without those that stay equal by themselves."""
     return (trained_sets if average.same_start else set_names)(average.role, parts)
 

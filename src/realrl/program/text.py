@@ -19,7 +19,7 @@ from realrl.program.instructions import (
     Run,
     Send,
     ShareLengths,
-    What,
+    StateKind,
 )
 
 
@@ -62,16 +62,19 @@ def format_instruction(instruction: Instruction) -> str:
             verb, rest = "reallocate", f"{name_parameters(role, name)}: {source} -> {target}{mixed}"
         case Release(role, placement, name):
             verb, rest = "release", f"{name_parameters(role, name)}: {placement}"
-        case Offload(role, placement, what, name):
-            verb, rest = "offload", f"{name_parameters(role, name)} {what}: {placement}"
-        case Load(role, placement, what, name):
-            verb, rest = "load", f"{name_parameters(role, name)} {what}: {placement}"
+        case Offload(role, placement, state, name):
+            verb, rest = "offload", f"{name_parameters(role, name)} {state}: {placement}"
+        case Load(role, placement, state, name):
+            verb, rest = "load", f"{name_parameters(role, name)} {state}: {placement}"
         case Run(call, None, placement):
             verb, rest = "run", f"{call} on d{placement.strategy.dp} @{placement.mesh}"
         case Run(call, role, placement):
             verb, rest = "run", f"{call} [{role}] on {placement}"
-        case ShareLengths(key, call, heads, readers):
-            verb, rest = "lengths", f"{key} of {call}: {format_ranks(heads)} -> {format_ranks(readers)}"
+        case ShareLengths(key, call, output_ranks, readers):
+            verb, rest = (
+                "lengths",
+                f"{key} of {call}: {format_ranks(output_ranks)} -> {format_ranks(readers)}",
+            )
         case Send(number, keys, producer, consumer, receivers):
             rest = f"#{number} {', '.join(keys)}: {producer} -> {consumer} on {format_ranks(receivers)}"
             verb = "send"
@@ -108,9 +111,9 @@ def _parse_run(call: str, role: str | None, placement: str) -> Run:
     return Run(call, None, function_placement(mesh))
 
 
-def _parse_offload(kind: type[Offload | Load], name: str, what: str, placement: str) -> Offload | Load:
+def _parse_offload(kind: type[Offload | Load], name: str, state: str, placement: str) -> Offload | Load:
     role, parameter_set = _split_name(name)
-    return kind(role, Placement.parse(placement), cast(What, what), parameter_set)
+    return kind(role, Placement.parse(placement), cast(StateKind, state), parameter_set)
 
 
 _PART = r"(\S+) (parameters|optimizer): (.+)"

@@ -19,7 +19,7 @@ from realrl.program.instructions import (
     Run,
     Send,
     ShareLengths,
-    What,
+    StateKind,
 )
 from realrl.program.order import TrainableParts, set_names, trained_sets
 from realrl.program.text import format_instruction, name_parameters
@@ -54,7 +54,7 @@ class _Rank:
     """keys this rank holds as a head of their producer"""
     parameters: dict[_Copy, int] = field(default_factory=dict)
     """Parameter set in a layout -> version"""
-    offloaded: set[tuple[_Copy, What]] = field(default_factory=set)
+    offloaded: set[tuple[_Copy, StateKind]] = field(default_factory=set)
     """(parameter set in a layout, state kind) in host memory"""
 
     @property
@@ -75,7 +75,7 @@ class _DryRun:
         programs: Sequence[Program],
         graph: DataflowGraph,
         homes: Mapping[str, Placement],
-        offloaded: Collection[tuple[str, What]],
+        offloaded: Collection[tuple[str, StateKind]],
         kept: Kept,
         parts: TrainableParts,
         *,
@@ -104,7 +104,7 @@ class _DryRun:
                     self.ranks[rank].parameters |= dict.fromkeys(copies, 0)
 
     def _place(
-        self, rank: _Rank, role: str, home: Placement, offloaded: Collection[tuple[str, What]]
+        self, rank: _Rank, role: str, home: Placement, offloaded: Collection[tuple[str, StateKind]]
     ) -> None:
         """What a rank of its home has of a role when a step starts."""
         for name in set_names(role, self.parts):
@@ -171,8 +171,8 @@ class _DryRun:
                 self._run_call(instruction, members)
             case Reallocate():
                 self._reallocate(instruction)
-            case ShareLengths(key, _, heads, readers):
-                for r in heads:
+            case ShareLengths(key, _, output_ranks, readers):
+                for r in output_ranks:
                     self._need(self.ranks[r], key in self.ranks[r].produced, f"did not produce {key}")
                 for r in readers:
                     self.ranks[r].lengths.add(key)
@@ -208,14 +208,14 @@ class _DryRun:
     def _offload(self, rank: _Rank, instruction: Offload | Load) -> None:
         role = instruction.role
         name = instruction.parameter_set
-        what = instruction.what
+        state = instruction.state
         copy = (role, instruction.placement.layout, name)
         about = name_parameters(role, name)
         self._need(rank, copy in rank.parameters, f"has no parameters of {about} in this layout")
         loads = isinstance(instruction, Load)
-        already = f"has the {what} of {about} in {'device' if loads else 'host'} memory already"
-        self._need(rank, ((copy, what) in rank.offloaded) == loads, already)
-        rank.offloaded ^= {(copy, what)}
+        already = f"has the {state} of {about} in {'device' if loads else 'host'} memory already"
+        self._need(rank, ((copy, state) in rank.offloaded) == loads, already)
+        rank.offloaded ^= {(copy, state)}
 
     def _run_call(self, run: Run, members: list[_Rank]) -> None:
         call = self.graph.call(run.call)
@@ -236,7 +236,7 @@ class _DryRun:
                 self._need(rank, there, f"has the optimizer of {call.role} in host memory")
                 rank.parameters[copy] = self.versions[call.model_role, name]
         for rank in members:
-            if rank.program.rank in run.placement.heads:
+            if rank.program.rank in run.placement.output_ranks:
                 rank.produced |= set(call.outputs)
         self.ran.add(call.name)
 
@@ -291,15 +291,15 @@ def _members(instruction: Run | Reallocate | ShareLengths) -> tuple[int, ...]:
             return placement.ranks
         case Reallocate(_, source, target):
             return tuple(sorted({*source.ranks, *target.ranks}))
-        case ShareLengths(_, _, heads, readers):
-            return tuple(sorted({*heads, *readers}))
+        case ShareLengths(_, _, output_ranks, readers):
+            return tuple(sorted({*output_ranks, *readers}))
 
 
 def validate(
     programs: Sequence[Program],
     graph: DataflowGraph,
     homes: Mapping[str, Placement],
-    offloaded: Collection[tuple[str, What]] = (),
+    offloaded: Collection[tuple[str, StateKind]] = (),
     kept: Kept | None = None,
     parts: TrainableParts | None = None,
 ) -> None:
@@ -315,7 +315,7 @@ def validate(
 def validate_start(
     programs: Sequence[Program],
     homes: Mapping[str, Placement],
-    offloaded: Collection[tuple[str, What]],
+    offloaded: Collection[tuple[str, StateKind]],
     kept: Kept,
     parts: TrainableParts | None = None,
 ) -> None:

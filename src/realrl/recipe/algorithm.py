@@ -222,6 +222,13 @@ class AlgorithmSpec:
         return sampling if fewest is None else sampling.model_copy(update={"min_new_tokens": fewest})
 
 
+def get_spec(experiment: Experiment) -> AlgorithmSpec:
+    """Get the description of a recipe's algorithm."""
+    spec = experiment._spec
+    assert isinstance(spec, AlgorithmSpec), "recipes are read by parse_experiment"
+    return spec
+
+
 SAMPLE_FIELDS = ("prompt", "completion", "finished", "judge")
 """Fields of samples of evaluations, whatever the algorithm; `judge` only where the recipe names one."""
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import AlgorithmSpec
+from realrl.recipe.algorithm import AlgorithmSpec, get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.settings import GenerationConfig
@@ -44,7 +44,7 @@ def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
 
 
 def _problems(experiment: Experiment) -> Iterator[str]:
-    spec, data, training = experiment.spec, experiment.data, experiment.training
+    spec, data, training = get_spec(experiment), experiment.data, experiment.training
     for field in ("epochs", "samples_per_prompt"):
         number = getattr(spec, field)(experiment)
         if not isinstance(number, int) or number < 1:
@@ -77,7 +77,7 @@ def _problems(experiment: Experiment) -> Iterator[str]:
 
 
 def _graph_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
-    batch, spec = experiment.data.batch, experiment.spec
+    batch, spec = experiment.data.batch, get_spec(experiment)
     trained = {call.name for call in graph.calls if call.kind is Kind.TRAIN}
     for name in spec.experience_calls:
         if name not in {*trained, *spec.optional_calls}:

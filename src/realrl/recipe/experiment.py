@@ -1,6 +1,6 @@
 """A recipe: one typed description of a run."""
 
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveInt, PrivateAttr, field_validator, model_validator
 
@@ -9,9 +9,6 @@ from realrl.config.devices import check_cluster
 from realrl.config.units import check_size
 from realrl.config.words import join
 from realrl.recipe.data import DataConfig, TrainingConfig
-
-if TYPE_CHECKING:
-    from realrl.recipe.algorithm import AlgorithmSpec
 
 
 class DebugConfig(Settings):
@@ -83,6 +80,7 @@ class Experiment(Settings):
     models: Models
     """The model of each role."""
     _spec: Any = PrivateAttr(default=None)
+    """Description of the algorithm, see `recipe.algorithm.get_spec`."""
 
     @field_validator("device_memory", mode="before")
     @classmethod
@@ -93,10 +91,3 @@ class Experiment(Settings):
     @classmethod
     def _devices(cls, value: Any) -> Any:
         return check_cluster(value)
-
-    @property
-    def spec(self) -> "AlgorithmSpec":
-        """The description of the recipe's algorithm."""
-        assert self._spec is not None, "recipes are read by parse_experiment"
-        spec: AlgorithmSpec = self._spec
-        return spec

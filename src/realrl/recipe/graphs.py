@@ -7,6 +7,7 @@ from typing import Any
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
+from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.forms import FORMS
 from realrl.recipe.model import TrainedModelConfig
@@ -19,16 +20,16 @@ SAMPLED = ("sequences", "prompt_length", "finished")
 
 def build_graph(experiment: Experiment) -> DataflowGraph:
     """Build the calls of one training step. UserError where they contradict the algorithm's description."""
-    return _build(experiment, experiment.spec.train_graph, "train_graph", _train_problems)
+    return _build(experiment, get_spec(experiment).train_graph, "train_graph", _train_problems)
 
 
 def build_eval_graph(experiment: Experiment) -> DataflowGraph | None:
     """Build the calls of one evaluation step; None for a recipe without evaluation records. UserError likewise."""
     if experiment.data.eval is None:
         return None
-    function = experiment.spec.eval_graph
+    function = get_spec(experiment).eval_graph
     if function is None:
-        raise UserError(f"data.eval: {experiment.spec.name} has no evaluation; set data.eval=null")
+        raise UserError(f"data.eval: {get_spec(experiment).name} has no evaluation; set data.eval=null")
     return _build(experiment, function, "eval_graph", _eval_problems)
 
 
@@ -38,7 +39,7 @@ def _build(
     field: str,
     problems: Callable[[Experiment, DataflowGraph], Iterator[str]],
 ) -> DataflowGraph:
-    spec = experiment.spec
+    spec = get_spec(experiment)
     try:
         graph = function(experiment)
     except UserError:
@@ -53,7 +54,7 @@ def _build(
 
 
 def _problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
-    spec = experiment.spec
+    spec = get_spec(experiment)
     roles = spec.roles_of(experiment)
     for role in graph.roles:
         if role not in roles:
@@ -76,7 +77,7 @@ def _problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
 
 
 def _train_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
-    spec = experiment.spec
+    spec = get_spec(experiment)
     kinds = {call.kind for call in graph.calls}
     if Kind.TRAIN not in kinds:
         yield "no call trains"
@@ -97,6 +98,6 @@ def _eval_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str
         lacking = [key for key in SAMPLED if key not in call.outputs]
         if call.kind is Kind.GENERATE and lacking:
             yield f"{call.name} must produce {lacking[0]} too, for the samples of evaluations"
-    for key in experiment.spec.sample_keys:
+    for key in get_spec(experiment).sample_keys:
         if graph.producer(key) is None or graph.length_key(key) is not None:
             yield f"no call produces {key}, one number per item, which sample_keys names"

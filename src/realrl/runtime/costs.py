@@ -48,7 +48,7 @@ class Costs:
         self.spec = spec_of(experiment, compiled.train.plan.cluster, process.gpu or "cpu")
         """Devices of the run; None where the planner does not know their kind."""
         phase = compiled.train
-        self._source = phase.plan[_lengths_call(phase.graph).name].heads[0]
+        self._source = phase.plan[_lengths_call(phase.graph).name].output_ranks[0]
         self._prompts, self._answers = deque[int](maxlen=KEPT_LENGTHS), deque[int](maxlen=KEPT_LENGTHS)
         self._log = TimingLog()
         self._next = 0.0

@@ -60,9 +60,9 @@ class Evaluation:
                 further=self._records.further_fields(indices),
                 evaluation=True,
             )
-            figures = self._worker.run(program, store, step)
-            for call, metrics in figures.items():
-                totals.setdefault(call, Metrics()).update(metrics)
+            by_call = self._worker.run(program, store, step)
+            for call, found in by_call.items():
+                totals.setdefault(call, Metrics()).update(found)
             samples += self._samples(store)
         if self._process.rank != WRITER:
             totals, samples = {}, []
@@ -87,7 +87,7 @@ class Evaluation:
         call = store.graph.producer(key)
         assert call is not None, "only produced keys are asked for"
         placement = store.plan[call.name]
-        if self._process.rank not in placement.heads:
+        if self._process.rank not in placement.output_ranks:
             return {}
         ids = store.items(call, placement.dp_index(self._process.rank))
         return {i: row.tolist() for i, row in zip(ids, store.rows(key, ids).rows(), strict=True)}
@@ -109,6 +109,6 @@ def _ask(judge: UserFunction, samples: list[dict[str, Any]]) -> float:
     return sum(scores) / len(scores)
 
 
-def flatten(figures: dict[str, Metrics]) -> dict[str, float]:
+def flatten(by_call: dict[str, Metrics]) -> dict[str, float]:
     """Flatten metrics to plain numbers by `call/name`."""
-    return {f"{call}/{name}": value for call, m in figures.items() for name, value in m.result().items()}
+    return {f"{call}/{name}": value for call, m in by_call.items() for name, value in m.result().items()}

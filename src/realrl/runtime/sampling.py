@@ -21,7 +21,7 @@ from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import make_unsharded_model
 from realrl.recipe.settings import GenerationConfig
-from realrl.runtime.setup import check_length, check_top_k, read_ends
+from realrl.runtime.setup import check_length, check_top_k, read_stop_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -73,9 +73,9 @@ def generate_text(
     shape = huggingface.read_shape(model_dir, family)
     check_top_k("top_k", sampling.top_k, shape.vocab_size)
     tokenizer = load_tokenizer(model_dir)
-    ends = read_ends(tokenizer, model_dir, shape.vocab_size)
+    stop_token_ids = read_stop_token_ids(tokenizer, model_dir, shape.vocab_size)
     limit = _Limit(shape.max_positions, sampling.max_new_tokens)
-    given, encoded = _encode(prompts, tokenizer, ends, chat, say, limit)
+    given, encoded = _encode(prompts, tokenizer, stop_token_ids, chat, say, limit)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # A CPU is no faster at bfloat16, and float32 repeats what training computed.
     dtype = huggingface.read_dtype(model_dir) if device.type == "cuda" else torch.float32
@@ -88,7 +88,7 @@ def generate_text(
             Batch(tuple(range(len(rows))), {"prompts": rows}),
             "prompts",
             sampling=sampling,
-            stop_token_ids=ends,
+            stop_token_ids=stop_token_ids,
             seed=SamplingSeed(seed, 0),
             kv_capacity=CACHE_TOKENS,
         )
@@ -108,7 +108,7 @@ def generate_text(
 def _encode(
     prompts: Sequence[Record],
     tokenizer: "PreTrainedTokenizerFast",
-    ends: tuple[int, ...],
+    stop_token_ids: tuple[int, ...],
     chat: bool,
     say: Callable[[str], None],
     limit: "_Limit",
@@ -129,8 +129,10 @@ def _encode(
     long = _CHARACTERS * limit.positions
     for (origin, _), text in zip(prompts, texts, strict=True):
         if len(text.prompt) > long:
-            limit.check(origin, len(tokenize([Text(text.prompt[:long], None)], tokenizer, ends)[0].ids))
-    rows = [row.ids for row in tokenize(texts, tokenizer, ends)]
+            limit.check(
+                origin, len(tokenize([Text(text.prompt[:long], None)], tokenizer, stop_token_ids)[0].ids)
+            )
+    rows = [row.ids for row in tokenize(texts, tokenizer, stop_token_ids)]
     for (origin, _), ids in zip(prompts, rows, strict=True):
         if not ids:
             raise UserError(f"{origin}: {EMPTY_PROMPT}")

@@ -6,12 +6,13 @@ from typing import Any, cast
 from realrl.algorithms.method import Algorithm, FunctionMethod
 from realrl.checkpoint.directory import find_model_shape
 from realrl.checkpoint.origin import read_origin
-from realrl.checkpoint.special_tokens import end_ids
+from realrl.checkpoint.special_tokens import list_stop_token_ids
 from realrl.config.errors import UserError
 from realrl.data.dataset import Dataset
 from realrl.data.tokenization import check_tokenizer
 from realrl.data.tokenizer import load_tokenizer
 from realrl.dataflow.call import Kind
+from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 from realrl.runtime.prepare.compile import Compiled, Phase, models
@@ -24,7 +25,7 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
     """
     first: tuple[str, str, Any] | None = None
     loaded: dict[str, Any] = {}
-    roles = experiment.spec.roles
+    roles = get_spec(experiment).roles
     # Roles that may have taken their model from another one come last, so that the one with the mistake is named.
     for role, config in sorted(
         models(experiment).items(), key=lambda item: roles[item[0]].weights_from is not None
@@ -51,26 +52,26 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
     return first[2]
 
 
-def load_ends(experiment: Experiment, tokenizer: Any) -> tuple[int, ...]:
+def load_stop_token_ids(experiment: Experiment, tokenizer: Any) -> tuple[int, ...]:
     """Find all tokens that end generation of the run's generating role.
 
     Where nothing generates, of its first language model, or its first model of any kind. UserError if there is
     none, or one is not in the model's vocabulary.
     """
-    configs, heads = models(experiment), experiment.spec.heads
+    configs, heads = models(experiment), get_spec(experiment).heads
     generating = [call.model_role for call in build_graph(experiment).calls if call.kind is Kind.GENERATE]
     role = next(iter((*generating, *(role for role in configs if heads[role] == "lm"), *configs)))
     config = configs[role]
-    return read_ends(tokenizer, config.path, find_model_shape(config).vocab_size)
+    return read_stop_token_ids(tokenizer, config.path, find_model_shape(config).vocab_size)
 
 
-def read_ends(tokenizer: Any, path: str | None, vocabulary: int) -> tuple[int, ...]:
+def read_stop_token_ids(tokenizer: Any, path: str | None, vocabulary: int) -> tuple[int, ...]:
     """Find all tokens that end generation of a model with this vocabulary.
 
     `path` is where it was opened from, if it was. UserError if there is none, or one is not in the vocabulary.
     """
     check_tokenizer(tokenizer)
-    return end_ids(tokenizer, None if path is None else read_origin(path), vocabulary)
+    return list_stop_token_ids(tokenizer, None if path is None else read_origin(path), vocabulary)
 
 
 def load_functions(algorithm: Algorithm, compiled: Compiled, rank: int) -> dict[str, FunctionMethod]:
@@ -89,11 +90,12 @@ def load_data(
     experiment: Experiment,
     compiled: Compiled,
     tokenizer: Any,
-    ends: tuple[int, ...],
+    stop_token_ids: tuple[int, ...],
     functions: Mapping[str, FunctionMethod],
 ) -> tuple[Dataset, Dataset | None]:
-    """Load training and evaluation records, tokenized; `ends` are the ids that end a sequence, `functions` those
-    that this rank calls.
+    """Load training and evaluation records, tokenized.
+
+    `stop_token_ids` are the ids that end a sequence, `functions` those that this rank calls.
 
     UserError names the record that is wrong, or the role whose model is declared for shorter sequences, or what a
     function needs of records that they do not have.
@@ -109,8 +111,8 @@ def load_data(
         def wanted(field: str) -> bool:
             return any(function.wants(field) for function in seeing)
 
-        form, keys = experiment.spec.form, phase.graph.sources
-        records = Dataset.load(source, form, keys, tokenizer, data, seed, ends, wanted)
+        form, keys = get_spec(experiment).form, phase.graph.sources
+        records = Dataset.load(source, form, keys, tokenizer, data, seed, stop_token_ids, wanted)
         for function in seeing:
             function.check_fields(source, records.further.keys())
         return records
@@ -129,7 +131,7 @@ def load_data(
 
 def _check_top_k(experiment: Experiment, compiled: Compiled) -> None:
     """Check that top-k is at most the vocabulary; else UserError."""
-    generation, configs = experiment.spec.generation, models(experiment)
+    generation, configs = get_spec(experiment).generation, models(experiment)
     for call in compiled.train.graph.calls:
         if generation is not None and call.kind is Kind.GENERATE:
             vocabulary = find_model_shape(configs[call.model_role]).vocab_size
@@ -147,7 +149,7 @@ def check_top_k(option: str, top_k: int, vocabulary: int) -> None:
 def _check_positions(experiment: Experiment) -> None:
     """Check that sequences stay within the declared length of a role's model; else UserError."""
     data, longest, what = experiment.data, experiment.data.max_tokens, "data.max_tokens"
-    generation = experiment.spec.generation
+    generation = get_spec(experiment).generation
     if generation is not None:
         longest = data.max_prompt_tokens + generation(experiment).max_new_tokens
         what = "data.max_prompt_tokens + generation.max_new_tokens"

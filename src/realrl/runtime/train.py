@@ -22,6 +22,7 @@ from realrl.planner.calibration.comparison import COSTS, Comparison
 from realrl.planner.profile.profile import Profile
 from realrl.program.lower import WRITER
 from realrl.program.trace_file import write_trace
+from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import trained_models
 from realrl.runtime.costs import Costs
@@ -36,7 +37,7 @@ from realrl.runtime.prepare.fit.check import check_fit
 from realrl.runtime.prepare.trained_parts import list_trained_parts
 from realrl.runtime.processes.process import Process, connect, resolve_cluster
 from realrl.runtime.processes.startup import agree_on_plan, find_least_device
-from realrl.runtime.setup import load_data, load_ends, load_functions, load_shared_tokenizer
+from realrl.runtime.setup import load_data, load_functions, load_shared_tokenizer, load_stop_token_ids
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.store import Store
 from realrl.runtime.worker.trace_recorder import Trace
@@ -56,7 +57,7 @@ class MetricsRecord:
     """`train` or `eval`."""
     seconds: float
     """Duration of the step or evaluation."""
-    figures: Mapping[str, float]
+    metrics: Mapping[str, float]
     """Metrics by `call/name`."""
 
 
@@ -135,11 +136,11 @@ class TrainingRun:
             self.directory.check(experiment)
         profile = None if experiment.profile is None else Profile.load(experiment.profile)
         self.tokenizer = load_shared_tokenizer(experiment)
-        self.ends = load_ends(experiment, self.tokenizer)
+        self.stop_token_ids = load_stop_token_ids(experiment, self.tokenizer)
         self.algorithm = algorithm = build_algorithm(experiment)
         self.roles = Roles(
             models(experiment),
-            experiment.spec.heads,
+            get_spec(experiment).heads,
             compiled.homes,
             process,
             groups,
@@ -156,7 +157,7 @@ class TrainingRun:
         ]
         functions = load_functions(algorithm, compiled, process.rank)
         self.records, self.eval_records = load_data(
-            experiment, compiled, self.tokenizer, self.ends, functions
+            experiment, compiled, self.tokenizer, self.stop_token_ids, functions
         )
         data = experiment.data
         self.order = Order(len(self.records), data.batch, experiment.seed, data.shuffle)
@@ -167,7 +168,7 @@ class TrainingRun:
         say: Callable[[str], None] = observer.note if observer is not None else lambda text: None
         self.costs = Costs(experiment, compiled, process, self.roles, profile, say)
         self.trace = Trace(process.rank)
-        self.worker = Worker(process, self.roles, algorithm, self.ends, self.trace, self.tokenizer)
+        self.worker = Worker(process, self.roles, algorithm, self.stop_token_ids, self.trace, self.tokenizer)
         self.evaluation: Evaluation | None = None
         if compiled.evaluation is not None and self.eval_records is not None:
             self.evaluation = Evaluation(
@@ -179,9 +180,9 @@ class TrainingRun:
                 seed=experiment.seed,
                 tokenizer=self.tokenizer,
                 judge=judge,
-                sample_keys=experiment.spec.sample_keys,
+                sample_keys=get_spec(experiment).sample_keys,
             )
-        self.notes = StepNotes(algorithm, experiment.spec)
+        self.notes = StepNotes(algorithm, get_spec(experiment))
 
     def load(self) -> None:
         """Load the weights; UserError when they cannot be used."""
@@ -238,7 +239,7 @@ class TrainingRun:
         start = time.monotonic()
         phase = self.compiled.train
         store = Store(phase.graph, phase.plan)
-        samples = self.experiment.spec.samples_per_prompt(self.experiment)
+        samples = get_spec(self.experiment).samples_per_prompt(self.experiment)
         # Samples of a prompt are consecutive items, so that item // samples is the prompt.
         indices = [i for i in self.order.indices(step) for _ in range(samples)]
         rates = {
@@ -254,14 +255,14 @@ class TrainingRun:
         with self.costs.step(store):
             program = phase.programs[self.process.rank]
             try:
-                figures = flatten(self.worker.run(program, store, inputs, self.costs.timer))
+                metrics = flatten(self.worker.run(program, store, inputs, self.costs.timer))
             except SkippedStepsError as error:
                 raise self._stopped(error, step + 1) from None
             except UserCodeError as error:
                 raise self._saying_what_is_saved(error) from error
-        self._record(MetricsRecord(step + 1, "train", time.monotonic() - start, figures))
+        self._record(MetricsRecord(step + 1, "train", time.monotonic() - start, metrics))
         if self.observer is not None:
-            for note in self.notes.describe_step(step + 1, figures):
+            for note in self.notes.describe_step(step + 1, metrics):
                 self.observer.note(note)
 
     def _check_learning(self) -> None:
@@ -290,13 +291,13 @@ class TrainingRun:
             return
         start = time.monotonic()
         try:
-            figures, samples = self.evaluation.run()
+            metrics, samples = self.evaluation.run()
         except UserCodeError as error:
             raise self._saying_what_is_saved(error) from error
-        self.notes.take_evaluation(figures)
+        self.notes.take_evaluation(metrics)
         if self.observer is not None and samples:
             self.directory.write_samples(done, samples[: self.experiment.training.samples])
-        self._record(MetricsRecord(done, "eval", time.monotonic() - start, figures))
+        self._record(MetricsRecord(done, "eval", time.monotonic() - start, metrics))
 
     def _saying_what_is_saved(self, error: UserCodeError) -> UserCodeError:
         """A mistake in a function or in the judge. What was trained before is not lost."""
@@ -306,7 +307,7 @@ class TrainingRun:
 
     def _record(self, record: MetricsRecord) -> None:
         if self.observer is not None:
-            self.directory.log(record.step, record.kind, record.seconds, record.figures)
+            self.directory.log(record.step, record.kind, record.seconds, record.metrics)
             self.observer.record(record)
 
     def _save(self, done: int | None) -> None:
@@ -321,7 +322,7 @@ class TrainingRun:
                 continue
             path = self.directory.checkpoint(done, "" if role == self.trained[0] else role)
             with self.directory.writing(path):
-                self.roles.save(role, path, self.tokenizer, self.ends)
+                self.roles.save(role, path, self.tokenizer, self.stop_token_ids)
         phase = self.compiled.train
         first = next(call for call in phase.graph.order if call.kind is Kind.TRAIN)
         states = self.process.gather(self.algorithm.state_dict())
@@ -331,8 +332,8 @@ class TrainingRun:
 
     def _saving_notes(self, role: str) -> Iterator[str]:
         origin, vocabulary = self.roles.origins[role], self.roles.shapes[role].vocab_size
-        head = self.experiment.spec.heads[role]
-        return list_saving_notes(origin, head, self.tokenizer, self.ends, vocabulary)
+        head = get_spec(self.experiment).heads[role]
+        return list_saving_notes(origin, head, self.tokenizer, self.stop_token_ids, vocabulary)
 
     def _finish(self, started: float) -> None:
         comparison = self._collect(last=True)
@@ -344,7 +345,7 @@ class TrainingRun:
             with self.directory.writing(trace):
                 write_trace(trace, events, "measured")
             seconds = time.monotonic() - started
-            summary: dict[str, Any] = {"algorithm": self.experiment.spec.name, "steps": self.steps}
+            summary: dict[str, Any] = {"algorithm": get_spec(self.experiment).name, "steps": self.steps}
             self.directory.finish(
                 summary | {"seconds": round(seconds, 2), "skipped_steps": self.notes.skipped}
             )

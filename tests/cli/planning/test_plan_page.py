@@ -33,7 +33,7 @@ from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Run
-from realrl.program.memory import Stored
+from realrl.program.memory import StoredModel
 
 ROOT = Path(__file__).parents[3]
 PPO = train_graph(minibatches=2)
@@ -49,7 +49,7 @@ def place(first: int, dp: int, tp: int = 1, pp: int = 1) -> Placement:
 def make_scenario(cluster: str, graph: DataflowGraph = PPO, shape: str = "llama-2-7b") -> Scenario:
     spec = ClusterSpec.parse(cluster)
     models = {
-        role: Stored(
+        role: StoredModel(
             SHAPES[shape], "scalar" if role in ("critic", "reward") else "lm", 2, trained=graph.trained(role)
         )
         for role in graph.roles

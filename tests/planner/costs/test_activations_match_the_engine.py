@@ -17,7 +17,7 @@ from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.workload import padding
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.workload import Workload
-from realrl.program.memory import Stored
+from realrl.program.memory import StoredModel
 from tests.planner.lone_rank import LoneRank, Sequences
 
 TOLERANCE = 0.08
@@ -52,7 +52,7 @@ def place(words: Sequence[str], tokens: int = 1 << 20) -> Placement:
     return Placement(Mesh(0, strategy.size), strategy)
 
 
-def check(kind: str, model: Stored, placement: Placement, lengths: tuple[int, ...]) -> None:
+def check(kind: str, model: StoredModel, placement: Placement, lengths: tuple[int, ...]) -> None:
     """Predicted and allocated bytes agree on the first and on the last stage."""
     answers = (0, NEW_TOKENS) if kind == "generate" else (0, 0)
     pairs = 2 if model.head == "scalar" else 1
@@ -76,7 +76,7 @@ def check(kind: str, model: Stored, placement: Placement, lengths: tuple[int, ..
 def test_finished_decode_batches_keep_no_memory() -> None:
     """Twelve decode batches of two rows each, in a pipeline that has two in flight."""
     tokens = 2 * (96 + NEW_TOKENS)
-    check("generate", Stored(GROUPED, "lm", 4, False), place(["1 1 2"], tokens), (96,) * 24)
+    check("generate", StoredModel(GROUPED, "lm", 4, False), place(["1 1 2"], tokens), (96,) * 24)
 
 
 EVEN, SHORT, LONG = (96,) * 8, tuple(range(20, 116, 4)), (40, 200, 150, 180, 256, 100)
@@ -100,13 +100,13 @@ ONE_RANK = {
 @pytest.mark.parametrize("case", ONE_RANK)
 def test_one_rank_allocates_the_predicted_bytes(case: str, kind: str) -> None:
     (shape, element_bytes, lengths), (name, *flags) = ONE_RANK[case], kind.split()
-    check(name, Stored(shape, "lm", element_bytes, True), place(["1 1 1", *flags]), lengths)
+    check(name, StoredModel(shape, "lm", element_bytes, True), place(["1 1 1", *flags]), lengths)
 
 
 @pytest.mark.parametrize("kind", ["train", "train r", "inference"])
 def test_a_scalar_head_allocates_the_predicted_bytes(kind: str) -> None:
     name, *flags = kind.split()
-    check(name, Stored(GROUPED, "scalar", 4, True), place(["1 1 1", *flags]), EVEN)
+    check(name, StoredModel(GROUPED, "scalar", 4, True), place(["1 1 1", *flags]), EVEN)
 
 
 PARTS = {
@@ -122,7 +122,7 @@ PARTS = {
 @pytest.mark.parametrize("part", PARTS)
 def test_training_a_part_allocates_what_is_predicted(part: str, strategy: str) -> None:
     shape, trained = PARTS[part]
-    check("train", Stored(shape, "lm", 4, True, trained), place([strategy], 400), EVEN)
+    check("train", StoredModel(shape, "lm", 4, True, trained), place([strategy], 400), EVEN)
 
 
 UNEVEN = GROUPED.model_copy(update={"heads": 9, "kv_heads": 3})
@@ -133,19 +133,19 @@ UNEVEN = GROUPED.model_copy(update={"heads": 9, "kv_heads": 3})
 @pytest.mark.parametrize("strategy", ["1 2 1", "1 2 1 s", "1 4 1 s", "1 1 2", "1 1 4", "1 2 2 s"])
 def test_parallel_ranks_allocate_the_predicted_bytes(strategy: str, kind: str) -> None:
     name, *flags = kind.split()
-    check(name, Stored(GROUPED, "lm", 4, True), place([strategy, *flags], 400), EVEN)
+    check(name, StoredModel(GROUPED, "lm", 4, True), place([strategy, *flags], 400), EVEN)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_with_uneven_query_groups_allocate_the_predicted_bytes(kind: str) -> None:
     name, *flags = kind.split()
-    check(name, Stored(UNEVEN, "lm", 4, True), place(["1 2 1", *flags]), EVEN)
+    check(name, StoredModel(UNEVEN, "lm", 4, True), place(["1 2 1", *flags]), EVEN)
 
 
 @pytest.mark.parametrize(("budget", "kind"), product([100, 1000], KINDS))
 def test_the_largest_micro_batch_determines_peak_memory(budget: int, kind: str) -> None:
     name, *flags = kind.split()
-    check(name, Stored(GROUPED, "lm", 4, True), place(["1 1 1", *flags], budget), SHORT)
+    check(name, StoredModel(GROUPED, "lm", 4, True), place(["1 1 1", *flags], budget), SHORT)
 
 
 @pytest.mark.parametrize("lengths", [SHORT, LONG, EVEN, (1,), (500, 130, 129, 128, 127, 3, 3)])

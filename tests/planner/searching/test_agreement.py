@@ -25,7 +25,7 @@ from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import build_problem
 from realrl.planner.space.problem import Problem
 from realrl.planner.workload.workload import Workload
-from realrl.program.memory import Stored
+from realrl.program.memory import StoredModel
 from tests.planner.reference import sampled_graph
 
 SIZES = ("llama-3.2-1b", "llama-2-7b", "llama-2-13b")
@@ -45,7 +45,7 @@ def sampled_scenario(rng: random.Random, graph: DataflowGraph) -> Scenario:
         role: part if graph.trained(role) else WHOLE for role, part in zip(graph.roles, chosen, strict=True)
     }
     models = {
-        role: Stored(
+        role: StoredModel(
             shapes[source.get(role, role)],
             "scalar" if role in ("critic", "reward") else "lm",
             4 if role in source else rng.choice([2, 4]),

@@ -23,12 +23,12 @@ from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace
 from realrl.planner.workload.workload import Workload
-from realrl.program.memory import Stored
+from realrl.program.memory import StoredModel
 
 GRAPH = train_graph(minibatches=2)
 SHAPE = SHAPES["qwen2.5-0.5b"]
 MODELS = {
-    role: Stored(SHAPE, "lm" if role in ("actor", "ref") else "scalar", 2, GRAPH.trained(role))
+    role: StoredModel(SHAPE, "lm" if role in ("actor", "ref") else "scalar", 2, GRAPH.trained(role))
     for role in GRAPH.roles
 }
 STEP = Workload(64, (256,), (256,), 256)

@@ -15,12 +15,12 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.moves.links import LinkTransfers, ParameterBytes
 from realrl.planner.moves.transfers import Floats, Layouts, TransferTable
-from realrl.program.memory import Stored
+from realrl.program.memory import StoredModel
 
 SHAPE = ModelShape(
     vocab_size=512, hidden_size=256, intermediate_size=704, layers=16, heads=8, kv_heads=8, head_dim=32
 )
-WEIGHTS = {"actor": (ParameterBytes.of(Stored(SHAPE, "lm", 2, trained=True), 2),)}
+WEIGHTS = {"actor": (ParameterBytes.of(StoredModel(SHAPE, "lm", 2, trained=True), 2),)}
 LINKS = Links(170e6, 20e6, 0.0)
 
 

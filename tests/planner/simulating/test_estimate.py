@@ -27,7 +27,7 @@ from realrl.planner.workload.flops import count_flops, count_layer_weights
 from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Run
 from realrl.program.lower import home_placements, lower, offloaded
-from realrl.program.memory import Memory, Stored
+from realrl.program.memory import Memory, StoredModel
 from realrl.program.text import format_instruction
 
 SMALL, LARGE = SHAPES["llama-3.2-1b"], SHAPES["llama-2-7b"]
@@ -37,10 +37,10 @@ def scenario(cluster: str = "a100-80g:1x4", *, ref_ema: float | None = None) -> 
     """PPO with a critic that is smaller than the actor, and embeddings that are tied."""
     spec = ClusterSpec.parse(cluster)
     models = {
-        "actor": Stored(LARGE, "lm", 2, True),
-        "ref": Stored(LARGE, "lm", 4 if ref_ema else 2, False),
-        "critic": Stored(SMALL, "scalar", 2, True),
-        "reward": Stored(SMALL, "scalar", 2, False),
+        "actor": StoredModel(LARGE, "lm", 2, True),
+        "ref": StoredModel(LARGE, "lm", 4 if ref_ema else 2, False),
+        "critic": StoredModel(SMALL, "scalar", 2, True),
+        "reward": StoredModel(SMALL, "scalar", 2, False),
     }
     graph = train_graph(minibatches=2, ref_ema=ref_ema)
     workload = Workload(32, (100, 200), (50, 100, 300), 400)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import World, figures
+from tests.conftest import World, read_metrics
 from tests.runtime.conftest import changes
 from tests.runtime.processes import alive, end, ranks, start, until
 
@@ -99,7 +99,7 @@ def test_a_signal_ends_all_ranks_and_reports_what_was_saved(
     verb = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
     assert message.startswith(f"realrl: {verb} after step ") and " of 1000000; " in message
     assert f"; saved: {tmp_path / 'run' / 'checkpoints' / 'step-'}" in message
-    assert f"metrics up to step {len(figures(tmp_path / 'run'))} in {tmp_path / 'run'}" in message
+    assert f"metrics up to step {len(read_metrics(tmp_path / 'run'))} in {tmp_path / 'run'}" in message
     assert "Traceback" not in error and error.count("realrl: ") == 1
     assert not any(map(alive, processes.values())) and not list(temporary.glob("realrl-*"))
     assert not list((tmp_path / "run").rglob(".*")) and not (tmp_path / "run" / "summary.json").exists()
@@ -192,6 +192,6 @@ def test_torchrun_and_our_launcher_learn_the_same(
     status, error = end(start(*arguments, module="torch.distributed.run"))
     assert status == 0, error
     for kind in ("train", "eval"):
-        pairs = zip(figures(tmp_path / "run", kind), figures(finished_on_two, kind), strict=True)
+        pairs = zip(read_metrics(tmp_path / "run", kind), read_metrics(finished_on_two, kind), strict=True)
         for ours, expected in pairs:
             assert ours == pytest.approx(expected, rel=1e-4, abs=1e-6)

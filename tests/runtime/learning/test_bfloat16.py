@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from realrl.cli.app import run_app
-from tests.conftest import World, figures
+from tests.conftest import World, read_metrics
 
 ROLES = {"sft": ("actor",), "reward": ("reward",), "ppo": ("actor", "critic", "ref", "reward")}
 
@@ -14,7 +14,7 @@ def run(world: World, algorithm: str, directory: Path, dtype: str) -> list[dict[
     directory.mkdir()
     types = {f"models__{role}__dtype": dtype for role in ROLES[algorithm]}
     assert run_app(["train", str(world.recipe(algorithm, directory, **types))]) == 0
-    return figures(directory / "run")
+    return read_metrics(directory / "run")
 
 
 @pytest.mark.parametrize(

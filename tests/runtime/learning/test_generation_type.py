@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from realrl.cli.app import run_app
-from tests.conftest import World, figures
+from tests.conftest import World, read_metrics
 
 PLAN = """
 cluster: 1x1
@@ -25,7 +25,7 @@ def test_generation_in_bfloat16_agrees_with_float32_training_to_bfloat16_roundin
     (tmp_path / "plan.yaml").write_text(PLAN)
     recipe = world.recipe("ppo", tmp_path, plan=str(tmp_path / "plan.yaml"), debug__verify_reallocation=True)
     assert run_app(["train", str(recipe)]) == 0
-    mismatches = [step["actor.train/sampler_trainer_mismatch"] for step in figures(tmp_path / "run")]
+    mismatches = [step["actor.train/sampler_trainer_mismatch"] for step in read_metrics(tmp_path / "run")]
     assert len(mismatches) == 5
     assert all(1e-4 < mismatch < 0.2 for mismatch in mismatches)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from realrl.cli.app import run_app
-from tests.conftest import World, figures
+from tests.conftest import World, read_metrics
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,7 +23,7 @@ def test_ppo_on_a_gpu_agrees_with_the_cpu(world: World, tmp_path: Path, dtype: s
         types = {f"models__{role}__dtype": dtype for role in ("actor", "critic", "ref", "reward")}
         recipe = world.recipe("ppo", directory, device=device, **(types if device == "cuda" else {}))
         assert run_app(["train", str(recipe)]) == 0
-        first[device] = figures(directory / "run")[0]
+        first[device] = read_metrics(directory / "run")[0]
     mismatch = first["cuda"]["actor.train/sampler_trainer_mismatch"]
     assert mismatch <= (1e-4 if dtype == "float32" else 5e-2)
     for name in ("critic.train/value_loss", "actor.train/entropy"):

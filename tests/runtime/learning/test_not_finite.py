@@ -16,7 +16,7 @@ from realrl.config.errors import RunError
 from realrl.data.batch import Ragged
 from realrl.recipe.load import load_experiment
 from realrl.runtime.train import train
-from tests.conftest import World, figures
+from tests.conftest import World, read_metrics
 from tests.runtime.processes import end, start
 from tests.runtime.ranks import Silent
 
@@ -69,7 +69,7 @@ def test_a_single_bad_score_skips_only_its_mini_batch(
         f"step 2: {call} has skipped 1 optimizer step; not finite: score"
         for call in ("actor.train", "critic.train")
     ]
-    lines = figures(tmp_path / "run")
+    lines = read_metrics(tmp_path / "run")
     for call in ("actor.train", "critic.train"):
         assert [line[f"{call}/skipped_steps"] for line in lines] == [0, 1, 0, 0, 0]
         assert lines[1][f"{call}/skipped_for/score"] == 1
@@ -99,7 +99,7 @@ def test_a_run_that_no_longer_learns_stops_and_keeps_the_mini_batch(
         "actor.train, step 3: 3 optimizer steps in a row were skipped because numbers are not finite, first of all"
         f" the gradient of model.embed_tokens.weight; the last mini-batch is kept in {directory / 'minibatches'}"
     )
-    assert len(figures(directory)) == 2, "the steps before it"
+    assert len(read_metrics(directory)) == 2, "the steps before it"
     assert not (directory / "final").exists() and not (directory / "summary.json").exists()
     kept = load_file(directory / "minibatches" / "step-000003-actor.train-rank-0.safetensors")
     assert len(kept["ids"]) == 16 and kept["tokens.lengths"].sum() == len(kept["tokens"])

@@ -17,12 +17,12 @@ from realrl.layout.sets import TrainablePart
 from realrl.plan.cluster import Cluster
 from realrl.planner.calibration.comparison import Comparison
 from realrl.program.instructions import Instruction, Load, Reallocate
-from realrl.program.memory import Stored
+from realrl.program.memory import StoredModel
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
 from realrl.runtime.prepare.trained_parts import list_trained_parts
 from realrl.runtime.train import TrainingRun
-from tests.conftest import PPO_CALLS, World, figures
+from tests.conftest import PPO_CALLS, World, read_metrics
 from tests.runtime.models.test_offload import prepared
 
 PLAN = {
@@ -61,7 +61,7 @@ def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 
 def test_a_part_learns_the_same_under_every_plan(runs: tuple[Path, Path]) -> None:
-    alone, two = map(figures, runs)
+    alone, two = map(read_metrics, runs)
     for expected, ours in zip(alone, two, strict=True):
         for name in expected:
             if name.endswith(("loss", "score", "kl", "response_tokens", "grad_norm")):
@@ -103,7 +103,7 @@ class Watch:
     def __init__(self, run: TrainingRun) -> None:
         self.run, self.held = run, list[int]()
 
-    def turn(self) -> None: ...
+    def fold_allocations(self) -> None: ...
 
     def step(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -167,7 +167,7 @@ TIED = "the head is tied to the frozen embeddings"
     ],
 )
 def test_the_part_that_is_trained_is_named(model: str, part: TrainablePart, line: str) -> None:
-    stored = Stored(SHAPES[model], "lm", 4, trained=True, part=part)
+    stored = StoredModel(SHAPES[model], "lm", 4, trained=True, part=part)
     whole = replace(stored, part=TrainablePart())
     models = {"actor": stored, "critic": whole, "ref": replace(stored, trained=False)}
     assert list(list_trained_parts(models)) == [f"models.actor trains {line}"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import NOUNS, PPO_CALLS, World, build_world, figures, write_jsonl
+from tests.conftest import NOUNS, PPO_CALLS, World, build_world, read_metrics, write_jsonl
 from tests.runtime.ranks import Tokens, run_on_ranks, sampled
 
 STEPS = 3
@@ -154,7 +154,7 @@ def recipe(world: World, directory: Path, name: str, case: Case) -> Path:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run sampled, and its figures at every step."""
+    """What a run sampled, and its metrics at every step."""
 
     tokens: Tokens
     steps: list[dict[str, float]]
@@ -176,7 +176,9 @@ def outcomes(
     (size,) = {case.size for case in cases.values()}
     run_on_ranks(size, list(files.values()))
     return {
-        name: Outcome(sampled(file), figures(file.with_suffix("")) + figures(file.with_suffix(""), "eval"))
+        name: Outcome(
+            sampled(file), read_metrics(file.with_suffix("")) + read_metrics(file.with_suffix(""), "eval")
+        )
         for name, file in files.items()
     }
 

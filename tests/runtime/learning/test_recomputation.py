@@ -7,7 +7,7 @@ import pytest
 
 from realrl.cli.app import run_app
 from realrl.engine.training.trainer import Trainer
-from tests.conftest import World, figures
+from tests.conftest import World, read_metrics
 
 PLAN = """
 cluster: 1x1
@@ -38,7 +38,7 @@ def test_only_the_call_that_the_plan_names_recomputes_and_learns_the_same(
         (tmp_path / name).mkdir()
         recipe = world.recipe("ppo", tmp_path / name, plan=plan, training__steps=2)
         assert run_app(["train", str(recipe)]) == 0
-        learnt.append((dict(seen), [learned(step) for step in figures(tmp_path / name / "run")]))
+        learnt.append((dict(seen), [learned(step) for step in read_metrics(tmp_path / name / "run")]))
     (plain, expected), (again, got) = learnt
     assert plain == {"lm": False, "scalar": False} and again == {"lm": True, "scalar": False}
     assert got == expected and len(got) == 2

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from realrl.cli.app import run_app
-from tests.conftest import World, figures
+from tests.conftest import World, read_metrics
 
 PLANS = {
     "generation elsewhere": """
@@ -35,7 +35,7 @@ def run(world: World, algorithm: str, directory: Path, **changes: object) -> lis
     directory.mkdir(parents=True, exist_ok=True)
     recipe = world.recipe(algorithm, directory, **changes)
     assert run_app(["train", str(recipe)]) == 0
-    return figures(directory / "run")
+    return read_metrics(directory / "run")
 
 
 def assert_same(got: list[dict[str, float]], expected: list[dict[str, float]], tolerance: float) -> None:

@@ -22,7 +22,7 @@ from realrl.runtime.prepare.compile import compile_recipe
 from realrl.runtime.processes.process import Process
 from realrl.runtime.train import TrainingRun
 from realrl.runtime.worker.roles import Roles
-from tests.conftest import World, figures
+from tests.conftest import World, read_metrics
 
 ALONE = """
 cluster: 1x1
@@ -140,7 +140,7 @@ def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 
 def test_layouts_offloading_and_averages_do_not_change_learning(runs: tuple[Path, Path]) -> None:
-    alone, mixed = map(figures, runs)
+    alone, mixed = map(read_metrics, runs)
     for expected, ours in zip(alone, mixed, strict=True):
         for name in expected:
             if name.endswith(("loss", "score", "kl", "response_tokens", "grad_norm")):

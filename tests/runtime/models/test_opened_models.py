@@ -16,7 +16,7 @@ from realrl.config.errors import UserError
 from realrl.engine.finite import NotFiniteError
 from realrl.recipe.load import load_experiment
 from realrl.runtime.train import train
-from tests.conftest import World, figures, write_jsonl
+from tests.conftest import World, read_metrics, write_jsonl
 from tests.runtime.ranks import Silent
 
 NORM = "model.norm.weight"
@@ -153,8 +153,8 @@ def test_mistakes_that_show_without_weights_come_before_weights_are_loaded(
 
 
 def test_every_end_of_the_actor_ends_answers_and_is_saved(world: World, tmp_path: Path) -> None:
-    path, ends = copied(world.actor, tmp_path), list(range(3, 320, 2))
-    settings = {"do_sample": True, "eos_token_id": ends, "pad_token_id": 2, "temperature": 0.7}
+    path, stop_token_ids = copied(world.actor, tmp_path), list(range(3, 320, 2))
+    settings = {"do_sample": True, "eos_token_id": stop_token_ids, "pad_token_id": 2, "temperature": 0.7}
     (path / "generation_config.json").write_text(json.dumps(settings))
     recipe = world.recipe(
         "ppo",
@@ -166,10 +166,10 @@ def test_every_end_of_the_actor_ends_answers_and_is_saved(world: World, tmp_path
     )
     assert run_app(["train", str(recipe)]) == 0
     run = tmp_path / "run"
-    assert figures(run)[0]["actor.train/finished"] == 1
-    assert [step["reward.inference/finished"] for step in figures(run, "eval")] == [1, 1]
+    assert read_metrics(run)[0]["actor.train/finished"] == 1
+    assert [step["reward.inference/finished"] for step in read_metrics(run, "eval")] == [1, 1]
     # Half of all tokens end a sequence, so that one has about two; else nearly all would have forty.
-    assert max(step["actor.train/response_tokens"] for step in figures(run)) < 10
+    assert max(step["actor.train/response_tokens"] for step in read_metrics(run)) < 10
     saved = run / "final"
     assert json.loads((saved / "generation_config.json").read_text()) == settings
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -178,7 +178,11 @@ def test_every_end_of_the_actor_ends_answers_and_is_saved(world: World, tmp_path
     command = ["generate", str(saved), "--prompt", "the film", "--n", "8", "--out", str(out)]
     assert run_app([*command, "--max-new-tokens", "40", "--min-new-tokens", "3"]) == 0
     for row in map(json.loads, out.read_text().splitlines()):
-        assert row["finished"] and row["tokens"][-1] in ends and not set(row["tokens"][:3]) & set(ends)
+        assert (
+            row["finished"]
+            and row["tokens"][-1] in stop_token_ids
+            and not set(row["tokens"][:3]) & set(stop_token_ids)
+        )
 
 
 def test_ignored_and_changed_settings_of_opened_models_are_noted(

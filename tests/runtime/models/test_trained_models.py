@@ -13,7 +13,7 @@ from realrl.data.batch import Ragged
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.shape import Head
 from realrl.model.packing import Packing
-from tests.conftest import World, figures, sentence
+from tests.conftest import World, read_metrics, sentence
 
 TEXTS = [sentence(i, mood) for i in range(25) for mood in ("good", "bad")]
 
@@ -81,7 +81,7 @@ def test_the_last_evaluation_is_of_the_model_that_is_saved(
         with torch.no_grad():
             total += theirs(ids, labels=ids).loss.item() * (len(row) - 1)
         count += len(row) - 1
-    reported = figures(finished["sft"], "eval")[-1]["actor.inference/loss"]
+    reported = read_metrics(finished["sft"], "eval")[-1]["actor.inference/loss"]
     assert reported == pytest.approx(total / count, rel=1e-4)
 
 

@@ -21,7 +21,7 @@ from realrl.program.validate import validate
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.load import dump_experiment, load_experiment
 from realrl.runtime.output.rundir import RunDirectory
-from tests.conftest import World, figures
+from tests.conftest import World, read_metrics
 from tests.runtime.conftest import run
 
 ALGORITHMS = ["sft", "reward", "ppo"]
@@ -68,14 +68,14 @@ def test_metrics_are_strict_json_in_the_order_of_steps(finished: Mapping[str, Pa
     train, evaluation = [(s, "train") for s in range(1, 6)], [(s, "eval") for s in (0, 2, 4, 5)]
     assert order == sorted(train + evaluation, key=lambda entry: (entry[0], entry[1] == "eval"))
     for record in records:
-        assert record["seconds"] > 0 and all(isinstance(v, float) for v in record["figures"].values())
+        assert record["seconds"] > 0 and all(isinstance(v, float) for v in record["metrics"].values())
 
 
 def test_metrics_that_are_not_finite_become_null(tmp_path: Path) -> None:
     directory = RunDirectory(str(tmp_path))
     directory.log(1, "train", 0.5, {"a": float("nan"), "b": float("-inf"), "c": 1.5})
     directory.write_samples(1, [{"prompt": "NaN", "score": float("nan")}])
-    assert lines(tmp_path / "metrics.jsonl")[0]["figures"] == {"a": None, "b": None, "c": 1.5}
+    assert lines(tmp_path / "metrics.jsonl")[0]["metrics"] == {"a": None, "b": None, "c": 1.5}
     assert lines(tmp_path / "samples" / "step-000001.jsonl") == [{"prompt": "NaN", "score": None}]
 
 
@@ -93,7 +93,7 @@ def test_every_trained_role_is_saved_on_the_way_and_at_the_end(finished: Mapping
 
 def test_sample_scores_average_to_the_metrics(finished: Mapping[str, Path]) -> None:
     run_dir = finished["ppo"]
-    evaluations = figures(run_dir, "eval")
+    evaluations = read_metrics(run_dir, "eval")
     for step, figure in zip((0, 2, 4, 5), evaluations, strict=True):
         rows = lines(run_dir / "samples" / f"step-{step:06}.jsonl")
         assert len(rows) == 80 and all(row.keys() == rows[0].keys() for row in rows)
@@ -111,8 +111,8 @@ def test_evaluation_does_not_depend_on_processes_or_its_batches(
     finished: Mapping[str, Path], finished_on_two: Path
 ) -> None:
     one, two = finished["ppo"], finished_on_two
-    expected = figures(one, "eval")[0]
-    assert figures(two, "eval")[0] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    expected = read_metrics(one, "eval")[0]
+    assert read_metrics(two, "eval")[0] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     name = "samples/step-000000.jsonl"
     for ours, theirs in zip(lines(two / name), lines(one / name), strict=True):
         assert ours.pop("score") == pytest.approx(theirs.pop("score"), abs=1e-5)
@@ -133,9 +133,9 @@ def test_the_trace_has_a_row_per_rank_with_its_instructions_in_order(
         evaluation = evaluation * len(split_eval_batches(80, batch))
         due = [train + (evaluation if step in (2, 4, 5) else []) for step in range(1, 6)]
         assert [e["name"] for e in slices] == sum(due, evaluation)
-        ends = [e["ts"] + e["dur"] for e in slices]
+        stop_token_ids = [e["ts"] + e["dur"] for e in slices]
         assert slices[0]["ts"] >= 0
-        assert all(b["ts"] >= end - 1 for end, b in zip(ends, slices[1:], strict=False))
+        assert all(b["ts"] >= end - 1 for end, b in zip(stop_token_ids, slices[1:], strict=False))
 
 
 def test_tensorboard_has_the_metrics(finished: Mapping[str, Path]) -> None:
@@ -145,7 +145,7 @@ def test_tensorboard_has_the_metrics(finished: Mapping[str, Path]) -> None:
     board = EventAccumulator(str(finished["sft"] / "tensorboard"))
     board.Reload()
     for kind in ("train", "eval"):
-        expected = figures(finished["sft"], kind)
+        expected = read_metrics(finished["sft"], kind)
         for name in expected[0]:
             values = [event.value for event in board.Scalars(f"{kind}/{name}")]
             assert values == pytest.approx([step[name] for step in expected])
@@ -192,7 +192,7 @@ def test_without_shuffling_the_seed_does_not_change_the_order(world: World, tmp_
         directory.mkdir()
         more = {"models__actor": {"path": world.actor}, "data__eval": None, "training__steps": 2}
         run_dir = run(world, "sft", directory, seed=seed, data__shuffle=shuffle, **more)
-        return [step["actor.train/loss"] for step in figures(run_dir)]
+        return [step["actor.train/loss"] for step in read_metrics(run_dir)]
 
     assert losses(1, False) == losses(2, False)
     assert losses(1, True) != losses(2, True)

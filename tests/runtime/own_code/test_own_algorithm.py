@@ -15,11 +15,12 @@ from realrl.cli.app import run_app
 from realrl.config.user_code import UserCode
 from realrl.plan.cluster import Cluster
 from realrl.planner.workload.workload import Workload
+from realrl.recipe.algorithm import get_spec
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
 from realrl.runtime.profiler.points.grid import Sizes
-from tests.conftest import World, figures, sentence, write_jsonl
+from tests.conftest import World, read_metrics, sentence, write_jsonl
 from tests.runtime.processes import end, start
 
 ROOT = Path(__file__).parents[3]
@@ -134,7 +135,7 @@ def test_it_learns_the_same_under_every_plan(place: Path, alone: Path, plan: str
     options = ["plan=disjoint.yaml"] if plan == "disjoint" else []
     assert run_app(["train", "recipe.yaml", "cluster=1x2", f"run_dir={plan}", *options]) == 0
     for kind in ("train", "eval"):
-        for ours, reference in zip(figures(place / plan, kind), figures(alone, kind), strict=True):
+        for ours, reference in zip(read_metrics(place / plan, kind), read_metrics(alone, kind), strict=True):
             for name in METRICS:
                 assert (name in ours) == (name in reference)
                 if name in reference:
@@ -142,7 +143,7 @@ def test_it_learns_the_same_under_every_plan(place: Path, alone: Path, plan: str
 
 
 def test_the_best_sample_of_each_prompt_is_learnt(alone: Path) -> None:
-    for step in figures(alone):
+    for step in read_metrics(alone):
         assert step["actor.train/best_score"] > step["actor.train/score"]
 
 
@@ -164,7 +165,7 @@ def test_a_saved_recipe_loads_from_anywhere(
     monkeypatch.chdir(tmp_path)
     experiment = load_experiment(str(alone / "config.yaml"))
     assert experiment.algorithm == str(alone.parent / "algorithm.py")
-    assert experiment.spec.name == "best_of_n"
+    assert get_spec(experiment).name == "best_of_n"
 
 
 @pytest.mark.parametrize("reference", ["run/inside.py", "run.inside"])
@@ -252,7 +253,7 @@ def test_report_has_its_metrics_and_curves_without_its_file(
     monkeypatch.setattr(UserCode, "__init__", None)
     assert run_app(["report", "run", "--out", "report"]) == 0
     report = json.loads((place / "report" / "report.json").read_text())
-    evaluations = [line["reward.inference/score"] for line in figures(alone, "eval")]
+    evaluations = [line["reward.inference/score"] for line in read_metrics(alone, "eval")]
     assert (report["score_before"], report["score_after"]) == (evaluations[0], evaluations[-1])
     assert set(report["seconds"]) == {"best_of_n", "total"}
     assert (place / "report" / "report.png").read_bytes().startswith(b"\x89PNG")

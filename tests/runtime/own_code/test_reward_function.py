@@ -12,7 +12,7 @@ from realrl.config.errors import UserCodeError, UserError
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import dump_experiment, load_experiment
 from realrl.runtime.train import train
-from tests.conftest import SHAPE, World, figures, write_jsonl
+from tests.conftest import SHAPE, World, read_metrics, write_jsonl
 from tests.runtime.processes import end, start
 from tests.runtime.ranks import Silent, run_on_ranks
 
@@ -91,7 +91,7 @@ def recipe(world: World, directory: Path, reward: str, **changes: Any) -> Path:
 def losses(directory: Path) -> list[Mapping[str, float]]:
     return [
         {name: value for name, value in step.items() if name.endswith(("loss", "score", "kl", "grad_norm"))}
-        for step in figures(directory / "run")
+        for step in read_metrics(directory / "run")
     ]
 
 
@@ -127,7 +127,7 @@ def test_one_and_two_processes_learn_the_same_from_it(world: World, tmp_path: Pa
         assert len(found) == len(expected) == 2
         for ours, theirs in zip(found, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
-        evaluated = [figures(run.parent / "run", "eval") for run in (one, alone)]
+        evaluated = [read_metrics(run.parent / "run", "eval") for run in (one, alone)]
         scores, same = ([step["reward.function/score"] for step in steps] for steps in evaluated)
         assert len(scores) == 2 and scores == pytest.approx(same, rel=1e-4)
     check_what_is_written(alone, together)

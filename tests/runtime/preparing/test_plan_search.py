@@ -27,7 +27,7 @@ from realrl.runtime.prepare.gpu import Gpu
 from realrl.runtime.prepare.scenarios import make_scenario
 from realrl.runtime.prepare.search.cached_plan import cached_plan, make_plan_key, plans_directory
 from realrl.runtime.prepare.search.fingerprint import make_fingerprint
-from tests.conftest import World, figures
+from tests.conftest import World, read_metrics
 from tests.runtime.processes import end, start
 
 
@@ -79,12 +79,14 @@ def test_two_processes_run_the_searched_plan_and_reuse_it(world: World, tmp_path
     graph = build_graph(load_experiment(file))
     used = Plan.load(tmp_path / "run" / "plan.yaml", graph)
     assert used == Plan.load(kept, graph)
-    losses = figures(tmp_path / "run")
+    losses = read_metrics(tmp_path / "run")
     status, second = end(start("train", file))
     assert status == 0, second
     assert f"found earlier, kept in {kept}" in second
     assert first.count("s a step predicted") == second.count("s a step predicted") == 1
-    assert Plan.load(tmp_path / "run" / "plan.yaml", graph) == used and figures(tmp_path / "run") == losses
+    assert (
+        Plan.load(tmp_path / "run" / "plan.yaml", graph) == used and read_metrics(tmp_path / "run") == losses
+    )
 
 
 def test_under_torchrun_one_rank_searches_for_all(world: World, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from realrl.algorithms.base import PlainTrain
 from realrl.algorithms.method import Metrics, ModelOutput, Sum
 from realrl.algorithms.packed import Responses
 from realrl.algorithms.ppo.config import PPOConfig
-from realrl.algorithms.ppo.experience import Appraiser, Experience, scored
+from realrl.algorithms.ppo.experience import Experience, ExperienceMaker, scored
 from realrl.algorithms.ppo.losses import approximate_kl, policy_loss
 from realrl.algorithms.ppo.normalization import global_moments, whiten
 from realrl.data.batch import Batch, Ragged
@@ -22,19 +22,19 @@ class ActorTrain(PlainTrain):
         """`restricted`: whether sampling leaves tokens out."""
         self._config = config
         self.epochs = config.epochs
-        self.appraiser = Appraiser(config, restricted=restricted)
+        self.experience_maker = ExperienceMaker(config, restricted=restricted)
         self._updated = False
         self._stopped = False
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
         """Add `advantages`, like `sequences`, 0 on prompts; normalised over all ranks if so configured."""
         self._updated = self._stopped = False
-        experience = self.appraiser.appraise(batch, dp_sum)
+        experience = self.experience_maker.make_experience(batch, dp_sum)
         moments = global_moments(experience.advantages, dp_sum)
         advantages = experience.advantages
         if self._config.advantage_norm:
             advantages = whiten(advantages, moments)
-        metrics = _experience_figures(batch, experience, self._config)
+        metrics = _summarize_experience(batch, experience, self._config)
         number = experience.kl.new_tensor
         metrics.mean("advantage_mean", number(moments.mean), 1.0)
         metrics.mean("advantage_std", number(moments.std), 1.0)
@@ -71,14 +71,14 @@ class ActorTrain(PlainTrain):
             metrics.max("sampler_trainer_mismatch", change.abs().max() if count else change.new_zeros(()))
         return loss, metrics
 
-    def stop(self, figures: dict[str, float]) -> bool:
+    def stop(self, metrics: dict[str, float]) -> bool:
         """Stop where the mean probability ratio of the mini-batch is too far off.
 
         A ratio that is not finite is left to the optimizer, which skips its step and counts it.
         """
         self._updated = True
         limit = self._config.early_stop_ratio
-        self._stopped = limit is not None and figures["importance_ratio"] > limit
+        self._stopped = limit is not None and metrics["importance_ratio"] > limit
         return self._stopped
 
     def finish(self) -> Metrics:
@@ -88,7 +88,7 @@ class ActorTrain(PlainTrain):
         return metrics
 
 
-def _experience_figures(batch: Batch, experience: Experience, config: PPOConfig) -> Metrics:
+def _summarize_experience(batch: Batch, experience: Experience, config: PPOConfig) -> Metrics:
     """Compute means over sequences; `score` over those whose score is trained on."""
     metrics, count = Metrics(), len(batch)
     trained_on = scored(batch["finished"].values, config)

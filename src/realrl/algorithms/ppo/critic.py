@@ -8,7 +8,7 @@ from realrl.algorithms.base import PlainTrain
 from realrl.algorithms.method import Metrics, ModelOutput, Sum
 from realrl.algorithms.packed import Responses
 from realrl.algorithms.ppo.config import PPOConfig
-from realrl.algorithms.ppo.experience import Appraiser, to_reward_scale
+from realrl.algorithms.ppo.experience import ExperienceMaker, to_reward_scale
 from realrl.algorithms.ppo.losses import value_loss
 from realrl.algorithms.ppo.normalization import global_moments
 from realrl.data.batch import Batch, Ragged
@@ -21,7 +21,7 @@ class CriticTrain(PlainTrain):
         """`restricted`: whether sampling leaves tokens out."""
         self._config = config
         self.epochs = config.epochs
-        self.appraiser = Appraiser(config, restricted=restricted)
+        self.experience_maker = ExperienceMaker(config, restricted=restricted)
 
     @property
     def head_scale(self) -> float:
@@ -33,14 +33,14 @@ class CriticTrain(PlainTrain):
         """
         if self._config.value_norm == "none":
             return 1.0
-        return self.appraiser.return_scale.std / self._config.reward_scale
+        return self.experience_maker.return_scale.std / self._config.reward_scale
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
         """Add `returns`, like `sequences`, 0 on prompts, on the scale of rewards.
 
         The return of the action at position t is what the value at position t - 1 should have been.
         """
-        experience = self.appraiser.appraise(batch, dp_sum)
+        experience = self.experience_maker.make_experience(batch, dp_sum)
         returns = experience.return_moments
         unexplained = global_moments(experience.returns - experience.values, dp_sum).variance
         explained = 1 - unexplained / returns.variance if returns.variance else math.nan
@@ -61,7 +61,7 @@ class CriticTrain(PlainTrain):
         """Compute the value loss summed over action tokens."""
         assert output.values is not None
         actions = Responses.of(batch["sequences"], batch["prompt_length"])
-        at, unit = actions.index, self.appraiser.return_scale.std
+        at, unit = actions.index, self.experience_maker.return_scale.std
         result = value_loss(
             values=to_reward_scale(output.values[at - 1].float(), self._config) / unit,
             old_values=batch["values"].values[at - 1] / unit,

@@ -63,7 +63,7 @@ def shape_rewards(*, score: Tensor, finished: Tensor, config: PPOConfig) -> Tens
     return torch.where(cut_off, rewards - config.missing_eos_penalty, rewards)
 
 
-class Appraiser:
+class ExperienceMaker:
     """Converter of each step's batch into experience, with the statistics that outlast a step.
 
     Every train call owns one: the calls may run on different ranks, in any order, and all of them must see
@@ -77,7 +77,7 @@ class Appraiser:
         self.return_scale = ReturnScale(config.value_norm, beta=config.value_norm_beta)
         self.steps = 0
 
-    def appraise(self, batch: Batch, dp_sum: Sum) -> Experience:
+    def make_experience(self, batch: Batch, dp_sum: Sum) -> Experience:
         """Compute the experience of this rank's items; updates KL coefficient and value statistics.
 
         Called once per step.

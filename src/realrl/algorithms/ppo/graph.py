@@ -4,7 +4,7 @@ Keys that are `like sequences` have a number per token, at the token's own place
 log-probability of token t given those before it, `values[t]` the critic's value of the state after token t.
 """
 
-from realrl.dataflow.call import Average, Call, Key, Kind
+from realrl.dataflow.call import Call, Key, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 
 KEYS = (
@@ -70,12 +70,12 @@ def train_graph(
     for role in ("actor", "critic"):
         name = f"{role}.train"
         calls.append(Call(name, role, Kind.TRAIN, EXPERIENCE, work=("sequences",), minibatches=minibatches))
-    averages = [] if ref_ema is None else [Average("ref", "actor", ref_ema, same_start)]
+    averages = [] if ref_ema is None else [MovingAverage("ref", "actor", ref_ema, same_start)]
     return DataflowGraph(calls, KEYS, averages)
 
 
 def eval_graph(*, reward: str | None = None) -> DataflowGraph:
-    """Sample and score. The inference calls take what their figures need besides `sequences`."""
+    """Sample and score. The inference calls take what their metrics need besides `sequences`."""
     calls = [
         GENERATE,
         _reward(reward, ("prompt_length", "finished")),

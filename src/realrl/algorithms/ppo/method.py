@@ -37,7 +37,7 @@ class PPOAlgorithm(StatelessAlgorithm):
         evaluated = (eval_generation or generation).restricted
         methods: dict[str, Method] = {
             "actor.generate": GenerateMethod(generation, eval_generation or generation),
-            # Its figures are those of evaluation; in training `actor.train` reports the divergence.
+            # Its metrics are those of evaluation; in training `actor.train` reports the divergence.
             "ref.inference": RefInference(restricted=evaluated),
             "critic.inference": CriticInference(config),
             "actor.train": actor,
@@ -49,13 +49,13 @@ class PPOAlgorithm(StatelessAlgorithm):
             methods["reward.function"] = RewardFunction(reward, config)
         temperature = generation.temperature
         super().__init__(graph=graph, eval_graph=eval_graph, methods=methods, temperature=temperature)
-        self._appraisers = (actor.appraiser, critic.appraiser)
+        self._experience_makers = (actor.experience_maker, critic.experience_maker)
 
-    def notes(self, figures: Mapping[str, float]) -> list[str]:
+    def notes(self, metrics: Mapping[str, float]) -> list[str]:
         """Note that `truncated: bootstrap` leaves most scores unused, where it does."""
         if (
             self._config.truncated != "bootstrap"
-            or not figures.get("actor.train/finished", 1.0) < FEW_FINISHED
+            or not metrics.get("actor.train/finished", 1.0) < FEW_FINISHED
         ):
             return []
         return [
@@ -69,9 +69,9 @@ class PPOAlgorithm(StatelessAlgorithm):
 
         A rank knows them if it runs a train call, and all such ranks have the same ones after a step.
         """
-        return max(self._appraisers, key=lambda a: a.steps).state_dict()
+        return max(self._experience_makers, key=lambda a: a.steps).state_dict()
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Load what `state_dict` saved, for every train call."""
-        for appraiser in self._appraisers:
-            appraiser.load_state_dict(state)
+        for experience_maker in self._experience_makers:
+            experience_maker.load_state_dict(state)

@@ -28,20 +28,20 @@ def _weights(batch: Batch) -> Tensor:
     return 1 / batch["pairs_of_prompt"].values.double()
 
 
-def _figures(*, chosen: Tensor, rejected: Tensor, weights: Tensor) -> Metrics:
+def _compute_metrics(*, chosen: Tensor, rejected: Tensor, weights: Tensor) -> Metrics:
     """Compute weighted means over pairs. All arguments: [N]
 
     `loss`, `accuracy` (a tie is half right), `margin`, `chosen_score`, `rejected_score`.
     """
     metrics, total = Metrics(), weights.sum()
-    figures = {
+    per_pair = {
         "loss": bradley_terry_loss(chosen=chosen, rejected=rejected),
         "accuracy": (chosen > rejected).double() + 0.5 * (chosen == rejected).double(),
         "margin": chosen.double() - rejected.double(),
         "chosen_score": chosen,
         "rejected_score": rejected,
     }
-    for name, values in figures.items():
+    for name, values in per_pair.items():
         metrics.mean(name, (values.double() * weights).sum(), total)
     return metrics
 
@@ -61,7 +61,7 @@ class PairInference:
     def metrics(self, batch: Batch) -> Metrics:
         """Compute loss, accuracy, margin and mean scores."""
         chosen, rejected = batch["chosen_score"].values, batch["rejected_score"].values
-        return _figures(chosen=chosen, rejected=rejected, weights=_weights(batch))
+        return _compute_metrics(chosen=chosen, rejected=rejected, weights=_weights(batch))
 
 
 class RewardTrain(PlainTrain):
@@ -79,7 +79,7 @@ class RewardTrain(PlainTrain):
         """Compute the weighted sum over pairs."""
         (chosen, rejected), weights = _pair_scores(output), _weights(batch)
         loss = (bradley_terry_loss(chosen=chosen, rejected=rejected) * weights.float()).sum()
-        return loss, _figures(chosen=chosen.detach(), rejected=rejected.detach(), weights=weights)
+        return loss, _compute_metrics(chosen=chosen.detach(), rejected=rejected.detach(), weights=weights)
 
 
 def reward_algorithm(graph: DataflowGraph, eval_graph: DataflowGraph | None) -> StatelessAlgorithm:

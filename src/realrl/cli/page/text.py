@@ -8,7 +8,7 @@ from realrl.families.registry import model_tensors
 from realrl.plan.placement import Placement
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.simulate.memory_part import MemoryPart
-from realrl.program.memory import Stored
+from realrl.program.memory import StoredModel
 
 if TYPE_CHECKING:
     from realrl.planner.simulate.scenario import Scenario
@@ -65,13 +65,13 @@ def format_extras(placement: Placement) -> str:
     return ", ".join(name for name, given in chosen.items() if given)
 
 
-def name_model(model: Stored) -> str:
+def name_model(model: StoredModel) -> str:
     """Name a model by its published shape, else by its number of parameters."""
     known = next((name for name, shape in SHAPES.items() if shape == model.shape), None)
     return known or f"{format_parameters(model)} parameters"
 
 
-def format_parameters(model: Stored) -> str:
+def format_parameters(model: StoredModel) -> str:
     """Format the number of parameters of a model, for example `70.6 B`."""
     number = sum(tensor.numel for tensor in model_tensors(model.shape, model.head))
     return format_count(number).replace("G", "B")

@@ -13,6 +13,7 @@ from realrl.config.paths import local_path
 from realrl.config.units import parse_bytes
 from realrl.families.config_json import describe_untrainable
 from realrl.families.registry import find_family
+from realrl.recipe.algorithm import get_spec
 
 if TYPE_CHECKING:
     from realrl.planner.cluster.cluster_spec import ClusterSpec
@@ -54,7 +55,7 @@ def _check_lengths(lengths: Lengths, experiment: "Experiment") -> None:
 
     Answers may be longer: generation cuts them off.
     """
-    generates = experiment.spec.generation is not None
+    generates = get_spec(experiment).generation is not None
     name = "max_prompt_tokens" if generates else "max_tokens"
     most = getattr(experiment.data, name)
     for tokens in lengths.prompts or ():

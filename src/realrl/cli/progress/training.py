@@ -10,6 +10,7 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 
 from realrl.cli.progress.costs import costs_note, costs_table
+from realrl.recipe.algorithm import get_spec
 
 if TYPE_CHECKING:
     from realrl.planner.calibration.comparison import Comparison
@@ -30,8 +31,8 @@ class Progress:
             BarColumn(bar_width=12),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            # On a narrow terminal the figures are cut short, and nothing else.
-            TextColumn("{task.fields[figures]}", table_column=Column(no_wrap=True, ratio=1)),
+            # On a narrow terminal the metrics are cut short, and nothing else.
+            TextColumn("{task.fields[metrics]}", table_column=Column(no_wrap=True, ratio=1)),
             console=self._console,
             expand=True,
         )
@@ -47,8 +48,8 @@ class Progress:
 
     def begin(self, experiment: "Experiment", steps: int) -> None:
         """Show the bar."""
-        self._headlines, self._steps = experiment.spec.headlines, steps
-        self._task = self._bars.add_task(experiment.spec.name, total=steps, figures="")
+        self._headlines, self._steps = get_spec(experiment).headlines, steps
+        self._task = self._bars.add_task(get_spec(experiment).name, total=steps, metrics="")
         if self._console.is_terminal:
             self._bars.start()
 
@@ -58,11 +59,11 @@ class Progress:
 
     def record(self, record: "MetricsRecord") -> None:
         """Advance the bar, or print an evaluation."""
-        text = self._figures(record)
+        text = self._describe(record)
         if record.kind == "eval":
             self._print(f"step {record.step}/{self._steps} evaluation: {text}")
             return
-        self._bars.update(self._task, completed=record.step, figures=text)
+        self._bars.update(self._task, completed=record.step, metrics=text)
         if not self._console.is_terminal and time.monotonic() - self._spoken > _QUIET_SECONDS:
             self._spoken = time.monotonic()
             self._print(f"step {record.step}/{self._steps} {record.seconds:.2f} s: {text}")
@@ -86,11 +87,11 @@ class Progress:
     def _print(self, line: str) -> None:
         self._console.print(line, soft_wrap=True)
 
-    def _figures(self, record: "MetricsRecord") -> str:
-        shown = [name for name in self._headlines if name in record.figures]
+    def _describe(self, record: "MetricsRecord") -> str:
+        shown = [name for name in self._headlines if name in record.metrics]
         uses = Counter(_last_part(name) for name in shown)
         labels = {name: name if uses[_last_part(name)] > 1 else _last_part(name) for name in shown}
-        return "  ".join(f"{labels[name]} {record.figures[name]:.4g}" for name in shown)
+        return "  ".join(f"{labels[name]} {record.metrics[name]:.4g}" for name in shown)
 
 
 def _last_part(name: str) -> str:

@@ -16,23 +16,23 @@ def draw_picture(runs: Mapping[str, FinishedRun], path: Path) -> None:
     from matplotlib.figure import Figure
 
     panels = [
-        (run, figure, label)
+        (run, metric, label)
         for run in runs.values()
-        for figure, label in run.algorithm.curves.items()
-        if run.series("train", figure)[0] or run.series("eval", figure)[0]
+        for metric, label in run.algorithm.curves.items()
+        if run.series("train", metric)[0] or run.series("eval", metric)[0]
     ]
     rows = max(1, -(-len(panels) // _COLUMNS))
     picture = Figure(figsize=(4 * _COLUMNS, 3 * rows), layout="constrained")
     FigureCanvasAgg(picture)
-    for number, (run, figure, label) in enumerate(panels, 1):
-        _draw_panel(picture.add_subplot(rows, _COLUMNS, number), run, figure, label)
+    for number, (run, metric, label) in enumerate(panels, 1):
+        _draw_panel(picture.add_subplot(rows, _COLUMNS, number), run, metric, label)
     with whole_file(path) as partial:
         picture.savefig(partial, format="png", dpi=120)
 
 
-def _draw_panel(axes: Any, run: FinishedRun, figure: str, label: str) -> None:
-    trained = run.series("train", figure)
-    evaluated = run.series("eval", figure)
+def _draw_panel(axes: Any, run: FinishedRun, metric: str, label: str) -> None:
+    trained = run.series("train", metric)
+    evaluated = run.series("eval", metric)
     if trained[0]:
         axes.plot(*trained, color="#7a9cc6", linewidth=1.2, label="training")
     if evaluated[0]:

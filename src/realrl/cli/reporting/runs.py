@@ -1,8 +1,7 @@
 """Metrics and samples of a finished run, read from its directory for a report."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,8 +9,7 @@ from typing import Any, Literal
 from realrl.config.errors import UserError
 from realrl.config.paths import local_path
 from realrl.config.yaml_file import read_yaml
-from realrl.recipe.registry import find_algorithm
-from realrl.runtime.output.algorithm_record import AlgorithmRecord
+from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
 from realrl.runtime.output.saved import find_saved
 
 LineKind = Literal["train", "eval"]
@@ -23,7 +21,7 @@ class MetricLine:
 
     step: int
     kind: str
-    figures: dict[str, float | None]
+    metrics: dict[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -46,29 +44,29 @@ class FinishedRun:
     samples: tuple[tuple[Sample, ...], ...]
     seconds: float
 
-    def series(self, kind: LineKind, figure: str) -> tuple[list[int], list[float]]:
+    def series(self, kind: LineKind, metric: str) -> tuple[list[int], list[float]]:
         """List the steps and values of a metric, given by its name or by what follows its last slash."""
-        points = [(line.step, _find(line.figures, figure)) for line in self.lines if line.kind == kind]
+        points = [(line.step, _find(line.metrics, metric)) for line in self.lines if line.kind == kind]
         known = [(step, value) for step, value in points if value is not None]
         return [step for step, _ in known], [value for _, value in known]
 
-    def first_and_last(self, figure: str) -> tuple[float | None, float | None] | None:
+    def first_and_last(self, metric: str) -> tuple[float | None, float | None] | None:
         """Find a metric at the first and the last evaluation; None if no evaluation has it.
 
         A value is None where it was not finite.
         """
-        evaluations = (line.figures for line in self.lines if line.kind == "eval")
-        values = [figures[name] for figures in evaluations if (name := _name(figures, figure))]
+        evaluations = (line.metrics for line in self.lines if line.kind == "eval")
+        values = [metrics[name] for metrics in evaluations if (name := _name(metrics, metric))]
         return (values[0], values[-1]) if values else None
 
 
-def _name(figures: dict[str, float | None], figure: str) -> str | None:
-    return next((name for name in figures if name == figure or name.endswith("/" + figure)), None)
+def _name(metrics: dict[str, float | None], metric: str) -> str | None:
+    return next((name for name in metrics if name == metric or name.endswith("/" + metric)), None)
 
 
-def _find(figures: dict[str, float | None], figure: str) -> float | None:
-    name = _name(figures, figure)
-    return None if name is None else figures[name]
+def _find(metrics: dict[str, float | None], metric: str) -> float | None:
+    name = _name(metrics, metric)
+    return None if name is None else metrics[name]
 
 
 def read_runs(directories: Sequence[str]) -> dict[str, FinishedRun]:
@@ -88,7 +86,7 @@ def read_runs(directories: Sequence[str]) -> dict[str, FinishedRun]:
 def read_run(directory: str) -> FinishedRun:
     """Read a run directory; UserError naming the file, and the line, that is missing or malformed."""
     path = local_path(directory)
-    for name in ("config.yaml", "metrics.jsonl"):
+    for name in ("config.yaml", RECORD, "metrics.jsonl"):
         if not (path / name).exists():
             raise UserError(f"{directory} holds no finished run: {name} is missing")
     try:
@@ -102,8 +100,8 @@ def read_run(directory: str) -> FinishedRun:
 def _read_run(path: Path) -> FinishedRun:
     if not (path / "summary.json").exists():
         raise UserError(f"{path}: {_describe_unfinished(path)}")
-    algorithm = _read_algorithm(path)
-    lines = (MetricLine(row["step"], row["kind"], row["figures"]) for row in _rows(path / "metrics.jsonl"))
+    algorithm = AlgorithmRecord.load(path)
+    lines = (MetricLine(row["step"], row["kind"], row["metrics"]) for row in _rows(path / "metrics.jsonl"))
     names = (*algorithm.sample_keys, "judge")
     samples = (
         tuple(
@@ -121,30 +119,9 @@ def _read_run(path: Path) -> FinishedRun:
     )
 
 
-def _read_algorithm(path: Path) -> AlgorithmRecord:
-    """Read what the run keeps of its algorithm; for a run of an earlier version, import the algorithm."""
-    record = AlgorithmRecord.load(path)
-    if record is not None:
-        return record
-    with _naming_config(path):
-        spec = find_algorithm(read_yaml(str(path / "config.yaml"))["algorithm"])[0]
-    return AlgorithmRecord.of(spec, trained=())
-
-
-@contextmanager
-def _naming_config(path: Path) -> Iterator[None]:
-    """Make errors in reading the recipe of a run name its file, and what to do if code of the user's has moved."""
-    try:
-        yield
-    except UserError as error:
-        moved = "there is no file" in str(error)
-        remedy = f"; if it has moved, write its new path into {path / 'config.yaml'}" if moved else ""
-        raise UserError(f"run {path}: {error}{remedy}") from None
-
-
 def _describe_unfinished(path: Path) -> str:
     """Write the error message for a run that is still running, or that was interrupted."""
-    saved = find_saved(path, _read_algorithm(path).trained)
+    saved = find_saved(path, AlgorithmRecord.load(path).trained)
     steps = read_yaml(str(path / "config.yaml"))["training"]["steps"]
     return f"a report takes finished runs, and this one goes on or has ended {saved.describe(steps)}"
 

@@ -18,7 +18,7 @@ from realrl.config.paths import local_path
 from realrl.dataflow.call import Call
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.workload.workload import Workload
-from realrl.program.memory import Stored
+from realrl.program.memory import StoredModel
 
 COSTS, LENGTHS = "costs.json", "lengths.json"
 """Files of a run directory: a `Comparison`, and quantiles of prompt and answer lengths in tokens."""
@@ -93,7 +93,7 @@ class Comparison(Settings):
     """Devices of the cluster; None if the planner does not know their kind."""
     software: dict[str, str]
     """Versions by package."""
-    models: dict[str, Annotated[Stored, _reading(Stored)]]
+    models: dict[str, Annotated[StoredModel, _reading(StoredModel)]]
     """Models by role."""
     workload: Annotated[Workload, _reading(Workload)]
     """Workload with the measured lengths."""

@@ -6,7 +6,7 @@ from realrl.config.words import join
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.profile.profile import Profile
 from realrl.planner.profile.versions import read_versions
-from realrl.program.memory import Stored
+from realrl.program.memory import StoredModel
 
 _SHEETS = "times from data sheets (roofline)"
 
@@ -15,7 +15,7 @@ def describe_times(
     profile: Profile | None,
     path: str,
     spec: ClusterSpec,
-    models: Mapping[str, Stored],
+    models: Mapping[str, StoredModel],
     functions: Iterable[str] = (),
 ) -> tuple[str, ...]:
     """Describe where times of models on a cluster come from, and what speaks against those measured.
@@ -39,7 +39,7 @@ def _unmeasured(profile: Profile | None, spec: ClusterSpec, functions: Iterable[
 
 
 def _model_times(
-    profile: Profile | None, path: str, spec: ClusterSpec, models: Mapping[str, Stored]
+    profile: Profile | None, path: str, spec: ClusterSpec, models: Mapping[str, StoredModel]
 ) -> tuple[str, ...]:
     """Describe the sources of predicted times, and the caveats of those measured."""
     if profile is None:
@@ -64,12 +64,12 @@ def _model_times(
     return f"times of {profile.device} measured ({path}){rest}", *_doubts(profile, spec)
 
 
-def _missing(profile: Profile, models: Mapping[str, Stored]) -> list[str]:
+def _missing(profile: Profile, models: Mapping[str, StoredModel]) -> list[str]:
     """Roles whose models have no measurements."""
     return [role for role, model in models.items() if not profile.degrees(model.shape, model.element_bytes)]
 
 
-def _degrees(profile: Profile, spec: ClusterSpec, models: Mapping[str, Stored]) -> list[int]:
+def _degrees(profile: Profile, spec: ClusterSpec, models: Mapping[str, StoredModel]) -> list[int]:
     """TP degrees that a plan may have and that were not measured for some model."""
     lacking: set[int] = set()
     for group in spec.groups:

@@ -28,7 +28,7 @@ from realrl.planner.profile.profile import Profile
 from realrl.planner.workload.batching import records_per_rank
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.workload import Workload
-from realrl.program.memory import Stored
+from realrl.program.memory import StoredModel
 from realrl.program.order import changed_sets, changes, set_names
 
 
@@ -66,9 +66,11 @@ class CostModel:
         self._calls: dict[object, CallCost] = {}
         self._sizes: dict[tuple[ModelShape, Head, int, TrainablePart], LocalSizes] = {}
         self._networks: dict[tuple[int, int, int, int], Network] = {}
-        self._transfers: dict[tuple[Stored, int, str], LinkTransfers] = {}
+        self._transfers: dict[tuple[StoredModel, int, str], LinkTransfers] = {}
 
-    def call(self, call: Call, model: Stored | None, placement: Placement, workload: Workload) -> CallCost:
+    def call(
+        self, call: Call, model: StoredModel | None, placement: Placement, workload: Workload
+    ) -> CallCost:
         """Cost one call of a step, all mini-batches and epochs included. `model` is that of the call's role, None
         for a function.
 
@@ -98,7 +100,7 @@ class CostModel:
         return CallCost({} if measured is None else {"function": measured * records})
 
     def reallocation(
-        self, model: Stored, source: Placement, target: Placement, parameter_set: str = BASE
+        self, model: StoredModel, source: Placement, target: Placement, parameter_set: str = BASE
     ) -> float:
         """Estimate the seconds of reallocating a parameter set, as the search does (`LinkTransfers`).
 
@@ -108,14 +110,14 @@ class CostModel:
         return self._transfers_of(model, source, target, parameter_set).one("", source, target)
 
     def moved(
-        self, model: Stored, source: Placement, target: Placement, parameter_set: str = BASE
+        self, model: StoredModel, source: Placement, target: Placement, parameter_set: str = BASE
     ) -> tuple[int, int]:
         """Count the bytes that a reallocation sends between devices, and those of them that enter another node."""
         transfers = self._transfers_of(model, source, target, parameter_set)
         sent, entering = transfers.sent("", Layouts.of([source]), Layouts.of([target]))
         return round(sent[0]), round(entering[0])
 
-    def transfers(self, graph: DataflowGraph, models: Mapping[str, Stored]) -> LinkTransfers:
+    def transfers(self, graph: DataflowGraph, models: Mapping[str, StoredModel]) -> LinkTransfers:
         """Build the time model of reallocations of a graph's roles, whose parameters travel in their own type."""
 
         def weights(role: str, names: Iterable[str]) -> tuple[ParameterBytes, ...]:
@@ -131,7 +133,7 @@ class CostModel:
         return LinkTransfers(self.spec.cluster, moving, self._node_links)
 
     def exact_reallocation(
-        self, model: Stored, source: Placement, target: Placement, parameter_set: str = BASE
+        self, model: StoredModel, source: Placement, target: Placement, parameter_set: str = BASE
     ) -> float:
         """Compute the seconds of a reallocation from the executed routes, which takes 1 to 100 milliseconds."""
         tensors = model.sets[parameter_set].tensors
@@ -171,7 +173,7 @@ class CostModel:
         )
 
     def _call_context(
-        self, call: Call, model: Stored, placement: Placement, workload: Workload
+        self, call: Call, model: StoredModel, placement: Placement, workload: Workload
     ) -> CallContext:
         group = self.spec.group(placement.mesh)
         strategy = placement.strategy
@@ -193,7 +195,7 @@ class CostModel:
         return CallContext(timing, network, strategy, workload.work(call))
 
     def _transfers_of(
-        self, model: Stored, source: Placement, target: Placement, parameter_set: str
+        self, model: StoredModel, source: Placement, target: Placement, parameter_set: str
     ) -> LinkTransfers:
         key = (model, _narrower(model, source, target), parameter_set)
         if key not in self._transfers:
@@ -201,7 +203,7 @@ class CostModel:
             self._transfers[key] = LinkTransfers(self.spec.cluster, weights, self._node_links)
         return self._transfers[key]
 
-    def _correction(self, call: Call, model: Stored, placement: Placement) -> float:
+    def _correction(self, call: Call, model: StoredModel, placement: Placement) -> float:
         profile = self._profile_of(placement.mesh.first)
         return find_correction(profile.corrections, call, model, placement.strategy) if profile else 1.0
 
@@ -220,5 +222,5 @@ def _slowest(links: Iterable[Links]) -> Links:
     )
 
 
-def _narrower(model: Stored, source: Placement, target: Placement) -> int:
+def _narrower(model: StoredModel, source: Placement, target: Placement) -> int:
     return min(model.width(source.strategy), model.width(target.strategy))

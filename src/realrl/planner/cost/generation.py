@@ -61,7 +61,7 @@ def cost_generation(context: CallContext) -> Mapping[str, float]:
     chunks = split_work(work, strategy, timing.efficiency.generation_chunks_per_stage)
     size = context.size(chunks)
     capacity = chunks.sequences * (max(work.lengths) + work.room)
-    embedding = timing.enter(size)
+    embedding = timing.embed(size)
     outside = OutsideLayers(
         every=embedding + timing.allocate(_cache_bytes(context, capacity)),
         last=timing.start(size, chunks.sequences) - embedding,

@@ -75,8 +75,8 @@ def cost_training(context: CallContext) -> Mapping[str, float]:
         ),
     ]
     outside = OutsideLayers(
-        every=timing.enter(size),
-        first=timing.enter_backward(size) if any(trained.embedding) else 0.0,
+        every=timing.embed(size),
+        first=timing.embed_backward(size) if any(trained.embedding) else 0.0,
         last=timing.head(size) + timing.head_backward(size),
         comm_first=layer_communication.device / 2,
         comm_last=context.head_communication(chunks.tokens)
@@ -150,7 +150,7 @@ def cost_inference(context: CallContext) -> Mapping[str, float]:
     chunks = split_work(context.work, strategy, timing.efficiency.pass_chunks_per_stage)
     size = context.size(chunks)
     outside = OutsideLayers(
-        every=timing.enter(size),
+        every=timing.embed(size),
         last=timing.head(size),
         comm_first=context.layer_communication(chunks.tokens).device / 2,
         comm_last=context.head_communication(chunks.tokens),

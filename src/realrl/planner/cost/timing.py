@@ -61,13 +61,13 @@ class Timing:
             sequence_parallel=self.sequence_parallel,
         )
 
-    def enter(self, size: BatchSize) -> float:
+    def embed(self, size: BatchSize) -> float:
         """Time packing and embedding before the first layer; 0 in the roofline."""
-        return (self._measured_of("enter", size) or 0.0) + self._more("bucket_enter", size)
+        return (self._measured_of("embed", size) or 0.0) + self._more("bucket_embed", size)
 
-    def enter_backward(self, size: BatchSize) -> float:
+    def embed_backward(self, size: BatchSize) -> float:
         """Time the gradient of the embedding table; 0 in the roofline."""
-        return self._measured_of("enter_backward", size) or 0.0
+        return self._measured_of("embed_backward", size) or 0.0
 
     def forward(self, size: BatchSize) -> DeviceHostTime:
         """Time a layer forward."""
@@ -109,7 +109,7 @@ class Timing:
         """Time all of a generate call but its layers, up to the first token of each sequence."""
         measured = self._measured_of("start", size)
         return (
-            self.sample(sequences).device if measured is None else measured + self._more("bucket_enter", size)
+            self.sample(sequences).device if measured is None else measured + self._more("bucket_embed", size)
         )
 
     def decode(self, rows: float, context: float) -> DeviceHostTime:
@@ -121,7 +121,7 @@ class Timing:
 
     def decode_step_overhead(self, rows: float) -> float:
         """Time the work of a decode step on every stage outside its layers; 0 in the roofline."""
-        return self._measured("turn", rows) or 0.0
+        return self._measured("decode_overhead", rows) or 0.0
 
     def sample(self, rows: float) -> DeviceHostTime:
         """Time head and sampling of one decode step."""

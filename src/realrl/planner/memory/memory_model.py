@@ -19,7 +19,7 @@ from realrl.planner.memory.activations import Activations, Parts
 from realrl.planner.workload.batching import split_work
 from realrl.planner.workload.shard_sizes import LocalSizes, SetSizes
 from realrl.planner.workload.workload import Workload
-from realrl.program.memory import Stored
+from realrl.program.memory import StoredModel
 
 _FLOAT32 = 4
 _GIB = 1 << 30
@@ -77,24 +77,24 @@ class MemoryModel:
         """
         return _usable(self.spec.device(rank))
 
-    def parameters(self, model: Stored, placement: Placement) -> int:
+    def parameters(self, model: StoredModel, placement: Placement) -> int:
         """Compute the bytes of a copy of the parameters on the peak device of a placement."""
         stages = zip(*self._elements(model, placement).values(), strict=True)
         return model.width(placement.strategy) * max(map(sum, stages))
 
-    def set_bytes(self, model: Stored, placement: Placement) -> dict[str, int]:
+    def set_bytes(self, model: StoredModel, placement: Placement) -> dict[str, int]:
         """Compute the bytes of a copy of each parameter set, on the device that has most of it."""
         width = model.width(placement.strategy)
         return {name: width * max(stages) for name, stages in self._elements(model, placement).items()}
 
-    def state(self, model: Stored, placement: Placement) -> int:
+    def state(self, model: StoredModel, placement: Placement) -> int:
         """Compute the bytes that optimizer offloading frees on the peak device: gradients and optimizer state."""
         return max(
             sum(_state(elements, placement.strategy.dp, model.element_bytes).values())
             for elements in self._trained(model, placement)
         )
 
-    def kept_state(self, model: Stored, placement: Placement) -> int:
+    def kept_state(self, model: StoredModel, placement: Placement) -> int:
         """Compute the bytes copied to offload the optimizer: two moments, and master weights below float32.
 
         Gradients are discarded between steps.
@@ -103,7 +103,7 @@ class MemoryModel:
         return _FLOAT32 * parts * max(self._trained(model, placement)) // placement.strategy.dp
 
     def stages(
-        self, call: Call, model: Stored, placement: Placement, workload: Workload
+        self, call: Call, model: StoredModel, placement: Placement, workload: Workload
     ) -> tuple[MemoryNeed, ...]:
         """Compute the memory need of a device per pipeline stage while it holds the call's role and runs the call.
 
@@ -129,12 +129,12 @@ class MemoryModel:
             self._needs[key] = tuple(needs)
         return self._needs[key]
 
-    def call(self, call: Call, model: Stored, placement: Placement, workload: Workload) -> MemoryNeed:
+    def call(self, call: Call, model: StoredModel, placement: Placement, workload: Workload) -> MemoryNeed:
         """Compute the largest memory need among the pipeline stages."""
         return max(self.stages(call, model, placement, workload), key=lambda need: need.bytes)
 
     def _dynamic(
-        self, call: Call, model: Stored, placement: Placement, workload: Workload
+        self, call: Call, model: StoredModel, placement: Placement, workload: Workload
     ) -> Iterator[Parts]:
         """Peak dynamic memory of each stage."""
         strategy = placement.strategy
@@ -175,16 +175,16 @@ class MemoryModel:
                     chunks=chunks.count,
                 )
 
-    def _elements(self, model: Stored, placement: Placement) -> dict[str, list[int]]:
+    def _elements(self, model: StoredModel, placement: Placement) -> dict[str, list[int]]:
         """Elements that each stage stores of each parameter set."""
         sizes = self._local(model, placement).sets
         return {name: _padded(of, placement) for name, of in sizes.items()}
 
-    def _trained(self, model: Stored, placement: Placement) -> list[int]:
+    def _trained(self, model: StoredModel, placement: Placement) -> list[int]:
         """Elements that each stage stores of what training updates."""
         return _padded(self._local(model, placement).trained, placement)
 
-    def _local(self, model: Stored, placement: Placement) -> LocalSizes:
+    def _local(self, model: StoredModel, placement: Placement) -> LocalSizes:
         key = (model.shape, model.head, placement.strategy.tp, model.part)
         return self._sizes.setdefault(key, LocalSizes(*key))
 

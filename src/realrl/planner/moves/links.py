@@ -14,7 +14,7 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Placement
 from realrl.planner.moves.transfers import Floats, Ints, Layouts
 from realrl.planner.workload.shard_sizes import LocalSizes
-from realrl.program.memory import Stored
+from realrl.program.memory import StoredModel
 
 _AT_ONCE = 1 << 16
 """Array elements (nodes or devices, times pairs) processed together, so that they stay in the caches."""
@@ -38,7 +38,7 @@ class ParameterBytes:
     """Layers that the set has; None for all of them."""
 
     @classmethod
-    def of(cls, model: Stored, width: int, name: str = BASE) -> "ParameterBytes":
+    def of(cls, model: StoredModel, width: int, name: str = BASE) -> "ParameterBytes":
         """Build from a set of a model whose parameters have `width` bytes each."""
         sizes = LocalSizes(model.shape, model.head, 1, model.part).sets[name]
         return cls(

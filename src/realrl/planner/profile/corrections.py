@@ -10,7 +10,7 @@ from realrl.config.base import Settings
 from realrl.dataflow.call import Call, Kind
 from realrl.families.shape import Head, ModelShape
 from realrl.plan.placement import Strategy
-from realrl.program.memory import Stored
+from realrl.program.memory import StoredModel
 
 _PARALLEL = 8
 """Distance between two strategies of which only one uses a parallel dimension; all else together weighs less."""
@@ -44,7 +44,7 @@ class Correction(Settings):
     """Steps that were measured."""
 
     @classmethod
-    def of(cls, call: Call, model: Stored, strategy: Strategy, ratio: float, steps: int) -> Self:
+    def of(cls, call: Call, model: StoredModel, strategy: Strategy, ratio: float, steps: int) -> Self:
         """Build the correction of a call as it ran."""
         return cls(
             call=call.name,
@@ -67,7 +67,7 @@ class Correction(Settings):
         """Key of the measured call; a newer correction replaces an older one of equal key."""
         return tuple(getattr(self, name) for name in type(self).model_fields if name not in _OUTCOME)
 
-    def distance(self, call: Call, model: Stored, strategy: Strategy) -> int | None:
+    def distance(self, call: Call, model: StoredModel, strategy: Strategy) -> int | None:
         """Rate the distance to another call: 0 for an identical one, None for another kind of call or model."""
         same = (self.kind, _structure(self.shape), self.head, self.element_bytes)
         if same != (call.kind, _structure(model.shape), model.head, model.width(strategy)):
@@ -97,7 +97,7 @@ def _structure(shape: ModelShape) -> dict[str, object]:
 
 
 def find_correction(
-    corrections: Iterable[Correction], call: Call, model: Stored, strategy: Strategy
+    corrections: Iterable[Correction], call: Call, model: StoredModel, strategy: Strategy
 ) -> float:
     """Find the factor for a predicted time: that of the nearest correction, or 1 if there is none.
 

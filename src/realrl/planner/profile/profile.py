@@ -33,21 +33,21 @@ VERSION: Literal[2] = 2
 """Version of the file format; files of other versions are rejected."""
 
 LayerKind = Literal[
-    "enter",
-    "enter_backward",
+    "embed",
+    "embed_backward",
     "forward",
     "backward",
     "head",
     "head_backward",
     "scalar",
     "scalar_backward",
-    "bucket_enter",
+    "bucket_embed",
     "bucket",
     "bucket_backward",
     "prefill",
     "start",
     "decode",
-    "turn",
+    "decode_overhead",
     "sample",
     "prepare",
     "optimizer",
@@ -55,16 +55,17 @@ LayerKind = Literal[
 """Parts of calls that are measured. Unless stated otherwise, of a micro-batch of `tokens` in sequences of
 `context`.
 
-enter: packing and embedding, before the first layer. forward: one layer. head, scalar: log-probabilities or values
+embed: packing and embedding, before the first layer. forward: one layer. head, scalar: log-probabilities or values
 after the last layer, and what the method of the call computes from them. These are the times of inference calls;
-enter_backward, backward, head_backward and scalar_backward are what train calls add to them, so that both together
-are forward, loss and backward. bucket_enter, bucket, bucket_backward: increments of enter, forward and backward per
+embed_backward, backward, head_backward and scalar_backward are what train calls add to them, so that both together
+are forward, loss and backward. bucket_embed, bucket, bucket_backward: increments of embed, forward and backward per
 further bucket of sequences of similar length, which attention on a CPU computes one by one. prefill: one layer that
 stores its keys and values. start: all of a generate call up to the first token of each sequence, but for its
-layers. decode: one layer of a decode step of `sequences` with `context` tokens each in the KV cache. turn: overhead
-of a decode step on every pipeline stage. sample: head and sampling of a decode step, on the last stage. prepare:
-experience of a train call, made of `sequences` before its first mini-batch, for answers of `context` tokens.
-optimizer: update of `tokens` parameters, after gradient reduction and without zeroing gradients."""
+layers. decode: one layer of a decode step of `sequences` with `context` tokens each in the KV cache.
+decode_overhead: what a decode step takes besides on every pipeline stage. sample: head and sampling of a decode
+step, on the last stage. prepare: experience of a train call, made of `sequences` before its first mini-batch, for
+answers of `context` tokens. optimizer: update of `tokens` parameters, after gradient reduction and without zeroing
+gradients."""
 
 WHOLE: tuple[LayerKind, ...] = ("prepare", "optimizer")
 """Kinds that do not depend on tensor parallelism and are measured without it."""
@@ -125,7 +126,7 @@ class Measurement(Settings):
         return self.kind, self.tp
 
 
-_BY_SEQUENCES = ("decode", "turn", "sample", "prepare")
+_BY_SEQUENCES = ("decode", "decode_overhead", "sample", "prepare")
 
 
 class LayerTimes(Settings):

@@ -236,7 +236,7 @@ def _with_kept_copies(problem: Problem, scenario: Scenario, plan: Plan) -> Probl
         return sum(
             size
             for item, size in memory.at_rest(rank).items()
-            if item.what == "parameters"
+            if item.state == "parameters"
             and item.layout not in (memory.home(item.role), place.layout if item.role == call.role else None)
         )
 

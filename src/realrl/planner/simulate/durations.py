@@ -56,7 +56,7 @@ class Durations:
             return 0.0
         scenario = self._scenario
         model = scenario.models[role]
-        if instruction.what == "optimizer":
+        if instruction.state == "optimizer":
             size = scenario.memory.kept_state(model, placement)
         else:
             size = scenario.memory.set_bytes(model, placement)[name]

@@ -8,7 +8,7 @@ from realrl.planner.simulate.estimate import DeviceMemory, Footprint
 from realrl.planner.simulate.memory_part import MemoryPart, PartKind
 from realrl.planner.simulate.scenario import Scenario
 from realrl.program.instructions import Load, Program, Reallocate, Run
-from realrl.program.memory import HeldState, Holdings, Memory, Stored
+from realrl.program.memory import HeldState, Holdings, Memory, StoredModel
 
 
 def compute_footprints(
@@ -73,13 +73,13 @@ class _Devices:
         return {part: size for part, size in found.items() if size}
 
     def _part(self, item: HeldState) -> MemoryPart:
-        if item.what == "optimizer":
+        if item.state == "optimizer":
             return MemoryPart(PartKind.OPTIMIZER, item.role, host=item.host)
         # Host copies of one role are one part, whatever their layouts.
         is_copy = not item.host and item.layout != self._held.home(item.role)
         return MemoryPart(PartKind.PARAMETERS, item.role, item.layout if is_copy else None, item.host)
 
-    def _dynamic(self, run: Run, model: Stored, rank: int) -> dict[MemoryPart, int]:
+    def _dynamic(self, run: Run, model: StoredModel, rank: int) -> dict[MemoryPart, int]:
         """Dynamic memory of the call on the rank, by part."""
         scenario = self._scenario
         call = scenario.graph.call(run.call)

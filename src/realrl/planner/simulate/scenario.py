@@ -10,7 +10,7 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CallCost, CostModel
 from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.workload.workload import Workload
-from realrl.program.memory import Stored
+from realrl.program.memory import StoredModel
 from realrl.program.order import TrainableParts
 
 
@@ -19,7 +19,7 @@ class Scenario:
     """Inputs of a plan's predicted time and memory; `models` are by role."""
 
     graph: DataflowGraph
-    models: Mapping[str, Stored]
+    models: Mapping[str, StoredModel]
     spec: ClusterSpec
     workload: Workload
     cost: CostModel
@@ -30,7 +30,7 @@ class Scenario:
         """Part of each role that training updates."""
         return {role: model.part for role, model in self.models.items()}
 
-    def model(self, call: Call) -> Stored | None:
+    def model(self, call: Call) -> StoredModel | None:
         """Look up the model that a call uses; None for a function."""
         return None if call.role is None else self.models[call.role]
 

@@ -3,10 +3,10 @@
 from realrl.dataflow.call import Call, Kind
 from realrl.families.shape import Head, ModelShape
 from realrl.planner.workload.workload import CallWork, Workload
-from realrl.program.memory import Stored
+from realrl.program.memory import StoredModel
 
 
-def count_flops(call: Call, model: Stored | None, workload: Workload) -> float:
+def count_flops(call: Call, model: StoredModel | None, workload: Workload) -> float:
     """Count the FLOPs of a call in a step; a function, which has no model, has none.
 
     Matmuls take 2 per parameter and token, causal attention 2 * s² per layer and element of the query
@@ -28,7 +28,7 @@ def count_flops(call: Call, model: Stored | None, workload: Workload) -> float:
     return work.passes * work.sequences * operations
 
 
-def _generated(model: Stored, work: CallWork) -> float:
+def _generated(model: StoredModel, work: CallWork) -> float:
     """FLOPs per generated sequence; the head counts sampled tokens only."""
     lengths = [prompt + answer for prompt, answer in zip(work.lengths, work.answers, strict=True)]
     drawn = sum(work.answers) / len(work.answers)
@@ -37,7 +37,7 @@ def _generated(model: Stored, work: CallWork) -> float:
 
 
 def _forward(
-    model: Stored, tokens: float, scored: float, squares: float, *, layers: int | None = None
+    model: StoredModel, tokens: float, scored: float, squares: float, *, layers: int | None = None
 ) -> float:
     """Forward operations of a sequence in the head and in all layers, or in so many of them."""
     shape = model.shape

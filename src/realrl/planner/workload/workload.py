@@ -6,6 +6,7 @@ from functools import cached_property
 
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
+from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.forms import FORMS
 
@@ -98,7 +99,7 @@ class Workload:
         Without them every prompt has `max_prompt_tokens`, every answer `max_new_tokens`, and every training
         sequence `max_tokens`: the most there can be. Longer answers are cut off, as generation does it.
         """
-        data, spec = experiment.data, experiment.spec
+        data, spec = experiment.data, get_spec(experiment)
         epochs = spec.epochs(experiment)
         if spec.generation is None:
             return cls(data.batch, quantiles(prompts or [data.max_tokens]), epochs=epochs)

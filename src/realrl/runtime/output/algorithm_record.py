@@ -45,12 +45,9 @@ class AlgorithmRecord(Settings):
         write_whole(run_dir / RECORD, self.model_dump_json(indent=2) + "\n")
 
     @classmethod
-    def load(cls, run_dir: Path) -> Self | None:
-        """Read the file of a run directory; None where there is none, as in those of earlier versions. UserError
-        where it is none of these."""
+    def load(cls, run_dir: Path) -> Self:
+        """Read the file of a run directory; UserError where its content is something else."""
         file = run_dir / RECORD
-        if not file.is_file():
-            return None
         try:
             return cls.model_validate_json(file.read_bytes())
         except ValidationError as error:

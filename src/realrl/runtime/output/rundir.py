@@ -17,6 +17,7 @@ from realrl.config.user_code import find_source
 from realrl.plan.plan import Plan
 from realrl.program.instructions import Program
 from realrl.program.text import format_program
+from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import dump_experiment
@@ -88,7 +89,7 @@ class RunDirectory:
                 shutil.rmtree(self.path)
             (self.path / PROGRAMS).mkdir(parents=True)
             write_whole(self.path / CONFIG, dump_experiment(experiment))
-            AlgorithmRecord.of(experiment.spec, self._trained).save(self.path)
+            AlgorithmRecord.of(get_spec(experiment), self._trained).save(self.path)
             for setting, file in _find_code(experiment).items():
                 (self.path / CODE).mkdir(exist_ok=True)
                 shutil.copyfile(file, self.path / CODE / f"{setting}.py")
@@ -111,7 +112,7 @@ class RunDirectory:
 
         RunError, with no part of the line left, when it cannot be written.
         """
-        line = {"step": step, "kind": kind, "seconds": round(seconds, 4), "figures": _finite(metrics)}
+        line = {"step": step, "kind": kind, "seconds": round(seconds, 4), "metrics": _finite(metrics)}
         rest = (json.dumps(line) + "\n").encode()
         # A buffer would be written once more when the file is closed.
         with self.writing(self._metrics), self._metrics.open("ab", buffering=0) as file:
@@ -173,7 +174,7 @@ class RunDirectory:
 def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
     """List all that the run reads, by the name of its field. Not all are files: models may be on the hub."""
     yield from ((setting, str(file)) for setting, file in _find_code(experiment).items())
-    for role in experiment.spec.roles_of(experiment):
+    for role in get_spec(experiment).roles_of(experiment):
         config = getattr(experiment.models, role)
         for field in ("path", "tokenizer"):
             if getattr(config, field) is not None:
@@ -192,7 +193,7 @@ def _find_code(experiment: Experiment) -> dict[str, Path]:
     """Find the files with code of the user's that the recipe names, by the name of the setting."""
     references = {call.name: call.function for call in build_graph(experiment).functions}
     references |= {"algorithm": experiment.algorithm, "training.judge": experiment.training.judge}
-    for role in experiment.spec.roles_of(experiment):
+    for role in get_spec(experiment).roles_of(experiment):
         config = getattr(experiment.models, role)
         references[f"models.{role}.family"] = config.shape.family if config.shape else config.family
     # Installed algorithms and families have names without a dot.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from realrl.checkpoint.directory import find_model_shape, known_shape
 from realrl.config.errors import UserError
-from realrl.dataflow.call import Average
+from realrl.dataflow.call import MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import ModelShape
 from realrl.layout.sets import WHOLE, TrainablePart
@@ -15,9 +15,10 @@ from realrl.plan.plan import Plan
 from realrl.plan.presets import SEARCH, make_plan
 from realrl.program.instructions import Program
 from realrl.program.lower import home_placements, kept_copies, lower, lower_start, offloaded
-from realrl.program.memory import Memory, Stored
+from realrl.program.memory import Memory, StoredModel
 from realrl.program.order import TrainableParts
 from realrl.program.validate import validate, validate_start
+from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.model import ModelConfig, trained_models
@@ -65,11 +66,11 @@ class Compiled:
 
 def models(experiment: Experiment) -> dict[str, ModelConfig]:
     """List the model settings of every role that the recipe has."""
-    return {role: getattr(experiment.models, role) for role in experiment.spec.roles_of(experiment)}
+    return {role: getattr(experiment.models, role) for role in get_spec(experiment).roles_of(experiment)}
 
 
 def find_trainable_parts(
-    configs: Mapping[str, ModelConfig], averages: Iterable[Average]
+    configs: Mapping[str, ModelConfig], averages: Iterable[MovingAverage]
 ) -> dict[str, TrainablePart]:
     """Find what training updates of every role; a role that follows another is divided like it."""
     parts = dict.fromkeys(configs, WHOLE)
@@ -80,13 +81,13 @@ def find_trainable_parts(
 
 def stored_models(
     experiment: Experiment, graph: DataflowGraph, shapes: Mapping[str, ModelShape]
-) -> dict[str, Stored]:
+) -> dict[str, StoredModel]:
     """Describe the storage of roles whose shapes are given.
 
     UserError where more layers are to be trained than there are.
     """
     configs = models(experiment)
-    heads = experiment.spec.heads
+    heads = get_spec(experiment).heads
     parts = find_trainable_parts(configs, graph.averages)
     for role, shape in shapes.items():
         layers = parts[role].last_layers
@@ -96,7 +97,7 @@ def stored_models(
                 " model; null trains all of them"
             )
     return {
-        role: Stored(
+        role: StoredModel(
             shape=shapes[role],
             head=heads[role],
             element_bytes=ELEMENT_BYTES[config.dtype],
@@ -172,7 +173,7 @@ def _phase(
 
 
 def _check_batch(experiment: Experiment, graph: DataflowGraph, plan: Plan) -> None:
-    batch, samples = experiment.data.batch, experiment.spec.samples_per_prompt(experiment)
+    batch, samples = experiment.data.batch, get_spec(experiment).samples_per_prompt(experiment)
     for call in graph.calls:
         dp = plan[call.name].strategy.dp
         if batch * samples // call.minibatches < dp:

@@ -17,7 +17,7 @@ from realrl.planner.search.plan_search import UserConstraints
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace
 from realrl.planner.workload.workload import Workload
-from realrl.program.memory import Stored
+from realrl.program.memory import StoredModel
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 from realrl.runtime.prepare.compile import Compiled, models, stored_models
@@ -75,7 +75,7 @@ def phase_scenarios(experiment: Experiment, compiled: Compiled, spec: ClusterSpe
     return found
 
 
-def _all_stored(experiment: Experiment, graph: DataflowGraph) -> dict[str, Stored]:
+def _all_stored(experiment: Experiment, graph: DataflowGraph) -> dict[str, StoredModel]:
     shapes = {}
     for role, config in models(experiment).items():
         try:

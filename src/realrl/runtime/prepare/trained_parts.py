@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from realrl.families.registry import ties_embeddings
 from realrl.families.tensors import TensorSpec
 from realrl.layout.sets import TUNED
-from realrl.program.memory import Stored
+from realrl.program.memory import StoredModel
 
 _OUTSIDE = {
     "norm": "norm",
@@ -18,7 +18,7 @@ _OUTSIDE = {
 _FACTORS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
-def list_trained_parts(models: Mapping[str, Stored]) -> Iterator[str]:
+def list_trained_parts(models: Mapping[str, StoredModel]) -> Iterator[str]:
     """Yield a line for each role that is trained in part: how much of it, which layers, and what outside them.
 
     Layers are counted from 0.

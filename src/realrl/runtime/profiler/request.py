@@ -14,6 +14,7 @@ from realrl.families.shape import ModelShape
 from realrl.plan.placement import DTYPES, Dtype
 from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
 from realrl.planner.profile.profile import ShapeKey
+from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.prepare.cluster import named_cluster
@@ -69,7 +70,7 @@ def make_request(
         device = "cpu" if group.device.cpu else "cuda"
     file = local_path(out)
     check_file(f"--out {out}", file)
-    generation = None if experiment is None else experiment.spec.generation
+    generation = None if experiment is None else get_spec(experiment).generation
     sampling = GenerationConfig() if generation is None else generation(experiment)
     # What is measured depends on the number of layers hardly, and not on what else a key leaves out.
     deepest = {(ShapeKey.of(shape), dtype): shape for shape, dtype in sorted(found, key=_layers)}

@@ -15,7 +15,7 @@ from realrl.runtime.worker.store import Store
 
 # Above every exchange number of a program.
 _LENGTHS_TAG = 1 << 20
-_FIGURES_TAG = 1 << 21
+_METRICS_TAG = 1 << 21
 
 
 class Exchange:
@@ -56,41 +56,41 @@ class Exchange:
                 store.put(key, ids, Ragged(values, lengths[key]))
 
     def share_lengths(self, share: ShareLengths, store: Store) -> None:
-        """Gather the lengths of the heads on the first of them; it broadcasts to all readers."""
-        rank, first = self._process.rank, share.heads[0]
+        """Gather the lengths of the output ranks on the first of them; it broadcasts to all readers."""
+        rank, first = self._process.rank, share.output_ranks[0]
         call = store.graph.call(share.call)
-        items = [store.items(call, dp) for dp in range(len(share.heads))]
-        if rank != first and rank in share.heads:
-            mine = items[share.heads.index(rank)]
+        items = [store.items(call, dp) for dp in range(len(share.output_ranks))]
+        if rank != first and rank in share.output_ranks:
+            mine = items[share.output_ranks.index(rank)]
             self._post(torch.tensor(store.rows(share.key, mine).lengths), first, _LENGTHS_TAG)
         everything = torch.zeros(store.size, dtype=torch.int64)
         if rank == first:
             everything[items[0]] = torch.tensor(store.rows(share.key, items[0]).lengths)
-            for head, ids in zip(share.heads[1:], items[1:], strict=True):
+            for source, ids in zip(share.output_ranks[1:], items[1:], strict=True):
                 lengths = torch.empty(len(ids), dtype=torch.int64)
-                self._take(lengths, head, _LENGTHS_TAG)
+                self._take(lengths, source, _LENGTHS_TAG)
                 everything[ids] = lengths
-            for other in sorted({*share.heads, *share.readers} - {first}):
+            for other in sorted({*share.output_ranks, *share.readers} - {first}):
                 self._post(everything, other, _LENGTHS_TAG + 1)
         else:
             self._take(everything, first, _LENGTHS_TAG + 1)
         store.lengths[share.key] = tuple(everything.tolist())
 
-    def report(self, report: Report, figures: dict[str, Metrics]) -> None:
+    def report(self, report: Report, metrics: dict[str, Metrics]) -> None:
         """Send a call's metrics from the senders to the receiver, which adds them to its own."""
         if self._process.rank in report.senders:
-            plain = figures[report.call].to_plain()
+            plain = metrics[report.call].to_plain()
             text = torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
-            self._post(torch.tensor([len(text)]), report.receiver, _FIGURES_TAG)
-            self._post(text, report.receiver, _FIGURES_TAG)
+            self._post(torch.tensor([len(text)]), report.receiver, _METRICS_TAG)
+            self._post(text, report.receiver, _METRICS_TAG)
             return
         for sender in report.senders:
             size = torch.empty(1, dtype=torch.int64)
-            self._take(size, sender, _FIGURES_TAG)
+            self._take(size, sender, _METRICS_TAG)
             text = torch.empty(int(size), dtype=torch.uint8)
-            self._take(text, sender, _FIGURES_TAG)
+            self._take(text, sender, _METRICS_TAG)
             received = Metrics.from_plain(json.loads(bytes(text.tolist())))
-            figures.setdefault(report.call, Metrics()).update(received)
+            metrics.setdefault(report.call, Metrics()).update(received)
 
     def finish(self) -> None:
         """Wait until everything posted has left."""

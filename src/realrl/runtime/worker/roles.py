@@ -9,7 +9,7 @@ from realrl.checkpoint import huggingface
 from realrl.checkpoint.directory import find_model_shape
 from realrl.checkpoint.origin import read_origin
 from realrl.config.errors import UserError
-from realrl.dataflow.call import Average
+from realrl.dataflow.call import MovingAverage
 from realrl.engine.finite import NotFiniteError
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.local_set import LocalSet, Parameters
@@ -51,7 +51,7 @@ class Roles:
         process: Process,
         groups: Mapping[tuple[int, ...], Group],
         plan: Plan,
-        averages: Sequence[Average] = (),
+        averages: Sequence[MovingAverage] = (),
         *,
         temperature: float,
         seed: int,
@@ -243,7 +243,7 @@ class Roles:
         self._memory(instruction).load()
 
     def _memory(self, instruction: Offload | Load) -> Offloadable:
-        if instruction.what == "optimizer":
+        if instruction.state == "optimizer":
             trainer = self.trainers[instruction.role]
             assert instruction.parameter_set == trainer.parameter_set, (
                 f"{instruction.role} trains its set {trainer.parameter_set}, not {instruction.parameter_set}"
@@ -263,12 +263,12 @@ class Roles:
         return self._staging.nbytes
 
     def save(
-        self, role: str, directory: Path, tokenizer: huggingface.Tokenizer, ends: Collection[int]
+        self, role: str, directory: Path, tokenizer: huggingface.Tokenizer, stop_token_ids: Collection[int]
     ) -> None:
         """Write the role as a Hugging Face directory; all ranks of its home call this, the first one writes.
 
-        `ends` are all tokens that sequences of the run can end with. The parameters of one file at a time are
-        brought into its host memory.
+        `stop_token_ids` are all tokens that sequences of the run can end with. The parameters of one file at
+        a time are brought into its host memory.
         """
         home = self._homes[role]
         dtype = self._dtype(role, home)
@@ -298,7 +298,7 @@ class Roles:
                     tokenizer,
                     dtype,
                     origin=self.origins[role],
-                    ends=ends,
+                    stop_token_ids=stop_token_ids,
                 )
             except NotFiniteError as error:
                 raise NotFiniteError(f"models.{role}: {error}") from None

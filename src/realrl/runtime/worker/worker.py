@@ -66,7 +66,7 @@ class _Step:
     store: Store
     input: StepInput
     timer: StepTimer | None
-    figures: dict[str, Metrics]
+    metrics: dict[str, Metrics]
     """By call."""
 
     def after_pass(self) -> None:
@@ -83,13 +83,13 @@ class Worker:
         process: Process,
         roles: Roles,
         algorithm: Algorithm,
-        ends: tuple[int, ...],
+        stop_token_ids: tuple[int, ...],
         trace: Trace,
         tokenizer: Any = None,
     ) -> None:
-        """`ends` are the tokens that end generation; `tokenizer` is for functions."""
+        """`stop_token_ids` are the tokens that end generation; `tokenizer` is for functions."""
         self._process, self._roles, self._algorithm = process, roles, algorithm
-        self._ends, self._trace, self._tokenizer = ends, trace, tokenizer
+        self._stop_token_ids, self._trace, self._tokenizer = stop_token_ids, trace, tokenizer
         self._exchange = Exchange(process)
         self._functions = Functions(trace)
         self._movers: dict[type[Instruction], Callable[..., None]] = {
@@ -110,8 +110,8 @@ class Worker:
     ) -> dict[str, Metrics]:
         """Execute one step into an empty `store`, measured by `timer`.
 
-        Returns figures by call: all of them on the rank that writes, elsewhere those this rank took part in. Raises
-        what a function has raised, where its outputs or figures are needed or the step ends.
+        Returns metrics by call: all of them on the rank that writes, elsewhere those this rank took part in. Raises
+        what a function has raised, where its outputs or metrics are needed or the step ends.
         """
         now = _Step(store, step, timer, {})
         handlers: dict[type[Instruction], Callable[..., None]] = {
@@ -120,7 +120,7 @@ class Worker:
             Send: lambda i: self._exchange.send(i, store),
             Receive: lambda i: self._exchange.receive(i, store),
             ShareLengths: lambda i: self._exchange.share_lengths(i, store),
-            Report: lambda i: self._exchange.report(i, now.figures),
+            Report: lambda i: self._exchange.report(i, now.metrics),
             **self._movers,
         }
         for instruction in program.instructions:
@@ -138,7 +138,7 @@ class Worker:
             with self._trace.slice(f"wait for {function}", step=step.sampling_seed.step):
                 self._collect(function, now)
         self._exchange.finish()
-        return now.figures
+        return now.metrics
 
     def _start(self, run: Run, now: _Step) -> None:
         """Start a function in the background."""
@@ -150,7 +150,7 @@ class Worker:
         self._functions.start(run, cast(FunctionMethod, method), inputs, now.input.sampling_seed.step)
 
     def _needed(self, instruction: Instruction) -> str | None:
-        """The function running here whose outputs or figures an instruction hands on, if there is one."""
+        """The function running here whose outputs or metrics an instruction hands on, if there is one."""
         match instruction:
             case Send(producer=call) | ShareLengths(call=call):
                 return call if call in self._functions.running else None
@@ -168,7 +168,7 @@ class Worker:
         for key in call.outputs:
             store.put(key, ids, returned.outputs[key])
         # Those of other ranks may have come before.
-        now.figures.setdefault(function, Metrics()).update(returned.metrics)
+        now.metrics.setdefault(function, Metrics()).update(returned.metrics)
         if now.timer is not None:
             now.timer.function(function, returned.start, returned.end, waited=(before, after))
         return after - before
@@ -192,7 +192,7 @@ class Worker:
                     batch,
                     method.prompts,
                     sampling=method.eval_sampling if step.evaluation else method.sampling,
-                    stop_token_ids=self._ends,
+                    stop_token_ids=self._stop_token_ids,
                     seed=step.sampling_seed,
                     kv_capacity=max_tokens,
                     after_step=now.after_pass,
@@ -202,11 +202,11 @@ class Worker:
         elif call.kind is Kind.INFERENCE:
             metrics: Metrics
             batch, metrics = model.infer(batch, cast(InferenceMethod, method), max_tokens, now.after_pass)
-            now.figures[call.name] = metrics
+            now.metrics[call.name] = metrics
         else:
             assert call.kind is Kind.TRAIN, f"{call.name} is a function"
-            now.figures[call.name] = self._train(run, call, batch, now)
-        for key in call.outputs if self._process.rank in run.placement.heads else ():
+            now.metrics[call.name] = self._train(run, call, batch, now)
+        for key in call.outputs if self._process.rank in run.placement.output_ranks else ():
             store.put(key, batch.ids, batch[key])
 
     def _train(self, run: Run, call: Call, batch: Batch, now: _Step) -> Metrics:

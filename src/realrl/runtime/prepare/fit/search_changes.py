@@ -7,6 +7,7 @@ from itertools import islice
 from realrl.dataflow.call import Kind
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import DEVICES
+from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 from realrl.runtime.prepare.compile import models
@@ -88,7 +89,7 @@ def _shorter_sequences(draft: Draft) -> Iterator[Change]:
         for longest in _shorter(max(workload.prompts)):
             yield _shorter_prompts(longest, f"data.max_prompt_tokens={longest}")
     else:
-        generation = experiment.spec.generation
+        generation = get_spec(experiment).generation
         fewest = 0 if generation is None else generation(experiment).min_new_tokens
         for longest in _shorter(workload.max_new_tokens):
             also = [f"generation.min_new_tokens={longest}"] * (fewest > longest)

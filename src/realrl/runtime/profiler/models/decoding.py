@@ -81,7 +81,7 @@ class Decoding:
         return {
             "decode": median(sum(times) / len(times) for times in layers),
             "sample": median(sample for sample, _ in gaps),
-            "turn": median(rest for _, rest in gaps),
+            "decode_overhead": median(rest for _, rest in gaps),
         }
 
     def _limited(self, tokens: int) -> GenerationConfig:

@@ -66,7 +66,7 @@ class Passes:
         end = clock.now()
         ((*marks,),) = self._layer_timer.passes
         before, *layers, after = clock.between(begin, *marks, end)
-        return {"enter": before + find_first_extra(layers), "layer": find_typical(layers), "head": after}
+        return {"embed": before + find_first_extra(layers), "layer": find_typical(layers), "head": after}
 
     def _train(self, batch: Batch) -> dict[str, float]:
         """Measure training: before and after, a layer and the head both ways, and the embedding backward."""
@@ -79,7 +79,7 @@ class Passes:
         before, *forward, head = clock.between(trainer.begun, *marks, back[0])
         *backward, embedding, after = clock.between(*back, trainer.left, trainer.ended)
         return {
-            "trained enter": before + find_first_extra(forward) + embedding + after,
+            "trained embed": before + find_first_extra(forward) + embedding + after,
             "trained layer": find_typical(forward) + find_typical(backward),
             "trained head": head,
         }
@@ -91,7 +91,7 @@ def convert_parts(seconds: Mapping[str, float], head: Head) -> dict[LayerKind, f
     if head == "scalar":
         heads = ("scalar", "scalar_backward")
     kinds: Mapping[str, tuple[LayerKind, LayerKind]] = {
-        "enter": ("enter", "enter_backward"),
+        "embed": ("embed", "embed_backward"),
         "layer": ("forward", "backward"),
         "head": heads,
     }
@@ -103,7 +103,7 @@ def convert_parts(seconds: Mapping[str, float], head: Head) -> dict[LayerKind, f
 
 def convert_bucket_parts(seconds: Mapping[str, float]) -> dict[LayerKind, float]:
     """Convert the results of `measure_buckets` to entries of a profile: the cost of each further length."""
-    kinds: Mapping[str, LayerKind] = {"enter": "bucket_enter", "layer": "bucket"}
+    kinds: Mapping[str, LayerKind] = {"embed": "bucket_embed", "layer": "bucket"}
 
     def added(part: str) -> float:
         return (seconds[f"unlike {part}"] - seconds[f"alike {part}"]) / (len(UNLIKE) - 1)

@@ -39,11 +39,11 @@ _LARGEST_UPDATE = 1 << 27
 """Maximum parameters of a measured optimizer update."""
 _PASSES: Mapping[Head, tuple[LayerKind, ...]] = {
     "lm": ("head", "head_backward"),
-    "scalar": ("enter", "enter_backward", "forward", "backward", "scalar", "scalar_backward"),
+    "scalar": ("embed", "embed_backward", "forward", "backward", "scalar", "scalar_backward"),
 }
 """Parts measured with each head; shared parts with the scalar one, which no vocabulary delays."""
 
-_BUCKETS: tuple[LayerKind, ...] = ("bucket_enter", "bucket", "bucket_backward")
+_BUCKETS: tuple[LayerKind, ...] = ("bucket_embed", "bucket", "bucket_backward")
 
 ShapeRow = list[Point[Measurement]]
 
@@ -129,7 +129,7 @@ class ShapeMeasurements:
             blanks = _blanks(("decode",), tp=tp, sequences=rows, context=context)
             if first:
                 # They do not depend on the context.
-                blanks += _blanks(("turn", "sample"), tp=tp, sequences=rows)
+                blanks += _blanks(("decode_overhead", "sample"), tp=tp, sequences=rows)
             return Point(blanks, lambda: decoding().measure_step(rows, context), rows, layers * DECODE_STEPS)
 
         for i, (context, group) in enumerate(_by_length(self.sizes.turns())):

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 
+from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 
@@ -30,7 +31,7 @@ class Sizes:
     @classmethod
     def of(cls, experiment: Experiment, *, thin: bool = False) -> "Sizes":
         """Find the sizes of a recipe."""
-        data, spec = experiment.data, experiment.spec
+        data, spec = experiment.data, get_spec(experiment)
         per_item = max(len(call.work) for call in build_graph(experiment).calls)
         items = data.batch * spec.samples_per_prompt(experiment)
         most = min(experiment.micro_batch_tokens, per_item * items * data.max_tokens)

@@ -22,19 +22,19 @@ def list_metrics(runs: Mapping[str, FinishedRun]) -> list[ReportedMetric]:
 
     A key that several algorithms use begins with the algorithm's name and a dot.
     """
-    uses = Counter(figure.key for run in runs.values() for figure in run.algorithm.summary)
+    uses = Counter(metric.key for run in runs.values() for metric in run.algorithm.summary)
     found = []
     for name, run in runs.items():
-        for figure in run.algorithm.summary:
-            pair = run.first_and_last(figure.metric)
+        for metric in run.algorithm.summary:
+            pair = run.first_and_last(metric.metric)
             if pair is not None:
-                key = figure.key if uses[figure.key] == 1 else f"{name}.{figure.key}"
-                found.append(ReportedMetric(key, figure.label, pair[0 if figure.at == "first" else 1]))
+                key = metric.key if uses[metric.key] == 1 else f"{name}.{metric.key}"
+                found.append(ReportedMetric(key, metric.label, pair[0 if metric.at == "first" else 1]))
     return found
 
 
-def report_figures(runs: Mapping[str, FinishedRun], metrics: Sequence[ReportedMetric]) -> dict[str, Any]:
-    """Content of report.json: metrics by key, and `seconds`, the wall time of each run and in total."""
+def summarize(runs: Mapping[str, FinishedRun], metrics: Sequence[ReportedMetric]) -> dict[str, Any]:
+    """Summarize runs as in report.json: metrics by key, and `seconds`, the wall time of each run and in total."""
     seconds = {algorithm: run.seconds for algorithm, run in runs.items()}
     return {metric.key: metric.value for metric in metrics} | {
         "seconds": seconds | {"total": sum(seconds.values())}
