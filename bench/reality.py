@@ -219,7 +219,7 @@ class World:
 
     def _run(self, size: str, name: str, turn: str, chosen: Plan, profile: Path) -> Row:
         path = self.root / "plan.yaml"
-        chosen.save(path)
+        chosen.save(path, GRAPH)
         realrl("train", self.recipe(size), f"plan={path}", f"profile={profile}")
         found = Comparison.load(self.root / "run")
         assert found.predicted_step_seconds is not None
