@@ -196,7 +196,7 @@ class World:
             realrl(
                 "plan", self.recipe(size), "--cluster", f"cpu:{CLUSTER}", "--profile", profile, "--out", path
             )
-        return Plan.load(path)
+        return Plan.load(path, GRAPH)
 
     def run(self, size: str, name: str, turn: str, chosen: Plan, profile: Path) -> Row:
         """Train a few steps."""
@@ -219,7 +219,7 @@ class World:
 
     def _run(self, size: str, name: str, turn: str, chosen: Plan, profile: Path) -> Row:
         path = self.root / "plan.yaml"
-        chosen.save(path)
+        chosen.save(path, GRAPH)
         realrl("train", self.recipe(size), f"plan={path}", f"profile={profile}")
         found = Comparison.load(self.root / "run")
         assert found.predicted_step_seconds is not None

@@ -6,6 +6,8 @@ import pytest
 
 from realrl.cli.app import run_app
 from realrl.recipe.load import dump_experiment, load_experiment
+from realrl.recipe.registry import find_algorithm
+from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
 
 DEMO = str(Path(__file__).parents[2] / "recipes" / "demo" / "ppo.yaml")
 
@@ -13,6 +15,7 @@ DEMO = str(Path(__file__).parents[2] / "recipes" / "demo" / "ppo.yaml")
 def write_run(path: Path, algorithm: str, lines: list[dict[str, Any]], seconds: float = 10.0) -> str:
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(f"algorithm: {algorithm}\n")
+    AlgorithmRecord.of(find_algorithm(algorithm)[0], ("actor", "critic")).save(path)
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (path / "summary.json").write_text(json.dumps({"seconds": seconds}))
     return str(path)
@@ -92,6 +95,7 @@ def test_a_key_that_two_algorithms_use_has_the_name_of_its_algorithm(tmp_path: P
         "ALGORITHM = replace(spec.ALGORITHM, name='other', summary=spec.ALGORITHM.summary[-1:])\n"
     )
     other = write_run(tmp_path / "o", str(tmp_path / "other.py"), [line(0, "eval", ref__kl=1.5)], 2.0)
+    (tmp_path / "other.py").unlink()
     assert run_app(["report", ppo_run(tmp_path / "ppo"), other, "--out", str(tmp_path / "out")]) == 0
     found = read_report(tmp_path / "out")
     assert (found["ppo.kl"], found["other.kl"]) == (2.5, 1.5) and "kl" not in found
@@ -115,7 +119,7 @@ def test_a_report_that_cannot_be_written_leaves_an_earlier_one_alone(
     assert (tmp_path / name).read_text() == "earlier"
 
 
-@pytest.mark.parametrize("missing", ["config.yaml", "metrics.jsonl"])
+@pytest.mark.parametrize("missing", ["config.yaml", RECORD, "metrics.jsonl"])
 def test_a_directory_that_is_no_finished_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], missing: str
 ) -> None:
@@ -158,12 +162,10 @@ def test_two_runs_of_one_algorithm_are_refused(tmp_path: Path, capsys: pytest.Ca
     assert "are both sft runs" in capsys.readouterr().err
 
 
-def test_a_run_whose_algorithm_has_moved_says_where_to_write_its_new_place(
+def test_a_damaged_record_of_the_algorithm_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "mine.py"
-    run = write_run(tmp_path / "run", str(file), [line(1, "train")])
+    run = sft_run(tmp_path / "run")
+    (tmp_path / "run" / RECORD).write_text('{"name": "sft"}')
     assert run_app(["report", run, "--out", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert f"run {run}: algorithm={file}: there is no file {file}" in error
-    assert f"if it has moved, write its new path into {run}/config.yaml" in error
+    assert capsys.readouterr().err.startswith(f"realrl: {run}/{RECORD}: trained: missing")

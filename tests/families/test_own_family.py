@@ -1,6 +1,7 @@
 """A family that no file of the package knows: the one in CONTRIBUTING.md, named in a recipe."""
 
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -112,12 +113,20 @@ def test_saved_weights_compute_what_the_definition_says(recipes: dict[str, Path]
     torch.testing.assert_close(logits, defined_logits(path, tokens), rtol=0, atol=1e-4)
 
 
-def test_generate_samples_what_the_definition_says(
-    recipes: dict[str, Path], family: str, capsys: pytest.CaptureFixture[str]
+def test_generate_samples_what_the_definition_says_without_warnings(
+    recipes: dict[str, Path],
+    family: str,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    recwarn: pytest.WarningsRecorder,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Its messages go past pytest otherwise.
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     path, out = finished(recipes["tensor"]), recipes["tensor"].parent / "texts.jsonl"
     options = ["--greedy", "--max-new-tokens", "6", "--min-new-tokens", "6", "--out", str(out)]
     assert run_app(["generate", str(path), "--prompt", "the film", *options, "--family", family]) == 0
+    assert capsys.readouterr().err == "" and not caplog.records and not recwarn.list
     tokenizer = load_tokenizer(str(path))
     tokens = torch.tensor(tokenizer("the film")["input_ids"])
     start = len(tokens)

@@ -4,12 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from realrl.algorithms.policy.graph import make_eval_graph
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
-from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
+from realrl.plan.placement import Mesh, function_placement
 from realrl.plan.plan import Plan
 from realrl.plan.presets import make_plan
 
@@ -38,26 +39,35 @@ def test_disjoint_calls_a_function_where_its_inputs_come_from() -> None:
 
 
 def test_a_plan_file_with_a_function_round_trips(tmp_path: Path) -> None:
-    plan = make_plan("separate", GRAPH, Cluster(2, 4), 8192)
-    plan.save(tmp_path / "plan.yaml")
-    assert make_plan(str(tmp_path / "plan.yaml"), GRAPH, Cluster(2, 4), 8192) == plan
+    plan = make_plan("separate", GRAPH, Cluster(2, 4), 100)
+    plan.save(tmp_path / "plan.yaml", GRAPH)
+    assert yaml.safe_load((tmp_path / "plan.yaml").read_text())["calls"][NAME] == {"mesh": "4-7", "dp": 4}
+    assert make_plan(str(tmp_path / "plan.yaml"), GRAPH, Cluster(2, 4), 999) == plan
 
 
 @pytest.mark.parametrize(
-    ("placement", "field"),
+    ("field", "value"),
     [
-        (Placement(Mesh(0, 2), Strategy(1, 2)), "tp"),
-        (Placement(Mesh(0, 2), Strategy(1, 1, 2)), "pp"),
-        (Placement(Mesh(0, 1), Strategy(1, dtype="bfloat16")), "dtype"),
-        (Placement(Mesh(0, 1), Strategy(1, recompute=True)), "recompute"),
-        (Placement(Mesh(0, 1), Strategy(1, sequence_parallel=True)), "sequence_parallel"),
+        ("tp", 1),
+        ("pp", 2),
+        ("micro_batch_tokens", 8192),
+        ("dtype", "bfloat16"),
+        ("recompute", False),
+        ("sequence_parallel", True),
     ],
 )
-def test_what_is_for_models_is_refused_for_a_function(placement: Placement, field: str) -> None:
-    plan = make_plan("symmetric", GRAPH, Cluster(1, 2), 1024)
-    plan = replace(plan, placements={**plan.placements, NAME: placement})
-    with pytest.raises(UserError, match=rf"plan: reward.function: {field} is for calls of models"):
-        plan.check(GRAPH)
+def test_what_is_for_models_is_refused_for_a_function(tmp_path: Path, field: str, value: object) -> None:
+    """Also what would change nothing, such as tp=1, which earlier versions wrote."""
+    make_plan("symmetric", GRAPH, Cluster(1, 2), 1024).save(tmp_path / "plan.yaml", GRAPH)
+    content = yaml.safe_load((tmp_path / "plan.yaml").read_text())
+    content["calls"][NAME][field] = value
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(UserError) as caught:
+        Plan.load(tmp_path / "plan.yaml", GRAPH)
+    assert str(caught.value) == (
+        f"plan file {tmp_path}/plan.yaml: {NAME}: {field} is for calls of models; {NAME} is a function, for which"
+        " only mesh and dp can be given; leave it out"
+    )
 
 
 @pytest.mark.parametrize("key", ["offload", "keep"])

@@ -45,14 +45,14 @@ def test_plan_file_round_trip(tmp_path: Path) -> None:
         offload_optimizer=("actor",),
         keep=("actor", "critic"),
     )
-    plan.save(tmp_path / "plan.yaml")
-    assert Plan.load(tmp_path / "plan.yaml") == plan
+    plan.save(tmp_path / "plan.yaml", GRAPH)
+    assert Plan.load(tmp_path / "plan.yaml", GRAPH) == plan
 
 
 def test_a_plan_file_may_leave_out_defaults(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text("cluster: 1x1\ncalls:\n  actor.train: {mesh: 0, dp: 1}\n")
     expected = Placement(Mesh(0, 1), Strategy(1, micro_batch_tokens=5))
-    assert Plan.load(tmp_path / "p.yaml", micro_batch_tokens=5)["actor.train"] == expected
+    assert Plan.load(tmp_path / "p.yaml", GRAPH, micro_batch_tokens=5)["actor.train"] == expected
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_mistake_in_a_plan_file_names_file_and_call(tmp_path: Path, text: str,
     path = tmp_path / "p.yaml"
     path.write_text(text)
     with pytest.raises(UserError) as caught:
-        Plan.load(path)
+        Plan.load(path, GRAPH)
     assert "p.yaml" in str(caught.value) and sentence in str(caught.value)
 
 
@@ -140,7 +140,7 @@ def test_any_overlap_of_meshes_and_any_strategy_fits() -> None:
 def test_make_plan_takes_every_preset_and_its_saved_file(tmp_path: Path, name: str) -> None:
     cluster = Cluster(1, 4)
     plan = make_plan(name, GRAPH, cluster, 50)
-    plan.save(tmp_path / "p.yaml")
+    plan.save(tmp_path / "p.yaml", GRAPH)
     assert make_plan(str(tmp_path / "p.yaml"), GRAPH, cluster, 999) == plan
 
 
@@ -150,7 +150,7 @@ def test_an_unknown_preset_gets_the_nearest_name() -> None:
 
 
 def test_a_plan_file_for_another_cluster_is_refused(tmp_path: Path) -> None:
-    make_plan("symmetric", GRAPH, Cluster(1, 4), 50).save(tmp_path / "p.yaml")
+    make_plan("symmetric", GRAPH, Cluster(1, 4), 50).save(tmp_path / "p.yaml", GRAPH)
     with pytest.raises(UserError, match="is for cluster 1x4; this run has 1x2"):
         make_plan(str(tmp_path / "p.yaml"), GRAPH, Cluster(1, 2), 50)
 

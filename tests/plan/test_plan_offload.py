@@ -23,8 +23,8 @@ def plan(offload: tuple[str, ...] = (), offload_optimizer: tuple[str, ...] = ())
     "chosen", [plan(), plan(("ref", "reward")), plan((), ("actor",)), plan(("actor",), ("actor", "critic"))]
 )
 def test_offload_settings_round_trip_through_a_plan_file(tmp_path: Path, chosen: Plan) -> None:
-    chosen.save(tmp_path / "plan.yaml")
-    assert Plan.load(tmp_path / "plan.yaml") == chosen
+    chosen.save(tmp_path / "plan.yaml", GRAPH)
+    assert Plan.load(tmp_path / "plan.yaml", GRAPH) == chosen
 
 
 def test_evaluation_offloads_only_roles_it_has() -> None:

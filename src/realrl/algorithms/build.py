@@ -1,8 +1,8 @@
 """Methods of a recipe's algorithm, checked against its description."""
 
 import inspect
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 from realrl.algorithms.method import (
     Algorithm,
@@ -12,11 +12,15 @@ from realrl.algorithms.method import (
     Method,
     TrainMethod,
 )
+from realrl.algorithms.user_methods import UserAlgorithm, guard_method
 from realrl.config.errors import UserError
+from realrl.config.user_code import UserCode, find_definition, is_own_module
 from realrl.dataflow.call import Call, Kind
+from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
+from realrl.recipe.registry import find_user_code
 from realrl.recipe.settings import GenerationConfig
 
 
@@ -28,20 +32,53 @@ def build_algorithm(experiment: Experiment) -> Algorithm:
     sampling = None if spec.generation is None else spec.generation(experiment)
     eval_sampling = spec.eval_generation(experiment)
     algorithm: Algorithm = spec.methods(experiment, graph, eval_graph)
+    where = _describe_place(spec.methods)
     if (absent := _find_missing(algorithm, Algorithm)) is not None:
-        raise UserError(f"algorithm {spec.name}: methods: {type(algorithm).__name__} has no {absent}")
-    for call in (*graph.calls, *(eval_graph.calls if eval_graph else ())):
+        raise UserError(
+            f"algorithm {spec.name}: methods{where} gave {_describe(algorithm)}; it must give an"
+            f" algorithms.method.Algorithm, which has {absent}"
+        )
+    graphs = [of for of in (graph, eval_graph) if of is not None]
+    methods: dict[str, Method] = {}
+    for call in (call for of in graphs for call in of.calls):
         try:
-            method = algorithm.method(call.name)
+            method = methods[call.name] = algorithm.method(call.name)
         except KeyError:
-            raise UserError(f"algorithm {spec.name}: methods: {call.name} has none") from None
+            raise UserError(f"algorithm {spec.name}: methods{where}: {call.name} has none") from None
         if call.kind is Kind.GENERATE:
-            problem = _generate_problem(method, sampling, eval_sampling)
+            problem = _generate_problem(call, method, sampling, eval_sampling)
         else:
             problem = _problem(call, method, epochs)
         if problem is not None:
-            raise UserError(f"algorithm {spec.name}: methods: {call.name} {problem}")
-    return algorithm
+            raise UserError(f"algorithm {spec.name}: methods{where}: {call.name} {problem}")
+    code = find_user_code(experiment.algorithm)
+    return algorithm if code is None else _guard(code, algorithm, spec.name, methods, graphs)
+
+
+def _guard(
+    code: UserCode,
+    algorithm: Algorithm,
+    name: str,
+    methods: Mapping[str, Method],
+    graphs: Sequence[DataflowGraph],
+) -> Algorithm:
+    """Guard what a user's algorithm computes, call by call."""
+    guarded = {}
+    for call, method in methods.items():
+        declared = [(of.call(call), of) for of in graphs if any(other.name == call for other in of.calls)]
+        guarded[call] = guard_method(code, method, declared)
+    return UserAlgorithm(code, algorithm, name, guarded)
+
+
+def _describe_place(function: Callable[..., Any]) -> str:
+    """Describe where a user's function is defined, for error messages."""
+    place = None if is_own_module(function.__module__) else find_definition(function)
+    return "" if place is None else f" ({place[0]}:{place[1]})"
+
+
+def _describe(value: Any) -> str:
+    """Describe a wrong value by its type."""
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 _PROTOCOLS: Mapping[Kind, type] = {
@@ -60,7 +97,7 @@ def _find_missing(implementation: object, protocol: type) -> str | None:
 
 
 def _generate_problem(
-    method: Method, sampling: GenerationConfig | None, eval_sampling: GenerationConfig | None
+    call: Call, method: Method, sampling: GenerationConfig | None, eval_sampling: GenerationConfig | None
 ) -> str | None:
     """What is wrong with the method of a generate call; None if nothing is."""
     if not isinstance(method, GenerateMethod):
@@ -68,6 +105,8 @@ def _generate_problem(
     greedy = method.sampling.greedy and method.eval_sampling.greedy
     if not greedy and (method.sampling, method.eval_sampling) != (sampling, eval_sampling):
         return "samples otherwise than generation and eval_generation of the description say"
+    if method.prompts not in call.inputs:
+        return f"has prompts={method.prompts!r}, which is none of its inputs {', '.join(call.inputs)}"
     return None
 
 

@@ -34,7 +34,9 @@ class ModelOutput:
 class Metrics:
     """Metrics that add up over micro-batches and ranks: weighted means, and maxima.
 
-    means: name -> (sum, weight); maxima: name -> value. All are zero-dimensional tensors without gradient.
+    means: name -> (sum, weight); maxima: name -> value. All are zero-dimensional tensors without gradient. Every
+    data-parallel rank of a call must have the same names in the same order, with weight 0 where it has nothing to
+    add.
     """
 
     means: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)

@@ -151,7 +151,7 @@ def plan(
 def _write(report: "PlanReport", name: str, file: Path, title: str, source: str) -> None:
     """Write the file of an option."""
     if name == "out":
-        report.chosen.plan.save(file)
+        report.chosen.plan.save(file, report.scenario.graph)
     elif name == "html":
         from realrl.cli.planning.page import write_page
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
     """Run a recipe: start local processes, or take part as a rank when started by torchrun."""
+    from realrl.recipe.graphs import build_graph
     from realrl.recipe.load import load_experiment
     from realrl.runtime.processes.environment import quiet_profiler, under_launcher
 
@@ -31,7 +32,8 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
             if cluster.size > 1:
                 from realrl.runtime.processes.launch import launch
 
-                raise typer.Exit(launch(cluster, ["train", recipe, *(overrides or [])], plan, run_dir))
+                text = None if plan is None else plan.to_text(build_graph(experiment))
+                raise typer.Exit(launch(cluster, ["train", recipe, *(overrides or [])], text, run_dir))
         from realrl.cli.progress.training import Progress
         from realrl.runtime.train import train as run
 

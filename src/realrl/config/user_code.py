@@ -2,11 +2,12 @@
 
 import importlib
 import importlib.util
+import inspect
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +27,8 @@ class UserCode:
 
         UserError where there is no such module, UserCodeError where it cannot be imported.
         """
-        self._label = f"{setting}={reference}"
+        self.label = f"{setting}={reference}"
+        """The setting and its value, as error messages name them."""
         source = reference.rpartition(":")[0] or reference
         self.file: Path | None = local_path(source).resolve() if source.endswith(".py") else None
         self.module = self._import(source)
@@ -36,15 +38,13 @@ class UserCode:
             with self.errors("cannot be imported:"):
                 found = _is_module(source)
             if not found:
-                raise UserError(
-                    f"{self._label}: there is no module {source}; write FILE.py or package.module"
-                )
+                raise UserError(f"{self.label}: there is no module {source}; write FILE.py or package.module")
             with self.errors("cannot be imported:"):
                 module = importlib.import_module(source)
             self.file = Path(module.__file__).resolve() if module.__file__ else None
             return module
         if not self.file.is_file():
-            raise UserError(f"{self._label}: there is no file {self.file}")
+            raise UserError(f"{self.label}: there is no file {self.file}")
         spec = importlib.util.spec_from_file_location(_module_name(self.file), self.file)
         assert spec is not None and spec.loader is not None, "a .py file has a loader"
         if spec.name in sys.modules:
@@ -63,43 +63,62 @@ class UserCode:
     def attribute(self, name: str) -> Any:
         """Find an attribute of the module; UserError where it has none of that name."""
         if not hasattr(self.module, name):
-            raise UserError(f"{self._label}: {self.file or self.module.__name__} has no {name}")
+            raise UserError(f"{self.label}: {self.file or self.module.__name__} has no {name}")
         return getattr(self.module, name)
 
     @contextmanager
-    def errors(self, verb: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    def errors(
+        self,
+        verb: str,
+        passing: tuple[type[Exception], ...] = (),
+        *,
+        function: Callable[..., Any] | None = None,
+        alone: bool = False,
+    ) -> Iterator[None]:
         """Turn errors that the user's code raises in the block into a UserCodeError that names its line.
 
         A DescriptionError, which the package raises, becomes a UserError that names it instead.
         `verb` is what the code did, for example `raised`. Errors of the types `passing` are left as they are.
+        `function` is what the block calls, where that may be defined in another file of the user's; `alone`: see
+        UserCodeError.
         """
+        defined = None if function is None else find_definition(function)
+        files = {self.file, None if defined is None else defined[0]}
         try:
             yield
         except passing:
             raise
         except DescriptionError as error:
-            theirs = self._own_frames(traceback.extract_tb(error.__traceback__))
-            where = f"{self.file}:{theirs[-1].lineno}" if theirs else self._label
+            theirs = _frames_in(files, traceback.extract_tb(error.__traceback__))
+            where = _format_place(theirs[-1]) if theirs else self.label
             raise UserError(f"{where}: {error}") from None
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever the user's code does
             if isinstance(error, KeyboardInterrupt) and _may_be_ctrl_c():
                 raise
             # The first frame is ours, and for an import so are some more.
             frames = traceback.extract_tb(error.__traceback__)
-            theirs = self._own_frames(frames)
+            theirs = _frames_in(files, frames)
             if theirs:
                 frames = traceback.StackSummary.from_list(frames[frames.index(theirs[0]) :])
-            where = f" ({self.file}:{theirs[-1].lineno})" if theirs else ""
+            where = f" ({_format_place(theirs[-1])})" if theirs else ""
             text = " ".join(str(error).split())
             reason = f"{type(error).__name__}{text and ': '}{text}"
             listed = "".join(frames.format()) if theirs else ""
             trace = "".join(
                 ["Traceback (most recent call last):\n", listed, *traceback.format_exception_only(error)]
             )
-            raise UserCodeError(f"{self._label} {verb} {reason}{where}", trace) from error
+            raise UserCodeError(f"{self.label} {verb} {reason}{where}", trace, alone) from error
 
-    def _own_frames(self, frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
-        return [frame for frame in frames if Path(frame.filename).resolve() == self.file]
+
+def find_definition(function: Callable[..., Any]) -> tuple[Path, int] | None:
+    """Find the file and line where a function or method is defined; None where Python does not say."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return None if code is None else (Path(code.co_filename).resolve(), code.co_firstlineno)
+
+
+def is_own_module(name: str | None) -> bool:
+    """Check whether a module is one of this package."""
+    return name is not None and name.partition(".")[0] == __name__.partition(".")[0]
 
 
 def find_source(reference: str) -> Path | None:
@@ -115,6 +134,14 @@ def find_source(reference: str) -> Path | None:
     except (Exception, SystemExit):  # of the packages around it; who imports the module itself says so
         return None
     return Path(found.origin) if found is not None and found.has_location and found.origin else None
+
+
+def _frames_in(files: Set[Path | None], frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    return [frame for frame in frames if Path(frame.filename).resolve() in files]
+
+
+def _format_place(frame: traceback.FrameSummary) -> str:
+    return f"{Path(frame.filename).resolve()}:{frame.lineno}"
 
 
 def _may_be_ctrl_c() -> bool:

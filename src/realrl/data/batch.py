@@ -7,6 +7,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+KEY_DTYPES = {"int64": torch.int64, "float32": torch.float32}
+"""Types of the values of keys, by the names that a `Key` has for them."""
+
 
 @dataclass(frozen=True, eq=False)
 class Ragged:

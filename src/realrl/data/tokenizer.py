@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from realrl.config.errors import UserError
+from realrl.config.json_file import read_json
 from realrl.config.paths import is_local, local_path
 from realrl.data.records import read_records
 from realrl.data.rejects import Rejects
@@ -31,7 +32,7 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerFast":
             )
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            str(local) if local.is_dir() else path, trust_remote_code=False
+            str(local) if local.is_dir() else path, trust_remote_code=False, **_config_option(local)
         )
     except Exception as error:  # the tokenizers library raises bare Exception for a damaged file
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(" :")
@@ -39,6 +40,19 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerFast":
     if not tokenizer.is_fast:
         raise UserError(f"tokenizer {path} has no fast version (tokenizer.json)")
     return tokenizer
+
+
+def _config_option(directory: Path) -> dict[str, Any]:
+    """Option with which transformers does not read the `config.json` of a model type that it does not know.
+
+    It looks there for the class of the tokenizer. Of a user's own family it would warn that the model may not be
+    supported, and that its settings are deprecated, which matters to nobody who only wants the tokenizer.
+    """
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    file = directory / "config.json"
+    known = not file.is_file() or read_json(file).get("model_type") in (None, *CONFIG_MAPPING)
+    return {} if known else {"config": PreTrainedConfig()}
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":

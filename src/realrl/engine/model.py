@@ -13,11 +13,12 @@ from realrl.data.partition import even_micro_batches, micro_batches
 from realrl.engine.local_set import LocalSet, Parameters
 from realrl.engine.parallel_groups import ParallelGroups
 from realrl.engine.pipeline.messages import Pipeline, prefetch_receives
+from realrl.engine.reduced_metrics import reduce_metrics
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.sets import WHOLE, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
-from realrl.model.group import Group, make_single_rank_group
+from realrl.model.group import make_single_rank_group
 from realrl.model.packing import Packing
 from realrl.model.transformer import Transformer
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -196,16 +197,3 @@ def count_item_tokens(batch: Batch, rows: Ragged) -> Sequence[int]:
     """Count the tokens per item, where every item has the same number of consecutive rows."""
     per_item = len(rows) // len(batch)
     return [sum(rows.lengths[i : i + per_item]) for i in range(0, len(rows), per_item)]
-
-
-def reduce_metrics(metrics: Metrics, group: Group, device: torch.device) -> None:
-    """All-reduce metrics over a group, in place. Every rank must have the same names in the same order."""
-    if group.size == 1 or not (metrics.means or metrics.maxima):
-        return
-    sums = [part for pair in metrics.means.values() for part in pair]
-    if sums:
-        total = group.sum(torch.stack([s.to(device) for s in sums]))
-        metrics.means = {name: (total[2 * i], total[2 * i + 1]) for i, name in enumerate(metrics.means)}
-    if metrics.maxima:
-        highest = group.max(torch.stack([m.to(device) for m in metrics.maxima.values()]))
-        metrics.maxima = dict(zip(metrics.maxima, highest.unbind(), strict=True))

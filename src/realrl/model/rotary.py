@@ -30,13 +30,13 @@ def compute_inverse_frequencies(shape: ModelShape) -> Tensor:
 
 
 def build_rotary_tables(
-    positions: Tensor, inv_freq: Tensor, heads: int, dtype: torch.dtype
+    positions: Tensor, inverse_frequencies: Tensor, heads: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Compute cosines and signed sines, laid out for `apply_rotary_emb`. positions: [T] -> [T, heads, D] each
 
     The sines of the first half are negative: a head is rotated as x * cos + swap_halves(x) * sin.
     """
-    angle = positions.unsqueeze(-1).float() * inv_freq
+    angle = positions.unsqueeze(-1).float() * inverse_frequencies
     cos = angle.cos()
     sin = angle.sin()
     cos = torch.cat((cos, cos), -1).unsqueeze(1).to(dtype).expand(-1, heads, -1)

@@ -150,7 +150,7 @@ class Transformer(nn.Module):
         self.lm_head_bias = parameter(None, "lm_head_bias")
         self.scalar_head = parameter(None, "scalar_head")
         device = next(self.parameters()).device
-        self.inv_freq = compute_inverse_frequencies(shape).to(device)
+        self.inverse_frequencies = compute_inverse_frequencies(shape).to(device)
         self._kv_head_index = None
         if shard.uneven_groups is not None:
             heads = len(shard.queries)
@@ -231,7 +231,7 @@ class Transformer(nn.Module):
         if self.shard.first:
             x = tp.reduce_from_region(self._embed(x))
         rotary_heads = len(self.shard.queries) + len(self.shard.keys)
-        cos, sin = build_rotary_tables(positions, self.inv_freq, rotary_heads, x.dtype)
+        cos, sin = build_rotary_tables(positions, self.inverse_frequencies, rotary_heads, x.dtype)
         for i, layer in enumerate(self.layers):
             if recompute and not x.requires_grad and layer.qkv.requires_grad:
                 # Everything before is frozen; checkpointing computes gradients only if its input requires one.

@@ -13,6 +13,7 @@ from realrl.config.devices import check_cluster
 from realrl.config.errors import UserError
 from realrl.config.explain import brief, mistakes_in, nearest
 from realrl.config.files import write_whole
+from realrl.config.words import join
 from realrl.config.yaml_file import read_yaml
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
@@ -49,6 +50,10 @@ class _Entry(Settings):
                 f"{brief(value)} is not understood; write FIRST-LAST, for example 0-7, or one rank"
             )
         return str(value) if type(value) is int else value
+
+
+_OF_FUNCTIONS = ("mesh", "dp")
+"""Fields of an entry that a function has, too: every data-parallel rank calls it with its items."""
 
 
 class _File(Settings):
@@ -117,8 +122,6 @@ class Plan:
             call = graph.call(name)
             shape = None if call.role is None else (shapes or {}).get(call.role)
             self._check_placement(name, self[name], shape)
-            if call.is_function:
-                self._check_function(name)
         for role in graph.roles:
             self._check_layouts(graph.role_calls(role))
         trained = [role for role in graph.roles if graph.trained(role)]
@@ -146,22 +149,6 @@ class Plan:
             raise UserError(
                 f"plan: {name}: tp={strategy.tp} is more than the {shape.heads} attention heads of the model"
             )
-
-    def _check_function(self, name: str) -> None:
-        """A function has no parameters to divide: every data-parallel rank calls it with its items."""
-        strategy = self[name].strategy
-        for field, given in (
-            ("tp", strategy.tp > 1),
-            ("pp", strategy.pp > 1),
-            ("sequence_parallel", strategy.sequence_parallel),
-            ("dtype", strategy.dtype is not None),
-            ("recompute", strategy.recompute),
-        ):
-            if given:
-                raise UserError(
-                    f"plan: {name}: {field} is for calls of models; {name} is a function, for which only mesh and"
-                    " dp can be given"
-                )
 
     def _check_layouts(self, calls: Sequence[Call]) -> None:
         """Check that calls which share a layout use it alike, and that all training of a role is in one layout."""
@@ -222,19 +209,11 @@ class Plan:
         )
         return Plan(self.cluster, placements, *offloads)
 
-    def to_text(self) -> str:
-        """Format the plan as the text of its file."""
+    def to_text(self, graph: DataflowGraph) -> str:
+        """Format the plan, which is for `graph`, as the text of its file."""
+        functions = {call.name for call in graph.functions}
         calls = {
-            name: {
-                "mesh": str(placement.mesh),
-                "dp": placement.strategy.dp,
-                "tp": placement.strategy.tp,
-                "pp": placement.strategy.pp,
-                "micro_batch_tokens": placement.strategy.micro_batch_tokens,
-                **({"sequence_parallel": True} if placement.strategy.sequence_parallel else {}),
-                **({"dtype": placement.strategy.dtype} if placement.strategy.dtype else {}),
-                **({"recompute": True} if placement.strategy.recompute else {}),
-            }
+            name: _write_entry(placement, is_function=name in functions)
             for name, placement in self.placements.items()
         }
         document: dict[str, Any] = {"cluster": str(self.cluster), "calls": calls}
@@ -243,22 +222,56 @@ class Plan:
                 document[key] = list(getattr(self, key))
         return yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=120)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, graph: DataflowGraph) -> None:
         """Write the plan file that `load` reads."""
-        write_whole(Path(path), self.to_text())
+        write_whole(Path(path), self.to_text(graph))
 
     @classmethod
-    def load(cls, path: str | Path, micro_batch_tokens: int = 8192) -> "Plan":
-        """Read a plan file; `micro_batch_tokens` is for calls that give none. Errors name file and call."""
+    def load(cls, path: str | Path, graph: DataflowGraph, micro_batch_tokens: int = 8192) -> "Plan":
+        """Read a plan file for `graph`; `micro_batch_tokens` is for calls that give none. Whether it fits the graph
+        is for `check`; errors name file and call."""
         content = read_yaml(str(path))
         with mistakes_in(f"plan file {path}", _File):
             file = _File.model_validate(content)
             cluster = Cluster.parse(file.cluster)
         placements = {}
+        functions = {call.name for call in graph.functions}
         for name, entry in file.calls.items():
             with mistakes_in(f"plan file {path}: {name}", _Entry):
-                placements[name] = _placement(_Entry.model_validate(entry), micro_batch_tokens)
+                valid = _Entry.model_validate(entry)
+                if name in functions:
+                    _check_function_entry(name, valid)
+                    placements[name] = Placement(Mesh.parse(valid.mesh), Strategy(valid.dp))
+                else:
+                    placements[name] = _placement(valid, micro_batch_tokens)
         return cls(cluster, placements, file.offload, file.offload_optimizer, file.keep)
+
+
+def _check_function_entry(name: str, entry: _Entry) -> None:
+    """Check that a function, which has no parameters to divide and no tokens to batch, has only a mesh and dp."""
+    for field in _Entry.model_fields:
+        if field in entry.model_fields_set and field not in _OF_FUNCTIONS:
+            raise UserError(
+                f"{field} is for calls of models; {name} is a function, for which only {join(_OF_FUNCTIONS)} can be"
+                " given; leave it out"
+            )
+
+
+def _write_entry(placement: Placement, *, is_function: bool) -> dict[str, Any]:
+    """Make the entry of a call."""
+    strategy = placement.strategy
+    entry: dict[str, Any] = {"mesh": str(placement.mesh), "dp": strategy.dp}
+    if is_function:
+        return entry
+    return {
+        **entry,
+        "tp": strategy.tp,
+        "pp": strategy.pp,
+        "micro_batch_tokens": strategy.micro_batch_tokens,
+        **({"sequence_parallel": True} if strategy.sequence_parallel else {}),
+        **({"dtype": strategy.dtype} if strategy.dtype else {}),
+        **({"recompute": True} if strategy.recompute else {}),
+    }
 
 
 def _placement(entry: _Entry, micro_batch_tokens: int) -> Placement:

@@ -141,17 +141,17 @@ def make_plan(
         plan = PRESETS[name_or_file](graph, cluster, micro_batch_tokens, shapes)
         plan = plan.recomputing(graph) if recompute else plan
     else:
-        plan = load_plan(name_or_file, micro_batch_tokens)
+        plan = load_plan(name_or_file, graph, micro_batch_tokens)
         if plan.cluster != cluster:
             raise UserError(f"plan file {name_or_file} is for cluster {plan.cluster}; this run has {cluster}")
     plan.check(graph, shapes)
     return plan
 
 
-def load_plan(file: str, micro_batch_tokens: int) -> Plan:
-    """Load a plan file, given where a preset's name could be; UserError where it is no plan file."""
+def load_plan(file: str, graph: DataflowGraph, micro_batch_tokens: int) -> Plan:
+    """Load a plan file for a graph, given where a preset's name could be; UserError where it is no plan file."""
     if Path(file).suffix in (".yaml", ".yml"):
-        return Plan.load(file, micro_batch_tokens)
+        return Plan.load(file, graph, micro_batch_tokens)
     hint = nearest(file, (*PRESETS, SEARCH))
     suffix = f"; did you mean {hint}?" if hint else ""
     accepted = ", ".join(PRESETS)

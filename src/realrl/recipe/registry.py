@@ -8,7 +8,7 @@ from typing import Any
 
 from realrl.config.errors import UserError
 from realrl.config.explain import brief, nearest
-from realrl.config.user_code import UserCode
+from realrl.config.user_code import UserCode, is_own_module
 from realrl.config.words import join
 from realrl.recipe.algorithm import AlgorithmSpec
 
@@ -43,6 +43,14 @@ def find_algorithm(reference: Any) -> tuple[AlgorithmSpec, str]:
     if not isinstance(spec, AlgorithmSpec):
         raise UserError(f"algorithm={reference}: {_describe_lack(code)}")
     return _with_errors(spec, code), str(code.file) if reference.endswith(".py") else reference
+
+
+def find_user_code(reference: str) -> UserCode | None:
+    """Import the code behind an `algorithm` that is not of this package, once per process; None for one that is."""
+    point = _installed().get(reference)
+    if point is None:
+        return UserCode("algorithm", reference)
+    return None if is_own_module(point.module) else UserCode("algorithm", point.module)
 
 
 def _describe_lack(code: UserCode) -> str:

@@ -24,7 +24,7 @@ def test_a_profile_is_corrected_in_its_file(tmp_path: Path, capsys: pytest.Captu
     captured = capsys.readouterr()
     assert captured.out == "" and f"profile: {file}" in captured.err
     row = next(line.split() for line in captured.err.splitlines() if "actor.generate" in line)
-    assert row[:5] == ["actor.generate", "d4", "t2", "p1", "@0-7"] and row[-3:] == ["40", "s", "4"]
+    assert row[:3] == ["actor.generate", "0-7", "4×2×1"] and row[-3:] == ["40", "s", "4"]
 
 
 def test_where_there_is_no_profile_data_sheets_are_corrected(

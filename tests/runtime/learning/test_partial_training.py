@@ -103,7 +103,7 @@ class Watch:
     def __init__(self, run: TrainingRun) -> None:
         self.run, self.held = run, list[int]()
 
-    def turn(self) -> None: ...
+    def fold_allocations(self) -> None: ...
 
     def step(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -51,7 +51,7 @@ def test_saved_config_plan_and_programs_load_back(finished: Mapping[str, Path], 
     assert dump_experiment(experiment) == (run_dir / "config.yaml").read_text()
     graph, eval_graph = build_graph(experiment), build_eval_graph(experiment)
     assert eval_graph is not None
-    plan = Plan.load(run_dir / "plan.yaml")
+    plan = Plan.load(run_dir / "plan.yaml", graph)
     plan.check(graph)
     homes = home_placements(graph, plan)
     for kind, calls in (("train", graph), ("eval", eval_graph)):
@@ -305,12 +305,18 @@ def test_a_directory_in_use_is_left_alone(
     assert contents(tmp_path / "run") == before
 
 
-def test_a_judge_and_a_plan_inside_the_run_directory_are_not_deleted(world: World, tmp_path: Path) -> None:
+def test_code_and_a_plan_inside_the_run_directory_are_not_deleted(world: World, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     earlier_run(run_dir)
     (run_dir / "judge.py").write_text("precious")
     judge = {"data__eval": "e.jsonl", "training__judge": f"{run_dir}/judge.py:f"}
-    for field, fields in {"training.judge": judge, "plan": {"plan": f"{run_dir}/plan.yaml"}}.items():
+    (run_dir / "family.py").write_text("from realrl.families.qwen2 import FAMILY")
+    actor = {"path": "x", "family": f"{run_dir}/family.py"}
+    for field, fields in {
+        "training.judge": judge,
+        "plan": {"plan": f"{run_dir}/plan.yaml"},
+        "models.actor.family": {"models__actor": actor},
+    }.items():
         experiment = load_experiment(str(world.recipe("ppo", tmp_path, overwrite=True, **fields)))
         with pytest.raises(UserError, match=rf"{field}={run_dir}/\w+\.(py|yaml) lies in run_dir"):
             RunDirectory(str(run_dir)).check(experiment)

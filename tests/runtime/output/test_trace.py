@@ -47,7 +47,7 @@ def test_measured_traces_have_the_predicted_instructions(world: World, tmp_path:
     )
     run_on_ranks(2, [recipe])
     scenario = make_scenario(load_experiment(str(recipe)), ClusterSpec.parse("cpu:1x2"))
-    plan = Plan.load(plan_file, 256)
+    plan = Plan.load(plan_file, scenario.graph, 256)
     write_trace(tmp_path / "predicted.json", predict_trace(scenario, plan, STEPS), "predicted")
     files = (tmp_path / "predicted.json", tmp_path / "run" / "trace.json")
     predicted, measured = (json.loads(file.read_text())["traceEvents"] for file in files)

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from realrl.cli.app import run_app
+from realrl.config.user_code import UserCode
 from realrl.plan.cluster import Cluster
 from realrl.planner.workload.workload import Workload
 from realrl.recipe.algorithm import get_spec
@@ -20,6 +21,7 @@ from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
 from realrl.runtime.profiler.points.grid import Sizes
 from tests.conftest import World, read_metrics, sentence, write_jsonl
+from tests.runtime.processes import end, start
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "best_of_n.py"
@@ -181,6 +183,31 @@ def test_an_algorithm_inside_the_run_directory_is_not_deleted(
     assert (alone / "inside.py").exists()
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "raise KeyError('mine')",
+            "algorithm={file} raised in loss of actor.train: KeyError: 'mine' ({file}:{number})",
+        ),
+        (
+            "return output.logprobs.sum(), Metrics()",
+            "actor.train: data-parallel ranks have different metrics; each",
+        ),
+    ],
+)
+def test_a_mistake_in_a_method_on_one_rank_ends_the_run_of_all(place: Path, line: str, message: str) -> None:
+    start_of_loss = '        """-log p summed over the tokens to learn."""\n'
+    on_one = f"        if __import__('os').environ.get('RANK') == '1':\n            {line}\n"
+    file = place / "failing.py"
+    file.write_text(EXAMPLE.read_text().replace(start_of_loss, start_of_loss + on_one))
+    number = file.read_text().splitlines().index(f"            {line}") + 1
+    options = ["algorithm=failing.py", "cluster=1x2", "run_dir=failing", "overwrite=true", "data.eval=null"]
+    status, error = end(start("train", "recipe.yaml", *options))
+    assert status == 2 and error.count("realrl: ") == 1
+    assert error.splitlines()[-1].startswith(f"realrl: {message.format(file=file, number=number)}")
+
+
 STATEFUL = """
 
 class Counting(StatelessAlgorithm):
@@ -219,9 +246,11 @@ def test_saved_state_is_that_of_the_rank_that_trains_and_samples_show_what_the_d
     assert sample["length"] > 1
 
 
-def test_report_has_its_metrics_and_curves(
-    place: Path, alone: Path, capsys: pytest.CaptureFixture[str]
+def test_report_has_its_metrics_and_curves_without_its_file(
+    place: Path, alone: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert (alone / "code" / "algorithm.py").read_text() == EXAMPLE.read_text()
+    monkeypatch.setattr(UserCode, "__init__", None)
     assert run_app(["report", "run", "--out", "report"]) == 0
     report = json.loads((place / "report" / "report.json").read_text())
     evaluations = [line["reward.inference/score"] for line in read_metrics(alone, "eval")]

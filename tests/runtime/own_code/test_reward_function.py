@@ -142,6 +142,8 @@ def check_what_is_written(alone: Path, together: list[Path]) -> None:
         waited = {call["call"]["name"]: call["waited"] for call in costs["calls"]}
         assert [name for name, seconds in waited.items() if seconds is not None] == ["reward.function"]
         assert load_experiment(str(run / "config.yaml")) == load_experiment(str(one))
+        assert [file.name for file in (run / "code").iterdir()] == ["reward.function.py"]
+        assert (run / "code" / "reward.function.py").read_text() == CODE
     for one in together:
         check_overlap(json.loads((one.parent / "run" / "trace.json").read_text())["traceEvents"])
 

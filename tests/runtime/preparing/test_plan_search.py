@@ -19,6 +19,7 @@ from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.search.plan_search import UserConstraints
 from realrl.planner.simulate.scenario import Scenario
 from realrl.recipe.experiment import Experiment
+from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.devices import search_spec
 from realrl.runtime.prepare.fit import search as fit_search
@@ -75,14 +76,17 @@ def test_two_processes_run_the_searched_plan_and_reuse_it(world: World, tmp_path
     (kept,) = plans_directory().glob("*")
     assert f"kept in {kept}" in first
     # All ranks executed the one that was kept.
-    used = Plan.load(tmp_path / "run" / "plan.yaml")
-    assert used == Plan.load(kept)
+    graph = build_graph(load_experiment(file))
+    used = Plan.load(tmp_path / "run" / "plan.yaml", graph)
+    assert used == Plan.load(kept, graph)
     losses = read_metrics(tmp_path / "run")
     status, second = end(start("train", file))
     assert status == 0, second
     assert f"found earlier, kept in {kept}" in second
     assert first.count("s a step predicted") == second.count("s a step predicted") == 1
-    assert Plan.load(tmp_path / "run" / "plan.yaml") == used and read_metrics(tmp_path / "run") == losses
+    assert (
+        Plan.load(tmp_path / "run" / "plan.yaml", graph) == used and read_metrics(tmp_path / "run") == losses
+    )
 
 
 def test_under_torchrun_one_rank_searches_for_all(world: World, tmp_path: Path) -> None:
@@ -92,7 +96,8 @@ def test_under_torchrun_one_rank_searches_for_all(world: World, tmp_path: Path) 
     assert status == 0, error
     assert error.count("s a step predicted") == 1
     (kept,) = plans_directory().glob("*")
-    assert Plan.load(tmp_path / "run" / "plan.yaml") == Plan.load(kept)
+    graph = build_graph(load_experiment(file))
+    assert Plan.load(tmp_path / "run" / "plan.yaml", graph) == Plan.load(kept, graph)
 
 
 def test_one_process_runs_a_searched_plan(world: World, tmp_path: Path, searches: list[float]) -> None:
@@ -156,7 +161,8 @@ def test_an_unusable_cached_plan_is_searched_again(
     kept.write_bytes(damage(kept.read_text()))
     plan, said = planned(recipe(world, tmp_path))
     assert "found earlier" not in said and len(searches) == 2
-    assert Plan.load(kept) == plan and [kept] == list(plans_directory().glob("*"))
+    graph = build_graph(recipe(world, tmp_path))
+    assert Plan.load(kept, graph) == plan and [kept] == list(plans_directory().glob("*"))
 
 
 def test_an_unwritable_plan_cache_is_no_error(

@@ -44,19 +44,24 @@ def _print(run: "Comparison", before: "Profile | None", after: "Profile") -> Non
     from rich.console import Console
     from rich.table import Table
 
+    from realrl.cli.planning.tables import format_degrees, format_flags
     from realrl.plan.placement import Placement
     from realrl.planner.cost.cost_model import CostModel
 
     assert run.spec is not None, "else there is nothing to calibrate by"
     table = Table(box=box.SIMPLE)
     table.add_column("call", no_wrap=True)
-    for name in ("placement", "predicted before", "from now on", "steps"):
-        table.add_column(name, justify="left" if name == "placement" else "right", no_wrap=True)
+    for name in ("devices", "dp×tp×pp", ""):
+        table.add_column(name, no_wrap=True)
+    for name in ("predicted before", "from now on", "steps"):
+        table.add_column(name, justify="right", no_wrap=True)
     models = [CostModel(run.spec, profile) for profile in (before, after)]
     for of in run.calls:
         place = Placement.parse(of.placement)
         stored = None if of.call.role is None else run.models[of.call.role]
         costs = [model.call(of.call, stored, place, run.workload) for model in models]
         old, new = (f"{cost.seconds:.4g} s" if cost.terms else "not measured" for cost in costs)
-        table.add_row(of.call.name, place.layout, old, new, str(of.seconds.steps))
+        degrees = format_degrees(place, function=of.call.is_function)
+        where = (of.call.name, str(place.mesh), degrees, format_flags(place))
+        table.add_row(*where, old, new, str(of.seconds.steps))
     Console(stderr=True, highlight=False).print(table)

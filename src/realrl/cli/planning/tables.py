@@ -97,28 +97,32 @@ def _headline(report: PlanReport) -> Text:
     )
 
 
-def format_degrees(placement: Placement) -> str:
-    """Format degrees of parallelism, for example `2×8×4`."""
+def format_degrees(placement: Placement, *, function: bool = False) -> str:
+    """Format degrees of parallelism, for example `2×8×4`; of a function, that of data parallelism alone."""
     s = placement.strategy
-    return f"{s.dp}×{s.tp}×{s.pp}"
+    return f"{s.dp}" if function else f"{s.dp}×{s.tp}×{s.pp}"
+
+
+def format_flags(placement: Placement) -> str:
+    """Format the settings of a strategy that a table names only where they are given."""
+    strategy = placement.strategy
+    return " ".join(filter(None, ["recompute" if strategy.recompute else "", strategy.dtype or ""]))
 
 
 def _calls(chosen: Estimate) -> RenderableType:
     rows = make_table("call", "devices", "dp×tp×pp", "micro-batch>", "", "time>", "where it goes")
     for name, call in chosen.calls.items():
-        strategy = call.placement.strategy
         if call.call.is_function:
             seconds = format_seconds(call.seconds) if call.terms else "not measured"
-            mesh, dp = str(call.placement.mesh), f"{strategy.dp}"
+            mesh, dp = str(call.placement.mesh), format_degrees(call.placement, function=True)
             rows.add_row(name, mesh, dp, "-", "", seconds, "function on the host")
             continue
-        flags = ["recompute" if strategy.recompute else "", strategy.dtype or ""]
         rows.add_row(
             name,
             str(call.placement.mesh),
             format_degrees(call.placement),
-            f"{strategy.micro_batch_tokens:,}",
-            " ".join(filter(None, flags)),
+            f"{call.placement.strategy.micro_batch_tokens:,}",
+            format_flags(call.placement),
             format_seconds(call.seconds),
             _largest_terms(call),
         )
@@ -208,10 +212,8 @@ def _alternatives(report: PlanReport) -> Table:
 
 def _how(other: Alternative) -> tuple[str, str]:
     """Degrees and micro-batch of an alternative; of a function, its degree of data parallelism."""
-    strategy = other.placement.strategy
-    if other.function:
-        return f"{strategy.dp}", "-"
-    return format_degrees(other.placement), f"{strategy.micro_batch_tokens:,}"
+    degrees = format_degrees(other.placement, function=other.function)
+    return degrees, "-" if other.function else f"{other.placement.strategy.micro_batch_tokens:,}"
 
 
 def _few(found: Sequence[Alternative]) -> Iterable[Alternative]:

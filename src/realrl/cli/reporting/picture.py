@@ -18,7 +18,7 @@ def draw_picture(runs: Mapping[str, FinishedRun], path: Path) -> None:
     panels = [
         (run, metric, label)
         for run in runs.values()
-        for metric, label in run.spec.curves.items()
+        for metric, label in run.algorithm.curves.items()
         if run.series("train", metric)[0] or run.series("eval", metric)[0]
     ]
     rows = max(1, -(-len(panels) // _COLUMNS))
@@ -37,7 +37,7 @@ def _draw_panel(axes: Any, run: FinishedRun, metric: str, label: str) -> None:
         axes.plot(*trained, color="#7a9cc6", linewidth=1.2, label="training")
     if evaluated[0]:
         axes.plot(*evaluated, color="#c0392b", linewidth=1, marker="o", markersize=4, label="evaluation")
-    axes.set_title(f"{run.spec.name}: {label}", fontsize=10)
+    axes.set_title(f"{run.algorithm.name}: {label}", fontsize=10)
     axes.set_xlabel("step", fontsize=8)
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25)

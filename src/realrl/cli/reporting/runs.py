@@ -1,8 +1,7 @@
 """Metrics and samples of a finished run, read from its directory for a report."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,10 +9,7 @@ from typing import Any, Literal
 from realrl.config.errors import UserError
 from realrl.config.paths import local_path
 from realrl.config.yaml_file import read_yaml
-from realrl.recipe.algorithm import AlgorithmSpec
-from realrl.recipe.graphs import build_graph
-from realrl.recipe.load import load_experiment
-from realrl.recipe.registry import find_algorithm
+from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
 from realrl.runtime.output.saved import find_saved
 
 LineKind = Literal["train", "eval"]
@@ -43,7 +39,7 @@ class FinishedRun:
     """Finished run directory. samples: the sample files in the order they were written; seconds: wall time."""
 
     path: Path
-    spec: AlgorithmSpec
+    algorithm: AlgorithmRecord
     lines: tuple[MetricLine, ...]
     samples: tuple[tuple[Sample, ...], ...]
     seconds: float
@@ -78,7 +74,7 @@ def read_runs(directories: Sequence[str]) -> dict[str, FinishedRun]:
     runs: dict[str, FinishedRun] = {}
     for directory in directories:
         run = read_run(directory)
-        name = run.spec.name
+        name = run.algorithm.name
         if name in runs:
             raise UserError(
                 f"{runs[name].path} and {run.path} are both {name} runs; a report takes one of each"
@@ -90,7 +86,7 @@ def read_runs(directories: Sequence[str]) -> dict[str, FinishedRun]:
 def read_run(directory: str) -> FinishedRun:
     """Read a run directory; UserError naming the file, and the line, that is missing or malformed."""
     path = local_path(directory)
-    for name in ("config.yaml", "metrics.jsonl"):
+    for name in ("config.yaml", RECORD, "metrics.jsonl"):
         if not (path / name).exists():
             raise UserError(f"{directory} holds no finished run: {name} is missing")
     try:
@@ -104,10 +100,9 @@ def read_run(directory: str) -> FinishedRun:
 def _read_run(path: Path) -> FinishedRun:
     if not (path / "summary.json").exists():
         raise UserError(f"{path}: {_describe_unfinished(path)}")
-    with _naming_config(path):
-        spec = find_algorithm(read_yaml(str(path / "config.yaml"))["algorithm"])[0]
+    algorithm = AlgorithmRecord.load(path)
     lines = (MetricLine(row["step"], row["kind"], row["metrics"]) for row in _rows(path / "metrics.jsonl"))
-    names = (*spec.sample_keys, "judge")
+    names = (*algorithm.sample_keys, "judge")
     samples = (
         tuple(
             Sample(row["prompt"], row["completion"], {name: row[name] for name in names if name in row})
@@ -117,34 +112,18 @@ def _read_run(path: Path) -> FinishedRun:
     )
     return FinishedRun(
         path=path,
-        spec=spec,
+        algorithm=algorithm,
         lines=tuple(lines),
         samples=tuple(samples),
         seconds=json.loads((path / "summary.json").read_text(encoding="utf-8"))["seconds"],
     )
 
 
-@contextmanager
-def _naming_config(path: Path) -> Iterator[None]:
-    """Make errors in reading the recipe of a run name its file, and what to do if code of the user's has moved."""
-    try:
-        yield
-    except UserError as error:
-        moved = "there is no file" in str(error)
-        remedy = f"; if it has moved, write its new path into {path / 'config.yaml'}" if moved else ""
-        raise UserError(f"run {path}: {error}{remedy}") from None
-
-
 def _describe_unfinished(path: Path) -> str:
     """Write the error message for a run that is still running, or that was interrupted."""
-    with _naming_config(path):
-        experiment = load_experiment(str(path / "config.yaml"))
-    graph = build_graph(experiment)
-    saved = find_saved(path, [role for role in graph.roles if graph.trained(role)])
-    return (
-        "a report takes finished runs, and this one goes on or has ended"
-        f" {saved.describe(experiment.training.steps)}"
-    )
+    saved = find_saved(path, AlgorithmRecord.load(path).trained)
+    steps = read_yaml(str(path / "config.yaml"))["training"]["steps"]
+    return f"a report takes finished runs, and this one goes on or has ended {saved.describe(steps)}"
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

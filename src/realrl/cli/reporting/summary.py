@@ -22,10 +22,10 @@ def list_metrics(runs: Mapping[str, FinishedRun]) -> list[ReportedMetric]:
 
     A key that several algorithms use begins with the algorithm's name and a dot.
     """
-    uses = Counter(metric.key for run in runs.values() for metric in run.spec.summary)
+    uses = Counter(metric.key for run in runs.values() for metric in run.algorithm.summary)
     found = []
     for name, run in runs.items():
-        for metric in run.spec.summary:
+        for metric in run.algorithm.summary:
             pair = run.first_and_last(metric.metric)
             if pair is not None:
                 key = metric.key if uses[metric.key] == 1 else f"{name}.{metric.key}"

@@ -10,9 +10,10 @@ from torch import Tensor
 from realrl.algorithms.method import Metrics, TrainMethod
 from realrl.data.batch import Batch
 from realrl.engine.flat import FlatBuffer
-from realrl.engine.model import Model, count_item_tokens, reduce_metrics
+from realrl.engine.model import Model, count_item_tokens
 from realrl.engine.offload import Offloadable
 from realrl.engine.pipeline.schedule import make_1f1b_schedule
+from realrl.engine.reduced_metrics import reduce_metrics
 from realrl.engine.training.grad_reduce import OverlappedGradReduce
 from realrl.engine.training.gradients import finalize_model_grads, find_counted_elements, needs_finalization
 from realrl.engine.training.optimizer import ShardedAdamW

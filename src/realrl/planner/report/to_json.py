@@ -5,6 +5,7 @@ from typing import Any
 
 import yaml
 
+from realrl.dataflow.graph import DataflowGraph
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.report.report import Alternative, PlanReport, Preset, SizeReport
 from realrl.planner.simulate.estimate import CallEstimate, Estimate, MoveEstimate
@@ -14,25 +15,27 @@ from realrl.planner.simulate.scenario import Scenario
 def report_to_json(report: PlanReport) -> dict[str, Any]:
     """Convert a report to dicts, lists, text, numbers and None."""
     result = {
-        **estimate_to_json(report.chosen),
+        **estimate_to_json(report.chosen, report.scenario.graph),
         "lower_bound_seconds": report.lower_bound_seconds,
         "gap": report.gap,
         "search_seconds": report.search_seconds,
         "evaluations": report.evaluations,
         "options": dict(report.candidates),
         "objective": report.objective,
-        "presets": {name: _preset(preset) for name, preset in report.presets.items()},
+        "presets": {name: _preset(preset, report.scenario.graph) for name, preset in report.presets.items()},
         "alternatives": [_alternative(alternative) for alternative in report.alternatives],
         "cluster": _cluster(report.scenario.spec),
         "workload": _workload(report.scenario),
     }
-    return result | ({"nodes": [_size(size) for size in report.sizes]} if report.sizes else {})
+    return result | (
+        {"nodes": [_size(size, report.scenario.graph) for size in report.sizes]} if report.sizes else {}
+    )
 
 
-def estimate_to_json(estimate: Estimate) -> dict[str, Any]:
+def estimate_to_json(estimate: Estimate, graph: DataflowGraph) -> dict[str, Any]:
     """Convert an estimate to dicts, lists, text, numbers and None."""
     return {
-        "plan": yaml.safe_load(estimate.plan.to_text()),
+        "plan": _plan(estimate, graph),
         "step_seconds": estimate.step_seconds,
         "repeated_seconds": estimate.repeated_seconds,
         "fits": estimate.fits,
@@ -47,10 +50,16 @@ def estimate_to_json(estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def _preset(preset: Preset) -> dict[str, Any]:
+def _plan(estimate: Estimate, graph: DataflowGraph) -> dict[str, Any]:
+    """Convert a plan to the content of its file."""
+    content: dict[str, Any] = yaml.safe_load(estimate.plan.to_text(graph))
+    return content
+
+
+def _preset(preset: Preset, graph: DataflowGraph) -> dict[str, Any]:
     if preset.estimate is None:
         return {"refused": preset.refused}
-    return {**estimate_to_json(preset.estimate), "recompute_added": preset.recompute}
+    return {**estimate_to_json(preset.estimate, graph), "recompute_added": preset.recompute}
 
 
 def _call(call: CallEstimate) -> dict[str, Any]:
@@ -167,7 +176,7 @@ def _lengths(lengths: Sequence[int]) -> dict[str, float]:
     return {"mean": sum(lengths) / len(lengths), "least": min(lengths), "most": max(lengths)}
 
 
-def _size(size: SizeReport) -> dict[str, Any]:
+def _size(size: SizeReport, graph: DataflowGraph) -> dict[str, Any]:
     result: dict[str, Any] = {"nodes": size.nodes, "devices": size.devices, "fits": size.estimate is not None}
     if size.estimate is None:
         return {**result, "refused": size.refused}
@@ -178,5 +187,5 @@ def _size(size: SizeReport) -> dict[str, Any]:
         "device_hours": size.device_hours,
         "price": size.price,
         "gap": size.gap,
-        "plan": yaml.safe_load(size.estimate.plan.to_text()),
+        "plan": _plan(size.estimate, graph),
     }

@@ -21,10 +21,13 @@ from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import dump_experiment
+from realrl.runtime.output.algorithm_record import AlgorithmRecord
 from realrl.runtime.output.saved import METRICS, checkpoint_path, find_saved
 
 CONFIG, PLAN, PROGRAMS = "config.yaml", "plan.yaml", "programs"
 """Files of every run's directory. A directory without them is not ours and never deleted."""
+CODE = "code"
+"""Directory of copies of the files with code that the recipe names, each by the name of its setting."""
 BOARD = "tensorboard"
 
 
@@ -76,7 +79,7 @@ class RunDirectory:
         return status.st_ino, status.st_mtime_ns
 
     def start(self, experiment: Experiment, plan: Plan, programs: Mapping[str, Sequence[Program]]) -> None:
-        """Make the directory and write what is known before the first step: config, plan, programs.
+        """Make the directory and write what is known before the first step: config, code, plan, programs.
 
         UserError as in `check`, and when the directory cannot be written.
         """
@@ -86,7 +89,11 @@ class RunDirectory:
                 shutil.rmtree(self.path)
             (self.path / PROGRAMS).mkdir(parents=True)
             write_whole(self.path / CONFIG, dump_experiment(experiment))
-            plan.save(self.path / PLAN)
+            AlgorithmRecord.of(get_spec(experiment), self._trained).save(self.path)
+            for setting, file in _find_code(experiment).items():
+                (self.path / CODE).mkdir(exist_ok=True)
+                shutil.copyfile(file, self.path / CODE / f"{setting}.py")
+            plan.save(self.path / PLAN, build_graph(experiment))
             for name, ranks in programs.items():
                 for program in ranks:
                     file = self.path / PROGRAMS / f"{name}-rank{program.rank}.txt"
@@ -166,13 +173,7 @@ class RunDirectory:
 
 def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
     """List all that the run reads, by the name of its field. Not all are files: models may be on the hub."""
-    code = {call.name: call.function for call in build_graph(experiment).functions}
-    code |= {"algorithm": experiment.algorithm, "training.judge": experiment.training.judge}
-    for name, reference in code.items():
-        # Installed algorithms have names without a dot.
-        file = None if reference is None or "." not in reference else find_source(reference)
-        if file is not None:
-            yield name, str(file)
+    yield from ((setting, str(file)) for setting, file in _find_code(experiment).items())
     for role in get_spec(experiment).roles_of(experiment):
         config = getattr(experiment.models, role)
         for field in ("path", "tokenizer"):
@@ -186,6 +187,18 @@ def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
     yield "cluster", experiment.cluster
     if experiment.profile is not None:
         yield "profile", experiment.profile
+
+
+def _find_code(experiment: Experiment) -> dict[str, Path]:
+    """Find the files with code of the user's that the recipe names, by the name of the setting."""
+    references = {call.name: call.function for call in build_graph(experiment).functions}
+    references |= {"algorithm": experiment.algorithm, "training.judge": experiment.training.judge}
+    for role in get_spec(experiment).roles_of(experiment):
+        config = getattr(experiment.models, role)
+        references[f"models.{role}.family"] = config.shape.family if config.shape else config.family
+    # Installed algorithms and families have names without a dot.
+    files = {name: find_source(given) for name, given in references.items() if given and "." in given}
+    return {name: file for name, file in files.items() if file is not None}
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -99,5 +99,5 @@ def read_constraints(experiment: Experiment, spec: ClusterSpec, out: Path | None
     if name not in (*PRESETS, SEARCH) and not (
         out is not None and out == local_path(name) and not out.exists()
     ):
-        own = {name: load_plan(name, experiment.micro_batch_tokens)}
+        own = {name: load_plan(name, build_graph(experiment), experiment.micro_batch_tokens)}
     return UserConstraints(experiment.micro_batch_tokens, experiment.recompute, search_space, own)

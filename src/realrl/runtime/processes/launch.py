@@ -12,8 +12,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from realrl.config.errors import UserError
+from realrl.config.files import write_whole
 from realrl.plan.cluster import Cluster
-from realrl.plan.plan import Plan
 from realrl.runtime.processes.environment import (
     LAUNCHER_VARIABLE,
     PLAN_VARIABLE,
@@ -50,22 +50,22 @@ def check_local(cluster: Cluster) -> None:
 def launch(
     cluster: Cluster,
     arguments: Sequence[str],
-    plan: Plan | None = None,
+    plan: str | None = None,
     run_dir: Callable[[], Path | None] = lambda: None,
 ) -> int:
     """Run `realrl ARGUMENTS` in one local process per device of `cluster`; return the exit status of the run.
 
-    `plan` is what has been found for a recipe that says `plan: search`. When one process fails, the others are
-    ended, and the first cause is printed, once. What else they print goes to `logs` in `run_dir()`, which may be
-    None if the run has not made one. As in a shell, the status is 128 + N where signal N ended a process of the
-    run. Raises Interrupted when this process is to end, after the others have.
+    `plan` is the text of the plan file found for a recipe that says `plan: search`. When one process fails, the
+    others are ended, and the first cause is printed, once. What else they print goes to `logs` in `run_dir()`,
+    which may be None if the run has not made one. As in a shell, the status is 128 + N where signal N ended a
+    process of the run. Raises Interrupted when this process is to end, after the others have.
     """
     with tempfile.TemporaryDirectory(prefix="realrl-") as scratch:
         processes: list[subprocess.Popen[bytes]] = []
         variables = {}
         if plan is not None:
             variables[PLAN_VARIABLE] = str(Path(scratch) / "plan.yaml")
-            plan.save(variables[PLAN_VARIABLE])
+            write_whole(Path(variables[PLAN_VARIABLE]), plan)
         try:
             for rank in range(cluster.size):
                 environment = _environment(rank, cluster.size, scratch) | variables

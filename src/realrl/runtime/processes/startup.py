@@ -7,6 +7,7 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.plan import Plan
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
+from realrl.recipe.graphs import build_graph
 from realrl.runtime.prepare.devices import search_spec
 from realrl.runtime.prepare.functions import check_functions
 from realrl.runtime.prepare.gpu import Gpu, Here
@@ -33,7 +34,7 @@ def agree_on_plan(
     """
     file = os.environ.get(PLAN_VARIABLE)
     if file is not None:
-        return Plan.load(file)
+        return Plan.load(file, build_graph(experiment))
     plan: Plan | None = None
     with process.together():
         if process.rank == WRITER:

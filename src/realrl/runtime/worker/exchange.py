@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realrl.algorithms.method import Metrics
-from realrl.data.batch import Ragged
+from realrl.data.batch import KEY_DTYPES, Ragged
 from realrl.dataflow.call import Call
 from realrl.program.instructions import Receive, Report, Send, ShareLengths
 from realrl.runtime.processes.process import Process
-from realrl.runtime.worker.store import DTYPES, Store
+from realrl.runtime.worker.store import Store
 
 # Above every exchange number of a program.
 _LENGTHS_TAG = 1 << 20
@@ -52,7 +52,7 @@ class Exchange:
             message = torch.empty(sum(sizes), dtype=torch.uint8)
             self._take(message, sender, receive.number)
             for key, part in zip(receive.keys, message.split(sizes), strict=True):
-                values = part.clone().view(DTYPES[store.graph.keys[key].dtype])
+                values = part.clone().view(KEY_DTYPES[store.graph.keys[key].dtype])
                 store.put(key, ids, Ragged(values, lengths[key]))
 
     def share_lengths(self, share: ShareLengths, store: Store) -> None:
@@ -113,4 +113,4 @@ class Exchange:
 
 
 def _width(store: Store, key: str) -> int:
-    return DTYPES[store.graph.keys[key].dtype].itemsize
+    return KEY_DTYPES[store.graph.keys[key].dtype].itemsize

@@ -1,15 +1,12 @@
 """Store of the items of a step on one rank: lengths of all of them, rows of some."""
 
-import torch
 from torch import Tensor
 
-from realrl.data.batch import Batch, Ragged
+from realrl.data.batch import KEY_DTYPES, Batch, Ragged
 from realrl.data.partition import assign
 from realrl.dataflow.call import Call
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.plan import Plan
-
-DTYPES = {"int64": torch.int64, "float32": torch.float32}
 
 
 class Store:
@@ -37,7 +34,7 @@ class Store:
     def rows(self, key: str, ids: list[int]) -> Ragged:
         """Select rows of the items `ids`, which this rank must hold."""
         held = self._rows[key]
-        return Ragged.of([held[i] for i in ids], dtype=DTYPES[self.graph.keys[key].dtype])
+        return Ragged.of([held[i] for i in ids], dtype=KEY_DTYPES[self.graph.keys[key].dtype])
 
     def row_lengths(self, key: str, ids: list[int]) -> tuple[int, ...]:
         """Find the lengths of the rows of `key`, held here or not."""

@@ -15,11 +15,13 @@ from realrl.algorithms.method import (
     Metrics,
     TrainMethod,
 )
+from realrl.config.errors import UserCodeError
 from realrl.data.batch import Batch
 from realrl.dataflow.call import Call, Kind
 from realrl.engine.finite import NotFiniteError
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.reduced_metrics import DifferentMetricsError
 from realrl.program.instructions import (
     Feed,
     Instruction,
@@ -117,7 +119,7 @@ class Worker:
         now = _Step(store, step, timer, {})
         handlers: dict[type[Instruction], Callable[..., None]] = {
             Feed: lambda _: store.feed(step.records),
-            Run: lambda i: self._run(i, now),
+            Run: lambda i: self._run_call(i, now),
             Send: lambda i: self._exchange.send(i, store),
             Receive: lambda i: self._exchange.receive(i, store),
             ShareLengths: lambda i: self._exchange.share_lengths(i, store),
@@ -173,6 +175,14 @@ class Worker:
         if now.timer is not None:
             now.timer.function(function, returned.start, returned.end, waited=(before, after))
         return after - before
+
+    def _run_call(self, run: Run, now: _Step) -> None:
+        """Execute a call of a model; UserCodeError where its ranks have different metrics."""
+        try:
+            self._run(run, now)
+        except DifferentMetricsError as error:
+            # Ranks of other calls do not know of it.
+            raise UserCodeError(f"{run.call}: {error}", alone=True) from None
 
     def _run(self, run: Run, now: _Step) -> None:
         """Execute a call of a model."""

@@ -59,7 +59,7 @@ def _read(file: Path, scenario: Scenario) -> tuple[Plan, str] | None:
     """Read a cached plan and its description; None where there is none that can be used."""
     try:
         first = file.read_text(encoding="utf-8").partition("\n")[0]
-        plan = Plan.load(file)
+        plan = Plan.load(file, scenario.graph)
         plan.check(scenario.graph, {role: model.shape for role, model in scenario.models.items()})
     except (OSError, UnicodeDecodeError, UserError):
         return None
@@ -76,7 +76,8 @@ def _write(file: Path, found: SearchedPlan, scenario: Scenario) -> str:
     made = datetime.now(UTC).date().isoformat()
     text = (
         f"{_HEADER}{found.about}\n"
-        f"# {calls} on {scenario.spec.name}, by realrl {__version__} on {made}\n{found.plan.to_text()}"
+        f"# {calls} on {scenario.spec.name}, by realrl {__version__} on {made}\n"
+        f"{found.plan.to_text(scenario.graph)}"
     )
     try:
         write_whole(file, text)

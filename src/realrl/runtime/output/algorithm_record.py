@@ -1,0 +1,54 @@
+"""Record of a run's algorithm in its directory: what a report needs, so that it imports no code. No torch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+from pydantic import ConfigDict, ValidationError
+
+from realrl.config.base import Settings
+from realrl.config.errors import UserError
+from realrl.config.explain import explain
+from realrl.config.files import write_whole
+from realrl.recipe.algorithm import AlgorithmSpec, SummaryMetric
+
+RECORD = "algorithm.json"
+"""File of a run directory."""
+
+
+class AlgorithmRecord(Settings):
+    """Part of an algorithm's description, see `AlgorithmSpec`."""
+
+    # Labels may be empty.
+    model_config = ConfigDict(str_min_length=0)
+
+    name: str
+    trained: tuple[str, ...]
+    """Roles that training updates, in the order of the graph."""
+    curves: dict[str, str]
+    summary: tuple[SummaryMetric, ...]
+    sample_keys: tuple[str, ...]
+
+    @classmethod
+    def of(cls, spec: AlgorithmSpec, trained: Sequence[str]) -> Self:
+        """Make the record of an algorithm that trains these roles."""
+        return cls(
+            name=spec.name,
+            trained=tuple(trained),
+            curves=dict(spec.curves),
+            summary=spec.summary,
+            sample_keys=spec.sample_keys,
+        )
+
+    def save(self, run_dir: Path) -> None:
+        """Write the file of a run directory. OSError."""
+        write_whole(run_dir / RECORD, self.model_dump_json(indent=2) + "\n")
+
+    @classmethod
+    def load(cls, run_dir: Path) -> Self:
+        """Read the file of a run directory; UserError where its content is something else."""
+        file = run_dir / RECORD
+        try:
+            return cls.model_validate_json(file.read_bytes())
+        except ValidationError as error:
+            raise UserError(f"{file}: {explain(error, cls)}") from None
