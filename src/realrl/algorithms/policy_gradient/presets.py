@@ -22,27 +22,27 @@ class PolicyPreset:
 PRESETS: Mapping[str, PolicyPreset] = MappingProxyType(
     {
         "grpo": PolicyPreset(
-            "GRPO: rewards relative to those of a group of answers to the same prompt.",
+            "GRPO: rewards relative to those of a group of answers to the same prompt",
             "Shao et al. 2024, arXiv 2402.03300",
             {"kl": PolicyKLConfig(coef=0.04)},
         ),
         "dr_grpo": PolicyPreset(
-            "Dr. GRPO: GRPO without its biases towards long wrong answers and towards prompts of little variance.",
+            "Dr. GRPO: GRPO without its biases towards long wrong answers and towards prompts of little variance",
             "Liu et al. 2025, arXiv 2503.20783",
             {"scale": "none", "aggregate": "constant"},
         ),
         "dapo": PolicyPreset(
-            "DAPO: GRPO with a higher upper clip bound, every token weighing the same, and no reference.",
+            "DAPO: GRPO with a higher upper clip bound, every token weighing the same, and no reference",
             "Yu et al. 2025, arXiv 2503.14476",
             {"aggregate": "token_mean", "clip_high": 0.28},
         ),
         "gspo": PolicyPreset(
-            "GSPO: GRPO with one importance ratio per answer.",
+            "GSPO: GRPO with one importance ratio per answer",
             "Zheng et al. 2025, arXiv 2507.18071",
             {"ratio": "sequence_mean", "clip": 3e-4, "clip_high": 4e-4},
         ),
         "rloo": PolicyPreset(
-            "RLOO: REINFORCE with the mean reward of the other answers to the prompt as baseline.",
+            "RLOO: REINFORCE with the mean reward of the other answers to the prompt as baseline",
             "Ahmadian et al. 2024, arXiv 2402.14740",
             {
                 "samples": 4,
@@ -53,7 +53,7 @@ PRESETS: Mapping[str, PolicyPreset] = MappingProxyType(
             },
         ),
         "reinforce_pp": PolicyPreset(
-            "REINFORCE++: one answer per prompt, advantages normalised over the batch.",
+            "REINFORCE++: one answer per prompt, advantages normalised over the batch",
             "Hu 2025, arXiv 2501.03262",
             {
                 "samples": 1,
@@ -64,7 +64,7 @@ PRESETS: Mapping[str, PolicyPreset] = MappingProxyType(
             },
         ),
         "reinforce_pp_baseline": PolicyPreset(
-            "REINFORCE++ with the mean reward of the group as baseline.",
+            "REINFORCE++ with the mean reward of the group as baseline",
             "Hu 2025, arXiv 2501.03262",
             {
                 "scale": "batch_norm",
@@ -73,7 +73,7 @@ PRESETS: Mapping[str, PolicyPreset] = MappingProxyType(
             },
         ),
         "remax": PolicyPreset(
-            "ReMax: REINFORCE with the reward of the greedy answer as baseline.",
+            "ReMax: REINFORCE with the reward of the greedy answer as baseline",
             "Li et al. 2023, arXiv 2310.10505",
             {
                 "samples": 1,
