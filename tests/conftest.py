@@ -75,8 +75,8 @@ class World:
         models: dict[str, Any] = {
             "sft": {"actor": {"shape": SHAPE, "tokenizer": self.tokenizer}},
             "reward": {"reward": {"path": self.actor}},
-            "ppo": {"actor": {"path": self.actor}, "reward": {"path": self.reward}},
-        }[algorithm]
+        }.get(algorithm, {"actor": {"path": self.actor}, "reward": {"path": self.reward}})
+        samples = algorithm not in ("sft", "reward")
         document: dict[str, Any] = {
             "algorithm": algorithm,
             "run_dir": str(directory / "run"),
@@ -84,16 +84,17 @@ class World:
             "device": "cpu",
             "micro_batch_tokens": 256,
             "models": models,
-            "data": {"train": str(self.root / f"{algorithm}.jsonl"), "batch": 16},
+            "data": {"train": str(self.root / f"{'ppo' if samples else algorithm}.jsonl"), "batch": 16},
             "training": {"steps": 5},
         }
         for role in models:
-            if role in ("actor", "reward") and not (algorithm == "ppo" and role == "reward"):
+            if not (samples and role == "reward"):
                 models[role] = {**models[role], "optimizer": {"lr": 1e-3}}
+        if samples:
+            document["generation"] = {"max_new_tokens": 12}
+            document["ppo" if algorithm == "ppo" else "policy"] = {"minibatches": 2}
         if algorithm == "ppo":
             models["critic"] = {"optimizer": {"lr": 1e-3}}
-            document["generation"] = {"max_new_tokens": 12}
-            document["ppo"] = {"minibatches": 2}
         for name, value in changes.items():
             *path, last = name.split("__")
             inner = document

@@ -114,17 +114,17 @@ def length_readers(graph: DataflowGraph, plan: Plan, key: str) -> tuple[int, ...
 def length_calls(graph: DataflowGraph, key: str) -> tuple[str, ...]:
     """List the calls whose ranks must know the lengths of `key`.
 
-    These hold or exchange rows of that length, or send to a call whose items are divided by it.
+    These hold or exchange rows of that length, or send to or receive from a call whose items are divided by it.
     """
+
+    def divided_by(call: Call) -> bool:
+        return key in map(graph.length_key, call.work)
+
     found = []
     for call in graph.calls:
         touches = any(graph.length_key(k) == key for k in (*call.inputs, *call.outputs))
-        feeds = any(
-            key in map(graph.length_key, consumer.work)
-            for consumer in graph.calls
-            if call in producers(graph, consumer)
-        )
-        if touches or feeds:
+        feeds = any(divided_by(other) for other in graph.calls if call in producers(graph, other))
+        if touches or feeds or any(map(divided_by, producers(graph, call))):
             found.append(call.name)
     return tuple(found)
 

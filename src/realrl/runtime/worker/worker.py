@@ -37,7 +37,6 @@ from realrl.program.instructions import (
     ShareLengths,
 )
 from realrl.program.text import format_instruction
-from realrl.recipe.graphs import GENERATED
 from realrl.runtime.measure.step_timer import StepTimer
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.exchange import Exchange
@@ -210,9 +209,6 @@ class Worker:
                 )
             except NotFiniteError as error:
                 raise NotFiniteError(f"{call.name}: {error}") from None
-            if call.prefix:
-                offered = {f"{call.prefix}{key}": key for key in GENERATED}
-                batch = batch.with_fields(**{key: batch[offered[key]] for key in call.outputs})
         elif call.kind is Kind.INFERENCE:
             metrics: Metrics
             batch, metrics = model.infer(batch, cast(InferenceMethod, method), max_tokens, now.after_pass)
@@ -221,7 +217,7 @@ class Worker:
             assert call.kind is Kind.TRAIN, f"{call.name} is a function"
             now.metrics[call.name] = self._train(run, call, batch, now)
         for key in call.outputs if self._process.rank in run.placement.output_ranks else ():
-            store.put(key, batch.ids, batch[key])
+            store.put(key, batch.ids, batch[key.removeprefix(call.prefix)])
 
     def _train(self, run: Run, call: Call, batch: Batch, now: _Step) -> Metrics:
         minibatches = now.store.assignment(call)[run.placement.dp_index(self._process.rank)]
