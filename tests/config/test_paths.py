@@ -80,7 +80,7 @@ def test_commands_read_and_write_files_of_the_home(home: Path, world: World) -> 
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["report", "~/folder", "--out", "~/report"], "metrics.jsonl is missing"),
+        (["report", "~/folder", "--out", "~/report"], "algorithm.json is missing"),
         (["plan", "--calibrate", "~/folder"], "costs.json has version"),
         (["profile", "~/recipe.yaml", "--out", "~/folder"], "this is a directory; name a file in it"),
     ],
