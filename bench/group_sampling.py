@@ -5,7 +5,8 @@ fixed length, or end at random (a share of the vocabulary ends them), so that mo
 Reported are the ratio of times (median of the ratios of the turns), the bytes of the KV cache, and the peak of all
 allocations of a call, which another, untimed run of it counts.
 
-    python bench/group_sampling.py [--prompts N] [--samples N] [--turns N] [--threads N] [--dtype float32|bfloat16] [--json FILE]
+    python bench/group_sampling.py [--shape 5M|50M] [--prompts N] [--samples N] [--turns N] [--threads N]
+        [--dtype float32|bfloat16] [--json FILE]
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Rows of a decode batch that share a prompt: samples of one prompt stay together as far as memory allows."""
 
 _PIECES_PER_STAGE = 2
-"""Pieces of prompts per pipeline stage below which prompts are cut, so that stages get decode batches of like size."""
+"""Pieces of prompts per pipeline stage below which prompts are cut: decode batches get more equal."""
 
 
 def count_rows_per_piece(

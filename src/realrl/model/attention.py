@@ -126,7 +126,10 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> 
 
 
 def make_padding_mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
-    """Make the mask of keys beyond each row's length: 0 where visible, else -inf. lengths: [B] -> [B, 1, 1, longest]"""
+    """Make a mask that hides keys beyond each row's length: 0 where visible, else -inf.
+
+    lengths: [B] -> [B, 1, 1, longest]
+    """
     # Kernels on a GPU want the rows of a mask aligned to 16 elements.
     room = longest if lengths.device.type == "cpu" else -(-longest // 16) * 16
     mask = torch.zeros(len(lengths), room, dtype=dtype, device=lengths.device)

@@ -67,7 +67,7 @@ class SharedPrefixCache:
         self.lengths = self.lengths + 1
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store each row's newest token, after `grow`, and attend from it to its prompt and all that its row stores.
+        """Store each row's newest token, after `grow`, and attend from it to its whole sequence.
 
         q: [B, heads, D]; k, v: [B, kv_heads, D] -> [B, heads * D]
         """
