@@ -101,7 +101,7 @@ class UserCode:
             if theirs:
                 frames = traceback.StackSummary.from_list(frames[frames.index(theirs[0]) :])
             where = f" ({_format_place(theirs[-1])})" if theirs else ""
-            text = " ".join(str(error).split())
+            text = " ".join(_read_message(error).split())
             reason = f"{type(error).__name__}{text and ': '}{text}"
             listed = "".join(frames.format()) if theirs else ""
             trace = "".join(
@@ -134,6 +134,14 @@ def find_source(reference: str) -> Path | None:
     except (Exception, SystemExit):  # of the packages around it; who imports the module itself says so
         return None
     return Path(found.origin) if found is not None and found.has_location and found.origin else None
+
+
+def _read_message(error: BaseException) -> str:
+    """Text of an exception; empty where its class fails to give one."""
+    try:
+        return str(error)
+    except Exception:  # whatever class the user has made
+        return ""
 
 
 def _frames_in(files: Set[Path | None], frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
