@@ -92,8 +92,8 @@ class UserCode:
             theirs = _frames_in(files, traceback.extract_tb(error.__traceback__))
             where = _format_place(theirs[-1]) if theirs else self.label
             raise UserError(f"{where}: {error}") from None
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever the user's code does
-            if isinstance(error, KeyboardInterrupt) and _may_be_ctrl_c():
+        except BaseException as error:  # whatever the user's code does
+            if _may_be_signal(error):
                 raise
             # The first frame is ours, and for an import so are some more.
             frames = traceback.extract_tb(error.__traceback__)
@@ -152,13 +152,16 @@ def _format_place(frame: traceback.FrameSummary) -> str:
     return f"{Path(frame.filename).resolve()}:{frame.lineno}"
 
 
-def _may_be_ctrl_c() -> bool:
-    """Tell whether a KeyboardInterrupt here may come from the keyboard.
+def _may_be_signal(error: BaseException) -> bool:
+    """Tell whether an exception may come from a signal, such as that of the keyboard.
 
-    Python raises it in the main thread alone, by its own handler; the handlers of a run raise another exception.
+    Python calls handlers in the main thread alone: its own raises KeyboardInterrupt, those of a run another exception.
     """
-    on_main_thread = threading.current_thread() is threading.main_thread()
-    return on_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if isinstance(error, KeyboardInterrupt):
+        return signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return not isinstance(error, Exception | SystemExit)
 
 
 def _is_module(name: str) -> bool:

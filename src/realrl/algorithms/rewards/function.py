@@ -12,7 +12,7 @@ from realrl.algorithms.rewards.config import RewardTerm
 from realrl.algorithms.rewards.inference import compute_score_metrics
 from realrl.algorithms.rewards.scorers import make_scorer
 from realrl.algorithms.rewards.scoring.limits import Deadline, LimitedRunner, TimeLimitError
-from realrl.algorithms.rewards.scoring.scores import NOT_APPLICABLE, SKIPPED, TEXTS, Failure, Score
+from realrl.algorithms.rewards.scoring.scores import NOT_APPLICABLE, SKIPPED, TEXTS, RewardFailure, Score
 from realrl.config.errors import UserCodeError
 from realrl.data.batch import Ragged
 
@@ -64,19 +64,20 @@ class RewardFunction:
         """One number per sequence. UserCodeError, which names the reward, the record and the sample, where one
         fails, unless samples are skipped."""
         scores = self._score(inputs)
-        first = next((i for i, score in enumerate(scores) if isinstance(score, Failure)), None)
+        failures = ((i, score) for i, score in enumerate(scores) if isinstance(score, RewardFailure))
+        first = next(failures, None)
         if first is not None:
-            self._refuse(scores[first], inputs, first)
+            self._refuse(*first, inputs)
         absent = NOT_APPLICABLE if self._in_mixture else SKIPPED
-        numbers = [SKIPPED if isinstance(s, Failure) else absent if s is None else s for s in scores]
+        numbers = [SKIPPED if isinstance(s, RewardFailure) else absent if s is None else s for s in scores]
         output = Ragged.scalars(torch.tensor(numbers, dtype=torch.float32))
         return {self._key: output}, self._summarize(scores, output, inputs)
 
-    def _refuse(self, failure: Any, inputs: FunctionInput, sample: int) -> None:
+    def _refuse(self, sample: int, failure: RewardFailure, inputs: FunctionInput) -> None:
         """End the run for a failure, or note the first one that is skipped."""
         message = f"{self._scorer.label} {failure.reason}; {inputs.describe(sample)}"
         if self._term.on_error == "fail":
-            raise UserCodeError(message)
+            raise UserCodeError(message, failure.trace)
         if not self._noted:
             self._noted = True
             print(
@@ -87,7 +88,7 @@ class RewardFunction:
         metrics, count = Metrics(), len(scores)
         if self._prefix:
             return metrics
-        skipped = sum(isinstance(score, Failure) for score in scores)
+        skipped = sum(isinstance(score, RewardFailure) for score in scores)
         if self._in_mixture:
             given = output.values.double()[output.values.isfinite()]
             metrics.mean("term_score", given.sum(), len(given))
@@ -114,7 +115,7 @@ class RewardFunction:
                     f"{self._scorer.label} {reason}, and neither did it earlier; too many of its calls are still"
                     " running"
                 ) from None
-            return [Failure(reason)] * count
+            return [RewardFailure(reason)] * count
         except UserCodeError as error:
             return self._score_singly(error, arguments, count, deadline)
 
@@ -136,9 +137,12 @@ class RewardFunction:
             except TimeLimitError:
                 if not skips:
                     raise error from None
-                return scores + [Failure(f"ran out of time (timeout) after it failed: {error}")] * (count - i)
+                return scores + [RewardFailure(f"ran out of time (timeout) after it failed: {error}")] * (
+                    count - i
+                )
             except UserCodeError as single:
-                scores.append(Failure(str(single).removeprefix(f"{self._scorer.label} ")))
+                reason = str(single).removeprefix(f"{self._scorer.label} ")
+                scores.append(RewardFailure(reason, single.trace))
                 if not skips:
                     return [None] * i + scores[-1:]
         if not skips:  # what it raises depends on which samples it sees together

@@ -7,7 +7,7 @@ import torch
 
 from realrl.algorithms.rewards.config import RewardTerm, name_setting
 from realrl.algorithms.rewards.http.scorer import HttpScorer
-from realrl.algorithms.rewards.scoring.scores import TEXTS, Failure, Score, Scorer
+from realrl.algorithms.rewards.scoring.scores import TEXTS, RewardFailure, RewardScorer, Score
 from realrl.algorithms.rewards.verifiers.base import Verifier
 from realrl.config.errors import UserError
 from realrl.config.user_function import UserFunction, describe_no_number, read_number
@@ -16,7 +16,7 @@ from realrl.config.words import join
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def make_scorer(name: str, term: RewardTerm) -> Scorer:
+def make_scorer(name: str, term: RewardTerm) -> RewardScorer:
     """Make the scorer of a term that is no model."""
     setting = name_setting(name)
     if term.function is not None:
@@ -82,9 +82,9 @@ class FunctionScorer:
             return None
         number = read_number(value)
         if number is None:
-            return Failure(describe_no_number(value, count))
+            return RewardFailure(describe_no_number(value, count))
         if abs(number) > _LARGEST:
-            return Failure(f"gave {number:g}, which is too large for float32")
+            return RewardFailure(f"gave {number:g}, which is too large for float32")
         return number
 
 
@@ -117,7 +117,7 @@ class VerifierScorer:
         return self._verifier.verify(arguments["completions"], arguments)
 
 
-def check_required(scorer: Scorer, source: str, fields: Collection[str]) -> None:
+def check_required(scorer: RewardScorer, source: str, fields: Collection[str]) -> None:
     """Check that records of a source have what a scorer needs; else UserError."""
     missing = [name for name in scorer.required if name not in (*TEXTS, *fields)]
     if missing:

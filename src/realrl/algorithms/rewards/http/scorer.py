@@ -8,7 +8,7 @@ from typing import Any
 from realrl.algorithms.rewards.http.client import Client, RequestError
 from realrl.algorithms.rewards.http.config import HttpConfig
 from realrl.algorithms.rewards.scoring.limits import map_in_threads
-from realrl.algorithms.rewards.scoring.scores import Failure, Score
+from realrl.algorithms.rewards.scoring.scores import RewardFailure, Score
 from realrl.config.errors import UserError
 from realrl.config.patterns import find_last
 from realrl.config.user_function import read_number, show
@@ -59,11 +59,13 @@ class HttpScorer:
         try:
             reply = self._post(part)
         except RequestError as error:
-            return [Failure(str(error))] * count
+            return [RewardFailure(str(error))] * count
         scores = reply.get("scores") if isinstance(reply, Mapping) else None
         if not isinstance(scores, list) or len(scores) != count:
             found = f"{len(scores)} scores" if isinstance(scores, list) else show(reply)
-            return [Failure(f'answered {found}; it must answer {{"scores": [...]}}, {count} of them')] * count
+            return [
+                RewardFailure(f'answered {found}; it must answer {{"scores": [...]}}, {count} of them')
+            ] * count
         return [self._read(score) for score in scores]
 
     def _ask_judge(self, part: Mapping[str, list[Any]]) -> list[Score]:
@@ -82,18 +84,18 @@ class HttpScorer:
         try:
             reply = self._post(request)
         except RequestError as error:
-            return [Failure(str(error))]
+            return [RewardFailure(str(error))]
         try:
             text = reply["choices"][0]["message"]["content"]
         except (LookupError, TypeError):
-            return [Failure(f"answered {show(reply)}, which is no chat completion")]
+            return [RewardFailure(f"answered {show(reply)}, which is no chat completion")]
         last = find_last(config.score_pattern, text if isinstance(text, str) else "")
         if last is None or last.group(1) is None:
-            return [Failure(f"answered {show(text)}, in which score_pattern finds no score")]
+            return [RewardFailure(f"answered {show(text)}, in which score_pattern finds no score")]
         try:
             return [self._read(float(last.group(1)))]
         except ValueError:
-            return [Failure(f"answered a score {show(last.group(1))}, which is no number")]
+            return [RewardFailure(f"answered a score {show(last.group(1))}, which is no number")]
 
     def _read(self, value: Any) -> Score:
         """Read a score; null where the reward does not apply."""
@@ -101,7 +103,9 @@ class HttpScorer:
             return None
         number = None if isinstance(value, bool) else read_number(value)
         if number is None or abs(number) > 3e38:
-            return Failure(f"answered {show(value)} for a completion; a score is a finite number or null")
+            return RewardFailure(
+                f"answered {show(value)} for a completion; a score is a finite number or null"
+            )
         return number
 
     def _post(self, request: Mapping[str, Any]) -> Any:

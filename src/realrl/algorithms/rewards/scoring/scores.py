@@ -15,20 +15,22 @@ ALL_SKIPPED = (
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Sample whose reward could not be computed. `reason` follows the name of the reward in a message."""
+class RewardFailure:
+    """Sample whose reward could not be computed. `reason` follows the name of the reward in a message, and `trace`
+    is the traceback of the user's code, if that raised."""
 
     reason: str
+    trace: str = ""
 
 
-Score = float | None | Failure
+Score = float | None | RewardFailure
 """A finite number, None where the reward does not apply to the sample, or why there is none."""
 
 TEXTS = ("prompts", "completions", "completion_ids")
 """Arguments of rewards besides fields of records."""
 
 
-class Scorer(Protocol):
+class RewardScorer(Protocol):
     """A reward of the host: a function, a verifier, a service."""
 
     label: str

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from realrl.algorithms.rewards.scoring.scores import Failure, Score
+from realrl.algorithms.rewards.scoring.scores import RewardFailure, Score
 from realrl.config.base import Settings
 from realrl.config.patterns import Pattern, find_last
 
@@ -56,7 +56,7 @@ class AnswerVerifier(Verifier):
         if right is None:
             return None
         if not isinstance(right, str | int | float) or isinstance(right, bool):
-            return Failure(f"needs a text or a number as {self.answer}, not a {type(right).__name__}")
+            return RewardFailure(f"needs a text or a number as {self.answer}, not a {type(right).__name__}")
         expected = str(right)
         if self.extract is not None:
             expected = extract(expected, self.extract) or expected

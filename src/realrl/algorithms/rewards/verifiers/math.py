@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import PositiveFloat, PrivateAttr
 
-from realrl.algorithms.rewards.scoring.scores import Failure, Score
+from realrl.algorithms.rewards.scoring.scores import RewardFailure, Score
 from realrl.algorithms.rewards.verifiers.base import AnswerVerifier
 from realrl.algorithms.rewards.verifiers.extra import require
 from realrl.algorithms.rewards.verifiers.math_process import MathProcess
@@ -37,5 +37,5 @@ class MathEquality(AnswerVerifier):
         assert self._process is not None, "started by verify"
         answer = self._process.ask(text=text, right=right, extracted=self.extract is not None)
         if answer is None:
-            return Failure(f"finds no expression in {self.answer}={right[:40]!r}")
+            return RewardFailure(f"finds no expression in {self.answer}={right[:40]!r}")
         return float(answer)

@@ -96,7 +96,7 @@ def _compare(question: dict[str, Any]) -> bool | None:
     return bool(found) and bool(verify(right, found, timeout_seconds=seconds))
 
 
-def main() -> None:
+def answer_questions() -> None:
     """Answer until the input ends."""
     logging.disable()
     sys.set_int_max_str_digits(0)
@@ -106,4 +106,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer_questions()

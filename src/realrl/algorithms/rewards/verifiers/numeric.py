@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat
 
-from realrl.algorithms.rewards.scoring.scores import Failure, Score
+from realrl.algorithms.rewards.scoring.scores import RewardFailure, Score
 from realrl.algorithms.rewards.verifiers.base import AnswerVerifier
 from realrl.config.patterns import find_last
 
@@ -37,7 +37,7 @@ class Numeric(AnswerVerifier):
         """Compare as numbers."""
         expected = find_number(right, self.percent)
         if expected is None:
-            return Failure(f"finds no number in {self.answer}={right[:40]!r}")
+            return RewardFailure(f"finds no number in {self.answer}={right[:40]!r}")
         found = find_number(text, self.percent)
         if found is None:
             return 0.0

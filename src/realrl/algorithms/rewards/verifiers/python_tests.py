@@ -9,9 +9,9 @@ from typing import Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from realrl.algorithms.rewards.scoring.limits import map_in_threads
-from realrl.algorithms.rewards.scoring.scores import Failure, Score
+from realrl.algorithms.rewards.scoring.scores import RewardFailure, Score
 from realrl.algorithms.rewards.verifiers.base import Verifier
-from realrl.algorithms.rewards.verifiers.sandbox import Limits, find_not_isolated, run_tests
+from realrl.algorithms.rewards.verifiers.sandbox import Limits, find_not_isolated, run_in_sandbox
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 
@@ -68,11 +68,11 @@ class PythonTests(Verifier):
             return None
         listed = [tests] if isinstance(tests, str) else tests
         if not isinstance(listed, list) or not listed or not all(isinstance(test, str) for test in listed):
-            return Failure(f"needs a text or a list of texts as {self.tests}")
+            return RewardFailure(f"needs a text or a list of texts as {self.tests}")
         fenced = _FENCED.findall(completion)
         code = fenced[-1] if fenced else completion
         limits = Limits(
             seconds=self.seconds, memory_bytes=self.memory_mb << 20, output_bytes=self.output_kb << 10
         )
-        passed = run_tests(code if setup is None else f"{setup}\n{code}", listed, limits)
+        passed = run_in_sandbox(code if setup is None else f"{setup}\n{code}", listed, limits)
         return sum(passed) / len(passed) if self.partial else float(all(passed))

@@ -27,7 +27,7 @@ class Limits:
     """Of each file; what it prints goes nowhere."""
 
 
-def run_tests(code: str, tests: list[str], limits: Limits) -> list[bool]:
+def run_in_sandbox(code: str, tests: list[str], limits: Limits) -> list[bool]:
     """Run code, then each test, one after the other: whether it passes.
 
     None does where the process does not end well.

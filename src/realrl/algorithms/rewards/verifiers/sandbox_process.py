@@ -94,7 +94,7 @@ def _passes(run: Callable[[], None]) -> bool:
     return True
 
 
-def main() -> None:
+def run_job() -> None:
     """Run the job of the input, in a child, whose namespace of processes is new."""
     job = json.load(sys.stdin)
     # Only this process knows where the answer goes.
@@ -118,4 +118,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_job()
