@@ -155,7 +155,7 @@ def _format_place(frame: traceback.FrameSummary) -> str:
 def _may_be_signal(error: BaseException) -> bool:
     """Tell whether an exception may come from a signal, such as that of the keyboard.
 
-    Python calls handlers in the main thread alone: its own raises KeyboardInterrupt, those of a run another exception.
+    Python calls handlers in the main thread alone: its own raises KeyboardInterrupt, those of a run something else.
     """
     if threading.current_thread() is not threading.main_thread():
         return False

@@ -23,7 +23,7 @@ class HttpConfig(Settings):
     """`json`: the request is {"prompts": [...], "completions": [...], FIELD: [...]}, the reply {"scores": [...]}.
     `chat`: one message per sample, made of `prompt_template`, and the score is read from the reply by
     `score_pattern`."""
-    fields: tuple[str, ...] = ()
+    fields: list[str] = Field(default_factory=list)
     """Fields of records that are sent along, or that the template names."""
     model: str | None = None
     """Name of the judge, for `chat`."""
