@@ -9,22 +9,27 @@ from reward_functions import load_method, make_input, write_function
 from realrl.config.errors import UserError
 
 VALUES = [
-    "1.0", "0", "True", "-3", "0.5", "len(completions[0])", "7", "-0.0", "1e-9", "1e300", "10**400", "None", "float('nan')", "float('inf')", "'1.0'", "b'1'", "[1]", "{}",
-    "1j", "object()", "Odd()", "len(completions)", "np.float32(2)", "np.nan", "np.array([1.0])", "torch.tensor(1.0)",
-    "torch.tensor([1.0, 2.0])", "torch.tensor(1.0, requires_grad=True)", "Decimal('NaN')", "Fraction(1, 3)", "...",
+    "1.0", "0", "True", "-3", "0.5", "len(completions[0])", "7", "-0.0", "1e-9", "1e300", "10**400", "None",
+    "float('nan')", "float('inf')", "'1.0'", "b'1'", "[1]", "{}", "1j", "object()", "Odd()",
+    "len(completions)", "np.float32(2)", "np.nan", "np.array([1.0])", "torch.tensor(1.0)",
+    "torch.tensor([1.0, 2.0])", "torch.tensor(1.0, requires_grad=True)", "Decimal('NaN')", "Fraction(1, 3)",
+    "...",
 ]  # fmt: skip
 RESULTS = [
-    "[V for _ in completions]", "[V] * (len(completions) + K)", "(V for _ in completions)", "{V}", "{'a': V}",
-    "{0: V, 1: V}", "V", "iter([V, W])", "tuple(V if K else W for _ in completions)", "itertools.repeat(V)",
-    "np.full(len(completions), 0.5)", "torch.zeros(len(completions), 2)", "torch.ones(len(completions))", "Odd()",
-    "map(lambda _: V, completions)", "range(len(completions))", "''", "'ab'", "zip(completions, completions)",
+    "[V for _ in completions]", "[V] * (len(completions) + K)", "(V for _ in completions)", "{V}",
+    "{'a': V}", "{0: V, 1: V}", "V", "iter([V, W])", "tuple(V if K else W for _ in completions)",
+    "itertools.repeat(V)", "np.full(len(completions), 0.5)", "torch.zeros(len(completions), 2)",
+    "torch.ones(len(completions))", "Odd()", "map(lambda _: V, completions)", "range(len(completions))",
+    "''", "'ab'", "zip(completions, completions)",
 ]  # fmt: skip
 ACTIONS = [
     "pass", "raise ValueError('no')", "raise SystemExit(3)", "raise KeyboardInterrupt", "raise Odd.Error",
-    "raise StopIteration", "raise MemoryError", "completions.clear()", "completions.append('more')", "1 / 0", "sys.exit()",
-    "raise BaseException('odd')", "score(completions)", "time.sleep(10)", "while True: time.sleep(0.001)", "del completions[0]",
-    "raise UnicodeDecodeError('utf-8', b'x', 0, 1, 'bad')", "raise GeneratorExit", "raise asyncio.CancelledError",
-    "raise ExceptionGroup('several', [ValueError(1)])", "print('noise')", "kwargs['nothing']", "torch.set_grad_enabled(True)",
+    "raise StopIteration", "raise MemoryError", "completions.clear()", "completions.append('more')",
+    "1 / 0", "sys.exit()", "raise BaseException('odd')", "score(completions)", "time.sleep(2)",
+    "[time.sleep(0.001) for _ in range(2000)]", "del completions[0]",
+    "raise UnicodeDecodeError('utf-8', b'x', 0, 1, 'bad')", "raise GeneratorExit",
+    "raise asyncio.CancelledError", "raise ExceptionGroup('several', [ValueError(1)])", "print('noise')",
+    "kwargs['nothing']", "torch.set_grad_enabled(True)",
 ]  # fmt: skip
 HEADER = """
 import asyncio, itertools, sys, time

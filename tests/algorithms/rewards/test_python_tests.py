@@ -35,7 +35,9 @@ def test_code_before_the_completion_comes_from_a_field() -> None:
 
 
 def test_tests_of_another_form_are_a_failure() -> None:
-    with pytest.raises(UserCodeError, match="needs a text or a list of texts as tests; record data.jsonl:10"):
+    with pytest.raises(
+        UserCodeError, match=r"needs a text or a list of texts as tests; record data.jsonl:10"
+    ):
         load_method({"verifier": {"kind": "python_tests"}}).call(make_input([RIGHT], tests=[[1]]))
 
 

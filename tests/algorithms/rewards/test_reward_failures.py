@@ -29,7 +29,8 @@ async def score(completions):
     """
 def score(completions):
     return [float("nan") if text == "b" else 0 for text in completions]
-""": "gave nan for a completion; it must give one number for each of 4 completions; record data.jsonl:12, sample 2 of 2",
+""": "gave nan for a completion; it must give one number for each of 4 completions; record data.jsonl:12,"
+    " sample 2 of 2",
     """
 def score(completions):
     return [10**400 if text == "b" else 0 for text in completions]

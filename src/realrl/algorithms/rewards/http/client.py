@@ -3,9 +3,9 @@
 import json
 import random
 import threading
-import time
 from email.utils import parsedate_to_datetime
 from http.client import HTTPException
+from time import monotonic, sleep, time
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
@@ -45,7 +45,7 @@ class CircuitBreaker:
     def check(self) -> None:
         """RequestError while no requests are sent; after that, the next one decides."""
         with self._lock:
-            if time.monotonic() < self._closed_until:
+            if monotonic() < self._closed_until:
                 raise RequestError(
                     f"was not asked: its last {self._failures} requests failed, so none is sent for {PAUSE:g} s"
                 )
@@ -55,7 +55,7 @@ class CircuitBreaker:
         with self._lock:
             self._failures = 0 if success else self._failures + 1
             if self._failures >= TRIPPED_AFTER:
-                self._closed_until = time.monotonic() + PAUSE
+                self._closed_until = monotonic() + PAUSE
 
 
 class Client:
@@ -78,7 +78,7 @@ class Client:
                 if attempt == self._config.retries:
                     self._breaker.report(success=False)
                     raise RequestError(f"{error} ({attempt + 1} tries)") from None
-                time.sleep(self._wait(attempt, error.retry_after))
+                sleep(self._wait(attempt, error.retry_after))
             else:
                 self._breaker.report(success=True)
                 return answer
@@ -131,6 +131,6 @@ def _read_retry_after(value: str | None) -> float | None:
     except ValueError:
         pass
     try:
-        return max(parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
+        return max(parsedate_to_datetime(value).timestamp() - time(), 0.0)
     except ValueError:
         return None
