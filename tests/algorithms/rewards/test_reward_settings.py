@@ -53,9 +53,9 @@ def test_every_term_is_a_call_and_a_sum_adds_them_up(world: World, tmp_path: Pat
         experiment = load(world, tmp_path, reward, algorithm, **changes)
         names = [call.name for call in build_graph(experiment).calls if "actor" not in call.name]
         terms = ["right.function", "short.function", "judge.function", "schema.function", "quality.inference"]
-        assert names[:6] == [*terms, "reward.sum"]
+        assert sorted(names[:5]) == sorted(terms) and names[5] == "reward.sum"
         if algorithm == "remax":
-            assert names[6:12] == [f"{name}_greedy" for name in (*terms, "reward.sum")]
+            assert sorted(names[6:12]) == sorted(f"{name}_greedy" for name in (*terms, "reward.sum"))
         evaluation = build_eval_graph(experiment)
         assert evaluation is not None and evaluation.producer("score").name == "reward.sum"
 
