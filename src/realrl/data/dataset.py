@@ -13,6 +13,7 @@ from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
 from realrl.data.forms import READERS, Item, Reader, further_fields, is_plain_text, plain_text_note
 from realrl.data.further import FieldFilter, FurtherFields, keep_nothing
+from realrl.data.origins import Origins
 from realrl.data.records import read_records
 from realrl.data.rejects import BadRecordError, Rejects
 from realrl.data.shuffle import permute
@@ -37,12 +38,14 @@ class Dataset:
         reasons: Sequence[str] = (),
         notes: Sequence[str] = (),
         further: Mapping[str, Sequence[Any]] | None = None,
+        origins: Origins | None = None,
     ) -> None:
         """`fields`: integer rows per key, equally many for each. The rest: see attributes."""
         self._fields = fields
         self.further = dict(further or {})
         """Fields of the records that no key is made of, where they are kept: name -> a value per item, None where
         its record has no such field."""
+        self._origins = origins or Origins()
         self.skipped = skipped
         """Number of records, or pairs made of a record, that were left out."""
         self.reasons = tuple(reasons)
@@ -63,6 +66,10 @@ class Dataset:
         """Select the further fields of the items at `indices`: name -> a value per item."""
         return {name: [values[i] for i in indices] for name, values in self.further.items()}
 
+    def list_origins(self, indices: Sequence[int]) -> list[str]:
+        """List where the records of the items at `indices` come from, FILE:LINE; empty where that is not known."""
+        return self._origins.list(indices)
+
     @classmethod
     def load(
         cls,
@@ -82,7 +89,7 @@ class Dataset:
         `config.on_error=fail`, at the first record that is malformed or too long.
         """
         rejects = Rejects(config.on_error)
-        columns = _Columns(keys)
+        columns, origins = _Columns(keys), Origins()
         notes = _Notes(tokenizer, config)
         reader = Reader(
             tokenizer=tokenizer,
@@ -102,6 +109,7 @@ class Dataset:
                     continue
                 columns.add(record, item_rows)
                 further.add(fields_kept)
+                origins.add(origin)
                 notes.add(origin, plain, item_rows)
         if not columns.records:
             why = (
@@ -117,6 +125,7 @@ class Dataset:
             reasons=rejects.reasons,
             notes=notes.result(),
             further=further.columns,
+            origins=origins,
         )
 
 
