@@ -1,8 +1,8 @@
-"""Tokenised data sets, and the order in which a run reads them."""
+"""Tokenised data sets."""
 
-import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,13 +11,14 @@ import torch
 
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
-from realrl.data.forms import READERS, Item, Reader, further_fields, is_plain_text, plain_text_note
+from realrl.data.forms import Item, Reader, further_fields, is_plain_text, plain_text_note
 from realrl.data.further import FieldFilter, FurtherFields, keep_nothing
 from realrl.data.records import read_records
 from realrl.data.rejects import BadRecordError, Rejects
-from realrl.data.shuffle import permute
-from realrl.data.tokenization import Row, find_problem, make_field, tokenize
+from realrl.data.tokenization import Row, find_excess, find_problem, make_field, tokenize
+from realrl.data.variants import find_field, rename_fields, rewrite
 from realrl.recipe.data import DataConfig
+from realrl.recipe.sources import list_sources, name_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -26,15 +27,35 @@ CHUNK = 4096
 """Items tokenised at a time: enough to keep the tokenizer's threads busy, few enough to stay small."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SourceCount:
+    """Number of records and items of a source. Its items follow those of the source before it."""
+
+    path: str
+    weight: float
+    """Passes over its items in an epoch."""
+    items: int
+    """Number of items that are used."""
+    skipped: int
+    """Number of records, or pairs made of a record, that were left out."""
+    too_long: int
+    """Number of them that are too long."""
+    reasons: tuple[str, ...]
+    """Reasons for the first few of them, each as FILE:LINE: message."""
+
+
+Watch = Callable[[int, str, Sequence[Row]], None]
+"""Function of the number of a source, and the origin, FILE:LINE, and rows of an item that is used."""
+
+
 class Dataset:
-    """All items of a source, tokenised: one row of numbers per item for every source key of a graph."""
+    """All items of one or more sources, tokenised: one row of numbers per item for every source key of a graph."""
 
     def __init__(
         self,
         fields: dict[str, Ragged],
         *,
-        skipped: int = 0,
-        reasons: Sequence[str] = (),
+        sources: Sequence[SourceCount] = (),
         notes: Sequence[str] = (),
         further: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
@@ -43,15 +64,28 @@ class Dataset:
         self.further = dict(further or {})
         """Fields of the records that no key is made of, where they are kept: name -> a value per item, None where
         its record has no such field."""
-        self.skipped = skipped
-        """Number of records, or pairs made of a record, that were left out."""
-        self.reasons = tuple(reasons)
-        """Reasons for the first few of them, each as FILE:LINE: message."""
+        self.sources = tuple(sources)
+        """Numbers of items by source, in the order in which they were read."""
         self.notes = tuple(notes)
         """Notes for the user on how the records were read."""
 
     def __len__(self) -> int:
         return len(next(iter(self._fields.values())))
+
+    @property
+    def skipped(self) -> int:
+        """Number of records, or pairs made of a record, that were left out."""
+        return sum(source.skipped for source in self.sources)
+
+    @property
+    def too_long(self) -> int:
+        """Number of those that were left out because they are too long."""
+        return sum(source.too_long for source in self.sources)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Reasons for the first few of each source, each as FILE:LINE: message."""
+        return tuple(reason for source in self.sources for reason in source.reasons)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Make a batch of the items at `indices`, with ids 0, 1, 2, ... and int64 rows."""
@@ -66,7 +100,7 @@ class Dataset:
     @classmethod
     def load(
         cls,
-        source: str,
+        source: Any,
         form: str,
         keys: tuple[str, ...],
         tokenizer: "PreTrainedTokenizerFast",
@@ -74,14 +108,15 @@ class Dataset:
         seed: int,
         stop_token_ids: tuple[int, ...],
         keep: FieldFilter = keep_nothing,
+        watch: Watch | None = None,
     ) -> "Dataset":
-        """Read and tokenise `source` (see `read_records`), records of `form`, into the rows that `keys` name.
+        """Read and tokenise `source` (see `list_sources`), records of `form`, into the rows that `keys` name.
 
         `stop_token_ids` are the ids that end a sequence, at least one. `keep` says which fields of records
-        are kept that no key is made of. UserError where the source cannot be used, nothing is left, or, under
-        `config.on_error=fail`, at the first record that is malformed or too long.
+        are kept that no key is made of; `watch` is called with each item. UserError where a source cannot be used,
+        nothing of it is left, or, under `config.on_error=fail` and `config.on_too_long=fail`, at the first record
+        that is malformed or too long.
         """
-        rejects = Rejects(config.on_error)
         columns = _Columns(keys)
         notes = _Notes(tokenizer, config)
         reader = Reader(
@@ -91,31 +126,41 @@ class Dataset:
             max_pairs=config.max_pairs_per_prompt,
             seed=seed,
         )
-        items, further = _items(source, form, reader, rejects, keep), FurtherFields()
-        while chunk := list(islice(items, CHUNK)):
-            rows = iter(tokenize([text for *_, item in chunk for text in item], tokenizer, stop_token_ids))
-            for origin, record, plain, fields_kept, item in chunk:
-                item_rows = list(islice(rows, len(item)))
-                reason = find_problem(item_rows, config)
-                if reason is not None:
-                    rejects(origin, reason)
-                    continue
-                columns.add(record, item_rows)
-                further.add(fields_kept)
-                notes.add(origin, plain, item_rows)
-        if not columns.records:
-            why = (
-                f"all {rejects.count} were skipped, first {rejects.reasons[0]}"
-                if rejects.count
-                else "it is empty"
+        further, records, counts = FurtherFields(), _Records(config.columns), []
+        for which, given in enumerate(list_sources(source)):
+            rejects, before = Rejects(config.on_error, config.on_too_long), len(columns.records)
+            items = records.items(given.path, form, reader, rejects, keep)
+            while chunk := list(islice(items, CHUNK)):
+                rows = iter(
+                    tokenize([text for *_, item in chunk for text in item], tokenizer, stop_token_ids)
+                )
+                for origin, record, plain, fields_kept, item in chunk:
+                    item_rows = list(islice(rows, len(item)))
+                    excess = find_excess(item_rows, config)
+                    reason = excess or find_problem(item_rows)
+                    if reason is not None:
+                        rejects(origin, reason, too_long=excess is not None)
+                        continue
+                    columns.add(record, item_rows)
+                    further.add(fields_kept)
+                    notes.add(origin, plain, item_rows)
+                    if watch is not None:
+                        watch(which, origin, item_rows)
+            count = SourceCount(
+                path=given.path,
+                weight=given.weight,
+                items=len(columns.records) - before,
+                skipped=rejects.count,
+                too_long=rejects.too_long,
+                reasons=tuple(rejects.reasons),
             )
-            raise UserError(f"no usable records in {source}: {why}")
+            _check_used(count)
+            counts.append(count)
         fields = columns.fields(config.pair_weight)
         return cls(
             fields,
-            skipped=rejects.count,
-            reasons=rejects.reasons,
-            notes=notes.result(),
+            sources=counts,
+            notes=[*records.notes(name_sources(source)), *notes.result()],
             further=further.columns,
         )
 
@@ -183,65 +228,45 @@ class _Notes:
         return [note for note in notes if note is not None]
 
 
-def _items(
-    source: str, form: str, reader: Reader, rejects: Rejects, keep: FieldFilter
-) -> Iterator[tuple[str, int, bool, dict[str, Any], Item]]:
-    """Yield each item with its origin, the number of its record, whether the record is plain text, and the further
-    fields of the record that are kept."""
-    for number, (origin, record) in enumerate(read_records(source, rejects)):
-        try:
-            items = READERS[form](reader, record)
-        except BadRecordError as error:
-            rejects(origin, str(error))
-            continue
-        kept = {name: value for name, value in further_fields(form, record).items() if keep(name)}
-        for item in items:
-            yield origin, number, is_plain_text(record), kept, item
+class _Records:
+    """Records of all sources, numbered from one to the next."""
+
+    def __init__(self, columns: Mapping[str, str]) -> None:
+        self._columns = columns
+        self._absent = set(columns)
+        self._number = 0
+
+    def items(
+        self, source: str, form: str, reader: Reader, rejects: Rejects, keep: FieldFilter
+    ) -> Iterator[tuple[str, int, bool, dict[str, Any], Item]]:
+        """Yield each item with its origin, the number of its record, whether the record is plain text, and the
+        further fields of the record that are kept."""
+        for origin, given in read_records(source, rejects):
+            self._number += 1
+            try:
+                record = rewrite(form, self._rename(given))
+                items = reader.read(form, record)
+            except BadRecordError as error:
+                rejects(origin, str(error))
+                continue
+            kept = {name: value for name, value in further_fields(form, record).items() if keep(name)}
+            for item in items:
+                yield origin, self._number, is_plain_text(record), kept, item
+
+    def _rename(self, record: dict[str, Any]) -> dict[str, Any]:
+        self._absent -= {name for name in self._absent if find_field(record, name) is not None}
+        return rename_fields(record, self._columns)
+
+    def notes(self, sources: str) -> list[str]:
+        """List the notes on columns that no record has."""
+        return [
+            f"data.columns: no record of {sources} has a field {theirs!r}" for theirs in sorted(self._absent)
+        ]
 
 
-class Order:
-    """Order of items in training: permutations of the data set, one per epoch, laid end to end, cut into batches.
-
-    A function of the seed and the step alone.
-    """
-
-    def __init__(self, size: int, batch: int, seed: int, shuffle: bool = True) -> None:
-        """Prepare the order; UserError where a batch is larger than the data set."""
-        if batch > size:
-            raise UserError(f"data.batch={batch} is more than the {size} records of the training data")
-        self.size = size
-        self.batch = batch
-        self.seed = seed
-        self.shuffle = shuffle
-        self._cached: tuple[int, np.ndarray] | None = None
-
-    def steps(self, epochs: float) -> int:
-        """Count the steps in which every item is taken at least `epochs` times."""
-        return math.ceil(epochs * self.size / self.batch - 1e-9)
-
-    def indices(self, step: int) -> list[int]:
-        """List the items of a step, counted from 0.
-
-        These are `batch` indices; one may recur only where two epochs meet.
-        """
-        first = step * self.batch
-        epoch, offset = divmod(first, self.size)
-        head = self._epoch(epoch)[offset : offset + self.batch]
-        rest = self.batch - len(head)
-        return [*head.tolist(), *(self._epoch(epoch + 1)[:rest].tolist() if rest else ())]
-
-    def _epoch(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(self.size)
-        if self._cached is None or self._cached[0] != epoch:
-            self._cached = epoch, permute(self.size, seed=self.seed, stream=epoch)
-        return self._cached[1]
-
-
-def split_eval_batches(size: int, batch: int) -> list[list[int]]:
-    """Divide items 0..size-1, in order, into the fewest batches of at most `batch`, of nearly equal size.
-
-    Equal, because a last batch of one or two items could not be split over the ranks.
-    """
-    count = -(-size // batch)
-    return [list(range(size * i // count, size * (i + 1) // count)) for i in range(count)]
+def _check_used(source: SourceCount) -> None:
+    """Check that a source has items that are used; else UserError."""
+    if not source.items:
+        all_skipped = f"all {source.skipped} were skipped, first {(*source.reasons, '')[0]}"
+        why = all_skipped if source.skipped else "it is empty"
+        raise UserError(f"no usable records in {source.path}: {why}")

@@ -1,6 +1,6 @@
-"""Readers of records: JSON lines, JSON and Parquet files, and Hugging Face data sets."""
+"""Sources of records: files, directories of files, and Hugging Face data sets."""
 
-import json
+import re
 from collections.abc import Iterator
 from glob import glob
 from itertools import chain
@@ -8,26 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from realrl.config.errors import UserError
-from realrl.config.files import reason_of
-from realrl.config.json_file import RepeatedKeyError, unique_keys
 from realrl.config.paths import local_path
+from realrl.config.words import join
+from realrl.data.files import Record, find_ending, read_file
 from realrl.data.rejects import Rejects
 
-Record = tuple[str, dict[str, Any]]
-"""Origin of a record, as FILE:LINE (FILE:ROW in tables, counted from 1), and the record."""
-
 ACCEPTED = (
-    "a .jsonl, .json or .parquet file (globs allowed), a saved data set directory, or NAME:SPLIT on the hub"
+    "a .jsonl, .json, .csv or .parquet file (globs allowed; .gz or .zst too), a directory of such files or of a"
+    " saved data set, or NAME:SPLIT on the hub"
 )
+_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+"""Words that files of a directory begin with where it holds several splits."""
 
 
 def read_records(source: str, rejects: Rejects) -> Iterator[Record]:
     """Yield the records of `source`, in the order of the files and of their lines.
 
-    source: a file or glob, a directory written by `Dataset.save_to_disk` (`DIR`, or `DIR:SPLIT` if it has
-    splits), or a hub data set (`NAME:SPLIT` or `NAME:CONFIG:SPLIT`). Lines that are not a JSON object,
-    and objects that have a key twice, go to `rejects`. A table has every column in every row, so fields that are
-    null count as absent. UserError where the source does not exist or cannot be opened.
+    source: a file or glob; a directory of files of one ending, or one written by `Dataset.save_to_disk` (`DIR`, or
+    `DIR:SPLIT` if it has splits); or a hub data set (`NAME:SPLIT`, `NAME/CONFIG:SPLIT` or `NAME:CONFIG:SPLIT`).
+    Lines that are not a JSON object, and objects that have a key twice, go to `rejects`. A table has every column
+    in every row, so fields that are null count as absent. UserError where the source does not exist or cannot be
+    opened.
     """
     return (
         (origin, {name: value for name, value in record.items() if value is not None})
@@ -37,127 +38,90 @@ def read_records(source: str, rejects: Rejects) -> Iterator[Record]:
 
 def _records(source: str, rejects: Rejects) -> Iterator[Record]:
     source = str(local_path(source))
-    suffix = Path(source).suffix
-    if suffix in _READERS:
-        files = sorted(glob(source, recursive=True)) or ([source] if Path(source).is_file() else [])
-        if not files:
-            raise UserError(f"data file {source} does not exist")
-        return chain.from_iterable(_READERS[suffix](file, rejects) for file in files)
-    directory, _, split = source.rpartition(":")
+    path, _, split = source.rpartition(":")
     if Path(source).is_dir():
-        if not any((Path(source) / name).exists() for name in _SAVED):
-            raise UserError(_not_saved(source))
-        return _saved_data_set(source, None)
-    if not directory or Path(directory).is_file():
-        raise UserError(_not_understood(source))
-    return _saved_data_set(directory, split) if Path(directory).is_dir() else _hub_data_set(directory, split)
+        return _read_directory(source, None, rejects)
+    if Path(path).is_dir() and path:
+        return _read_directory(path, split, rejects)
+    if find_ending(source) is not None or _is_glob(source) or Path(source).is_file():
+        return _read_files(_find_files(source), rejects)
+    if not path or Path(path).is_file() or find_ending(path) is not None:
+        raise UserError(f"data source {source!r} does not exist; give {ACCEPTED}")
+    return _read_hub(path, split)
 
 
-def _not_understood(source: str) -> str:
-    """Write the error message for a source that is neither a file with a known suffix nor a data set."""
-    if not Path(source).exists():
-        return f"data source {source!r} does not exist; give {ACCEPTED}"
-    suffixes = [suffix.lower() for suffix in Path(source).suffixes]
-    if suffixes and suffixes[-1] in _PACKED:
-        return f"data file {source} is compressed; unpack it, and give the file inside"
-    if suffixes and suffixes[-1] in _READERS:
-        return f"data file {source}: write the end of its name in small letters, {suffixes[-1]}"
+def _is_glob(source: str) -> bool:
+    return any(character in source for character in "*?[")
+
+
+def _find_files(source: str) -> list[str]:
+    """List the files that a name or a glob means; UserError where there is none, or one of no known kind."""
+    files = [file for file in sorted(glob(source, recursive=True)) if Path(file).is_file()]
+    files = files or ([source] if Path(source).is_file() else [])
+    if not files:
+        raise UserError(f"data file {source} does not exist")
+    unknown = next((file for file in files if find_ending(file) is None), None)
+    if unknown is not None:
+        raise UserError(_not_understood(unknown))
+    return files
+
+
+def _not_understood(file: str) -> str:
+    """Write the error message for a file without a known ending."""
+    suffix = Path(file).suffix.lower()
+    if suffix in (".zip", ".bz2", ".xz", ".tar", ".tgz", ".gz", ".zst"):
+        return (
+            f"data file {file} is compressed in a way that is not read; unpack it, or give it as .jsonl.gz or"
+            " .jsonl.zst (.json and .csv likewise)"
+        )
     return (
-        f"data file {source} is of no kind that is read; write its records as .jsonl, one JSON object a line, as"
-        " .json, an array of objects, or as .parquet"
+        f"data file {file} is of no kind that is read; write its records as .jsonl, one JSON object a line, as"
+        " .json, an array of objects, as .csv, or as .parquet"
     )
 
 
-def _not_saved(directory: str) -> str:
-    """Write the error message for a directory that `Dataset.save_to_disk` has not written."""
-    message = f"data source {directory} is a directory that Dataset.save_to_disk has not written"
-    suffix = next((suffix for suffix in _READERS if any(Path(directory).glob(f"*{suffix}"))), None)
-    accepted = ACCEPTED if suffix is None else f"{directory}/*{suffix} for its files"
-    return f"{message}; give {accepted}"
+def _read_files(files: list[str], rejects: Rejects) -> Iterator[Record]:
+    return chain.from_iterable(read_file(file, rejects) for file in files)
 
 
-def _json_lines(file: str, rejects: Rejects) -> Iterator[Record]:
-    with _open(file) as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            origin = f"{file}:{number}"
-            try:
-                value = json.loads(line, object_pairs_hook=unique_keys)
-            except RepeatedKeyError as error:
-                rejects(origin, str(error))
-                continue
-            except (ValueError, RecursionError) as error:  # bad UTF-8 is a ValueError too
-                rejects(
-                    origin, f"not valid JSON ({_describe_error(error)}); every line must be one JSON object"
-                )
-                continue
-            yield from _object(origin, value, rejects)
+def _read_directory(directory: str, split: str | None, rejects: Rejects) -> Iterator[Record]:
+    """Read a saved data set, or the files of a directory: all, or those whose name begins with the split."""
+    if any((Path(directory) / name).exists() for name in _SAVED):
+        return _read_saved(directory, split)
+    found = (str(path) for path in Path(directory).rglob("*") if path.is_file())
+    hidden = re.compile(r"(^|/)\.")
+    files = sorted(
+        file for file in found if find_ending(file) and not hidden.search(file[len(directory) :].lstrip("/"))
+    )
+    if not files:
+        raise UserError(f"data source {directory} is a directory without records; give {ACCEPTED}")
+    splits = sorted({_find_split(file) for file in files} - {""})
+    if split is not None:
+        files = [file for file in files if _find_split(file) == split.lower()]
+        if not files:
+            known = f"there are {join(splits)}" if splits else f"give {directory} alone"
+            raise UserError(f"directory {directory} has no files whose name begins with {split!r}; {known}")
+    elif len(splits) > 1:
+        raise UserError(
+            f"directory {directory} has files of the splits {', '.join(splits)}; give one as {directory}:SPLIT"
+        )
+    endings = sorted({str(find_ending(file)) for file in files})
+    if len(endings) > 1:
+        raise UserError(
+            f"directory {directory} has files that end with {join(endings)}; give those with records, as in"
+            f" {directory}/*{endings[0]}"
+        )
+    return _read_files(files, rejects)
 
 
-def _json(file: str, rejects: Rejects) -> Iterator[Record]:
-    """Decode an array of objects one by one, so that their lines are known; JSON lines pass too."""
-    try:
-        text = Path(file).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read data file {file}: {error}") from None
-    position = _skip(text, 0, "")
-    if text[position : position + 1] != "[":
-        yield from _json_lines(file, rejects)
-        return
-    line, counted = 1, 0
-    position = _skip(text, position + 1, "")
-    while text[position : position + 1] != "]":
-        line += text.count("\n", counted, position)
-        counted = position
-        try:
-            value, end, reason = _decode(text, position)
-        except (ValueError, RecursionError) as error:
-            raise UserError(
-                f"{file}:{line}: not valid JSON ({_describe_error(error)}); the file must be an array of objects"
-            ) from None
-        if reason is None:
-            yield from _object(f"{file}:{line}", value, rejects)
-        else:
-            rejects(f"{file}:{line}", reason)
-        position = _skip(text, end, ",")
+def _find_split(file: str) -> str:
+    """Find the split that the name of a file begins with, as `train-00000-of-00002.parquet`; empty for none."""
+    first = re.match(r"[a-z]*", Path(file).name.lower())
+    assert first is not None, "it may match nothing"
+    return first[0] if first[0] in _SPLITS else ""
 
 
-def _decode(text: str, position: int) -> tuple[Any, int, str | None]:
-    """Decode the JSON value at `position`: the value, its end, and the reason why it cannot be used, if any."""
-    try:
-        value, end = json.JSONDecoder(object_pairs_hook=unique_keys).raw_decode(text, position)
-        return value, end, None
-    except RepeatedKeyError as error:
-        return None, json.JSONDecoder().raw_decode(text, position)[1], str(error)
-
-
-def _skip(text: str, position: int, separator: str) -> int:
-    """Find the position after white space, at most one separator, and white space."""
-    for wanted in ("", separator):
-        if wanted and text.startswith(wanted, position):
-            position += 1
-        while position < len(text) and text[position] in " \t\r\n":
-            position += 1
-    return position
-
-
-def _parquet(file: str, rejects: Rejects) -> Iterator[Record]:
-    import pyarrow
-    import pyarrow.parquet
-
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            for rows in table.iter_batches():
-                for row in rows.to_pylist():
-                    number += 1
-                    yield f"{file}:{number}", row
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"cannot read data file {file} as Parquet: {_first_line(error)}") from None
-
-
-def _saved_data_set(directory: str, split: str | None) -> Iterator[Record]:
+def _read_saved(directory: str, split: str | None) -> Iterator[Record]:
     import datasets
 
     try:
@@ -175,10 +139,12 @@ def _saved_data_set(directory: str, split: str | None) -> Iterator[Record]:
     return _rows(directory if split is None else f"{directory}:{split}", loaded)
 
 
-def _hub_data_set(name: str, split: str) -> Iterator[Record]:
+def _read_hub(name: str, split: str) -> Iterator[Record]:
     import datasets
 
     path, _, config = name.partition(":")
+    if not config and path.count("/") == 2:
+        path, _, config = path.rpartition("/")
     try:
         loaded = datasets.load_dataset(path, config or None, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
@@ -190,36 +156,9 @@ def _rows(name: str, rows: Any) -> Iterator[Record]:
     return ((f"{name}:{number}", dict(row)) for number, row in enumerate(rows, 1))
 
 
-def _object(origin: str, value: Any, rejects: Rejects) -> Iterator[Record]:
-    if isinstance(value, dict):
-        yield origin, value
-    else:
-        rejects(
-            origin, f"not a JSON object but {json.dumps(value)[:40]}; every record must be one JSON object"
-        )
-
-
-def _open(file: str) -> Any:
-    try:
-        return open(file, "rb")
-    except OSError as error:
-        raise UserError(f"cannot read data file {file}: {reason_of(error)}") from None
-
-
-def _describe_error(error: Exception) -> str:
-    # A decoder's own line numbers count from the start of one record, and would mislead.
-    return (
-        f"{error.msg.removesuffix(' at')} in column {error.colno}"
-        if isinstance(error, json.JSONDecodeError)
-        else _first_line(error)
-    )
-
-
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-_PACKED = (".gz", ".zip", ".bz2", ".xz", ".zst", ".tar", ".tgz")
 _SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")
 """Files of which a saved data set has at least one."""
-_READERS = {".jsonl": _json_lines, ".json": _json, ".parquet": _parquet}

@@ -100,11 +100,9 @@ def tokenize(
     return rows
 
 
-def find_problem(rows: Sequence[Row], config: DataConfig) -> str | None:
-    """Find the reason why an item with these rows cannot be used; None where it can."""
+def find_excess(rows: Sequence[Row], config: DataConfig) -> str | None:
+    """Find the limit that an item with these rows is over; None where it is over none."""
     for row in rows:
-        if not row.ids:
-            return EMPTY_PROMPT
         if row.prompt_length > config.max_prompt_tokens:
             return (
                 f"the prompt has {row.prompt_length} tokens, more than data.max_prompt_tokens="
@@ -114,6 +112,14 @@ def find_problem(rows: Sequence[Row], config: DataConfig) -> str | None:
             return (
                 f"prompt and answer have {len(row.ids)} tokens, more than data.max_tokens={config.max_tokens}"
             )
+    return None
+
+
+def find_problem(rows: Sequence[Row]) -> str | None:
+    """Find the reason why an item with these rows cannot be used, however long; None where it can."""
+    for row in rows:
+        if not row.ids:
+            return EMPTY_PROMPT
         if row.answers and not any(row.loss_mask):
             return "prompt and answer are empty"
     if len(rows) == 2:

@@ -12,6 +12,7 @@ from realrl.config.base import Settings
 from realrl.config.explain import section_class
 
 _NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false", NoneType: "null"}
+_COLLECTIONS = {list: "list", dict: "mapping"}
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _WIDTH = 108
 
@@ -83,6 +84,8 @@ def _type(annotation: Any) -> str:
         return " or ".join(_type(argument) for argument in arguments)
     if origin is tuple:
         return f"list of {len(arguments)}: " + ", ".join(_type(argument) for argument in arguments)
+    if origin in _COLLECTIONS:
+        return _COLLECTIONS[origin]
     return _NAMES[annotation]
 
 

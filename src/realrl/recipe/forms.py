@@ -4,6 +4,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from realrl.config.words import join
+
 
 @dataclass(frozen=True)
 class RecordForm:
@@ -15,11 +17,17 @@ class RecordForm:
     """Fields of a record that the keys are made of."""
     other_fields: tuple[str, ...]
     """Fields of a record that is written another way: one that has a field of these that is not in `fields`."""
+    variants: tuple[tuple[str, ...], ...] = ()
+    """Fields of records in other usual ways, in order of precedence, which `data/variants.py` rewrites."""
 
     @property
     def accepted(self) -> str:
         """The fields that records may have, for error messages."""
-        return f"{{{', '.join(self.fields)}}} or {{{', '.join(self.other_fields)}}}"
+        ways, variants = (
+            [f"{{{', '.join(fields)}}}" for fields in dict.fromkeys(found)]
+            for found in ((self.fields, self.other_fields), self.variants)
+        )
+        return join(ways, "or") + (f" ({join(variants, 'or')} will do)" if variants else "")
 
     def is_other(self, present: Collection[str]) -> bool:
         """Tell which way a record with these fields is written: with `other_fields`."""
@@ -32,13 +40,24 @@ class RecordForm:
 
 FORMS: Mapping[str, RecordForm] = MappingProxyType(
     {
-        "answer": RecordForm(("tokens", "loss_mask"), ("prompt", "answer"), ("messages",)),
+        "answer": RecordForm(
+            ("tokens", "loss_mask"),
+            ("prompt", "answer"),
+            ("messages",),
+            (("prompt", "completion"), ("text",), ("conversations",), ("instruction", "output")),
+        ),
         "pair": RecordForm(
             ("chosen", "rejected", "pairs_of_prompt"),
             ("prompt", "chosen", "rejected"),
             ("prompt", "pos_answers", "neg_answers"),
+            (("chosen", "rejected"),),
         ),
-        "prompt": RecordForm(("prompts",), ("prompt",), ("messages",)),
+        "prompt": RecordForm(
+            ("prompts",),
+            ("prompt",),
+            ("messages",),
+            (("conversations",), ("instruction",), ("chosen", "rejected")),
+        ),
     }
 )
 """Form of record by name.

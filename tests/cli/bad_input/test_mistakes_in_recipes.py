@@ -299,7 +299,7 @@ TRAIN: list[tuple[str, str, str]] = [
     ("sft", "training.judge=os:listdir data.eval=x", "scores generated text, and sft generates none"),
     ("sft", "data.batch=81", "data.batch=81 is more than the 80 records of the training data"),
     ("sft", "data.train=DIR/gone.jsonl", "does not exist"),
-    ("sft", "data.train=DIR/gone", "does not exist; give a .jsonl, .json or .parquet file"),
+    ("sft", "data.train=DIR/gone", "does not exist; give a .jsonl, .json, .csv or .parquet file"),
     ("sft", "data.train=DIR/*.parquet", "does not exist"),
     ("sft", "data.train=DIR/text.txt", "is of no kind that is read; write its records as .jsonl"),
     ("sft", "data.train=DIR/records.csv", "is of no kind that is read; write its records as .jsonl"),
