@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Message = dict[str, Any]
-"""{role, content}, both text; content is None in a message that only calls tools."""
+"""{role, content}, both text; a message that calls tools may have no content."""
 
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
@@ -103,7 +103,7 @@ def _turn(text: str, written: str, before: str, message: Message) -> Turn:
             "the chat template writes an earlier assistant turn differently once others follow, so not all "
             "of them can be trained on; use data.train_on=last or another template"
         )
-    content = (message["content"] or "").strip()
+    content = message.get("content", "").strip()
     found = written.find(content, len(before)) if content else -1
     return Turn(len(before), len(before) if found < 0 else found + len(content), len(written))
 
@@ -115,23 +115,15 @@ def _render(
         name = tokenizer.name_or_path
         raise UserError(f"tokenizer {name} has no chat template, which records with messages need")
 
-    def write(turns: list[Message]) -> str:
-        try:
-            text = tokenizer.apply_chat_template(
-                turns, tokenize=False, **{**options, "add_generation_prompt": prompt}
-            )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            # Templates that add text to a content that is null raise a TypeError.
-            raise BadRecordError(f"the chat template refuses the messages: {error}") from None
-        assert isinstance(text, str)
-        return text
-
-    text = write(messages)
-    if any(message["content"] is None for message in messages):
-        emptied = write([{**message, "content": message["content"] or ""} for message in messages])
-        if text.count("None") > emptied.count("None"):
-            raise BadRecordError(
-                "the chat template writes None for a content that is null; make it empty text, or use a template"
-                " for tool calls"
-            )
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, **{**options, "add_generation_prompt": prompt}
+        )
+    except (
+        jinja2.TemplateError,
+        TypeError,
+        ValueError,
+    ) as error:  # whatever a template does with what it is given
+        raise BadRecordError(f"the chat template refuses the messages: {error}") from None
+    assert isinstance(text, str)
     return text

@@ -249,16 +249,16 @@ def _messages(record: Fields, field: str) -> list[Message]:
 def _message(turn: Fields, field: str) -> Message:
     """Read a message: its content becomes text, and what is null in it is absent, as in a table it may be.
 
-    The content of a message that calls tools may be null, which templates tell from empty text.
+    That of a message that calls tools may be absent, which templates tell from empty text.
     """
     message = {name: value for name, value in turn.items() if value is not None}
     _text(turn.get("role"), f"{field}.role")
     content = turn.get("content")
     if isinstance(content, list):
         content = "".join(_part(part, f"{field}.content") for part in content)
-    if content is not None or not message.get("tool_calls"):
-        content = _text(content, f"{field}.content")
-    return {**message, "content": content}
+    if content is None and message.get("tool_calls"):
+        return message
+    return {**message, "content": _text(content, f"{field}.content")}
 
 
 def _part(part: Any, field: str) -> str:

@@ -1,8 +1,8 @@
 """Settings of the data of a run, and of the training loop."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from realrl.config.base import Settings
 from realrl.config.user_function import FunctionReference
@@ -50,11 +50,12 @@ class DataConfig(Settings):
     shuffle: bool = True
     """Draw records in an order that depends on the seed; false keeps the order of the file."""
 
-    @model_validator(mode="after")
-    def _evaluation_is_unweighted(self) -> Self:
-        if self.eval is not None and any(source.weight != 1 for source in list_sources(self.eval)):
-            raise ValueError("eval: an evaluation takes every record once; give a list without weights")
-        return self
+    @field_validator("eval")
+    @classmethod
+    def _unweighted(cls, value: Any) -> Any:
+        if value is not None and any(source.weight != 1 for source in list_sources(value)):
+            raise ValueError("an evaluation takes every record once; give a list without weights")
+        return value
 
     @model_validator(mode="after")
     def _prompts_fit(self) -> Self:

@@ -121,8 +121,8 @@ def list_refused(experiment: Experiment, inspection: Inspection) -> list[str]:
         ("on_too_long", data.on_too_long or data.on_error, long, "too long"),
     )
     return [
-        f"data.{inspection.name}: {count} records are {what}, and a run ends at the first of them, since"
-        f" data.{setting} is fail; skip leaves them out"
+        f"data.{inspection.name} has {count} that {'is' if count == 1 else 'are'} {what}, where a run ends;"
+        f" data.{setting}=skip leaves {'it' if count == 1 else 'them'} out"
         for setting, chosen, count, what in settings
         if count and chosen == "fail"
     ]
