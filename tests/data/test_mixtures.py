@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from realrl.config.errors import UserError
 from realrl.data.dataset import Dataset
 from realrl.data.order import Order, count_drawn
-from realrl.recipe.sources import Source, list_sources
+from realrl.recipe.sources import RecordSource, list_sources
 
 SOURCES = st.lists(
     st.tuples(st.integers(1, 30), st.sampled_from([0.1, 0.5, 1.0, 1.5, 2.0, 3.7])), min_size=1, max_size=4
@@ -73,10 +73,10 @@ def test_a_batch_larger_than_an_epoch_of_a_mixture_is_a_user_error():
 @pytest.mark.parametrize(
     ("written", "sources"),
     [
-        ("a.jsonl", [Source("a.jsonl")]),
-        (["a", "b:train"], [Source("a"), Source("b:train")]),
-        ({"a": 2, "b": 0.5}, [Source("a", 2.0), Source("b", 0.5)]),
-        (["a", {"source": "b", "weight": 3}], [Source("a"), Source("b", 3.0)]),
+        ("a.jsonl", [RecordSource("a.jsonl")]),
+        (["a", "b:train"], [RecordSource("a"), RecordSource("b:train")]),
+        ({"a": 2, "b": 0.5}, [RecordSource("a", 2.0), RecordSource("b", 0.5)]),
+        (["a", {"source": "b", "weight": 3}], [RecordSource("a"), RecordSource("b", 3.0)]),
     ],
 )
 def test_sources_are_written_as_text_list_or_mapping(written, sources):

@@ -4,10 +4,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from realrl.data.forms import Fields
 from realrl.data.rejects import BadRecordError
 from realrl.recipe.forms import FORMS
-
-Fields = dict[str, Any]
 
 _ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 """Roles of ShareGPT that have other names in chat templates."""

@@ -15,7 +15,7 @@ _ENTRY = ("source", "weight")
 
 
 @dataclass(frozen=True)
-class Source:
+class RecordSource:
     """Source of records."""
 
     path: str
@@ -24,7 +24,7 @@ class Source:
     """Passes over it in an epoch."""
 
 
-def list_sources(value: Any) -> tuple[Source, ...]:
+def list_sources(value: Any) -> tuple[RecordSource, ...]:
     """List the sources that a recipe gives as text, list or mapping; ValueError for anything else."""
     if isinstance(value, str):
         entries: Iterable[Any] = [value]
@@ -49,7 +49,7 @@ def name_sources(value: Any) -> str:
     return join([source.path for source in list_sources(value)])
 
 
-def _read_entry(entry: Any) -> Source:
+def _read_entry(entry: Any) -> RecordSource:
     fields = {"source": entry} if isinstance(entry, str) else entry
     if not isinstance(fields, dict) or "source" not in fields or not set(fields) <= set(_ENTRY):
         raise ValueError(
@@ -64,7 +64,7 @@ def _read_entry(entry: Any) -> Source:
         raise ValueError(f"the weight of {path} is {brief(weight)}; it must be a number above 0")
     if not math.isfinite(weight) or weight <= 0:
         raise ValueError(f"the weight of {path} is {brief(weight)}; it must be above 0, and finite")
-    return Source(path, float(weight))
+    return RecordSource(path, float(weight))
 
 
 def _check(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a run would read of its records: counts, lengths, fields, and the first of them."""
+"""Records of a recipe as a run would read them: counts, lengths, fields, and the first ones."""
 
 from array import array
 from collections import Counter

@@ -216,7 +216,10 @@ COMMANDS: list[tuple[str, str]] = [
     ("generate ACTOR --prompts DIR/gone.txt", "cannot be read"),
     ("generate ACTOR --prompts DIR/empty.txt", "there is nothing to continue"),
     ("generate ACTOR --prompts DIR/records.tsv", "is of no kind that is read"),
-    ("generate ACTOR --prompts DIR/folder", "end with .json and .jsonl; give those with records, as in DIR/folder/*.json"),
+    (
+        "generate ACTOR --prompts DIR/folder",
+        "end with .json and .jsonl; give those with records, as in DIR/folder/*.json",
+    ),
     ("generate ACTOR --prompt a --temperature 0", "temperature: 0.0 must be at least 0.01"),
     ("generate ACTOR --prompt a --temperature 1e-30", "temperature: 1e-30 must be at least 0.01"),
     ("generate ACTOR --prompt a --temperature nan", "temperature: nan is not a finite number"),

@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import typer
 
-from realrl.data.dataset import SourceCount
-from realrl.data.order import count_drawn
-from realrl.data.tokenization import Row
+if TYPE_CHECKING:
+    import numpy as np
+
+    from realrl.data.dataset import SourceCount
+    from realrl.data.tokenization import Row
 
 _QUANTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 _BINS = 10
@@ -18,8 +19,10 @@ _SHOWN = 300
 """Maximum tokens shown at the beginning and at the end of a record."""
 
 
-def format_counts(sources: Sequence[SourceCount]) -> str:
+def format_counts(sources: "Sequence[SourceCount]") -> str:
     """Format the table of sources, and the first reasons for what was skipped of each."""
+    from realrl.data.order import count_drawn
+
     head = ("source", "items", "malformed", "too long", "weight", "per epoch")
     rows = [
         (
@@ -42,6 +45,8 @@ def format_counts(sources: Sequence[SourceCount]) -> str:
 
 def format_lengths(lengths: dict[str, Any]) -> str:
     """Format quantiles of the numbers of tokens, and a histogram of the last of them."""
+    import numpy as np
+
     head = ("tokens", "least", *(f"{q} %" for q in _QUANTILES[1:-1]), "most", "mean")
     rows = []
     for name, values in lengths.items():
@@ -53,7 +58,9 @@ def format_lengths(lengths: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *_draw_histogram(name, np.asarray(values))])
 
 
-def _draw_histogram(name: str, values: np.ndarray) -> Iterator[str]:
+def _draw_histogram(name: str, values: "np.ndarray") -> Iterator[str]:
+    import numpy as np
+
     width = -(-(int(values.max()) + 1) // _BINS)
     counts = np.bincount(values // width, minlength=1)
     digits = len(f"{width * len(counts):,}")
@@ -72,7 +79,7 @@ def _align(head: Sequence[str], rows: Sequence[Sequence[str]], row: Sequence[str
     return "  ".join([first, *others])
 
 
-def format_item(tokenizer: Any, origin: str, rows: Sequence[Row], coloured: bool) -> str:
+def format_item(tokenizer: Any, origin: str, rows: "Sequence[Row]", coloured: bool) -> str:
     """Format an item as the model sees it: tokens to learn in green, or else in [[ ]]."""
     names = ("chosen", "rejected") if len(rows) == 2 else [""] * len(rows)
     parts = []
@@ -84,7 +91,7 @@ def format_item(tokenizer: Any, origin: str, rows: Sequence[Row], coloured: bool
     return "\n".join(parts)
 
 
-def _mark(tokenizer: Any, row: Row, coloured: bool) -> str:
+def _mark(tokenizer: Any, row: "Row", coloured: bool) -> str:
     mask = row.loss_mask
     left_out = len(row.ids) - 2 * _SHOWN
     if left_out <= 0:
