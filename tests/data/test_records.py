@@ -179,8 +179,9 @@ def test_the_hub_is_asked_for_name_configuration_and_split(monkeypatch, name, ca
         return RECORDS
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert read(name)[1] == (f"{name}:2", RECORDS[1])
-    assert asked == [(*call, "train")]
+    for split in ("", "[:10%]"):
+        assert read(name + split)[1] == (f"{name}{split}:2", RECORDS[1])
+    assert asked == [(*call, "train"), (*call, "train[:10%]")]
 
 
 def test_a_data_set_missing_on_the_hub_is_a_user_error(monkeypatch):

@@ -19,6 +19,8 @@ ACCEPTED = (
 )
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 """Words that files of a directory begin with where it holds several splits."""
+_NAMED = re.compile(r"(.+):([^:/\[\]]+(?:\[[^\]]*\])?)")
+"""Name and split of a data set, `name:split`; a split may be a slice, such as `train[:10%]`."""
 
 
 def read_records(source: str, rejects: Rejects) -> Iterator[Record]:
@@ -38,20 +40,18 @@ def read_records(source: str, rejects: Rejects) -> Iterator[Record]:
 
 def _records(source: str, rejects: Rejects) -> Iterator[Record]:
     source = str(local_path(source))
-    path, _, split = source.rpartition(":")
+    named = _NAMED.fullmatch(source)
+    path, split = named.groups() if named else ("", "")
     if Path(source).is_dir():
         return _read_directory(source, None, rejects)
-    if Path(path).is_dir() and path:
+    if path and Path(path).is_dir():
         return _read_directory(path, split, rejects)
-    if find_ending(source) is not None or _is_glob(source) or Path(source).is_file():
+    is_glob = not path and any(character in source for character in "*?[")
+    if find_ending(source) is not None or is_glob or Path(source).is_file():
         return _read_files(_find_files(source), rejects)
     if not path or Path(path).is_file() or find_ending(path) is not None:
         raise UserError(f"data source {source!r} does not exist; give {ACCEPTED}")
     return _read_hub(path, split)
-
-
-def _is_glob(source: str) -> bool:
-    return any(character in source for character in "*?[")
 
 
 def _find_files(source: str) -> list[str]:
