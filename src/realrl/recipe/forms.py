@@ -4,6 +4,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+MOST_ANSWERS = 16
+"""Most answers of a record of ranked answers."""
+
 
 @dataclass(frozen=True)
 class RecordForm:
@@ -19,7 +22,9 @@ class RecordForm:
     @property
     def accepted(self) -> str:
         """The fields that records may have, for error messages."""
-        return f"{{{', '.join(self.fields)}}} or {{{', '.join(self.other_fields)}}}"
+        return " or ".join(
+            f"{{{', '.join(fields)}}}" for fields in dict.fromkeys((self.fields, self.other_fields))
+        )
 
     def is_other(self, present: Collection[str]) -> bool:
         """Tell which way a record with these fields is written: with `other_fields`."""
@@ -34,15 +39,38 @@ FORMS: Mapping[str, RecordForm] = MappingProxyType(
     {
         "answer": RecordForm(("tokens", "loss_mask"), ("prompt", "answer"), ("messages",)),
         "pair": RecordForm(
-            ("chosen", "rejected", "pairs_of_prompt"),
+            (
+                "chosen",
+                "rejected",
+                "chosen_prompt_length",
+                "rejected_prompt_length",
+                "pairs_of_prompt",
+                "margin",
+                "ref_chosen_logps",
+                "ref_rejected_logps",
+            ),
             ("prompt", "chosen", "rejected"),
             ("prompt", "pos_answers", "neg_answers"),
+        ),
+        "label": RecordForm(
+            ("tokens", "prompt_length", "label", "mismatched"),
+            ("prompt", "completion", "label"),
+            ("prompt", "chosen", "rejected"),
+        ),
+        "ranked": RecordForm(
+            tuple(f"answer_{i}" for i in range(MOST_ANSWERS)), ("prompt", "answers"), ("prompt", "answers")
+        ),
+        "steps": RecordForm(
+            ("tokens", "step_ends", "step_labels"),
+            ("prompt", "completions", "labels"),
+            ("prompt", "completions", "labels"),
         ),
         "prompt": RecordForm(("prompts",), ("prompt",), ("messages",)),
     }
 )
 """Form of record by name.
 
-`answer`: prompts with answers, or conversations. `pair`: preferred and other answers to one prompt. `prompt`:
-prompts to generate from.
+`answer`: prompts with answers, or conversations. `pair`: preferred and other answers to one prompt. `label`:
+prompts with a completion that is good or bad. `ranked`: answers to one prompt, the best first. `steps`: prompts
+with a completion in steps, each right or wrong. `prompt`: prompts to generate from.
 """

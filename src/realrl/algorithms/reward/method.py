@@ -5,15 +5,10 @@ from torch import Tensor
 from realrl.algorithms.base import PlainTrain, StatelessAlgorithm
 from realrl.algorithms.method import Method, Metrics, ModelOutput
 from realrl.algorithms.packed import last_of_rows
+from realrl.algorithms.pairs import pair_rows, pair_weights
 from realrl.algorithms.reward.losses import bradley_terry_loss
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.graph import DataflowGraph
-
-
-def _pair_rows(batch: Batch) -> Ragged:
-    """Order rows as chosen 0, rejected 0, chosen 1, ... so that both of a pair stay in one micro-batch."""
-    pairs = zip(batch["chosen"].rows(), batch["rejected"].rows(), strict=True)
-    return Ragged.of((row for pair in pairs for row in pair), dtype=batch["chosen"].values.dtype)
 
 
 def _pair_scores(output: ModelOutput) -> tuple[Tensor, Tensor]:
@@ -21,11 +16,6 @@ def _pair_scores(output: ModelOutput) -> tuple[Tensor, Tensor]:
     assert output.values is not None
     scores = last_of_rows(output.values, output.lengths).float()
     return scores[0::2], scores[1::2]
-
-
-def _weights(batch: Batch) -> Tensor:
-    """Compute the weight of each pair: [N] float64."""
-    return 1 / batch["pairs_of_prompt"].values.double()
 
 
 def _compute_metrics(*, chosen: Tensor, rejected: Tensor, weights: Tensor) -> Metrics:
@@ -51,7 +41,7 @@ class PairInference:
 
     def sequences(self, batch: Batch) -> Ragged:
         """Select two rows per pair: chosen, rejected."""
-        return _pair_rows(batch)
+        return pair_rows(batch)
 
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
         """Compute `chosen_score` and `rejected_score`: one number per pair."""
@@ -61,7 +51,7 @@ class PairInference:
     def metrics(self, batch: Batch) -> Metrics:
         """Compute loss, accuracy, margin and mean scores."""
         chosen, rejected = batch["chosen_score"].values, batch["rejected_score"].values
-        return _compute_metrics(chosen=chosen, rejected=rejected, weights=_weights(batch))
+        return _compute_metrics(chosen=chosen, rejected=rejected, weights=pair_weights(batch))
 
 
 class RewardTrain(PlainTrain):
@@ -69,15 +59,15 @@ class RewardTrain(PlainTrain):
 
     def sequences(self, batch: Batch) -> Ragged:
         """Select two rows per pair: chosen, rejected."""
-        return _pair_rows(batch)
+        return pair_rows(batch)
 
     def weight(self, batch: Batch) -> float:
         """Sum the weights of the pairs."""
-        return float(_weights(batch).sum())
+        return float(pair_weights(batch).sum())
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
         """Compute the weighted sum over pairs."""
-        (chosen, rejected), weights = _pair_scores(output), _weights(batch)
+        (chosen, rejected), weights = _pair_scores(output), pair_weights(batch)
         loss = (bradley_terry_loss(chosen=chosen, rejected=rejected) * weights.float()).sum()
         return loss, _compute_metrics(chosen=chosen.detach(), rejected=rejected.detach(), weights=weights)
 
