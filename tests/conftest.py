@@ -146,7 +146,14 @@ def build_world(root: Path, sizes: Mapping[str, Any]) -> World:
     write_jsonl(
         root / "reward.jsonl",
         [
-            {"prompt": "", "chosen": sentence(i, "good"), "rejected": sentence(3 * i, "bad")}
+            {
+                "prompt": "",
+                "chosen": sentence(i, "good"),
+                "rejected": sentence(3 * i, "bad"),
+                "margin": i % 3 / 2,
+                "ref_chosen_logps": -20.0 - i % 5,
+                "ref_rejected_logps": -22.0 - i % 7,
+            }
             for i in range(80)
         ],
     )

@@ -14,10 +14,13 @@ from tests.runtime.ranks import run_on_ranks
 
 RECIPES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("dpo", {"preference": {"ref_ema": 0.3}}),
-    "ipo": ("dpo", {"preference": {"loss": "ipo", "length_normalization": True}}),
+    "ipo": ("dpo", {"preference": {"loss": "ipo", "length_normalization": True, "reference": "records"}}),
     "orpo": ("orpo", {}),
     "simpo": ("simpo", {}),
     "kto": ("kto", {}),
+    "reward": ("reward", {"loss": {"center_rewards_coefficient": 0.01, "margins": True}}),
+    "ranked_reward": ("ranked_reward", {"loss": {"answers": 3}}),
+    "process_reward": ("process_reward", {}),
 }
 PLANS = {"symmetric": "symmetric", "two TP ranks": "d1 t2 p1", "two stages": "d1 t1 p2"}
 TOLERANCE = 1e-4

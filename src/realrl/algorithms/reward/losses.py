@@ -29,7 +29,9 @@ def plackett_luce_loss(scores: Tensor) -> Tensor:
 
 
 def step_loss(*, scores: Tensor, right: Tensor) -> Tensor:
-    """Compute -log of the probability of each step's label, logistic in its score (Lightman et al. 2023, section 2).
+    """Compute -log of the probability of each step's label, logistic in its score.
+
+    Lightman et al. 2023, section 2.
 
     scores: [A]; right: [A] bool; result: [A]
     """

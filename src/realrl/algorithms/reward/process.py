@@ -19,8 +19,8 @@ def _select_scores(batch: Batch, output: ModelOutput) -> Tensor:
 
 
 def _summarize(scores: Tensor, right: Tensor) -> Metrics:
-    """Compute means over steps: `loss`; `accuracy`, the share judged right, of which a score of 0 is half right; the
-    scores of right and of wrong steps. scores: [A]; right: [A] bool"""
+    """Compute means over steps: `loss`; `accuracy`, the share judged right, of which a score of 0 is half right;
+    the scores of right and of wrong steps. scores: [A]; right: [A] bool"""
     metrics = Metrics()
     metrics.mean("loss", step_loss(scores=scores, right=right).double().sum(), len(scores))
     judged = torch.where(right, scores > 0, scores < 0).double() + 0.5 * (scores == 0).double()

@@ -35,8 +35,8 @@ class RankedAnswers:
         return plackett_luce_loss(scores) + self._config.center_rewards_coefficient * scores.sum(1).square()
 
     def _summarize(self, scores: Tensor) -> Metrics:
-        """Compute means over rankings: `loss`; `accuracy`, the share of pairs of answers ranked right, of which a tie
-        is half one; `margin`, the score of the best minus that of the last; `score`. scores: [N, K]"""
+        """Compute means over rankings: `loss`; `accuracy`, the share of pairs of answers ranked right, of which a
+        tie is half one; `margin`, the score of the best minus that of the last; `score`. scores: [N, K]"""
         count, answers = scores.shape
         differences = scores[:, :, None] - scores[:, None, :]
         pairs = differences.new_ones(answers, answers).triu(1).bool()
