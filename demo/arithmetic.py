@@ -1,7 +1,7 @@
 """Write the records of the arithmetic demo: python demo/arithmetic.py [--out data/arithmetic]
 
-Sums of two numbers up to 99. A tenth of all pairs is held out; fine-tuning sees few of the others, so that the model
-learns the form of answers and gets some of them right, and GRPO has all of them as prompts.
+Sums of two numbers up to 99. A tenth of all pairs is held out. Fine-tuning sees a sum in one of four answers; the
+others repeat the digits of the question. GRPO has the right answers to compare with.
 """
 
 import argparse
@@ -13,8 +13,10 @@ from pathlib import Path
 SEED = 1
 LARGEST = 99
 HELD_OUT = 1000
-FINE_TUNING = 2500
-"""Solved sums for fine-tuning."""
+FINE_TUNING = 10_000
+"""Records for fine-tuning."""
+SOLVED = 0.25
+"""Share of sums among their answers."""
 EVAL_PROMPTS = 500
 
 
@@ -32,11 +34,12 @@ def main() -> None:
 
 def make_records() -> dict[str, list[dict[str, str]]]:
     """Make the records by file name."""
+    rng = random.Random(SEED)
     pairs = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
-    random.Random(SEED).shuffle(pairs)
+    rng.shuffle(pairs)
     held_out, rest = pairs[:HELD_OUT], pairs[HELD_OUT:]
     return {
-        "sft_train": list(_solved(rest[:FINE_TUNING])),
+        "sft_train": [_answered(*rng.choice(rest), rng) for _ in range(FINE_TUNING)],
         "sft_eval": list(_solved(held_out[:EVAL_PROMPTS])),
         "prompts_train": list(_solved(rest)),
         "prompts_eval": list(_solved(held_out[:EVAL_PROMPTS])),
@@ -46,6 +49,10 @@ def make_records() -> dict[str, list[dict[str, str]]]:
 def _solved(pairs: Iterable[tuple[int, int]]) -> Iterable[dict[str, str]]:
     for a, b in pairs:
         yield {"prompt": f"{a}+{b}=", "answer": str(a + b)}
+
+
+def _answered(a: int, b: int, rng: random.Random) -> dict[str, str]:
+    return {"prompt": f"{a}+{b}=", "answer": str(a + b) if rng.random() < SOLVED else f"{a}{b}"}
 
 
 if __name__ == "__main__":

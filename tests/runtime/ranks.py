@@ -95,6 +95,7 @@ def _run(rank: int, recipe: Path) -> None:
             fields = zip(batch.ids, batch["sequences"].rows(), batch["prompt_length"].rows(), strict=True)
             for item, row, prompt in fields:
                 name = f"{seed.step}/{seed.first_sequence + item}"
+                name += " greedy" if kwargs["sampling"].greedy else ""
                 tokens.setdefault(name, []).append(row.tolist())
                 tokens.setdefault(f"{name} prompt", []).append(prompt.tolist())
         return batch

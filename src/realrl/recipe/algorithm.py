@@ -94,6 +94,8 @@ class AlgorithmSpec:
     other train calls counts as free."""
     optional_calls: tuple[str, ...] = ()
     """Calls that only the graphs of some recipes have; headlines may name them all the same."""
+    optional_metrics: tuple[str, ...] = ()
+    """Metrics, without their call, that only the runs of some recipes give; a run without them needs no note."""
 
     def __post_init__(self) -> None:
         for field, problem in self._problems():
@@ -182,9 +184,13 @@ class AlgorithmSpec:
         found = []
         if not _all(self.headlines, tuple, str):
             found.append(("headlines", "a tuple of call/name is needed"))
-        for field in ("optional_calls", "experience_calls"):
+        for field, names in (
+            ("optional_calls", "calls"),
+            ("experience_calls", "calls"),
+            ("optional_metrics", "metrics"),
+        ):
             if not _all(getattr(self, field), tuple, str):
-                found.append((field, "a tuple of names of calls is needed"))
+                found.append((field, f"a tuple of names of {names} is needed"))
         if not _all(self.sample_keys, tuple, str):
             found.append(("sample_keys", "a tuple of keys is needed"))
         elif clash := [key for key in self.sample_keys if key in SAMPLE_FIELDS]:

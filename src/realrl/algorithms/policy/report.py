@@ -5,6 +5,9 @@ from realrl.recipe.algorithm import SummaryMetric
 OPTIONAL_CALLS = ("reward.inference", "reward.function", "ref.inference")
 """Calls that only some recipes have."""
 
+OPTIONAL_METRICS = ("kl",)
+"""Metrics that only runs with a reference give."""
+
 HEADLINES = (
     "reward.inference/score",
     "reward.inference/finished",

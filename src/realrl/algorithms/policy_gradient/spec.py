@@ -1,7 +1,7 @@
 """Descriptions of the policy gradients without a critic. No torch."""
 
 from realrl.algorithms.policy.graph import make_eval_graph
-from realrl.algorithms.policy.report import CURVES, HEADLINES, OPTIONAL_CALLS, SUMMARY
+from realrl.algorithms.policy.report import CURVES, HEADLINES, OPTIONAL_CALLS, OPTIONAL_METRICS, SUMMARY
 from realrl.algorithms.policy_gradient.config import PolicyGradientConfig, PolicyGradientExperiment
 from realrl.algorithms.policy_gradient.graph import make_train_graph
 from realrl.algorithms.policy_gradient.presets import PRESETS
@@ -48,6 +48,7 @@ def make_spec(name: str) -> AlgorithmSpec:
         epochs=lambda experiment: experiment.policy.epochs,
         methods=lambda experiment, graph, eval_graph: _make_methods(spec, experiment, graph, eval_graph),
         optional_calls=OPTIONAL_CALLS,
+        optional_metrics=OPTIONAL_METRICS,
         headlines=HEADLINES,
         sample_keys=("score",),
         curves=CURVES,

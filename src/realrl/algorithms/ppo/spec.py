@@ -1,7 +1,7 @@
 """Description of PPO. No torch."""
 
 from realrl.algorithms.policy.graph import make_eval_graph
-from realrl.algorithms.policy.report import CURVES, HEADLINES, OPTIONAL_CALLS, SUMMARY
+from realrl.algorithms.policy.report import CURVES, HEADLINES, OPTIONAL_CALLS, OPTIONAL_METRICS, SUMMARY
 from realrl.algorithms.ppo.config import PPOExperiment
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.dataflow.graph import DataflowGraph
@@ -51,6 +51,7 @@ ALGORITHM = AlgorithmSpec(
     experience_calls=("actor.train", "critic.train"),
     methods=_methods,
     optional_calls=OPTIONAL_CALLS,
+    optional_metrics=OPTIONAL_METRICS,
     headlines=(*HEADLINES, "critic.train/value_loss"),
     sample_keys=("score",),
     curves=CURVES,

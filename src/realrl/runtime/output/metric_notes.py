@@ -25,7 +25,9 @@ def list_metric_notes(
     given = {*trained, *(evaluated or ())}
     for field, name in _named_metrics(spec):
         call, _, last = name.rpartition("/")
-        if name == JUDGE or not _is_expected(spec, graph, call, evaluated is not None):
+        if last in (JUDGE, *spec.optional_metrics) or not _is_expected(
+            spec, graph, call, evaluated is not None
+        ):
             continue
         # Summaries are of evaluations.
         found = given if field != "summary" else {*(evaluated or ())}
