@@ -90,6 +90,10 @@ class World:
             "reward": {"reward": {"path": self.actor}},
             "ranked_reward": {"reward": {"path": self.actor}},
             "process_reward": {"reward": {"path": self.actor}},
+            "distillation": {
+                "actor": {"path": self.actor},
+                "teacher": {"shape": {**SHAPE, "init_std": 0.2}, "tokenizer": self.tokenizer},
+            },
             **{name: {"actor": {"path": self.actor}} for name in PREFERENCES},
         }.get(algorithm, {"actor": {"path": self.actor}, "reward": {"path": self.reward}})
         samples = algorithm not in FORMS
@@ -104,11 +108,12 @@ class World:
             "training": {"steps": 5},
         }
         for role in models:
-            if not (samples and role == "reward"):
+            if role != "teacher" and not (samples and role == "reward"):
                 models[role] = {**models[role], "optimizer": {"lr": 1e-3}}
         if samples:
             document["generation"] = {"max_new_tokens": 12}
-            document["ppo" if algorithm == "ppo" else "policy"] = {"minibatches": 2}
+            section = algorithm if algorithm in ("ppo", "distillation") else "policy"
+            document[section] = {"minibatches": 2}
         if algorithm == "ppo":
             models["critic"] = {"optimizer": {"lr": 1e-3}}
         for name, value in changes.items():

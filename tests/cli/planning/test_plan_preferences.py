@@ -11,10 +11,14 @@ RECIPES = Path(__file__).parents[3] / "recipes"
 SIZE = ("path=null", "shape=llama-2-7b")
 
 
-@pytest.mark.parametrize("name", ["dpo", "orpo", "simpo", "kto", "reward", "ranked_reward", "process_reward"])
+NAMES = ("dpo", "orpo", "simpo", "kto", "reward", "ranked_reward", "process_reward", "distillation")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_plan_is_found_for_every_shipped_recipe(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     role = "reward" if "reward" in name else "actor"
-    settings = [*(f"models.{role}.{field}" for field in SIZE), f"models.{role}.tokenizer=t"]
+    roles = [role, "teacher"] if name == "distillation" else [role]
+    settings = [f"models.{role}.{field}" for role in roles for field in (*SIZE, "tokenizer=t")]
     options = ["--cluster", "h100:8x8", "--seconds", "2", "--json"]
     assert run_app(["plan", str(RECIPES / f"{name}.yaml"), *settings, *options]) == 0
     found = json.loads(capsys.readouterr().out)

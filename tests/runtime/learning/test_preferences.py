@@ -1,4 +1,4 @@
-"""Learning from preferences and reward modelling are the same under every plan."""
+"""Learning from preferences, reward modelling and distillation are the same under every plan."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +21,7 @@ RECIPES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "reward": ("reward", {"loss": {"center_rewards_coefficient": 0.01, "margins": True}}),
     "ranked_reward": ("ranked_reward", {"loss": {"answers": 3}}),
     "process_reward": ("process_reward", {}),
+    "distillation": ("distillation", {"distillation": {"divergence": "jsd", "minibatches": 2, "samples": 2}}),
 }
 PLANS = {"symmetric": "symmetric", "two TP ranks": "d1 t2 p1", "two stages": "d1 t1 p2"}
 TOLERANCE = 1e-4
@@ -36,8 +37,9 @@ def recipe(world: World, directory: Path, name: str, *, size: int = 1, plan: str
     document["data"] |= {"batch": BATCH, "eval": document["data"]["train"], "eval_batch": 16}
     document["training"] = {"steps": STEPS}
     document["debug"] = {"verify_reallocation": True}
-    for model in document["models"].values():
-        model["optimizer"] = {"lr": 1e-3, "eps": 1e-5, "schedule": "constant"}
+    for role, model in document["models"].items():
+        if role != "teacher":
+            model["optimizer"] = {"lr": 1e-3, "eps": 1e-5, "schedule": "constant"}
     file.write_text(yaml.safe_dump(document))
     if plan.startswith("d"):
         dp, tp, pp = (int(part[1:]) for part in plan.split())
@@ -74,7 +76,7 @@ def test_all_learn_the_same_under_every_plan(
                 assert step.keys() == reference.keys(), f"{name}, {plan}"
                 for metric, value in reference.items():
                     # At the start an answer's reward is 0 but for rounding, which decides who is right.
-                    if metric.startswith(("actor", "reward")) and not metric.endswith("accuracy"):
+                    if metric.startswith(("actor", "reward", "teacher")) and not metric.endswith("accuracy"):
                         close = pytest.approx(value, rel=TOLERANCE, abs=1e-5)
                         assert step[metric] == close, f"{name}, {plan}: {metric}"
 
@@ -82,6 +84,8 @@ def test_all_learn_the_same_under_every_plan(
 def test_losses_fall(alone: Mapping[str, Path]) -> None:
     for name, file in alone.items():
         first, last = (step for step in read_metrics(file.parent / "run", "eval"))
-        key = next(key for key in first if key.endswith(("/loss", "/preference_loss", "/accuracy")))
+        key = next(
+            key for key in first if key.endswith(("/loss", "/preference_loss", "/divergence", "/accuracy"))
+        )
         better = first[key] < last[key] if key.endswith("accuracy") else last[key] < first[key]
         assert better, f"{name}: {key} {first[key]} {last[key]}"

@@ -21,6 +21,7 @@ ALGORITHM = AlgorithmSpec(
     eval_graph=lambda experiment: make_eval_graph(experiment.kto),
     generation=None,
     methods=_methods,
+    optional_metrics=("kl",),
     headlines=(
         "actor.train/loss",
         "actor.train/accuracy",
