@@ -212,9 +212,10 @@ def test_every_form_of_record_has_a_reader():
 @pytest.mark.parametrize("form", FORMS)
 def test_the_reader_of_a_form_needs_its_fields_and_no_others(chat_tokenizer, form, way):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    values = {"messages": turns, "pos_answers": ["a"], "neg_answers": ["b"]}
+    values = {"messages": turns, "pos_answers": ["a"], "neg_answers": ["b"], "answers": ["a", "b"]}
+    values |= {"completions": ["a"], "labels": [True]}
     record = {name: values.get(name, "text") for name in getattr(FORMS[form], way)}
-    reader = Reader(chat_tokenizer)
+    reader = Reader(chat_tokenizer, ranked=2)
     assert READERS[form](reader, record)
     assert further_fields(form, {**record, "level": 1}) == {"level": 1}
     for name in record:

@@ -13,6 +13,8 @@ from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
 from realrl.data.forms import Item, Reader, further_fields, is_plain_text, plain_text_note
 from realrl.data.further import FieldFilter, FurtherFields, keep_nothing
+from realrl.data.mismatch import mismatch_completions
+from realrl.data.numbers import Numbers, read_numbers, type_code
 from realrl.data.records import read_records
 from realrl.data.rejects import BadRecordError, Rejects
 from realrl.data.tokenization import Row, find_excess, find_problem, make_field, tokenize
@@ -58,9 +60,12 @@ class Dataset:
         sources: Sequence[SourceCount] = (),
         notes: Sequence[str] = (),
         further: Mapping[str, Sequence[Any]] | None = None,
+        longest_mismatched: int | None = None,
     ) -> None:
-        """`fields`: integer rows per key, equally many for each. The rest: see attributes."""
+        """`fields`: rows per key, equally many for each. `longest_mismatched`: most tokens of the rows of the key
+        `mismatched`, None where batches do not have it. The rest: see attributes."""
         self._fields = fields
+        self._longest_mismatched = longest_mismatched
         self.further = dict(further or {})
         """Fields of the records that no key is made of, where they are kept: name -> a value per item, None where
         its record has no such field."""
@@ -88,9 +93,16 @@ class Dataset:
         return tuple(reason for source in self.sources for reason in source.reasons)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Make a batch of the items at `indices`, with ids 0, 1, 2, ... and int64 rows."""
+        """Make a batch of the items at `indices`, with ids 0, 1, 2, ... and int64 or float32 rows."""
         rows = {key: rows.select(indices) for key, rows in self._fields.items()}
-        fields = {key: Ragged(chosen.values.long(), chosen.lengths) for key, chosen in rows.items()}
+        fields = {
+            key: chosen if chosen.values.is_floating_point() else Ragged(chosen.values.long(), chosen.lengths)
+            for key, chosen in rows.items()
+        }
+        if self._longest_mismatched is not None:
+            fields["mismatched"] = mismatch_completions(
+                fields["tokens"], fields["prompt_length"], self._longest_mismatched
+            )
         return Batch(tuple(range(len(indices))), fields)
 
     def further_fields(self, indices: Sequence[int]) -> dict[str, list[Any]]:
@@ -125,23 +137,24 @@ class Dataset:
             train_on=config.train_on,
             max_pairs=config.max_pairs_per_prompt,
             seed=seed,
+            ranked=sum(key.startswith("answer_") for key in keys),
         )
         further, records, counts = FurtherFields(), _Records(config.columns), []
         for which, given in enumerate(list_sources(source)):
             rejects, before = Rejects(config.on_error, config.on_too_long), len(columns.records)
-            items = records.items(given.path, form, reader, rejects, keep)
+            items = records.items(given.path, form, reader, rejects, keep, keys)
             while chunk := list(islice(items, CHUNK)):
                 rows = iter(
                     tokenize([text for *_, item in chunk for text in item], tokenizer, stop_token_ids)
                 )
-                for origin, record, plain, fields_kept, item in chunk:
+                for origin, record, plain, fields_kept, numbers, item in chunk:
                     item_rows = list(islice(rows, len(item)))
                     excess = find_excess(item_rows, config)
-                    reason = excess or find_problem(item_rows)
+                    reason = excess or find_problem(item_rows, form)
                     if reason is not None:
                         rejects(origin, reason, too_long=excess is not None)
                         continue
-                    columns.add(record, item_rows)
+                    columns.add(record, item_rows, numbers)
                     further.add(fields_kept)
                     notes.add(origin, plain, item_rows)
                     if watch is not None:
@@ -162,6 +175,7 @@ class Dataset:
             sources=counts,
             notes=[*records.notes(name_sources(source)), *notes.result()],
             further=further.columns,
+            longest_mismatched=config.max_tokens if "mismatched" in keys else None,
         )
 
 
@@ -172,14 +186,17 @@ class _Columns:
         self.records = array("q")
         """Record of each item."""
         self._weighted = "pairs_of_prompt" in keys
-        self._values = {key: array("i") for key in keys if key != "pairs_of_prompt"}
+        made_later = ("pairs_of_prompt", "mismatched")
+        self._values: dict[str, array[Any]] = {
+            key: array(type_code(key)) for key in keys if key not in made_later
+        }
         self._lengths: dict[str, list[int]] = {key: [] for key in self._values}
 
-    def add(self, record: int, rows: Sequence[Row]) -> None:
+    def add(self, record: int, rows: Sequence[Row], numbers: Numbers) -> None:
         """Add an item of the `record`-th record."""
         self.records.append(record)
         for key, values in self._values.items():
-            row = make_field(key, rows)
+            row = numbers[key] if key in numbers else make_field(key, rows)
             values.extend(row)
             self._lengths[key].append(len(row))
 
@@ -237,21 +254,28 @@ class _Records:
         self._number = 0
 
     def items(
-        self, source: str, form: str, reader: Reader, rejects: Rejects, keep: FieldFilter
-    ) -> Iterator[tuple[str, int, bool, dict[str, Any], Item]]:
-        """Yield each item with its origin, the number of its record, whether the record is plain text, and the
-        further fields of the record that are kept."""
+        self,
+        source: str,
+        form: str,
+        reader: Reader,
+        rejects: Rejects,
+        keep: FieldFilter,
+        keys: Sequence[str],
+    ) -> Iterator[tuple[str, int, bool, dict[str, Any], Numbers, Item]]:
+        """Yield each item with its origin, the number of its record, whether the record is plain text, the further
+        fields of the record that are kept, and its numbers by key."""
         for origin, given in read_records(source, rejects):
             self._number += 1
             try:
                 record = rewrite(form, self._rename(given))
                 items = reader.read(form, record)
+                numbers = read_numbers(record, form, keys, len(items))
             except BadRecordError as error:
                 rejects(origin, str(error))
                 continue
             kept = {name: value for name, value in further_fields(form, record).items() if keep(name)}
-            for item in items:
-                yield origin, self._number, is_plain_text(record), kept, item
+            for values, item in zip(numbers, items, strict=True):
+                yield origin, self._number, is_plain_text(record), kept, values, item
 
     def _rename(self, record: dict[str, Any]) -> dict[str, Any]:
         self._absent -= {name for name in self._absent if find_field(record, name) is not None}

@@ -4,6 +4,9 @@
     {messages}                                fine-tuning on assistant turns; or a prompt
     {prompt, chosen, rejected}                preference pair
     {prompt, pos_answers, neg_answers}        several preference pairs
+    {prompt, completion, label}               answer that is good (true) or bad; a pair makes one of each
+    {prompt, answers}                         answers to one prompt, the best first
+    {prompt, completions, labels}             answer in steps, each right (true) or wrong
     {prompt}                                  prompt to generate from
 
 `prompt`, `chosen` and `rejected` are text, or lists of {role, content} messages. A record in which one of them
@@ -45,8 +48,16 @@ class Text:
     answer: str | None
 
 
-Item = tuple[Text | Conversation, ...]
-"""Texts of one item: one to train on or to generate from, or a chosen and a rejected one."""
+@dataclass(frozen=True)
+class Steps:
+    """Plain text: a prompt and the steps of the answer to it, each with what separates it from the next."""
+
+    prompt: str
+    steps: tuple[str, ...]
+
+
+Item = tuple[Text | Conversation | Steps, ...]
+"""Texts of one item: one to train on or to generate from, a chosen and a rejected one, or several by rank."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,8 @@ class Reader:
     seed: int = 1
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template besides the messages."""
+    ranked: int = 0
+    """Answers that each record of ranked answers must have."""
 
     def __post_init__(self) -> None:
         if self.apply_chat_template and not self.tokenizer.chat_template:
@@ -108,6 +121,47 @@ class Reader:
             prompt = _string(record, "prompt")
             return [tuple(Text(prompt, _answer(_string(record, field), field)) for field in sides)]
         return [tuple(self._side(_whole_conversation(record, field), field) for field in sides)]
+
+    def labelled(self, record: Fields) -> list[Item]:
+        """Read an answer that has a label; of a pair, both answers."""
+        form = FORMS["label"]
+        if form.is_other(record):
+            return [(side,) for pair in self.pairs(record) for side in pair]
+        _require(record, form.fields, form.accepted)
+        if not self._is_conversation(record):
+            completion = _answer(_string(record, "completion"), "completion")
+            return [(Text(_string(record, "prompt"), completion),)]
+        return [(self._side(_whole_conversation(record, "completion"), "completion"),)]
+
+    def ranking(self, record: Fields) -> list[Item]:
+        """Read answers to one prompt, the best first."""
+        form = FORMS["ranked"]
+        _require(record, form.fields, form.accepted)
+        answers = [_answer(text, "answers") for text in _strings(record, "answers")]
+        if len(answers) != self.ranked:
+            raise BadRecordError(
+                f"field 'answers' has {len(answers)} texts, and the recipe asks for {self.ranked}"
+            )
+        if not self._is_conversation(record):
+            prompt = _string(record, "prompt")
+            return [tuple(Text(prompt, text) for text in answers)]
+        turns = _prompt_turns(record)
+        return [tuple(self._side([*turns, _reply(text)], "answers") for text in answers)]
+
+    def steps(self, record: Fields) -> list[Item]:
+        """Read an answer in steps, of which each ends with a line break."""
+        form = FORMS["steps"]
+        _require(record, form.fields, form.accepted)
+        if self._is_conversation(record):
+            raise BadRecordError("an answer in steps is plain text, without a chat template")
+        steps = [_answer(text, "completions") for text in _strings(record, "completions")]
+        labels = record["labels"]
+        if not isinstance(labels, list) or len(labels) != len(steps):
+            raise BadRecordError(
+                f"field 'labels' must be a list of {len(steps)}, one for each of 'completions'"
+            )
+        ended = (step if step.endswith("\n") else f"{step}\n" for step in steps)
+        return [(Steps(_string(record, "prompt"), tuple(ended)),)]
 
     def prompts(self, record: Fields) -> list[Item]:
         """Read a prompt to generate from."""
@@ -162,7 +216,14 @@ class Reader:
 
 
 READERS: Mapping[str, Callable[[Reader, Fields], list[Item]]] = MappingProxyType(
-    {"answer": Reader.answers, "pair": Reader.pairs, "prompt": Reader.prompts}
+    {
+        "answer": Reader.answers,
+        "pair": Reader.pairs,
+        "label": Reader.labelled,
+        "ranked": Reader.ranking,
+        "steps": Reader.steps,
+        "prompt": Reader.prompts,
+    }
 )
 """Name of a form, one of `recipe.forms.FORMS`, -> what reads its records."""
 
@@ -179,7 +240,7 @@ def is_plain_text(record: Fields) -> bool:
 
 
 def _has_turns(record: Fields) -> bool:
-    fields = ("prompt", "answer", "chosen", "rejected")
+    fields = ("prompt", "answer", "completion", "chosen", "rejected")
     return any(isinstance(record.get(name), list) for name in fields)
 
 

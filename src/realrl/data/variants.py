@@ -152,6 +152,7 @@ REWRITES: Mapping[tuple[str, tuple[str, ...]], Callable[[Fields], Fields]] = Map
         ("answer", ("conversations",)): _rewrite_conversations,
         ("answer", ("instruction", "output")): _rewrite_instruction,
         ("pair", ("chosen", "rejected")): _split_pair,
+        ("label", ("chosen", "rejected")): _split_pair,
         ("prompt", ("conversations",)): _rewrite_conversations,
         ("prompt", ("instruction",)): _prompt_with_instruction,
         ("prompt", ("chosen", "rejected")): _prompt_of_pair,

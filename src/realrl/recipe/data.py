@@ -45,7 +45,7 @@ class DataConfig(Settings):
     max_pairs_per_prompt: PositiveInt = 8
     """Most pairs made out of one record with `pos_answers` and `neg_answers`."""
     pair_weight: Literal["pair", "prompt"] = "pair"
-    """What weighs the same in reward modelling: every `pair`, or every `prompt`, each of the n pairs of one
+    """What weighs the same among preference pairs: every `pair`, or every `prompt`, each of the n pairs of one
     record weighing 1/n."""
     shuffle: bool = True
     """Draw records in an order that depends on the seed; false keeps the order of the file."""

@@ -6,6 +6,9 @@ from types import MappingProxyType
 
 from realrl.config.words import join
 
+MOST_ANSWERS = 16
+"""Most answers of a record of ranked answers."""
+
 
 @dataclass(frozen=True)
 class RecordForm:
@@ -47,7 +50,16 @@ FORMS: Mapping[str, RecordForm] = MappingProxyType(
             (("prompt", "completion"), ("text",), ("conversations",), ("instruction", "output")),
         ),
         "pair": RecordForm(
-            ("chosen", "rejected", "pairs_of_prompt"),
+            (
+                "chosen",
+                "rejected",
+                "chosen_prompt_length",
+                "rejected_prompt_length",
+                "pairs_of_prompt",
+                "margin",
+                "ref_chosen_logps",
+                "ref_rejected_logps",
+            ),
             ("prompt", "chosen", "rejected"),
             ("prompt", "pos_answers", "neg_answers"),
             (("chosen", "rejected"),),
@@ -58,10 +70,25 @@ FORMS: Mapping[str, RecordForm] = MappingProxyType(
             ("messages",),
             (("conversations",), ("instruction",), ("chosen", "rejected")),
         ),
+        "label": RecordForm(
+            ("tokens", "prompt_length", "label", "mismatched"),
+            ("prompt", "completion", "label"),
+            ("prompt", "chosen", "rejected"),
+            (("chosen", "rejected"),),
+        ),
+        "ranked": RecordForm(
+            tuple(f"answer_{i}" for i in range(MOST_ANSWERS)), ("prompt", "answers"), ("prompt", "answers")
+        ),
+        "steps": RecordForm(
+            ("tokens", "step_ends", "step_labels"),
+            ("prompt", "completions", "labels"),
+            ("prompt", "completions", "labels"),
+        ),
     }
 )
 """Form of record by name.
 
-`answer`: prompts with answers, or conversations. `pair`: preferred and other answers to one prompt. `prompt`:
-prompts to generate from.
+`answer`: prompts with answers, or conversations. `pair`: preferred and other answers to one prompt. `label`:
+prompts with a completion that is good or bad. `ranked`: answers to one prompt, the best first. `steps`: prompts
+with a completion in steps, each right or wrong. `prompt`: prompts to generate from.
 """
