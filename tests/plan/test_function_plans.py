@@ -13,8 +13,9 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, function_placement
 from realrl.plan.plan import Plan
 from realrl.plan.presets import make_plan
+from tests.rewards import function_reward
 
-GRAPH = train_graph(minibatches=2, reward="reward.py:score")
+GRAPH = train_graph(minibatches=2, reward=function_reward("reward.py:score"))
 NAME = "reward.function"
 
 
@@ -79,8 +80,10 @@ def test_a_function_has_nothing_to_keep_or_offload(key: str) -> None:
 
 def test_evaluation_calls_a_function_where_training_does() -> None:
     plan = make_plan("separate", GRAPH, Cluster(1, 2), 1024)
-    found = plan.evaluation(make_eval_graph(reward="reward.py:score"), GRAPH)
+    found = plan.evaluation(make_eval_graph(reward=function_reward("reward.py:score")), GRAPH)
     assert found[NAME] == plan[NAME]
-    own = plan.evaluation(make_eval_graph(reward="reward.py:score"), train_graph(minibatches=2))
+    own = plan.evaluation(
+        make_eval_graph(reward=function_reward("reward.py:score")), train_graph(minibatches=2)
+    )
     assert own[NAME] == function_placement(Mesh(0, 2))
     assert isinstance(own, Plan)

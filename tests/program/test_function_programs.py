@@ -18,8 +18,9 @@ from realrl.program.instructions import Instruction, Program, Receive, Report, R
 from realrl.program.lower import home_placements, lower
 from realrl.program.text import format_program, parse_instruction, parse_program
 from realrl.program.validate import ProgramError, validate
+from tests.rewards import function_reward
 
-GRAPH = train_graph(minibatches=2, reward="reward.py:score")
+GRAPH = train_graph(minibatches=2, reward=function_reward("reward.py:score"))
 NAME = "reward.function"
 
 
@@ -120,7 +121,7 @@ def test_a_short_function_costs_a_step_nothing() -> None:
 
 
 def test_a_function_nobody_reads_is_waited_for_at_the_end_of_the_step() -> None:
-    graph = make_eval_graph(reward="reward.py:score")
+    graph = make_eval_graph(reward=function_reward("reward.py:score"))
     placements = {
         call.name: function_placement(Mesh(0, 1)) if call.is_function else Placement(Mesh(0, 1), Strategy(1))
         for call in graph.calls

@@ -163,6 +163,10 @@ class FunctionInput:
     such field. Empty unless the call asks for them."""
     tokenizer: Any
     """The tokenizer of the run."""
+    origins: Sequence[str] = ()
+    """Where each item's record comes from, FILE:LINE; empty where that is not known."""
+    samples: int = 1
+    """Number of samples of each prompt in the step."""
 
     def prompts(self, prefix: str = "") -> list[str]:
         """Decode prompts, without special tokens; of `sequences`, cut at `prompt_length`, both with `prefix`."""
@@ -171,6 +175,18 @@ class FunctionInput:
     def completions(self, prefix: str = "") -> list[str]:
         """Decode completions, without special tokens: what follows the prompts."""
         return [self._text(row[cut:]) for row, cut in self._cuts(prefix)]
+
+    def completion_ids(self, prefix: str = "") -> list[list[int]]:
+        """List the tokens of completions, special ones included."""
+        return [row[cut:] for row, cut in self._cuts(prefix)]
+
+    def describe(self, item: int) -> str:
+        """Describe the `item`-th item for error messages: its record, and which sample of its prompt it is."""
+        number = self.batch.ids[item]
+        record = f"record {self.origins[item]}" if self.origins else f"item {number} of the step"
+        return (
+            record if self.samples == 1 else f"{record}, sample {number % self.samples + 1} of {self.samples}"
+        )
 
     def _cuts(self, prefix: str) -> Iterator[tuple[list[int], int]]:
         lengths = self.batch[f"{prefix}prompt_length"].values.tolist()

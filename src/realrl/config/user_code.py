@@ -92,8 +92,8 @@ class UserCode:
             theirs = _frames_in(files, traceback.extract_tb(error.__traceback__))
             where = _format_place(theirs[-1]) if theirs else self.label
             raise UserError(f"{where}: {error}") from None
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever the user's code does
-            if isinstance(error, KeyboardInterrupt) and _may_be_ctrl_c():
+        except BaseException as error:  # whatever the user's code does
+            if _may_be_signal(error):
                 raise
             # The first frame is ours, and for an import so are some more.
             frames = traceback.extract_tb(error.__traceback__)
@@ -101,7 +101,7 @@ class UserCode:
             if theirs:
                 frames = traceback.StackSummary.from_list(frames[frames.index(theirs[0]) :])
             where = f" ({_format_place(theirs[-1])})" if theirs else ""
-            text = " ".join(str(error).split())
+            text = " ".join(_read_message(error).split())
             reason = f"{type(error).__name__}{text and ': '}{text}"
             listed = "".join(frames.format()) if theirs else ""
             trace = "".join(
@@ -136,6 +136,14 @@ def find_source(reference: str) -> Path | None:
     return Path(found.origin) if found is not None and found.has_location and found.origin else None
 
 
+def _read_message(error: BaseException) -> str:
+    """Text of an exception; empty where its class fails to give one."""
+    try:
+        return str(error)
+    except Exception:  # whatever class the user has made
+        return ""
+
+
 def _frames_in(files: Set[Path | None], frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
     return [frame for frame in frames if Path(frame.filename).resolve() in files]
 
@@ -144,13 +152,16 @@ def _format_place(frame: traceback.FrameSummary) -> str:
     return f"{Path(frame.filename).resolve()}:{frame.lineno}"
 
 
-def _may_be_ctrl_c() -> bool:
-    """Tell whether a KeyboardInterrupt here may come from the keyboard.
+def _may_be_signal(error: BaseException) -> bool:
+    """Tell whether an exception may come from a signal, such as that of the keyboard.
 
-    Python raises it in the main thread alone, by its own handler; the handlers of a run raise another exception.
+    Python calls handlers in the main thread alone: its own raises KeyboardInterrupt, those of a run something else.
     """
-    on_main_thread = threading.current_thread() is threading.main_thread()
-    return on_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if isinstance(error, KeyboardInterrupt):
+        return signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return not isinstance(error, Exception | SystemExit)
 
 
 def _is_module(name: str) -> bool:

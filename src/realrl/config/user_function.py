@@ -1,9 +1,11 @@
 """Functions of the user's that give a number for each completion: finding, calling and checking them."""
 
+import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Awaitable, Callable, Mapping, Set
 from importlib.util import find_spec
+from itertools import islice
 from numbers import Number
 from typing import Annotated, Any
 
@@ -18,9 +20,9 @@ from realrl.config.user_code import UserCode
 class UserFunction:
     """A function that a setting of the recipe names, called and checked."""
 
-    def __init__(self, setting: str, reference: str) -> None:
+    def __init__(self, setting: str, reference: str, *, awaits: bool = False) -> None:
         """`reference` is `FILE.py:FUNCTION` or `package.module:FUNCTION`; UserError where there is no such
-        function, or it is async."""
+        function, or it is async and that is not allowed by `awaits`."""
         self.label = f"{setting}={reference}"
         try:
             resolve_reference(reference)
@@ -30,7 +32,9 @@ class UserFunction:
         function: Any = self._code.attribute(reference.rpartition(":")[2])
         if not callable(function):
             raise UserError(f"{self.label} is no function")
-        if _is_async(function):
+        if _is_async_generator(function):
+            raise UserError(f"{self.label} is an async generator; return a list")
+        if _is_async(function) and not awaits:
             raise UserError(f"{self.label} is async; write a plain function")
         self._function: Callable[..., Any] = function
         self._parameters = _parameters(function)
@@ -59,12 +63,26 @@ class UserFunction:
         return any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
 
     def numbers(self, count: int, *arguments: Any, **named: Any) -> list[float]:
-        """Call it for `count` completions: a finite number for each. UserCodeError where it raises, UserError where
-        it gives anything else."""
+        """Call it for `count` completions: a finite number for each. UserCodeError where it raises, or gives
+        anything else."""
+        numbers = []
+        for value in self.values(count, *arguments, **named):
+            number = read_number(value)
+            if number is None:
+                raise UserCodeError(f"{self.label} {describe_no_number(value, count)}")
+            numbers.append(number)
+        return numbers
+
+    def values(self, count: int, *arguments: Any, **named: Any) -> list[Any]:
+        """Call it for `count` completions: any value for each. UserCodeError where it raises, or gives anything but
+        so many. An async function runs in an event loop of its own."""
         with self._code.errors("raised"):
-            # What it gives may be a generator, and then this runs the function.
             given = self._function(*arguments, **named)
-            values = list(given) if _is_vector(given) else None
+            if inspect.isawaitable(given):
+                given = asyncio.run(_wait(given))
+            # It may be a generator, and then this runs the function; one without an end is cut.
+            values = list(islice(given, count + 1)) if _is_vector(given) else None
+            endless = inspect.isgenerator(given)
         wanted = f"it must give one number for each of {count} completions"
         if isinstance(given, Set | Mapping):
             raise UserCodeError(
@@ -72,22 +90,41 @@ class UserFunction:
                 " in their order"
             )
         if values is None:
-            raise UserCodeError(f"{self.label} gave {_shown(given)}; {wanted}")
+            raise UserCodeError(f"{self.label} gave {show(given)}; {wanted}")
         if len(values) != count:
+            more = f"more than {count}" if endless else str(_length(given, len(values)))
+            found = more if len(values) > count else str(len(values))
             raise UserCodeError(
-                f"{self.label} gave {len(values)} numbers for {count} completions; it must give one each"
+                f"{self.label} gave {found} numbers for {count} completions; it must give one each"
             )
-        return [self._number(value, wanted) for value in values]
+        return values
 
-    def _number(self, value: Any, wanted: str) -> float:
-        try:
-            # float() would also read texts.
-            number = math.nan if isinstance(value, str | bytes) else float(value)
-        except (TypeError, ValueError, RuntimeError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise UserCodeError(f"{self.label} gave {_shown(value)} for a completion; {wanted}")
-        return number
+
+async def _wait(given: Awaitable[Any]) -> Any:
+    return await given
+
+
+def _length(given: Any, counted: int) -> int:
+    """Number of values, where it says so."""
+    try:
+        return len(given)
+    except Exception:  # whatever class the user has made
+        return counted
+
+
+def read_number(value: Any) -> float | None:
+    """Read a value as a number; None unless it is a finite one."""
+    try:
+        # float() would also read texts.
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except Exception:  # whatever class the user has made
+        return None
+    return number if math.isfinite(number) else None
+
+
+def describe_no_number(value: Any, count: int) -> str:
+    """Describe what a function gave for one of `count` completions that is no number."""
+    return f"gave {show(value)} for a completion; it must give one number for each of {count} completions"
 
 
 _COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -119,15 +156,20 @@ _LONGEST = 300
 """Characters of a reference that an error message repeats: enough for any path that people write."""
 
 
-def _resolve_setting(reference: str, info: ValidationInfo) -> str:
+def resolve_setting(reference: str, setting: str) -> str:
+    """Make a reference absolute, see `resolve_reference`; UserError, which names the setting, likewise."""
     try:
         return resolve_reference(reference)
     except UserError as error:
         shown = reference if reference.isprintable() and len(reference) <= _LONGEST else brief(reference)
-        raise UserError(f"{info.field_name}={shown}: {error}") from None
+        raise UserError(f"{setting}={shown}: {error}") from None
 
 
-FunctionReference = Annotated[str, AfterValidator(_resolve_setting)]
+def _resolve_field(reference: str, info: ValidationInfo) -> str:
+    return resolve_setting(reference, info.field_name or "")
+
+
+FunctionReference = Annotated[str, AfterValidator(_resolve_field)]
 """Setting that names a function of the user's; the path of its file is absolute once it is read."""
 
 
@@ -140,10 +182,13 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | 
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives something to await, or to iterate over asynchronously: a function, or an object by
-    its `__call__`."""
-    called = (function, type(function).__call__)
-    return any(inspect.iscoroutinefunction(f) or inspect.isasyncgenfunction(f) for f in called)
+    """Whether calling it gives something to await: a function, or an object by its `__call__`."""
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+
+
+def _is_async_generator(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives something to iterate over asynchronously."""
+    return any(map(inspect.isasyncgenfunction, (function, type(function).__call__)))
 
 
 def _is_vector(given: Any) -> bool:
@@ -153,9 +198,12 @@ def _is_vector(given: Any) -> bool:
     return hasattr(given, "__iter__")
 
 
-def _shown(value: Any) -> str:
-    """A wrong value, as an error message shows it."""
+def show(value: Any) -> str:
+    """Describe a wrong value, as an error message shows it."""
+    try:
+        text = str(value) if value is None or isinstance(value, Number) else repr(value)
+    except Exception:  # whatever class the user has made, or a number of too many digits
+        return f"a {type(value).__name__}"
     if value is None or isinstance(value, Number):
-        return str(value)
-    text = repr(value)
+        return text if len(text) <= 40 else text[:40] + "..."
     return f"{type(value).__name__} {text if len(text) <= 40 else text[:40] + '...'}"

@@ -15,6 +15,7 @@ from realrl.data.forms import Item, Reader, further_fields, is_plain_text, plain
 from realrl.data.further import FieldFilter, FurtherFields, keep_nothing
 from realrl.data.mismatch import mismatch_completions
 from realrl.data.numbers import Numbers, read_numbers, type_code
+from realrl.data.origins import Origins
 from realrl.data.records import read_records
 from realrl.data.rejects import BadRecordError, Rejects
 from realrl.data.tokenization import Row, find_excess, find_problem, make_field, tokenize
@@ -61,6 +62,7 @@ class Dataset:
         notes: Sequence[str] = (),
         further: Mapping[str, Sequence[Any]] | None = None,
         longest_mismatched: int | None = None,
+        origins: Origins | None = None,
     ) -> None:
         """`fields`: rows per key, equally many for each. `longest_mismatched`: most tokens of the rows of the key
         `mismatched`, None where batches do not have it. The rest: see attributes."""
@@ -71,6 +73,7 @@ class Dataset:
         its record has no such field."""
         self.sources = tuple(sources)
         """Numbers of items by source, in the order in which they were read."""
+        self._origins = origins or Origins()
         self.notes = tuple(notes)
         """Notes for the user on how the records were read."""
 
@@ -109,6 +112,10 @@ class Dataset:
         """Select the further fields of the items at `indices`: name -> a value per item."""
         return {name: [values[i] for i in indices] for name, values in self.further.items()}
 
+    def list_origins(self, indices: Sequence[int]) -> list[str]:
+        """List where the records of the items at `indices` come from, FILE:LINE; empty where that is not known."""
+        return self._origins.list(indices)
+
     @classmethod
     def load(
         cls,
@@ -129,7 +136,7 @@ class Dataset:
         nothing of it is left, or, under `config.on_error=fail` and `config.on_too_long=fail`, at the first record
         that is malformed or too long.
         """
-        columns = _Columns(keys)
+        columns, origins = _Columns(keys), Origins()
         notes = _Notes(tokenizer, config)
         reader = Reader(
             tokenizer=tokenizer,
@@ -156,6 +163,7 @@ class Dataset:
                         continue
                     columns.add(record, item_rows, numbers)
                     further.add(fields_kept)
+                    origins.add(origin)
                     notes.add(origin, plain, item_rows)
                     if watch is not None:
                         watch(which, origin, item_rows)
@@ -176,6 +184,7 @@ class Dataset:
             notes=[*records.notes(name_sources(source)), *notes.result()],
             further=further.columns,
             longest_mismatched=config.max_tokens if "mismatched" in keys else None,
+            origins=origins,
         )
 
 

@@ -59,6 +59,7 @@ class Evaluation:
                 seed,
                 {},
                 further=self._records.further_fields(indices),
+                origins=self._records.list_origins(indices),
                 evaluation=True,
             )
             by_call = self._worker.run(program, store, step)

@@ -257,6 +257,8 @@ class TrainingRun:
             sampling_seed=SamplingSeed(self.experiment.seed, step),
             rates=rates,
             further=self.records.further_fields(indices),
+            origins=self.records.list_origins(indices),
+            samples=samples,
         )
         with self.costs.step(store):
             program = phase.programs[self.process.rank]

@@ -19,6 +19,7 @@ from realrl.planner.profile.corrections import find_correction
 from realrl.planner.profile.profile import Profile
 from tests.planner.problems import GRAPH, GROUPED, SMALL, STEP, call, place, stored
 from tests.planner.profiles.test_profile_file import profile as measured_profile
+from tests.rewards import function_reward
 
 SPEC = ClusterSpec.parse("a100-80g:1x8")
 MODELS = {role: stored(SMALL, "lm" if role in ("actor", "ref") else "scalar") for role in GRAPH.roles}
@@ -192,7 +193,7 @@ def test_invalid_cost_files_are_rejected_with_one_message(
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-REWARD = train_graph(minibatches=4, reward="reward.py:score").call("reward.function")
+REWARD = train_graph(minibatches=4, reward=function_reward("reward.py:score")).call("reward.function")
 HOSTS = function_placement(Mesh(0, 4))
 
 

@@ -27,6 +27,7 @@ from realrl.planner.space.problem import Problem
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
 from tests.planner.reference import sampled_graph
+from tests.rewards import function_reward
 
 SIZES = ("llama-3.2-1b", "llama-2-7b", "llama-2-13b")
 CLUSTERS = ("l40s:1x2", "l40s:1x8", "a100-40g:2x4", "l40s:2x2+rtx-4090:2x2", "h100:2x8")
@@ -111,7 +112,8 @@ def test_search_and_simulation_agree_about_sampled_plans(seed: int) -> None:
 def test_search_and_simulation_agree_about_presets(
     name: str, averaging: float | None, reward: str | None
 ) -> None:
-    graph = train_graph(minibatches=4, ref_ema=averaging, reward=reward)
+    scored_by = None if reward is None else function_reward(reward)
+    graph = train_graph(minibatches=4, ref_ema=averaging, reward=scored_by)
     of = sampled_scenario(random.Random(1), graph)
     of = replace(of, spec=ClusterSpec.parse("a100-80g:2x4"))
     times = (FunctionTime(function="judge.py:score", seconds=0.5, steps=1),)

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from realrl.config.errors import UserCodeError, UserError
+from realrl.data.dataset import Order
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import dump_experiment, load_experiment
 from realrl.runtime.train import train
@@ -25,8 +26,10 @@ def agreement(prompts, completions, wanted, bonus=None):
     for text, word, more in zip(completions, wanted, bonus or [None] * len(wanted)):
         yield sum(letter in word for letter in text) / (1 + len(text)) + (more or 0.0)
 
-def everything(**arguments):
-    assert sorted(arguments) == ["bonus", "completions", "prompts", "wanted"], sorted(arguments)
+async def everything(**arguments):
+    given = ["bonus", "completion_ids", "completions", "prompts", "wanted"]
+    assert sorted(arguments) == given, sorted(arguments)
+    assert all(isinstance(token, int) for row in arguments.pop("completion_ids") for token in row)
     return agreement(**arguments)
 
 def raises(completions):
@@ -53,17 +56,8 @@ def huge(completions):
 def by_position(completions, /):
     return [0.0] * len(completions)
 
-async def waits(completions):
-    return [0.0] * len(completions)
-
 async def waits_often(completions):
     yield 0.0
-
-class Waiting:
-    async def __call__(self, completions):
-        return [0.0] * len(completions)
-
-waiting = Waiting()
 
 def more(completions, solution):
     return [0.0] * len(completions)
@@ -169,13 +163,12 @@ def check_overlap(trace: list[dict[str, Any]]) -> None:
 
 
 FAILURES = {
-    "raises": "raised ZeroDivisionError: float division by zero (FILE:15)",
-    "interrupts": "raised KeyboardInterrupt (FILE:18)",
+    "raises": "raised ZeroDivisionError: float division by zero (FILE:17)RECORD",
+    "interrupts": "raised KeyboardInterrupt (FILE:20)RECORD",
     "too_few": "gave 15 numbers for 16 completions; it must give one each",
-    "not_a_number": "gave nan for a completion; it must give one number for each of 16 completions",
-    "nones": "gave None for a completion; it must give one number for each of 16 completions",
-    "texts": "gave str '1.0' for a completion; it must give one number for each of 16 completions",
-    "huge": "gave 1e+300, which is too large for float32",
+    "not_a_number": "gave nan for a completion; it must give one number for each of 16 completionsRECORD",
+    "texts": "gave str '1.0' for a completion; it must give one number for each of 16 completionsRECORD",
+    "huge": "gave 1e+300, which is too large for float32RECORD",
 }
 
 
@@ -186,7 +179,17 @@ def test_what_a_reward_function_does_wrong_is_said(
     written = recipe(world, tmp_path, f"{file}:{name}", data__eval=None)
     with pytest.raises(UserCodeError) as raised:
         train(load_experiment(str(written)), Silent())
-    assert str(raised.value) == f"reward={file}:{name} {FAILURES[name].replace('FILE', str(file))}"
+    experiment = load_experiment(str(written))
+    first = Order(80, experiment.data.batch, experiment.seed).indices(0)[0]
+    expected = FAILURES[name].replace("FILE", str(file))
+    expected = expected.replace("RECORD", f"; record {tmp_path / 'records.jsonl'}:{first + 1}")
+    assert str(raised.value) == f"reward={file}:{name} {expected}"
+
+
+def test_a_reward_that_applies_to_no_sample_ends_the_run(world: World, tmp_path: Path, file: Path) -> None:
+    written = recipe(world, tmp_path, f"{file}:nones", data__eval=None)
+    with pytest.raises(UserCodeError, match=r"^reward: all samples of the step were skipped"):
+        train(load_experiment(str(written)), Silent())
 
 
 MISTAKES = {
@@ -194,9 +197,7 @@ MISTAKES = {
     "math": "reward=FILE:math is no function",
     "by_position": "reward=FILE:by_position takes completions by position only; it is called with keyword"
     " arguments",
-    "waits": "reward=FILE:waits is async; write a plain function",
-    "waits_often": "reward=FILE:waits_often is async; write a plain function",
-    "waiting": "reward=FILE:waiting is async; write a plain function",
+    "waits_often": "reward=FILE:waits_often is an async generator; return a list",
     "more": "reward=FILE:more needs 'solution', which no record of RECORDS has; there are prompts and completions",
 }
 
@@ -218,7 +219,7 @@ def test_a_function_that_cannot_be_called_is_refused_before_models_are_loaded(
     [
         ("rewards.py", None, "reward=rewards.py: write FILE.py:FUNCTION or package.module:FUNCTION"),
         ("os:abs", {"path": "x"}, "reward (a function, FILE.py:FUNCTION) and models.reward (a reward model)"
-         " are both given; keep one"),
+         " are both given; keep one, or add them up: a mixture with a term {model: reward}"),
         ("no/rewards.py:f", None, "reward=no/rewards.py:f: there is no file CWD/no/rewards.py"),
         ("no_module.rewards:f", None, "reward=no_module.rewards:f: there is no module"
          " no_module.rewards; write FILE.py or package.module"),
@@ -285,4 +286,6 @@ def test_the_error_of_one_rank_ends_the_run_of_all(world: World, tmp_path: Path)
     written = recipe(world, tmp_path, f"{file}:score", cluster="1x2", data__eval=None)
     status, error = end(start("train", str(written)))
     assert status == 2
-    assert error.splitlines()[-1] == f"realrl: reward={file}:score raised KeyError: 'mine' ({file}:5)"
+    record = tmp_path / "records.jsonl"
+    message = f"realrl: reward={file}:score raised KeyError: 'mine' ({file}:5); record {record}:"
+    assert error.splitlines()[-1].startswith(message)

@@ -6,6 +6,8 @@ log-probability of token t given those before it.
 
 from collections.abc import Iterable
 
+from realrl.algorithms.rewards.config import Rewards
+from realrl.algorithms.rewards.graph import list_score_keys, score_sequences
 from realrl.dataflow.call import Call, Key, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 
@@ -35,27 +37,6 @@ def infer_on_sequences(name: str, output: str, extra: tuple[str, ...] = ()) -> C
     return Call(name, role, Kind(kind), ("sequences", *extra), (output,), work=("sequences",))
 
 
-def score_sequences(function: str | None, extra: tuple[str, ...] = (), *, prefix: str = "") -> Call:
-    """Make the call that scores sequences by a reward model, or by the function of this reference.
-
-    `prefix` is that of the keys of the sequences, and ends the name of the call.
-    """
-    name = "reward.inference" if function is None else "reward.function"
-    sequences = f"{prefix}sequences"
-    # A function sees texts, which are cut where the prompt ends.
-    texts = () if function is None else (f"{prefix}prompt_length",)
-    return Call(
-        f"{name}_{prefix}".rstrip("_"),
-        "reward" if function is None else None,
-        Kind.INFERENCE if function is None else Kind.FUNCTION,
-        tuple(dict.fromkeys((sequences, *texts, *(f"{prefix}{key}" for key in extra)))),
-        (f"{prefix}score",),
-        work=(sequences,),
-        function=function,
-        record_fields=function is not None,
-    )
-
-
 def make_graph(
     calls: Iterable[Call], keys: Iterable[Key] = KEYS, averages: Iterable[MovingAverage] = ()
 ) -> DataflowGraph:
@@ -65,12 +46,12 @@ def make_graph(
     return DataflowGraph(calls, [key for key in keys if key.name in used], averages)
 
 
-def make_eval_graph(*, reward: str | None = None, reference: bool = True) -> DataflowGraph:
+def make_eval_graph(*, reward: Rewards | None = None, reference: bool = True) -> DataflowGraph:
     """Sample and score, and compare with the `reference` if there is one; `reward` as in `score_sequences`.
 
     The inference calls take what their metrics need besides `sequences`.
     """
-    calls = [GENERATE, score_sequences(reward, ("prompt_length", "finished"))]
+    calls = [GENERATE, *score_sequences(reward, ("prompt_length", "finished"))]
     if reference:
         calls.append(infer_on_sequences("ref.inference", "ref_logprobs", ("prompt_length", "logprobs")))
-    return make_graph(calls)
+    return make_graph(calls, (*KEYS, *list_score_keys(reward)))

@@ -2,7 +2,7 @@
 
 from realrl.recipe.algorithm import SummaryMetric
 
-OPTIONAL_CALLS = ("reward.inference", "reward.function", "ref.inference")
+OPTIONAL_CALLS = ("reward.inference", "reward.function", "reward.sum", "ref.inference")
 """Calls that only some recipes have."""
 
 OPTIONAL_METRICS = ("kl",)
@@ -13,6 +13,8 @@ HEADLINES = (
     "reward.inference/finished",
     "reward.function/score",
     "reward.function/finished",
+    "reward.sum/score",
+    "reward.sum/finished",
     "actor.train/score",
     "actor.train/finished",
     "actor.train/kl",

@@ -6,8 +6,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from realrl.algorithms.policy.config import KLConfig, KLEstimator
 from realrl.algorithms.policy.reference import complete_reference
+from realrl.algorithms.rewards.config import RewardSetting, check_models
 from realrl.config.base import Settings
-from realrl.config.user_function import FunctionReference
 from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
 from realrl.recipe.settings import GenerationConfig
@@ -125,16 +125,21 @@ class PolicyGradientExperiment(Experiment):
     """Policy gradient without a critic."""
 
     models: PolicyGradientModels
-    reward: FunctionReference | None = None
-    """`FILE.py:FUNCTION` or `package.module:FUNCTION`, which takes the place of `models.reward`: called with
-    `prompts=[...]`, `completions=[...]` and every further field of the records by its name, as lists, or those of
-    them that it names; it returns one number for each completion."""
+    reward: RewardSetting = None
+    """What takes the place of `models.reward`: a function, `FILE.py:FUNCTION` or `package.module:FUNCTION`; one
+    term, such as `{verifier: {kind: exact_match}}`; or a weighted mixture, name -> function or term. See
+    docs/rewards.md."""
     policy: PolicyGradientConfig = PolicyGradientConfig()
     generation: GenerationConfig = GenerationConfig()
 
     @model_validator(mode="after")
     def _reference(self) -> Self:
         return complete_reference(self, "policy", self.policy.kl.coef, self.policy.ref_ema)
+
+    @model_validator(mode="after")
+    def _one_reward(self) -> Self:
+        check_models(self.reward, self.models.reward, type(self.models).model_fields)
+        return self
 
     @model_validator(mode="after")
     def _samples_differ(self) -> Self:

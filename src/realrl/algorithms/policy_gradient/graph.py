@@ -1,7 +1,8 @@
 """Policy gradient without a critic: sample, score, train; perhaps a reference and greedy answers. No torch."""
 
-from realrl.algorithms.policy.graph import GENERATE, KEYS, infer_on_sequences, make_graph, score_sequences
+from realrl.algorithms.policy.graph import GENERATE, KEYS, infer_on_sequences, make_graph
 from realrl.algorithms.policy_gradient.config import PolicyGradientExperiment
+from realrl.algorithms.rewards.graph import list_score_keys, score_sequences
 from realrl.dataflow.call import Call, Key, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 
@@ -21,7 +22,8 @@ GREEDY_KEYS = (
 def make_train_graph(experiment: PolicyGradientExperiment) -> DataflowGraph:
     """Make the calls of one training step."""
     config, models = experiment.policy, experiment.models
-    calls = [GENERATE, score_sequences(experiment.reward)]
+    calls = [GENERATE, *score_sequences(experiment.reward)]
+    made = ["score"]
     if config.baseline == "greedy":
         calls += [
             Call(
@@ -33,13 +35,15 @@ def make_train_graph(experiment: PolicyGradientExperiment) -> DataflowGraph:
                 work=("prompts",),
                 prefix=GREEDY,
             ),
-            score_sequences(experiment.reward, prefix=GREEDY),
+            *score_sequences(experiment.reward, prefix=GREEDY),
         ]
+        made.append(f"{GREEDY}score")
     if models.ref is not None:
         calls.append(infer_on_sequences("ref.inference", "ref_logprobs"))
+        made.append("ref_logprobs")
     if config.recompute_logprobs:
         calls.append(infer_on_sequences("actor.inference", "old_logprobs"))
-    made = [key for call in calls[1:] for key in call.outputs if key.endswith(("score", "logprobs"))]
+        made.append("old_logprobs")
     calls.append(
         Call(
             "actor.train",
@@ -53,4 +57,5 @@ def make_train_graph(experiment: PolicyGradientExperiment) -> DataflowGraph:
     averages = []
     if config.ref_ema is not None and models.ref is not None:
         averages.append(MovingAverage("ref", "actor", config.ref_ema, models.ref.starts_like(models.actor)))
-    return make_graph(calls, (*KEYS, OLD_LOGPROBS, *GREEDY_KEYS), averages)
+    scores = [key for prefix in ("", GREEDY) for key in list_score_keys(experiment.reward, prefix)]
+    return make_graph(calls, (*KEYS, OLD_LOGPROBS, *GREEDY_KEYS, *scores), averages)

@@ -6,8 +6,8 @@ from realrl.algorithms.policy.inference import LogprobsInference, RefInference
 from realrl.algorithms.policy_gradient.config import PolicyGradientExperiment
 from realrl.algorithms.policy_gradient.graph import GREEDY
 from realrl.algorithms.policy_gradient.train import PolicyGradientTrain, StepSizes
-from realrl.algorithms.rewards.function import RewardFunction
-from realrl.algorithms.rewards.inference import RewardInference
+from realrl.algorithms.rewards.config import may_skip
+from realrl.algorithms.rewards.methods import make_reward_methods
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.settings import GenerationConfig
 
@@ -28,20 +28,19 @@ class PolicyGradientAlgorithm(StatelessAlgorithm):
         evaluated = eval_generation or generation
         greedy = generation.model_copy(update={"greedy": True})
         sizes = StepSizes(prompts=experiment.data.batch, max_new_tokens=generation.max_new_tokens)
-        self._train = PolicyGradientTrain(experiment.policy, sizes, restricted=generation.restricted)
+        reward = experiment.reward
+        self._train = PolicyGradientTrain(
+            experiment.policy, sizes, restricted=generation.restricted, skips=may_skip(reward)
+        )
         offered: dict[str, Method] = {
             "actor.generate": GenerateMethod(generation, evaluated),
             "actor.generate_greedy": GenerateMethod(greedy, greedy),
             "actor.inference": LogprobsInference("old_logprobs"),
             "ref.inference": RefInference(restricted=evaluated.restricted),
             "actor.train": self._train,
+            **make_reward_methods(reward),
+            **make_reward_methods(reward, prefix=GREEDY),
         }
-        for prefix in ("", GREEDY):
-            name = f"_{prefix}".rstrip("_")
-            if experiment.reward is None:
-                offered[f"reward.inference{name}"] = RewardInference(prefix=prefix)
-            else:
-                offered[f"reward.function{name}"] = RewardFunction(experiment.reward, prefix=prefix)
         used = {call.name for g in (graph, eval_graph) if g is not None for call in g.calls}
         super().__init__(
             graph=graph,

@@ -15,7 +15,9 @@ from realrl.algorithms.policy.normalization import global_moments, whiten
 from realrl.algorithms.policy_gradient.advantages import punish_overlong, scale_by_std, subtract_baseline
 from realrl.algorithms.policy_gradient.config import PolicyGradientConfig
 from realrl.algorithms.policy_gradient.graph import GREEDY
+from realrl.algorithms.rewards.scoring.scores import ALL_SKIPPED
 from realrl.algorithms.samples import gather_samples
+from realrl.config.errors import UserCodeError
 from realrl.data.batch import Batch, Ragged
 
 
@@ -65,6 +67,11 @@ class PolicyGradientTrain(PlainTrain):
             advantages = subtract_baseline(table, config.baseline)
         if config.scale in ("group_std", "batch_std"):
             advantages = scale_by_std(advantages, table, config.scale)
+        if self._skips:
+            if table.isnan().all():
+                raise UserCodeError(ALL_SKIPPED, alone=True)
+            # A score that a mistake made infinite must reach the loss; against others it may have become NaN.
+            advantages = torch.where(table.isinf(), torch.inf, advantages)
         own = advantages.flatten()[torch.tensor(batch.ids, device=rewards.device)]
         kept = torch.ones_like(own)
         if self._skips:
@@ -119,12 +126,17 @@ class PolicyGradientTrain(PlainTrain):
     ) -> Metrics:
         metrics = Metrics()
         count = len(batch)
-        metrics.mean("score", batch["score"].values.double().sum(), count)
-        metrics.mean("reward", rewards.sum(), count)
+        given = ~rewards.isnan() | (not self._skips)
+        metrics.mean("score", batch["score"].values.double()[given].sum(), given.sum())
+        metrics.mean("reward", rewards[given].sum(), given.sum())
         metrics.mean("response_tokens", answers.counts.sum(), count)
         metrics.mean("finished", batch["finished"].values.double().sum(), count)
+        if self._skips:
+            metrics.mean("skipped", (~given).double().sum(), count)
         if self._config.samples > 1:
-            equal = (table == table[:, :1]).all(1)
+            present = ~table.isnan() if self._skips else torch.ones_like(table, dtype=torch.bool)
+            lowest = torch.where(present, table, torch.inf).amin(1, keepdim=True)
+            equal = ((table == lowest) | ~present).all(1)
             metrics.mean("groups_of_equal_rewards", equal.double().mean(), 1.0)
         if "ref_logprobs" in batch.fields:
             log_ratio = (batch["logprobs"].values - batch["ref_logprobs"].values)[answers.index]

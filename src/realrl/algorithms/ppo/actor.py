@@ -10,7 +10,13 @@ from realrl.algorithms.policy.losses import compute_policy_loss
 from realrl.algorithms.policy.metrics import UpdateMetrics
 from realrl.algorithms.policy.normalization import global_moments, whiten
 from realrl.algorithms.ppo.config import PPOConfig
-from realrl.algorithms.ppo.experience import Experience, ExperienceMaker, scored
+from realrl.algorithms.ppo.experience import (
+    Experience,
+    ExperienceMaker,
+    add_to_batch,
+    find_actions,
+    scored,
+)
 from realrl.data.batch import Batch, Ragged
 
 
@@ -19,11 +25,11 @@ class ActorTrain(PlainTrain):
 
     entropy: bool = True
 
-    def __init__(self, config: PPOConfig, *, restricted: bool = False) -> None:
-        """`restricted`: whether sampling leaves tokens out."""
-        self._config = config
+    def __init__(self, config: PPOConfig, *, restricted: bool = False, skips: bool = False) -> None:
+        """`restricted` and `skips` as of `ExperienceMaker`."""
+        self._config, self._skips = config, skips
         self.epochs = config.epochs
-        self.experience_maker = ExperienceMaker(config, restricted=restricted)
+        self.experience_maker = ExperienceMaker(config, restricted=restricted, skips=skips)
         self._update_metrics = UpdateMetrics()
         self._stopped = False
 
@@ -36,13 +42,13 @@ class ActorTrain(PlainTrain):
         advantages = experience.advantages
         if self._config.advantage_norm:
             advantages = whiten(advantages, moments)
-        metrics = _summarize_experience(batch, experience, self._config)
+        metrics = _summarize_experience(batch, experience, self._config, skips=self._skips)
         number = experience.kl.new_tensor
         metrics.mean("advantage_mean", number(moments.mean), 1.0)
         metrics.mean("advantage_std", number(moments.std), 1.0)
         if "ref_logprobs" in batch.fields:
             metrics.mean("kl_coef", number(experience.kl_coef), 1.0)
-        return batch.with_fields(advantages=experience.actions.spread(advantages)), metrics
+        return add_to_batch(batch, experience, advantages=advantages), metrics
 
     def sequences(self, batch: Batch) -> Ragged:
         """Select prompt and response."""
@@ -50,12 +56,12 @@ class ActorTrain(PlainTrain):
 
     def weight(self, batch: Batch) -> int:
         """Count the action tokens."""
-        return Responses.of(batch["sequences"], batch["prompt_length"]).total
+        return find_actions(batch).total
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
         """Compute the policy loss summed over action tokens."""
         assert output.logprobs is not None and output.entropy is not None
-        actions = Responses.of(batch["sequences"], batch["prompt_length"])
+        actions = find_actions(batch)
         at = actions.index
         new, old = output.logprobs[at].float(), batch["logprobs"].values[at]
         result = compute_policy_loss(
@@ -86,14 +92,18 @@ class ActorTrain(PlainTrain):
         return metrics
 
 
-def _summarize_experience(batch: Batch, experience: Experience, config: PPOConfig) -> Metrics:
+def _summarize_experience(batch: Batch, experience: Experience, config: PPOConfig, *, skips: bool) -> Metrics:
     """Compute means over sequences; `score` over those whose score is trained on."""
     metrics, count = Metrics(), len(batch)
-    trained_on = scored(batch["finished"].values, config)
+    kept = experience.kept
+    trained_on = scored(batch["finished"].values, config) & kept
     metrics.mean("score", batch["score"].values.double()[trained_on].sum(), trained_on.sum())
-    metrics.mean("reward", experience.rewards.double().sum(), count)
+    metrics.mean("reward", experience.rewards.double()[kept].sum(), kept.sum())
     if "ref_logprobs" in batch.fields:
         metrics.mean("kl", experience.kl.sum(), count)
-    metrics.mean("response_tokens", experience.actions.counts.sum(), count)
+    if skips:
+        metrics.mean("skipped", (~kept).double().sum(), count)
+    answers = Responses.of(batch["sequences"], batch["prompt_length"])
+    metrics.mean("response_tokens", answers.counts.sum(), count)
     metrics.mean("finished", batch["finished"].values.double().sum(), count)
     return metrics

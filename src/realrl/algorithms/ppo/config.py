@@ -6,8 +6,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 
 from realrl.algorithms.policy.config import KLConfig
 from realrl.algorithms.policy.reference import complete_reference
+from realrl.algorithms.rewards.config import RewardSetting, check_models
 from realrl.config.base import Settings
-from realrl.config.user_function import FunctionReference
 from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
 from realrl.recipe.settings import GenerationConfig
@@ -72,13 +72,13 @@ class PPOModels(Models):
 
 
 class PPOExperiment(Experiment):
-    """RLHF with PPO: actor, critic, reference and reward model; or a function in place of the reward model."""
+    """RLHF with PPO: actor, critic, reference and reward model; or another reward in place of the model."""
 
     models: PPOModels
-    reward: FunctionReference | None = None
-    """`FILE.py:FUNCTION` or `package.module:FUNCTION`, which takes the place of `models.reward`: called with
-    `prompts=[...]`, `completions=[...]` and every further field of the records by its name, as lists, or those of
-    them that it names; it returns one number for each completion."""
+    reward: RewardSetting = None
+    """What takes the place of `models.reward`: a function, `FILE.py:FUNCTION` or `package.module:FUNCTION`; one
+    term, such as `{verifier: {kind: exact_match}}`; or a weighted mixture, name -> function or term. See
+    docs/rewards.md."""
     ppo: PPOConfig = PPOConfig()
     generation: GenerationConfig = GenerationConfig()
 
@@ -88,9 +88,5 @@ class PPOExperiment(Experiment):
 
     @model_validator(mode="after")
     def _one_reward(self) -> Self:
-        if (self.reward is None) is (self.models.reward is None):
-            given = "are both given; keep one" if self.reward else "are both missing; give one"
-            raise ValueError(
-                f"reward (a function, FILE.py:FUNCTION) and models.reward (a reward model) {given}"
-            )
+        check_models(self.reward, self.models.reward, type(self.models).model_fields)
         return self

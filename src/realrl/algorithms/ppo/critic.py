@@ -6,10 +6,9 @@ from torch import Tensor
 
 from realrl.algorithms.base import PlainTrain
 from realrl.algorithms.method import Metrics, ModelOutput, Sum
-from realrl.algorithms.packed import Responses
 from realrl.algorithms.policy.normalization import global_moments
 from realrl.algorithms.ppo.config import PPOConfig
-from realrl.algorithms.ppo.experience import ExperienceMaker, to_reward_scale
+from realrl.algorithms.ppo.experience import ExperienceMaker, add_to_batch, find_actions, to_reward_scale
 from realrl.algorithms.ppo.losses import value_loss
 from realrl.data.batch import Batch, Ragged
 
@@ -17,11 +16,11 @@ from realrl.data.batch import Batch, Ragged
 class CriticTrain(PlainTrain):
     """Clipped regression of the value before each action on its return, in units of the returns' deviation."""
 
-    def __init__(self, config: PPOConfig, *, restricted: bool = False) -> None:
-        """`restricted`: whether sampling leaves tokens out."""
+    def __init__(self, config: PPOConfig, *, restricted: bool = False, skips: bool = False) -> None:
+        """`restricted` and `skips` as of `ExperienceMaker`."""
         self._config = config
         self.epochs = config.epochs
-        self.experience_maker = ExperienceMaker(config, restricted=restricted)
+        self.experience_maker = ExperienceMaker(config, restricted=restricted, skips=skips)
 
     @property
     def head_scale(self) -> float:
@@ -47,7 +46,7 @@ class CriticTrain(PlainTrain):
         metrics, number = Metrics(), experience.kl.new_tensor
         metrics.mean("return_mean", number(returns.mean), 1.0)
         metrics.mean("explained_variance", number(explained), 1.0)
-        return batch.with_fields(returns=experience.actions.spread(experience.returns)), metrics
+        return add_to_batch(batch, experience, returns=experience.returns), metrics
 
     def sequences(self, batch: Batch) -> Ragged:
         """Select prompt and response."""
@@ -55,12 +54,12 @@ class CriticTrain(PlainTrain):
 
     def weight(self, batch: Batch) -> int:
         """Count the action tokens."""
-        return Responses.of(batch["sequences"], batch["prompt_length"]).total
+        return find_actions(batch).total
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
         """Compute the value loss summed over action tokens."""
         assert output.values is not None
-        actions = Responses.of(batch["sequences"], batch["prompt_length"])
+        actions = find_actions(batch)
         at, unit = actions.index, self.experience_maker.return_scale.std
         result = value_loss(
             values=to_reward_scale(output.values[at - 1].float(), self._config) / unit,

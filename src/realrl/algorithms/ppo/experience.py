@@ -12,16 +12,19 @@ from realrl.algorithms.policy.normalization import Moments, global_moments
 from realrl.algorithms.ppo.advantages import gae
 from realrl.algorithms.ppo.config import PPOConfig
 from realrl.algorithms.ppo.return_scale import ReturnScale
-from realrl.data.batch import Batch
+from realrl.algorithms.rewards.scoring.scores import ALL_SKIPPED
+from realrl.config.errors import UserCodeError
+from realrl.data.batch import Batch, Ragged
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Experience:
     """N sequences with A action tokens in all, on the scale of rewards.
 
     rewards: [N] given at the last action, without the KL penalty. kl: [N] divergence from the reference,
     summed over actions (see `token_kl`). values: [A] of the state before each action. advantages, returns: [A].
-    kl_coef: the weight of the penalty. return_moments: over all ranks.
+    kl_coef: the weight of the penalty. return_moments: over all ranks. kept: [N] bool, whether a sequence is learnt
+    from; one whose reward was skipped has no action tokens, and 0 as its reward.
     """
 
     actions: Responses
@@ -32,6 +35,18 @@ class Experience:
     returns: Tensor
     kl_coef: float
     return_moments: Moments
+    kept: Tensor
+
+
+def add_to_batch(batch: Batch, experience: Experience, **values: Tensor) -> Batch:
+    """Add values of action tokens, [A] each, as rows like `sequences`, and `kept`, 1 where a sequence is kept."""
+    rows = {name: experience.actions.spread(value) for name, value in values.items()}
+    return batch.with_fields(**rows, kept=Ragged.scalars(experience.kept.float()))
+
+
+def find_actions(batch: Batch) -> Responses:
+    """Find the action tokens of the sequences that are kept."""
+    return Responses.of(batch["sequences"], batch["prompt_length"], kept=batch["kept"].values)
 
 
 def to_reward_scale(values: Tensor, config: PPOConfig) -> Tensor:
@@ -71,9 +86,10 @@ class ExperienceMaker:
     the statistics from before the step and end the step with the same new ones.
     """
 
-    def __init__(self, config: PPOConfig, *, restricted: bool = False) -> None:
-        """`restricted`: whether sampling leaves tokens out."""
-        self._config, self._restricted = config, restricted
+    def __init__(self, config: PPOConfig, *, restricted: bool = False, skips: bool = False) -> None:
+        """`restricted`: whether sampling leaves tokens out. `skips`: whether a score that is NaN is one that its
+        reward skipped; otherwise it is a mistake, and the gradient that it makes is not finite."""
+        self._config, self._restricted, self._skips = config, restricted, skips
         self._kl = KLController(config.kl)
         self.return_scale = ReturnScale(config.value_norm, beta=config.value_norm_beta)
         self.steps = 0
@@ -84,11 +100,14 @@ class ExperienceMaker:
         Called once per step.
         """
         config, coef = self._config, self._kl.coef
-        actions = Responses.of(batch["sequences"], batch["prompt_length"])
+        score, kept = self._keep(batch["score"].values, dp_sum)
+        answers = Responses.of(batch["sequences"], batch["prompt_length"])
+        actions = Responses.of(batch["sequences"], batch["prompt_length"], kept=kept)
         reference = batch["ref_logprobs" if "ref_logprobs" in batch.fields else "logprobs"]
-        log_ratio = (batch["logprobs"].values - reference.values)[actions.index]
+        differences = batch["logprobs"].values - reference.values
+        log_ratio = differences[actions.index]
         finished = batch["finished"].values
-        rewards = shape_rewards(score=batch["score"].values, finished=finished, config=config)
+        rewards = shape_rewards(score=score, finished=finished, config=config)
         is_last = actions.column == actions.counts[actions.row] - 1
         token_rewards = torch.where(is_last, rewards[actions.row], 0.0) - coef * log_ratio
 
@@ -108,12 +127,36 @@ class ExperienceMaker:
             )
         )
         returns = advantages + values
-        kl = actions.row_sums(token_kl(log_ratio, restricted=self._restricted))
+        # Of all answers: how far the actor has gone does not depend on their rewards.
+        kl = answers.row_sums(token_kl(differences[answers.index], restricted=self._restricted))
         kl_moments, return_moments = global_moments(kl, dp_sum), global_moments(returns, dp_sum)
         self._kl.update(kl=kl_moments.mean, sequences=int(kl_moments.count))
         self.return_scale.update(return_moments)
         self.steps += 1
-        return Experience(actions, rewards, kl, values, advantages, returns, coef, return_moments)
+        return Experience(
+            actions=actions,
+            rewards=rewards,
+            kl=kl,
+            values=values,
+            advantages=advantages,
+            returns=returns,
+            kl_coef=coef,
+            return_moments=return_moments,
+            kept=kept,
+        )
+
+    def _keep(self, score: Tensor, dp_sum: Sum) -> tuple[Tensor, Tensor]:
+        """Decide which sequences are kept: scores, 0 for others, and [N] bool.
+
+        UserCodeError if no rank keeps any.
+        """
+        if not self._skips:
+            return score, torch.ones_like(score, dtype=torch.bool)
+        kept = ~score.isnan()
+        if dp_sum(kept.sum().double()[None]).item() == 0:
+            raise UserCodeError(ALL_SKIPPED, alone=True)
+        # What a mistake made infinite must reach the loss, and not be clipped to a good reward.
+        return torch.where(score.isinf(), torch.nan, torch.where(kept, score, 0.0)), kept
 
     def state_dict(self) -> dict[str, float]:
         """Save the statistics, and the number of steps they have seen."""

@@ -3,7 +3,9 @@
 `values[t]` is the critic's value of the state after token t.
 """
 
-from realrl.algorithms.policy.graph import GENERATE, KEYS, infer_on_sequences, make_graph, score_sequences
+from realrl.algorithms.policy.graph import GENERATE, KEYS, infer_on_sequences, make_graph
+from realrl.algorithms.rewards.config import Rewards
+from realrl.algorithms.rewards.graph import list_score_keys, score_sequences
 from realrl.dataflow.call import Call, Key, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 
@@ -15,23 +17,25 @@ def train_graph(
     minibatches: int,
     ref_ema: float | None = None,
     same_start: bool = False,
-    reward: str | None = None,
+    reward: Rewards | None = None,
     reference: bool = True,
 ) -> DataflowGraph:
     """One step: sample, score, train.
 
     `minibatches` are optimizer steps per pass over the samples; with `ref_ema` the reference follows the actor at
-    this rate, from the same weights on if they have the `same_start`; `reward` is the reference of a function that
-    scores; `reference` says whether there is a reference model.
+    this rate, from the same weights on if they have the `same_start`; `reward` are its terms, None for a reward
+    model alone; `reference` says whether there is a reference model.
     """
-    inference = [score_sequences(reward), infer_on_sequences("critic.inference", "values")]
+    scoring = score_sequences(reward)
+    inference = [infer_on_sequences("critic.inference", "values")]
     if reference:
-        inference.insert(1, infer_on_sequences("ref.inference", "ref_logprobs"))
+        inference.insert(0, infer_on_sequences("ref.inference", "ref_logprobs"))
     experience = (
         "sequences",
         "prompt_length",
         "finished",
         "logprobs",
+        "score",
         *(key for call in inference for key in call.outputs),
     )
     train = [
@@ -39,4 +43,6 @@ def train_graph(
         for role in ("actor", "critic")
     ]
     averages = [] if ref_ema is None else [MovingAverage("ref", "actor", ref_ema, same_start)]
-    return make_graph([GENERATE, *inference, *train], (*KEYS, VALUES), averages)
+    return make_graph(
+        [GENERATE, *scoring, *inference, *train], (*KEYS, VALUES, *list_score_keys(reward)), averages
+    )

@@ -9,8 +9,8 @@ from realrl.algorithms.ppo.actor import ActorTrain
 from realrl.algorithms.ppo.config import PPOConfig
 from realrl.algorithms.ppo.critic import CriticTrain
 from realrl.algorithms.ppo.inference import CriticInference
-from realrl.algorithms.rewards.function import RewardFunction
-from realrl.algorithms.rewards.inference import RewardInference
+from realrl.algorithms.rewards.config import Rewards, may_skip
+from realrl.algorithms.rewards.methods import make_reward_methods
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.settings import GenerationConfig
 
@@ -29,13 +29,15 @@ class PPOAlgorithm(StatelessAlgorithm):
         config: PPOConfig,
         generation: GenerationConfig,
         eval_generation: GenerationConfig | None = None,
-        reward: str | None = None,
+        reward: Rewards | None = None,
     ) -> None:
-        """`eval_generation` is how evaluation samples, if otherwise than training; `reward` the reference of the
-        function that scores in place of a model."""
+        """`eval_generation` is how evaluation samples, if otherwise than training; `reward` are its
+        terms, None for a reward model alone."""
         self._config, self._generation = config, generation
         restricted = generation.restricted
-        actor, critic = ActorTrain(config, restricted=restricted), CriticTrain(config, restricted=restricted)
+        skips = may_skip(reward)
+        actor = ActorTrain(config, restricted=restricted, skips=skips)
+        critic = CriticTrain(config, restricted=restricted, skips=skips)
         evaluated = (eval_generation or generation).restricted
         methods: dict[str, Method] = {
             "actor.generate": GenerateMethod(generation, eval_generation or generation),
@@ -44,12 +46,8 @@ class PPOAlgorithm(StatelessAlgorithm):
             "critic.inference": CriticInference(config),
             "actor.train": actor,
             "critic.train": critic,
+            **make_reward_methods(reward, finished_only=config.truncated == "bootstrap"),
         }
-        finished_only = config.truncated == "bootstrap"
-        if reward is None:
-            methods["reward.inference"] = RewardInference(finished_only=finished_only)
-        else:
-            methods["reward.function"] = RewardFunction(reward, finished_only=finished_only)
         temperature = generation.temperature
         super().__init__(graph=graph, eval_graph=eval_graph, methods=methods, temperature=temperature)
         self._experience_makers = (actor.experience_maker, critic.experience_maker)

@@ -13,7 +13,7 @@ from typing import Any
 from realrl.config.errors import RunError, UserError
 from realrl.config.files import as_os_error, check_directory, partial_path, reason_of, write_whole
 from realrl.config.paths import local_path
-from realrl.config.user_code import find_source
+from realrl.config.user_code import find_source, is_own_module
 from realrl.plan.plan import Plan
 from realrl.program.instructions import Program
 from realrl.program.text import format_program
@@ -192,7 +192,11 @@ def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
 
 def _find_code(experiment: Experiment) -> dict[str, Path]:
     """Find the files with code of the user's that the recipe names, by the name of the setting."""
-    references = {call.name: call.function for call in build_graph(experiment).functions}
+    references: dict[str, str | None] = {
+        call.name: call.function
+        for call in build_graph(experiment).functions
+        if call.function is not None and not is_own_module(call.function)
+    }
     references |= {"algorithm": experiment.algorithm, "training.judge": experiment.training.judge}
     for role in get_spec(experiment).roles_of(experiment):
         config = getattr(experiment.models, role)

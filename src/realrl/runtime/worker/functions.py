@@ -1,4 +1,4 @@
-"""Functions of one rank: a thread of their own calls them while the rank goes on with its program."""
+"""Functions of one rank: threads of their own call them while the rank goes on with its program."""
 
 import threading
 import time
@@ -28,16 +28,21 @@ class Returned:
 
 
 class Functions:
-    """Starts functions in the background, one after the other, and waits for them."""
+    """Starts functions in the background, and waits for them.
+
+    Different ones run at the same time; calls of one function follow one another, so that it need not be prepared
+    for several threads.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._tasks: dict[str, SimpleQueue[Callable[[], None]]] = {}
         self._running: dict[str, Future[Returned]] = {}
 
-    def start(self, run: Run, method: FunctionMethod, inputs: FunctionInput, step: int) -> None:
-        """Let the thread call a function once it has ended those before."""
+    def start(
+        self, run: Run, function: str, method: FunctionMethod, inputs: FunctionInput, step: int
+    ) -> None:
+        """Let a thread make a call of `function`, a reference, once it has ended those before."""
         future = self._running[run.call] = Future[Returned]()
 
         def task() -> None:
@@ -54,11 +59,11 @@ class Functions:
             else:
                 future.set_result(Returned(outputs, metrics, start, end))
 
-        if self._thread is None:
+        if function not in self._tasks:
+            tasks = self._tasks[function] = SimpleQueue()
             # A daemon: a function that does not return must not keep a run from ending that has failed.
-            self._thread = threading.Thread(target=self._work, name="functions", daemon=True)
-            self._thread.start()
-        self._tasks.put(task)
+            threading.Thread(target=_work, args=(tasks,), name=function, daemon=True).start()
+        self._tasks[function].put(task)
 
     @property
     def running(self) -> tuple[str, ...]:
@@ -69,6 +74,7 @@ class Functions:
         """Wait for a function that is `running`; raises what it has raised."""
         return self._running.pop(call).result()
 
-    def _work(self) -> None:
-        while True:
-            self._tasks.get()()
+
+def _work(tasks: SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        tasks.get()()

@@ -58,6 +58,10 @@ class StepInput:
     rates: Mapping[str, float]
     further: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Fields of the records that no key is made of, where a function runs: name -> a value per item."""
+    origins: Sequence[str] = ()
+    """Where each item's record comes from, FILE:LINE."""
+    samples: int = 1
+    """Number of samples of each prompt."""
     evaluation: bool = False
 
 
@@ -148,8 +152,12 @@ class Worker:
         batch = now.store.batch(call, run.placement.dp_index(self._process.rank))
         further = now.input.further if call.record_fields else {}
         fields = {name: [values[item] for item in batch.ids] for name, values in further.items()}
-        inputs = FunctionInput(batch, fields, self._tokenizer)
-        self._functions.start(run, cast(FunctionMethod, method), inputs, now.input.sampling_seed.step)
+        origins = [now.input.origins[item] for item in batch.ids] if now.input.origins else []
+        inputs = FunctionInput(batch, fields, self._tokenizer, origins, now.input.samples)
+        assert call.function is not None, "a call without a role is a function"
+        self._functions.start(
+            run, call.function, cast(FunctionMethod, method), inputs, now.input.sampling_seed.step
+        )
 
     def _needed(self, instruction: Instruction) -> str | None:
         """The function running here whose outputs or metrics an instruction hands on, if there is one."""

@@ -1,0 +1,127 @@
+"""Scorers: functions of the user's, and verifiers of the package."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from realrl.algorithms.rewards.config import RewardTerm, name_setting
+from realrl.algorithms.rewards.http.scorer import HttpScorer
+from realrl.algorithms.rewards.scoring.scores import TEXTS, RewardFailure, RewardScorer, Score
+from realrl.algorithms.rewards.verifiers.base import Verifier
+from realrl.config.errors import UserError
+from realrl.config.user_function import UserFunction, describe_no_number, read_number
+from realrl.config.words import join
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def make_scorer(name: str, term: RewardTerm) -> RewardScorer:
+    """Make the scorer of a term that is no model."""
+    setting = name_setting(name)
+    if term.function is not None:
+        return FunctionScorer(setting, term.function)
+    if term.verifier is not None:
+        return VerifierScorer(setting, term.verifier)
+    assert term.http is not None, "a model has no scorer"
+    return HttpScorer(setting, term.http)
+
+
+class FunctionScorer:
+    """A function of the user's, called as reward functions of TRL are.
+
+    It gets keyword arguments `prompts`, `completions`, `completion_ids` and every further field of the records, as
+    lists; one without `**kwargs` gets only those that it names.
+    """
+
+    def __init__(self, setting: str, reference: str) -> None:
+        self._setting, self._reference = setting, reference
+        self.label = f"{setting}={reference}"
+        self._loaded: UserFunction | None = None
+
+    @property
+    def _function(self) -> UserFunction:
+        assert self._loaded is not None, "only ranks that have loaded it ask for it"
+        return self._loaded
+
+    def load(self) -> None:
+        """Import the function; UserError where there is none, or it cannot be called by keywords."""
+        self._loaded = UserFunction(self._setting, self._reference, awaits=True)
+        if self._loaded.positional:
+            name = self._loaded.positional[0]
+            raise UserError(
+                f"{self.label} takes {name} by position only; it is called with keyword arguments"
+            )
+
+    def wants(self, name: str) -> bool:
+        """Tell whether the function takes an argument of that name."""
+        return self._function.accepts(name)
+
+    @property
+    def required(self) -> Sequence[str]:
+        """Arguments without a default."""
+        return self._function.required
+
+    def check_fields(self, source: str, fields: Collection[str]) -> None:
+        """Check that no field has the name of the texts."""
+        clash = next((name for name in TEXTS if name in fields and self.wants(name)), None)
+        if clash is not None:
+            raise UserError(
+                f"{self.label}: records of {source} have a field {clash!r}, which is the name of an argument;"
+                " rename the field"
+            )
+        check_required(self, source, fields)
+
+    def score(self, count: int, arguments: Mapping[str, list[Any]]) -> list[Score]:
+        """Call it once."""
+        values = self._function.values(count, **arguments)
+        return [self._read(value, count) for value in values]
+
+    def _read(self, value: Any, count: int) -> Score:
+        if value is None:
+            return None
+        number = read_number(value)
+        if number is None:
+            return RewardFailure(describe_no_number(value, count))
+        if abs(number) > _LARGEST:
+            return RewardFailure(f"gave {number:g}, which is too large for float32")
+        return number
+
+
+class VerifierScorer:
+    """A verifier of the package."""
+
+    def __init__(self, setting: str, verifier: Verifier) -> None:
+        self.label = f"{setting} (verifier {verifier.kind})"
+        self._verifier = verifier
+
+    def load(self) -> None:
+        """Check that what it needs is installed."""
+        self._verifier.load()
+
+    def wants(self, name: str) -> bool:
+        """Tell whether it looks at a field."""
+        return name == "completions" or name in self._verifier.fields
+
+    @property
+    def required(self) -> Sequence[str]:
+        """Fields that it looks at."""
+        return self._verifier.fields
+
+    def check_fields(self, source: str, fields: Collection[str]) -> None:
+        """Check that records have them."""
+        check_required(self, source, fields)
+
+    def score(self, count: int, arguments: Mapping[str, list[Any]]) -> list[Score]:
+        """Verify all completions."""
+        return self._verifier.verify(arguments["completions"], arguments)
+
+
+def check_required(scorer: RewardScorer, source: str, fields: Collection[str]) -> None:
+    """Check that records of a source have what a scorer needs; else UserError."""
+    missing = [name for name in scorer.required if name not in (*TEXTS, *fields)]
+    if missing:
+        known = join([*TEXTS[:2], *sorted(fields)])
+        raise UserError(
+            f"{scorer.label} needs {missing[0]!r}, which no record of {source} has; there are {known}"
+        )

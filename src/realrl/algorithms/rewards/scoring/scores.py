@@ -1,0 +1,53 @@
+"""Scores of single samples. No torch."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+SKIPPED = float("nan")
+"""Score of a sample that has none, in the keys of scores: it leaves the loss and all means."""
+NOT_APPLICABLE = float("-inf")
+"""Score of a term of a mixture that does not apply to a sample, which its other terms score alone."""
+ALL_SKIPPED = (
+    "reward: all samples of the step were skipped, so there is nothing to learn from; the first reason is above, or"
+    " in the log of the rank that met it"
+)
+
+
+@dataclass(frozen=True)
+class RewardFailure:
+    """Sample whose reward could not be computed. `reason` follows the name of the reward in a message, and `trace`
+    is the traceback of the user's code, if that raised."""
+
+    reason: str
+    trace: str = ""
+
+
+Score = float | None | RewardFailure
+"""A finite number, None where the reward does not apply to the sample, or why there is none."""
+
+TEXTS = ("prompts", "completions", "completion_ids")
+"""Arguments of rewards besides fields of records."""
+
+
+class RewardScorer(Protocol):
+    """A reward of the host: a function, a verifier, a service."""
+
+    label: str
+    """How messages name it."""
+
+    def load(self) -> None:
+        """Get ready; UserError where that fails."""
+
+    def wants(self, name: str) -> bool:
+        """Tell whether it looks at an argument: one of `TEXTS`, or a field of records."""
+
+    @property
+    def required(self) -> Sequence[str]:
+        """Arguments that it cannot do without, after `load`."""
+
+    def check_fields(self, source: str, fields: Collection[str]) -> None:
+        """Check that `fields` of a source suit it; else UserError."""
+
+    def score(self, count: int, arguments: Mapping[str, list[Any]]) -> list[Score]:
+        """Score `count` samples, whose arguments are lists of so many; UserCodeError where it fails as a whole."""

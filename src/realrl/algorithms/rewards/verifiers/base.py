@@ -1,0 +1,85 @@
+"""Base classes of verifiers: a field with the right answer, and the part of a completion that counts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from realrl.algorithms.rewards.scoring.scores import RewardFailure, Score
+from realrl.config.base import Settings
+from realrl.config.patterns import Pattern, find_last
+
+
+class Verifier(Settings):
+    """A check of completions that ships with the package: 1 for a right one, 0 for a wrong one."""
+
+    kind: str
+    """Which check it is."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Fields of records that it needs."""
+        return ()
+
+    def load(self) -> None:
+        """Get ready; UserError where something is not installed, or cannot be read."""
+
+    def verify(self, completions: list[str], fields: Mapping[str, list[Any]]) -> list[Score]:
+        """Score completions. `fields`: a value per completion of each of `fields`."""
+        raise NotImplementedError
+
+
+class AnswerVerifier(Verifier):
+    """A check against the right answer, a field of the record."""
+
+    answer: str = "answer"
+    """Field of the records with the right answer. Where a record has none, the reward does not apply."""
+    extract: Pattern | None = None
+    """What of the completion counts: `boxed`, the content of the last \\boxed{}; or a regular expression, group 1
+    of its last match or, without a group, all of that. A completion without it is wrong. Null for the whole
+    completion. Right answers are cut likewise, where they have it."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The field of the right answer."""
+        return (self.answer,)
+
+    def verify(self, completions: list[str], fields: Mapping[str, list[Any]]) -> list[Score]:
+        """Compare each completion with its answer."""
+        return [
+            self._check(text, right) for text, right in zip(completions, fields[self.answer], strict=True)
+        ]
+
+    def compare(self, text: str, right: str) -> Score:
+        """Score what counts of a completion against what counts of its answer."""
+        raise NotImplementedError
+
+    def _check(self, completion: str, right: Any) -> Score:
+        if right is None:
+            return None
+        if not isinstance(right, str | int | float) or isinstance(right, bool):
+            return RewardFailure(f"needs a text or a number as {self.answer}, not a {type(right).__name__}")
+        expected = str(right)
+        if self.extract is not None:
+            expected = extract(expected, self.extract) or expected
+        found = extract(completion, self.extract) if self.extract is not None else completion
+        return 0.0 if found is None else self.compare(found, expected)
+
+
+def extract(text: str, pattern: str) -> str | None:
+    """Find the part of a text that counts, see `AnswerVerifier.extract`; None where there is none."""
+    if pattern == "boxed":
+        return _find_last_boxed(text)
+    last = find_last(pattern, text)
+    return None if last is None else last.group(min(1, last.re.groups))
+
+
+def _find_last_boxed(text: str) -> str | None:
+    """Find the content of the last \\boxed{...} that is closed."""
+    end = len(text)
+    while (start := text.rfind("\\boxed{", 0, end)) >= 0:
+        depth, first = 1, start + len("\\boxed{")
+        for position in range(first, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[position], 0)
+            if depth == 0:
+                return text[first:position]
+        end = start
+    return None
