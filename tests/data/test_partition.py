@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realrl.data.partition import assign, even_micro_batches, micro_batches, minibatch_slices, partition
+from realrl.data.partition import (
+    assign,
+    even_micro_batches,
+    micro_batches,
+    minibatch_slices,
+    partition,
+    partition_samples,
+)
 
 COSTS = st.lists(st.integers(0, 500), max_size=60) | st.lists(st.integers(0, 2), max_size=12)
 
@@ -55,6 +62,36 @@ def test_mini_batches_hold_the_same_items_for_every_dp(costs, minibatches, dp):
 def test_a_mini_batch_that_cannot_reach_every_rank_is_refused():
     with pytest.raises(ValueError, match="2 items cannot be split over dp=3"):
         assign([5] * 4, minibatches=2, dp=3)
+
+
+PROMPTS = st.lists(st.integers(1, 500), min_size=1, max_size=30)
+
+
+@given(PROMPTS, st.integers(1, 9), st.integers(1, 9))
+def test_samples_of_a_prompt_stay_together_but_for_prompts_that_do_not_go_round(prompts, samples, parts):
+    costs = [cost for cost in prompts for _ in range(samples)]
+    if len(costs) < parts:
+        with pytest.raises(ValueError, match="cannot be split"):
+            partition_samples(costs, samples, parts)
+        return
+    out = partition_samples(costs, samples, parts)
+    assert sorted(i for part in out for i in part) == list(range(len(costs)))
+    assert all(part == sorted(part) for part in out)
+    assert max(map(len, out)) - min(map(len, out)) <= 1
+    holders = [sum(prompt in {i // samples for i in part} for part in out) for prompt in range(len(prompts))]
+    cut = [cost for cost, count in zip(prompts, holders, strict=True) if count > 1]
+    assert len(cut) <= len(prompts) % parts
+    assert not cut or max(cut) <= sorted(prompts)[len(prompts) % parts - 1]
+
+
+@given(st.lists(st.integers(1, 500), min_size=8, max_size=32), st.integers(2, 4))
+def test_ranks_with_equally_many_prompts_differ_by_at_most_the_longest(prompts, parts):
+    prompts = prompts[: len(prompts) // parts * parts]
+    loads = [
+        sum(prompts[i // 3] for i in part)
+        for part in partition_samples([p for p in prompts for _ in "123"], 3, parts)
+    ]
+    assert max(loads) - min(loads) <= 3 * max(prompts)
 
 
 @given(COSTS, st.integers(1, 1000))

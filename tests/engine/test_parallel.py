@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 from realrl.algorithms.reward.method import PairInference, RewardTrain
 from realrl.algorithms.sft.method import SFTInference, SFTTrain
 from realrl.data.batch import Batch, Ragged
-from realrl.data.partition import assign
+from realrl.data.partition import assign, partition_samples
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
@@ -49,6 +49,8 @@ SHAPES = {
 OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1, grad_clip=0.5, eps=1e-4)
 STEPS = 2
 ITEMS = 16
+GROUP = 4
+"""Samples of a prompt, where prompts are shared."""
 MODELS: list[tuple[str, Head]] = [
     ("qwen2, grouped, tied", "lm"),
     ("qwen3, uneven", "lm"),
@@ -127,26 +129,34 @@ def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:
         model, items, [float(r) for r in scored[key].rows()] if key in scored.fields else []
     )
     if head == "lm":
-        texts = generate(
-            model,
-            local,
-            "tokens",
-            sampling=SAMPLING,
-            stop_token_ids=(3,),
-            seed=SamplingSeed(1, 2),
-            kv_capacity=strategy.micro_batch_tokens,
-        )
-        done = "sequences" in texts.fields
-        sums = (
-            [float((torch.arange(len(r)) + 1).mul(r).sum()) for r in texts["sequences"].rows()]
-            if done
-            else []
-        )
-        results["samples"] = gathered(model, items, sums)
-        results["logprobs"] = gathered(
-            model, items, [float(r.sum()) for r in texts["logprobs"].rows()] if done else []
-        )
+        results |= sample(model, items, local, samples=1)
+        # Every prompt GROUP times; one process prefills and caches each of them by itself.
+        prompts = everything["tokens"].select([i // GROUP for i in range(ITEMS)])
+        items = partition_samples(prompts.lengths, GROUP, strategy.dp)[dp_index]
+        local = Batch(tuple(items), {"tokens": prompts.select(items)})
+        shared = sample(model, items, local, samples=1 if strategy.size == 1 else GROUP)
+        results |= {f"{name} of shared prompts": values for name, values in shared.items()}
     return results
+
+
+def sample(model: Model, items: list[int], local: Batch, *, samples: int) -> dict[str, torch.Tensor]:
+    """Figures that tell sampled tokens apart, and sums of log-probabilities, of all items."""
+    texts = generate(
+        model,
+        local,
+        "tokens",
+        sampling=SAMPLING,
+        stop_token_ids=(3,),
+        seed=SamplingSeed(1, 2),
+        kv_capacity=model.layout.placement.strategy.micro_batch_tokens,
+        samples=samples,
+    )
+    sums: list[float] = []
+    logprobs: list[float] = []
+    if "sequences" in texts.fields:
+        sums = [float((torch.arange(len(r)) + 1).mul(r).sum()) for r in texts["sequences"].rows()]
+        logprobs = [float(r.sum()) for r in texts["logprobs"].rows()]
+    return {"samples": gathered(model, items, sums), "logprobs": gathered(model, items, logprobs)}
 
 
 def gathered(model: Model, items: list[int], values: list[float]) -> torch.Tensor:

@@ -9,6 +9,7 @@ from small_models import pack, random_rows
 from realrl.families.shape import ModelShape
 from realrl.model.cache import KVCache
 from realrl.model.packing import Packing
+from realrl.model.shared_prefix_cache import SharedPrefixCache
 
 
 def forward_logits(model, rows: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -74,3 +75,32 @@ def test_prefill_equals_forward(shape: ModelShape, twins: Callable) -> None:
     _, hidden = prefilled(model, prompts, room=9)
     tokens, lengths = pack(prompts)
     assert torch.equal(hidden, model(tokens, Packing.of(lengths, "cpu")))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kept", [[0, 1, 2, 3, 4], [4, 0], [3, 1, 2], [2]], ids=str)
+def test_rows_that_share_prompts_continue_unchanged_after_others_are_dropped(
+    kept: list[int], shape: ModelShape, twins: Callable
+) -> None:
+    model, _, _ = twins(shape, "lm")
+    prompts, of_row = random_rows(shape.vocab_size, [3, 9, 5]), (0, 1, 1, 2, 1)
+    cache = SharedPrefixCache(
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        prompt_of_row=of_row,
+        max_prompt=9,
+        max_new_tokens=2,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    tokens, lengths = pack(prompts)
+    model.prefill(tokens, Packing.of(lengths, "cpu"), cache)
+    model.decode(torch.tensor([1, 2, 3, 4, 5]), cache)
+    cache.keep(torch.tensor(kept))
+    hidden = model.decode(torch.tensor([6] * len(kept)), cache)
+    assert cache.lengths.tolist() == [lengths[of_row[i]] + 2 for i in kept]
+    for row, i in zip(hidden, kept, strict=True):
+        whole = torch.cat((prompts[of_row[i]], torch.tensor([i + 1, 6])))
+        expected = model(whole, Packing.of([len(whole)], "cpu"))[-1]
+        torch.testing.assert_close(row, expected, atol=1e-5, rtol=1e-5)

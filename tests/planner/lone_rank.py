@@ -73,14 +73,15 @@ class Sequences:
     infer: InferenceMethod
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], model: StoredModel) -> "Sequences":
-        """Rows of these lengths; for a scalar head, two after each other are a pair."""
+    def of(cls, lengths: tuple[int, ...], model: StoredModel, samples: int = 1) -> "Sequences":
+        """Rows of these lengths, each `samples` times; for a scalar head, two after each other are a pair."""
         generator = torch.Generator().manual_seed(1)
         rows = Ragged.of(
             [torch.randint(4, model.shape.vocab_size, (n,), generator=generator) for n in lengths]
         )
+        rows = rows.select([i // samples for i in range(len(rows) * samples)])
         if model.head == "lm":
-            masks = Ragged.of([(torch.arange(n) > 0).long() for n in lengths])
+            masks = Ragged.of([(torch.arange(n) > 0).long() for n in rows.lengths])
             batch = Batch(tuple(range(len(rows))), {"tokens": rows, "loss_mask": masks})
             return cls(batch, SFTTrain(), SFTInference())
         pairs = {"chosen": range(0, len(rows), 2), "rejected": range(1, len(rows), 2)}
@@ -147,8 +148,8 @@ class LoneRank:
         """An inference call."""
         self.model.infer(sequences.batch, sequences.infer, self.placement.strategy.micro_batch_tokens)
 
-    def generate(self, sequences: Sequences, new_tokens: int) -> None:
-        """Continuations of all sequences."""
+    def generate(self, sequences: Sequences, new_tokens: int, samples: int = 1) -> None:
+        """Continuations of all sequences, of which `samples` after each other are equal."""
         generate(
             self.model,
             sequences.batch,
@@ -157,6 +158,7 @@ class LoneRank:
             stop_token_ids=(3,),
             seed=SamplingSeed(1, 1),
             kv_capacity=self.placement.strategy.micro_batch_tokens,
+            samples=samples,
         )
 
 

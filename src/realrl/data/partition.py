@@ -27,6 +27,33 @@ def partition(costs: Sequence[int], parts: int) -> list[list[int]]:
     return [sorted(part) for part in members]
 
 
+def partition_samples(costs: Sequence[int], samples: int, parts: int) -> list[list[int]]:
+    """Split items into `parts` by whole prompts; items i * samples to (i + 1) * samples - 1 have one prompt.
+
+    Every part gets equally many prompts, longest first, each to the part of least cost that has room. Prompts that
+    do not go round, the shortest ones, are cut into runs of samples. So numbers of items differ by at most one, as
+    what is generated counts most and is not known before. ValueError for fewer items than parts.
+    """
+    if len(costs) < parts:
+        raise ValueError(f"{len(costs)} items cannot be split over {parts} parts")
+    prompts = [range(i, min(i + samples, len(costs))) for i in range(0, len(costs), samples)]
+    prompts.sort(key=lambda items: (-len(items), -sum(costs[i] for i in items)))
+    complete = sum(len(items) == samples for items in prompts)
+    each = complete // parts
+    members: list[list[int]] = [[] for _ in range(parts)]
+    loads = [0] * parts
+    for items in prompts[: each * parts]:
+        part = min((p for p in range(parts) if len(members[p]) < each * samples), key=lambda p: (loads[p], p))
+        members[part].extend(items)
+        loads[part] += sum(costs[i] for i in items)
+    rest = [item for items in prompts[each * parts :] for item in items]
+    # The parts of least cost come last, where longer runs are.
+    emptiest_last = sorted(range(parts), key=lambda p: (-loads[p], p))
+    for part, run in zip(emptiest_last, minibatch_slices(len(rest), parts), strict=True):
+        members[part].extend(rest[i] for i in run)
+    return [sorted(part) for part in members]
+
+
 def minibatch_slices(n: int, minibatches: int) -> list[range]:
     """Divide positions 0..n-1, in order, into mini-batches whose sizes differ by at most one."""
     return [range(n * i // minibatches, n * (i + 1) // minibatches) for i in range(minibatches)]

@@ -102,11 +102,36 @@ def split_heads(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor,
     return q, k, v
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Attend from one query per row to its cached keys.
 
-    q: [B, heads, D]; k, v: [B, kv_heads, L, D]; visible: [B, 1, 1, L] bool -> [B, heads * D]
+    q: [B, heads, D]; k, v: [B, kv_heads, L, D]; mask: [B, 1, 1, L], 0 or -inf -> [B, heads * D]
     """
-    grouped = q.shape[1] > k.shape[1]
-    output = F.scaled_dot_product_attention(q.unsqueeze(2), k, v, attn_mask=visible, enable_gqa=grouped)
-    return output.reshape(len(q), -1)
+    # The query heads of a key head are its queries: kernels for grouped heads are slower, or take no mask.
+    q = q.unflatten(1, (k.shape[1], -1))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(len(q), -1)
+
+
+def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attend from queries to keys; return the output and the log-sum-exp of each query's scores.
+
+    q: [B, heads, S, D]; k, v: [B, heads, L, D]; mask: [B, 1, 1, L], 0 or -inf, or None
+    -> [B, heads, S, D] and [B, heads, S] float32
+    """
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)
+    bias = None if mask is None else mask.expand(len(q), q.shape[1], q.shape[2], -1)
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True)
+    return output, lse[:, :, : q.shape[2]]  # the kernel pads the number of queries
+
+
+def make_padding_mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
+    """Make a mask that hides keys beyond each row's length: 0 where visible, else -inf.
+
+    lengths: [B] -> [B, 1, 1, longest]
+    """
+    # Kernels on a GPU want the rows of a mask aligned to 16 elements.
+    room = longest if lengths.device.type == "cpu" else -(-longest // 16) * 16
+    mask = torch.zeros(len(lengths), room, dtype=dtype, device=lengths.device)
+    mask.masked_fill_(torch.arange(room, device=lengths.device) >= lengths.unsqueeze(-1), -torch.inf)
+    return mask[:, None, None, :longest]

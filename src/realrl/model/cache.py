@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from realrl.model.attention import decode_attention, make_padding_mask
 from realrl.model.packing import Packing
 
 
@@ -30,6 +31,7 @@ class KVCache:
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.longest = 0
         self._row = torch.arange(rows, device=device)
+        self._mask: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -45,24 +47,24 @@ class KVCache:
         self.k[layer].transpose(1, 2)[packing.rows, packing.positions] = k
         self.v[layer].transpose(1, 2)[packing.rows, packing.positions] = v
 
-    def grow(self) -> Tensor:
-        """Extend every row by one token; return the mask of visible keys: [B, 1, 1, longest] bool."""
+    def grow(self) -> None:
+        """Extend every row by one token, whose keys and values `attend` brings."""
         assert self.longest < self.k.shape[3], "the cache is full"
         self.lengths = self.lengths + 1
         self.longest += 1
-        steps = torch.arange(self.longest, device=self.lengths.device)
-        return (steps < self.lengths.unsqueeze(-1))[:, None, None]
+        self._mask = make_padding_mask(self.lengths, self.longest, self.k.dtype)
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store each row's newest token, after `grow`; return all that is stored.
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store each row's newest token, after `grow`, and attend from it to all that its row stores.
 
-        k, v: [B, kv_heads, D] -> two views [B, kv_heads, longest, D]
+        q: [B, heads, D]; k, v: [B, kv_heads, D] -> [B, heads * D]
         """
+        assert self._mask is not None, "the cache has not grown"
         last = self.lengths - 1
         self.k[layer].transpose(1, 2)[self._row, last] = k
         self.v[layer].transpose(1, 2)[self._row, last] = v
-        rows = len(self)
-        return self.k[layer, :rows, :, : self.longest], self.v[layer, :rows, :, : self.longest]
+        stored_k, stored_v = (x[layer, : len(self), :, : self.longest] for x in (self.k, self.v))
+        return decode_attention(q, stored_k, stored_v, self._mask)
 
     def keep(self, rows: Tensor) -> None:
         """Drop all rows but these, which become rows 0, 1, ... in this order. rows: [n] int64"""

@@ -13,7 +13,7 @@ from realrl.families.shape import ModelShape
 from realrl.families.tensors import Parameter
 from realrl.layout.ranges import padded_vocabulary
 from realrl.layout.shard import Shard
-from realrl.model.attention import decode_attention, split_heads, varlen_attention
+from realrl.model.attention import split_heads, varlen_attention
 from realrl.model.cache import KVCache
 from realrl.model.group import Group
 from realrl.model.logprobs import compute_token_logprobs
@@ -21,6 +21,7 @@ from realrl.model.ops import linear, matmul_nt, rms_norm, swiglu
 from realrl.model.packing import Packing
 from realrl.model.recompute import checkpoint_activations
 from realrl.model.rotary import apply_rotary_emb, build_rotary_tables, compute_inverse_frequencies
+from realrl.model.shared_prefix_cache import SharedPrefixCache
 from realrl.model.tensor_parallel import TensorParallel
 
 AttentionFunction = Callable[[int, Tensor], Tensor]
@@ -183,8 +184,8 @@ class Transformer(nn.Module):
         tp = TensorParallel(self.tensor_group, len(packing.positions), sequence_parallel)
         return self._run_layers(x, packing.positions, attend, tp, recompute=recompute)
 
-    def prefill(self, x: Tensor, packing: Packing, cache: KVCache) -> Tensor:
-        """Run `forward` and fill the empty cache, one row per sequence."""
+    def prefill(self, x: Tensor, packing: Packing, cache: KVCache | SharedPrefixCache) -> Tensor:
+        """Run `forward` over prompts and fill the empty cache."""
         heads = len(self.shard.queries)
         kv_heads = self.cache_kv_heads
         cache.start(packing)
@@ -198,17 +199,17 @@ class Transformer(nn.Module):
         tp = TensorParallel(self.tensor_group, len(packing.positions))
         return self._run_layers(x, packing.positions, attend, tp)
 
-    def decode(self, x: Tensor, cache: KVCache) -> Tensor:
+    def decode(self, x: Tensor, cache: KVCache | SharedPrefixCache) -> Tensor:
         """Decode the next token of every row of the cache.
 
         x: [B] tokens on the first stage, else [B, H] -> [B, H]
         """
         positions = cache.lengths
-        visible = cache.grow()
+        cache.grow()
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
-            q, k, v = split_heads(self._repeat_kv_heads(qkv), len(self.shard.queries), self.cache_kv_heads)
-            return decode_attention(q, *cache.append(layer, k, v), visible)
+            heads = split_heads(self._repeat_kv_heads(qkv), len(self.shard.queries), self.cache_kv_heads)
+            return cache.attend(layer, *heads)
 
         return self._run_layers(x, positions, attend, TensorParallel(self.tensor_group, len(x)))
 

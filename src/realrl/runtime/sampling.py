@@ -92,6 +92,7 @@ def generate_text(
             stop_token_ids=stop_token_ids,
             seed=SamplingSeed(seed, 0),
             kv_capacity=CACHE_TOKENS,
+            samples=n,
         )
     except NotFiniteLogitsError as error:
         origin, _ = prompts[error.item // n]

@@ -244,8 +244,8 @@ class TrainingRun:
     def _train_step(self, step: int) -> None:
         start = time.monotonic()
         phase = self.compiled.train
-        store = Store(phase.graph, phase.plan)
         samples = get_spec(self.experiment).samples_per_prompt(self.experiment)
+        store = Store(phase.graph, phase.plan, samples)
         # Samples of a prompt are consecutive items, so that item // samples is the prompt.
         indices = [i for i in self.order.indices(step) for _ in range(samples)]
         rates = {

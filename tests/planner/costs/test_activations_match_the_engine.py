@@ -52,21 +52,23 @@ def place(words: Sequence[str], tokens: int = 1 << 20) -> Placement:
     return Placement(Mesh(0, strategy.size), strategy)
 
 
-def check(kind: str, model: StoredModel, placement: Placement, lengths: tuple[int, ...]) -> None:
-    """Predicted and allocated bytes agree on the first and on the last stage."""
+def check(
+    kind: str, model: StoredModel, placement: Placement, lengths: tuple[int, ...], samples: int = 1
+) -> None:
+    """Predicted and allocated bytes agree on the first and on the last stage. `lengths` are those of prompts."""
     answers = (0, NEW_TOKENS) if kind == "generate" else (0, 0)
     pairs = 2 if model.head == "scalar" else 1
-    workload = Workload(len(lengths) // pairs, lengths, (answers[1],), answers[1])
+    workload = Workload(len(lengths) // pairs * samples, lengths, (answers[1],), answers[1], samples=samples)
     call = replace(CALLS[kind], inputs=("tokens", "other"), work=("tokens", "other")[:pairs])
     predicted = MemoryModel(SPEC).stages(call, model, placement, workload)
-    sequences = Sequences.of(lengths, model)
+    sequences = Sequences.of(lengths, model, samples)
     for stage in {0, placement.strategy.pp - 1}:
         # Of uneven shares the last ones are the larger.
         rank = LoneRank(model, placement, placement.rank(dp=0, tp=placement.strategy.tp - 1, pp=stage))
         runs = {
             "train": lambda rank=rank: rank.train(sequences),
             "inference": lambda rank=rank: rank.infer(sequences),
-            "generate": lambda rank=rank: rank.generate(sequences, NEW_TOKENS),
+            "generate": lambda rank=rank: rank.generate(sequences, NEW_TOKENS, samples),
         }
         got = rank.peak(runs[kind])
         parts = {name: size for name, size in predicted[stage].dynamic.items() if name != "fragmentation"}
@@ -77,6 +79,19 @@ def test_finished_decode_batches_keep_no_memory() -> None:
     """Twelve decode batches of two rows each, in a pipeline that has two in flight."""
     tokens = 2 * (96 + NEW_TOKENS)
     check("generate", StoredModel(GROUPED, "lm", 4, False), place(["1 1 2"], tokens), (96,) * 24)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "budget"),
+    [("1 1 1", 1 << 20), ("1 1 1", 250), ("1 2 1", 700), ("1 1 2", 1 << 20), ("1 1 2", 200)],
+)
+def test_samples_that_share_prompts_allocate_the_predicted_bytes(strategy: str, budget: int) -> None:
+    """Of eight prompts, whole groups of eight samples are cached at once, or parts of one."""
+    check("generate", StoredModel(GROUPED, "lm", 4, False), place([strategy], budget), (96,) * 8, samples=8)
+
+
+def test_samples_that_share_prompts_of_unequal_lengths_allocate_the_predicted_bytes() -> None:
+    check("generate", StoredModel(WIDE, "lm", 2, False), place(["1 1 1"], 1200), SHORT, samples=4)
 
 
 EVEN, SHORT, LONG = (96,) * 8, tuple(range(20, 116, 4)), (40, 200, 150, 180, 256, 100)

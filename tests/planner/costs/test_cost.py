@@ -152,6 +152,18 @@ def test_generation_ends_with_its_longest_sequence() -> None:
     )
 
 
+def test_samples_of_a_prompt_share_its_prefill_and_read_its_cached_tokens_once() -> None:
+    lone = replace(STEP, prompts=(4096,))
+    apart, shared, short = (
+        cost("actor.generate", place(8), step=step)
+        for step in (lone, replace(lone, samples=8), replace(lone, prompts=(4096 // 8,)))
+    )
+    # Of long prompts attention costs more than an eighth of the tokens would.
+    assert shared.terms["compute"] < apart.terms["compute"] / 6
+    assert short.terms["compute"] < shared.terms["compute"]
+    assert shared.terms["decode"] == pytest.approx(short.terms["decode"], rel=0.01)
+
+
 def test_a_larger_cache_means_fewer_decode_rounds() -> None:
     small, large = (cost("actor.generate", place(8, tokens=tokens)).seconds for tokens in (2048, 16384))
     assert small > 4 * large

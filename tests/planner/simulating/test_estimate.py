@@ -155,6 +155,18 @@ def test_generation_flops_count_each_token_once() -> None:
     assert 0.9 * scored < count_flops(generate, model, of.workload) < scored
 
 
+def test_generation_flops_count_a_prompt_once_for_all_its_samples() -> None:
+    of = scenario()
+    model, generate = of.models["actor"], of.graph.call("actor.generate")
+
+    def count(prompt: int, samples: int) -> float:
+        return count_flops(generate, model, replace(of.workload, prompts=(prompt,), samples=samples))
+
+    shared, apart, short = count(400, 8), count(400, 1), count(50, 1)
+    # Attention to the prompt remains, for each of the samples.
+    assert short < shared < 1.2 * short < apart
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_footprints_hold_replicas_of_programs_and_memory_of_calls(seed: int) -> None:
     of = scenario("a100-80g:2x4")

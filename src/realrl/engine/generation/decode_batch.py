@@ -5,28 +5,32 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from realrl.data.batch import Ragged
 from realrl.engine.finite import NotFiniteLogitsError, all_finite
+from realrl.engine.generation.prompts import DistinctPrompts
 from realrl.engine.generation.sampling import SamplingSeed, compute_uniform, sample
 from realrl.engine.model import Model
 from realrl.engine.pipeline.messages import PendingRecv
 from realrl.layout.limits import COMPACTION_SHARE
 from realrl.model.cache import KVCache
 from realrl.model.packing import Packing
+from realrl.model.shared_prefix_cache import SharedPrefixCache
 from realrl.recipe.settings import GenerationConfig
+
+Cache = KVCache | SharedPrefixCache
+"""Keys and values of a decode batch: of each row, or of each prompt and of each row's own tokens."""
 
 
 class DecodeBatch:
-    """Prompts that share one KV cache, as one stage of a pipeline sees them.
+    """Rows that share one KV cache, as one stage of a pipeline sees them.
 
-    A row is a prompt with its continuation. `active_rows` are the indices of those that still run: row i of the
-    cache belongs to prompt active_rows[i].
+    A row is a prompt with its continuation; `prompt_of_row` says which of `prompts`. `active_rows` are the indices
+    of those that still run: row i of the cache is row active_rows[i] of the batch.
     """
 
     def __init__(
         self,
         model: Model,
-        prompts: Ragged,
+        prompts: DistinctPrompts,
         ids: Tensor,
         *,
         sampling: GenerationConfig,
@@ -35,12 +39,13 @@ class DecodeBatch:
     ) -> None:
         """`ids`: [B] int64, numbers of the items, by which their sampling noise differs."""
         self.model = model
-        self.prompts = prompts
+        self.prompts = prompts.rows
+        self.prompt_of_row = prompts.of_row
         self.ids = ids
         self.sampling = sampling
         self.seed = seed
         device = model.device
-        count = len(prompts)
+        count = len(ids)
         limit = sampling.max_new_tokens
         self.stop_token_ids = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
         self.tokens = torch.zeros(count, limit, dtype=torch.int64, device=device)
@@ -67,7 +72,7 @@ class DecodeBatch:
         model = self.model
         pipeline = model.pipeline
         hidden, cache = self.prefill()
-        active_rows = torch.arange(len(self.prompts), device=model.device)
+        active_rows = torch.arange(len(self.ids), device=model.device)
         for position in range(self.sampling.max_new_tokens):
             if pipeline.last:
                 tokens = self._sample(model.transformer.compute_logits(hidden), active_rows, position)
@@ -88,7 +93,7 @@ class DecodeBatch:
             hidden = model.transformer.decode(tokens if hidden_recv is None else hidden_recv.wait(), cache)
 
     def _compact(
-        self, active_rows: Tensor, tokens: Tensor, cache: KVCache, position: int
+        self, active_rows: Tensor, tokens: Tensor, cache: Cache, position: int
     ) -> tuple[Tensor, Tensor]:
         """Remove finished rows from the cache where it pays; return the rows that run on and their last tokens."""
         if position + 1 == self.sampling.max_new_tokens:
@@ -106,23 +111,15 @@ class DecodeBatch:
             cache.keep(kept)
         return active_rows[kept], tokens[kept]
 
-    def prefill(self) -> tuple[Tensor, KVCache]:
+    def prefill(self) -> tuple[Tensor, Cache]:
         """Compute the hidden states of the prompts and their KV cache.
 
-        Hidden states are [T, H], on the last stage those of each prompt's last token, [B, H].
+        Hidden states are [T, H], on the last stage those of the last token before each row's continuation, [B, H].
         """
         model = self.model
         prompts = self.prompts
         packing = Packing.of(prompts.lengths, model.device)
-        cache = KVCache(
-            layers=len(model.shard.layers),
-            kv_heads=model.transformer.cache_kv_heads,
-            head_dim=model.shape.head_dim,
-            rows=len(prompts),
-            max_tokens=max(prompts.lengths) + self.sampling.max_new_tokens,
-            dtype=model.dtype,
-            device=model.device,
-        )
+        cache = self._make_cache()
         if model.pipeline.first:
             x = prompts.values.to(model.device)
         else:
@@ -132,8 +129,34 @@ class DecodeBatch:
             x = pending.wait()
         hidden = model.transformer.prefill(x, packing, cache)
         if model.pipeline.last:
-            hidden = hidden[torch.tensor(prompts.offsets[1:], device=model.device) - 1]
+            ends = [prompts.offsets[prompt + 1] - 1 for prompt in self.prompt_of_row]
+            hidden = hidden[torch.tensor(ends, device=model.device)]
         return hidden, cache
+
+    def _make_cache(self) -> Cache:
+        model = self.model
+        longest = max(self.prompts.lengths)
+        limit = self.sampling.max_new_tokens
+        if len(self.prompts) < len(self.ids):
+            return SharedPrefixCache(
+                layers=len(model.shard.layers),
+                kv_heads=model.transformer.cache_kv_heads,
+                head_dim=model.shape.head_dim,
+                prompt_of_row=self.prompt_of_row,
+                max_prompt=longest,
+                max_new_tokens=limit,
+                dtype=model.dtype,
+                device=model.device,
+            )
+        return KVCache(
+            layers=len(model.shard.layers),
+            kv_heads=model.transformer.cache_kv_heads,
+            head_dim=model.shape.head_dim,
+            rows=len(self.ids),
+            max_tokens=longest + limit,
+            dtype=model.dtype,
+            device=model.device,
+        )
 
     def _sample(self, logits: Tensor, rows: Tensor, position: int) -> Tensor:
         """Sample the next token of `rows` and record its log-probability. logits: [len(rows), V]"""
@@ -159,7 +182,7 @@ class DecodeBatch:
         self.finished[rows] |= ended
 
     def results(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """List per prompt its sequence, aligned log-probabilities, and whether it ended by itself.
+        """List per row its sequence, aligned log-probabilities, and whether it ended by itself.
 
         NotFiniteLogitsError if a logit was not finite. Only here, since looking at each token makes a GPU wait.
         """
@@ -171,7 +194,8 @@ class DecodeBatch:
             if not all_finite(logprobs[i, :length]):
                 position = int((~logprobs[i].isfinite()).nonzero()[0])
                 raise NotFiniteLogitsError(position, self.seed.first_sequence + int(self.ids[i]))
-        for i, prompt in enumerate(self.prompts.rows()):
+        for i, number in enumerate(self.prompt_of_row):
+            prompt = self.prompts.row(number)
             prompt_logprobs = torch.zeros(len(prompt))
             yield (
                 torch.cat([prompt.cpu(), tokens[i, : lengths[i]]]),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation.decode_batch import DecodeBatch
+from realrl.engine.generation.prompts import DistinctPrompts, group_samples, split_into_decode_batches
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model
 from realrl.recipe.settings import GenerationConfig
@@ -23,6 +24,7 @@ def generate(
     stop_token_ids: tuple[int, ...],
     seed: SamplingSeed,
     kv_capacity: int,
+    samples: int = 1,
     after_step: Callable[[], None] = lambda: None,
 ) -> Batch:
     """Continue the rows of field `prompts`, with at most `kv_capacity` tokens in the KV cache at a time.
@@ -30,26 +32,30 @@ def generate(
     Adds sequences (prompt and continuation, end-of-sequence included), logprobs (aligned with them, 0 on the
     prompt), prompt_length, and finished (1.0 where the sequence ends with one of `stop_token_ids`). Items are
     identified by their ids: the same ids, seed and parameters give the same tokens whatever else is in the batch.
+    Items i * `samples` to (i + 1) * `samples` - 1 are samples of one prompt: those in one decode batch share its
+    prefill and its part of the KV cache.
     `after_step` is called after each decode step. NotFiniteLogitsError if the model's logits are not finite.
     """
-    costs = [length + sampling.max_new_tokens for length in batch[prompts].lengths]
-    decode_batches = []
-    # One decode batch per stage keeps a pipeline busy; more would cost time, since a decode step takes nearly the
-    # same however few rows it has.
-    chunks = model.split_micro_batches(costs, kv_capacity, per_stage=1)
-    for positions in chunks:
-        part = batch.select(positions)
-        ids = torch.tensor(part.ids, dtype=torch.int64, device=model.device)
-        decode_batches.append(
-            DecodeBatch(
-                model,
-                part[prompts],
-                ids,
-                sampling=sampling,
-                stop_token_ids=stop_token_ids,
-                seed=seed,
-            )
+    given = batch[prompts]
+    batches = split_into_decode_batches(
+        model,
+        given,
+        group_samples(batch.ids, given, samples),
+        new_tokens=sampling.max_new_tokens,
+        kv_capacity=kv_capacity,
+    )
+    chunks = [[position for group in groups for position in group] for groups in batches]
+    decode_batches = [
+        DecodeBatch(
+            model,
+            DistinctPrompts.of(given, groups),
+            torch.tensor([batch.ids[i] for i in positions], dtype=torch.int64, device=model.device),
+            sampling=sampling,
+            stop_token_ids=stop_token_ids,
+            seed=seed,
         )
+        for groups, positions in zip(batches, chunks, strict=True)
+    ]
     _interleave(decode_batches, after_step, at_once=model.groups.pipeline.size)
     model.pipeline.wait_sends()
     if not model.shard.last:
@@ -62,7 +68,7 @@ def generate(
     return batch.with_fields(
         sequences=Ragged.of([tokens for tokens, _, _ in results], dtype=torch.int64),
         logprobs=Ragged.of([logprobs for _, logprobs, _ in results], dtype=torch.float32),
-        prompt_length=Ragged.scalars(torch.tensor(batch[prompts].lengths, dtype=torch.int64)),
+        prompt_length=Ragged.scalars(torch.tensor(given.lengths, dtype=torch.int64)),
         finished=Ragged.scalars(torch.tensor([float(f) for _, _, f in results], dtype=torch.float32)),
     )
 

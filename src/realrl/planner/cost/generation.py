@@ -19,8 +19,8 @@ _SEGMENTS = 8
 class DecodeSegment:
     """Decode steps with a constant number of rows and context length.
 
-    `rows`: unfinished sequences; `context`: tokens per row in the KV cache; `drops`: how often the cache is
-    compacted to unfinished rows.
+    `rows`: unfinished sequences; `context`: tokens in the KV cache per row, to which a shared prompt adds its part;
+    `drops`: how often the cache is compacted to unfinished rows.
     """
 
     steps: float
@@ -29,21 +29,26 @@ class DecodeSegment:
     drops: float
 
 
-def split_decode_steps(work: CallWork, rows: float) -> Iterator[DecodeSegment]:
+def split_decode_steps(work: CallWork, rows: float, prompts: float) -> Iterator[DecodeSegment]:
     """Split the decode steps of `rows` sequences after the first token, until the longest of them ends.
 
-    Attention reads up to the longest unfinished row.
+    Attention reads up to the longest unfinished row. It reads each of `prompts` once for all its unfinished rows,
+    of which any number may be left.
     """
     answers = sorted(work.answers)
-    prompts = sorted(work.lengths)
+    lengths = sorted(work.lengths)
+    together = rows / prompts
     # Of n draws the largest is at the quantile n / (n + 1), on average.
     steps = answers[min(len(answers) - 1, int(len(answers) * rows / (rows + 1)))] - 1
-    prompt = prompts[min(len(prompts) - 1, int(len(prompts) * rows / (rows + 1)))]
+    prompt = lengths[min(len(lengths) - 1, int(len(lengths) * prompts / (prompts + 1)))]
     for i in range(_SEGMENTS):
         begin = steps * i / _SEGMENTS
         end = steps * (i + 1) / _SEGMENTS
         alive, left = (max(1 / rows, sum(a > n for a in answers) / len(answers)) for n in (begin, end))
-        context = prompt + (begin + end + 1) / 2
+        read = (1 - (1 - alive) ** together) / (
+            alive * together
+        )  # prompts that are left, per row that is left
+        context = read * prompt + (begin + end + 1) / 2
         yield DecodeSegment(
             end - begin, max(1.0, rows * alive), context, log(alive / left) / -log(COMPACTION_SHARE)
         )
@@ -60,18 +65,20 @@ def cost_generation(context: CallContext) -> Mapping[str, float]:
     work = context.work
     chunks = split_work(work, strategy, timing.efficiency.generation_chunks_per_stage)
     size = context.size(chunks)
-    capacity = chunks.sequences * (max(work.lengths) + work.room)
+    capacity = chunks.sequences * max(work.lengths) + chunks.rows * work.room
     embedding = timing.embed(size)
+    # Prompts that are shared have several first tokens.
+    more = timing.sample(chunks.rows).device - timing.sample(chunks.sequences).device
     outside = OutsideLayers(
         every=embedding + timing.allocate(_cache_bytes(context, capacity)),
-        last=timing.start(size, chunks.sequences) - embedding,
+        last=timing.start(size, chunks.sequences) + more - embedding,
         comm_first=context.layer_communication(chunks.tokens).device / 2,
-        comm_last=context.sample_communication(chunks.sequences),
+        comm_last=context.sample_communication(chunks.rows),
     )
     terms = cost_forward_pass(context, chunks, timing.prefill(size), outside)
     rounds = -(-chunks.count // strategy.pp)
     terms["decode"] = 0.0
-    for segment in split_decode_steps(work, chunks.sequences):
+    for segment in split_decode_steps(work, chunks.rows, chunks.sequences):
         compaction = timing.copy(_cache_bytes(context, segment.rows * segment.context))
         terms["decode"] += chunks.count * segment.drops * compaction
         for name, seconds in _cost_decode_step(context, chunks, segment).items():

@@ -46,15 +46,16 @@ class Activations:
         return _peak(layer, {"activations": states + expected, "logits": self.logits.scored(tokens)})
 
     def generating(
-        self, tokens: float, *, rows: float, room: int, layers: int, stage: int, chunks: int
+        self, tokens: float, *, rows: float, cached: float, layers: int, stage: int, chunks: int
     ) -> Parts:
         """Compute the peak of a generate call: in a layer during prefill, or while a token is sampled.
 
-        `tokens` and `rows` count the prompts of a decode batch; `room` is the most tokens of a sequence.
+        Of one decode batch, `tokens` count its prompts, `rows` its sequences, and `cached` the tokens that its KV
+        cache has room for.
         """
         active = min(self.strategy.pp, chunks)
-        cache = active * self.cache(rows, room, layers)
-        forward = self._forward(tokens, stage, active)
+        cache = active * self.cache(cached, layers)
+        forward = self._forward(max(tokens, rows), stage, active)
         if stage < self._last:
             return {"activations": forward, "cache": cache}
         # While the first decode batch samples, receives of the other prompts are posted; they have no cache yet.
@@ -117,9 +118,9 @@ class Activations:
         each = self.layer.stream if self.strategy.recompute else self.layer.kept
         return self.layer.bytes(tokens, layers * each) + self._shared(tokens)
 
-    def cache(self, rows: float, room: int, layers: int) -> int:
-        """Compute the KV-cache bytes of one decode batch, whose rows all have capacity for the longest sequence."""
-        return kv_cache_bytes(self.sizes, tokens=rows * room, layers=layers, element_bytes=self.element_bytes)
+    def cache(self, tokens: float, layers: int) -> int:
+        """Compute the KV-cache bytes of one decode batch."""
+        return kv_cache_bytes(self.sizes, tokens=tokens, layers=layers, element_bytes=self.element_bytes)
 
     @cached_property
     def layer(self) -> LayerMemory:

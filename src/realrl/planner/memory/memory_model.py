@@ -168,8 +168,9 @@ class MemoryModel:
                 assert call.kind is Kind.GENERATE, f"{call.name} is a function, which uses no device memory"
                 yield activations.generating(
                     tokens,
-                    rows=chunks.peak.sequences,
-                    room=max(lengths) + work.room,
+                    rows=chunks.peak.rows,
+                    # All prompts have room for the longest, all rows for the longest answer.
+                    cached=chunks.peak.sequences * max(lengths) + chunks.peak.rows * work.room,
                     layers=layers,
                     stage=stage,
                     chunks=chunks.count,

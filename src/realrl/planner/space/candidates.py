@@ -64,8 +64,7 @@ def list_micro_batches(kind: Kind, work: CallWork) -> tuple[int, ...]:
     For generation they count the capacity of the KV cache and grow up to all sequences, since larger decode batches
     cost less per token.
     """
-    records = -(-work.items // work.minibatches)
-    whole = records * work.longest
+    whole = work.capacity
     sizes = [max(work.longest, min(_SMALLEST_BATCH, whole // 4))]
     largest, step = (whole, 4) if kind is Kind.GENERATE else (min(whole, _LARGEST_PASS), 2)
     while sizes[-1] < largest:

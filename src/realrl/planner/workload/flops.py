@@ -29,11 +29,13 @@ def count_flops(call: Call, model: StoredModel | None, workload: Workload) -> fl
 
 
 def _generated(model: StoredModel, work: CallWork) -> float:
-    """FLOPs per generated sequence; the head counts sampled tokens only."""
-    lengths = [prompt + answer for prompt, answer in zip(work.lengths, work.answers, strict=True)]
-    drawn = sum(work.answers) / len(work.answers)
-    tokens = sum(lengths) / len(lengths)
-    return _forward(model, tokens, drawn, sum(n * n for n in lengths) / len(lengths))
+    """FLOPs per generated sequence: the head counts sampled tokens only, and a prompt once for all its samples."""
+    pairs = list(zip(work.lengths, work.answers, strict=True))
+    spared = 1 - 1 / work.samples
+    drawn = sum(work.answers) / len(pairs)
+    tokens = sum(prompt + answer - spared * prompt for prompt, answer in pairs) / len(pairs)
+    squares = sum((prompt + answer) ** 2 - spared * prompt**2 for prompt, answer in pairs) / len(pairs)
+    return _forward(model, tokens, drawn, squares)
 
 
 def _forward(

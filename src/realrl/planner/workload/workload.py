@@ -40,6 +40,8 @@ class CallWork:
     """Most tokens of an answer of which a train call makes experience; 0 for calls that make none."""
     per_item: int = 1
     """Sequences of each item."""
+    samples: int = 1
+    """Items that are generated from one prompt, whose prefill and part of the KV cache they share."""
 
     @property
     def sequences(self) -> int:
@@ -50,6 +52,13 @@ class CallWork:
     def longest(self) -> int:
         """Tokens of the longest item, with room for what is generated: the least that a micro-batch holds."""
         return self.per_item * (max(self.lengths) + self.room)
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of a mini-batch, with room for what is generated: the most that a micro-batch holds."""
+        items = -(-self.items // self.minibatches)
+        prompts = -(-items // self.samples)
+        return self.per_item * (prompts * max(self.lengths) + items * self.room)
 
     @property
     def mean(self) -> float:
@@ -126,6 +135,7 @@ class Workload:
                 minibatches=1,
                 passes=1,
                 per_item=len(call.work),
+                samples=self.samples,
             )
         # Inference, training, and functions, which see whole sequences unless their keys are of prompts alone.
         passes = self.epochs if call.kind is Kind.TRAIN else 1

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from realrl.data.batch import KEY_DTYPES, Batch, Ragged
-from realrl.data.partition import assign
-from realrl.dataflow.call import Call
+from realrl.data.partition import assign, partition_samples
+from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.plan import Plan
 
@@ -12,8 +12,11 @@ from realrl.plan.plan import Plan
 class Store:
     """Rows by key and item. The assignment of items follows from lengths, the same on every rank."""
 
-    def __init__(self, graph: DataflowGraph, plan: Plan) -> None:
-        self.graph, self.plan = graph, plan
+    def __init__(self, graph: DataflowGraph, plan: Plan, samples: int = 1) -> None:
+        """Items i * `samples` to (i + 1) * `samples` - 1 are samples of one prompt."""
+        self.graph = graph
+        self.plan = plan
+        self.samples = samples
         self.size = 0
         """Number of items in the step's global batch."""
         self.lengths: dict[str, tuple[int, ...]] = {}
@@ -44,14 +47,20 @@ class Store:
         return tuple(self.lengths[length_key][i] for i in ids)
 
     def assignment(self, call: Call) -> list[list[list[int]]]:
-        """Assign items of `call` to ranks: [dp][mini-batch] -> ids, ascending."""
+        """Assign items of `call` to ranks: [dp][mini-batch] -> ids, ascending.
+
+        Tokens are balanced; where several samples of each prompt are generated, those of a prompt stay together.
+        """
         if call.name not in self._assignments:
             everyone = list(range(self.size))
             columns = [self.row_lengths(key, everyone) for key in call.work]
             costs = [sum(item) for item in zip(*columns, strict=True)]
-            self._assignments[call.name] = assign(
-                costs, minibatches=call.minibatches, dp=self.plan[call.name].strategy.dp
-            )
+            dp = self.plan[call.name].strategy.dp
+            if call.kind is Kind.GENERATE and self.samples > 1:
+                found = [[items] for items in partition_samples(costs, self.samples, dp)]
+            else:
+                found = assign(costs, minibatches=call.minibatches, dp=dp)
+            self._assignments[call.name] = found
         return self._assignments[call.name]
 
     def items(self, call: Call, dp: int) -> list[int]:

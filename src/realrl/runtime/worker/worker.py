@@ -213,6 +213,7 @@ class Worker:
                     stop_token_ids=self._stop_token_ids,
                     seed=step.sampling_seed,
                     kv_capacity=max_tokens,
+                    samples=store.samples,
                     after_step=now.after_pass,
                 )
             except NotFiniteError as error:

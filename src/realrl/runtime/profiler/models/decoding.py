@@ -9,6 +9,7 @@ from torch import Tensor
 from realrl.data.batch import Ragged
 from realrl.engine.generation.decode_batch import DecodeBatch
 from realrl.engine.generation.generator import generate
+from realrl.engine.generation.prompts import DistinctPrompts
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model
 from realrl.model.cache import KVCache
@@ -62,7 +63,9 @@ class Decoding:
     def measure_step(self, rows: int, context: int) -> Mapping[LayerKind, float]:
         """Measure the seconds of one decode step of `rows` sequences, which have about `context` tokens each."""
         clock = self._clock
-        prompts = Ragged(torch.zeros(rows, dtype=torch.int64), (1,) * rows)
+        prompts = DistinctPrompts(
+            Ragged(torch.zeros(rows, dtype=torch.int64), (1,) * rows), tuple(range(rows))
+        )
         ids = torch.arange(rows, device=self._model.device)
         cached = max(1, context - DECODE_STEPS // 2)
         running = _CachedDecodeBatch(
@@ -97,7 +100,7 @@ class _CachedDecodeBatch(DecodeBatch):
     def __init__(
         self,
         model: Model,
-        prompts: Ragged,
+        prompts: DistinctPrompts,
         ids: Tensor,
         sampling: GenerationConfig,
         cached: int,
