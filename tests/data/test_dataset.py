@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from realrl.config.errors import UserError
-from realrl.data import dataset
+from realrl.data import items
 from realrl.data.dataset import Dataset
 from realrl.data.forms import READERS, Reader, further_fields
-from realrl.data.rejects import BadRecordError
+from realrl.data.sources.rejects import BadRecordError
 from realrl.recipe.forms import FORMS
 from realrl.runtime.setup import read_stop_token_ids
 
@@ -38,7 +38,7 @@ def test_items_keep_the_order_of_the_file_across_chunks(tokenizer, write, settin
     whole = Dataset.load(source, "pair", ("chosen", "rejected"), tokenizer, settings(), 1, ENDS).batch(
         range(10)
     )
-    monkeypatch.setattr(dataset, "CHUNK", 3)
+    monkeypatch.setattr(items, "CHUNK", 3)
     chunked = Dataset.load(source, "pair", ("chosen", "rejected"), tokenizer, settings(), 1, ENDS).batch(
         range(10)
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jinja2
 
 from realrl.config.errors import UserError
-from realrl.data.rejects import BadRecordError
+from realrl.data.sources.rejects import BadRecordError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

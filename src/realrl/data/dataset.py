@@ -1,9 +1,8 @@
 """Tokenised data sets."""
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -11,23 +10,18 @@ import torch
 
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
-from realrl.data.forms import Item, Reader, further_fields, is_plain_text, plain_text_note
 from realrl.data.further import FieldFilter, FurtherFields, keep_nothing
+from realrl.data.items import ItemReader
 from realrl.data.mismatch import mismatch_completions
-from realrl.data.numbers import Numbers, read_numbers, type_code
-from realrl.data.origins import Origins
-from realrl.data.records import read_records
-from realrl.data.rejects import BadRecordError, Rejects
-from realrl.data.tokenization import Row, find_excess, find_problem, make_field, tokenize
-from realrl.data.variants import find_field, rename_fields, rewrite
+from realrl.data.numbers import Numbers, type_code
+from realrl.data.sources.origins import Origins
+from realrl.data.sources.rejects import Rejects
+from realrl.data.tokenization import Row, make_field
 from realrl.recipe.data import DataConfig
-from realrl.recipe.sources import list_sources, name_sources
+from realrl.recipe.sources import RecordSource, list_sources, name_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-CHUNK = 4096
-"""Items tokenised at a time: enough to keep the tokenizer's threads busy, few enough to stay small."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,52 +130,23 @@ class Dataset:
         nothing of it is left, or, under `config.on_error=fail` and `config.on_too_long=fail`, at the first record
         that is malformed or too long.
         """
-        columns, origins = _Columns(keys), Origins()
-        notes = _Notes(tokenizer, config)
-        reader = Reader(
-            tokenizer=tokenizer,
-            apply_chat_template=config.apply_chat_template,
-            train_on=config.train_on,
-            max_pairs=config.max_pairs_per_prompt,
-            seed=seed,
-            ranked=sum(key.startswith("answer_") for key in keys),
-        )
-        further, records, counts = FurtherFields(), _Records(config.columns), []
+        columns, further, origins, counts = _Columns(keys), FurtherFields(), Origins(), []
+        reader = ItemReader(form, keys, tokenizer, config, seed, stop_token_ids, keep)
         for which, given in enumerate(list_sources(source)):
             rejects, before = Rejects(config.on_error, config.on_too_long), len(columns.records)
-            items = records.items(given.path, form, reader, rejects, keep, keys)
-            while chunk := list(islice(items, CHUNK)):
-                rows = iter(
-                    tokenize([text for *_, item in chunk for text in item], tokenizer, stop_token_ids)
-                )
-                for origin, record, plain, fields_kept, numbers, item in chunk:
-                    item_rows = list(islice(rows, len(item)))
-                    excess = find_excess(item_rows, config)
-                    reason = excess or find_problem(item_rows, form)
-                    if reason is not None:
-                        rejects(origin, reason, too_long=excess is not None)
-                        continue
-                    columns.add(record, item_rows, numbers)
-                    further.add(fields_kept)
-                    origins.add(origin)
-                    notes.add(origin, plain, item_rows)
-                    if watch is not None:
-                        watch(which, origin, item_rows)
-            count = SourceCount(
-                path=given.path,
-                weight=given.weight,
-                items=len(columns.records) - before,
-                skipped=rejects.count,
-                too_long=rejects.too_long,
-                reasons=tuple(rejects.reasons),
-            )
-            _check_used(count)
-            counts.append(count)
+            for item in reader.read(given.path, rejects):
+                columns.add(item.record, item.rows, item.numbers)
+                further.add(item.further)
+                origins.add(item.origin)
+                if watch is not None:
+                    watch(which, item.origin, item.rows)
+            items = len(columns.records) - before
+            counts.append(_count(given, items, rejects))
         fields = columns.fields(config.pair_weight)
         return cls(
             fields,
             sources=counts,
-            notes=[*records.notes(name_sources(source)), *notes.result()],
+            notes=reader.notes(name_sources(source)),
             further=further.columns,
             longest_mismatched=config.max_tokens if "mismatched" in keys else None,
             origins=origins,
@@ -225,81 +190,17 @@ class _Columns:
         return fields
 
 
-class _Notes:
-    """Notes on records that can be read in more than one way."""
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast", config: DataConfig) -> None:
-        self._tokenizer = tokenizer
-        self._applied = config.apply_chat_template
-        self._plain = False
-        self._joined = 0
-        self._first_joined = ""
-
-    def add(self, origin: str, plain: bool, rows: Sequence[Row]) -> None:
-        """Register an item of a record of `plain` text or of a conversation."""
-        self._plain = self._plain or plain
-        if any(row.joined for row in rows):
-            self._first_joined = self._first_joined or origin
-            self._joined += 1
-
-    def result(self) -> list[str]:
-        """List the notes, one message each."""
-        option = "data.apply_chat_template=true"
-        notes = [plain_text_note(self._tokenizer, self._applied, option)] if self._plain else []
-        if self._joined:
-            notes.append(
-                f"the tokenizer cuts the end of the prompt differently once the answer follows in {self._joined} "
-                f"conversations, first {self._first_joined}: generation starts from other tokens than training"
-            )
-        return [note for note in notes if note is not None]
-
-
-class _Records:
-    """Records of all sources, numbered from one to the next."""
-
-    def __init__(self, columns: Mapping[str, str]) -> None:
-        self._columns = columns
-        self._absent = set(columns)
-        self._number = 0
-
-    def items(
-        self,
-        source: str,
-        form: str,
-        reader: Reader,
-        rejects: Rejects,
-        keep: FieldFilter,
-        keys: Sequence[str],
-    ) -> Iterator[tuple[str, int, bool, dict[str, Any], Numbers, Item]]:
-        """Yield each item with its origin, the number of its record, whether the record is plain text, the further
-        fields of the record that are kept, and its numbers by key."""
-        for origin, given in read_records(source, rejects):
-            self._number += 1
-            try:
-                record = rewrite(form, self._rename(given))
-                items = reader.read(form, record)
-                numbers = read_numbers(record, form, keys, len(items))
-            except BadRecordError as error:
-                rejects(origin, str(error))
-                continue
-            kept = {name: value for name, value in further_fields(form, record).items() if keep(name)}
-            for values, item in zip(numbers, items, strict=True):
-                yield origin, self._number, is_plain_text(record), kept, values, item
-
-    def _rename(self, record: dict[str, Any]) -> dict[str, Any]:
-        self._absent -= {name for name in self._absent if find_field(record, name) is not None}
-        return rename_fields(record, self._columns)
-
-    def notes(self, sources: str) -> list[str]:
-        """List the notes on columns that no record has."""
-        return [
-            f"data.columns: no record of {sources} has a field {theirs!r}" for theirs in sorted(self._absent)
-        ]
-
-
-def _check_used(source: SourceCount) -> None:
-    """Check that a source has items that are used; else UserError."""
-    if not source.items:
-        all_skipped = f"all {source.skipped} were skipped, first {(*source.reasons, '')[0]}"
-        why = all_skipped if source.skipped else "it is empty"
+def _count(source: RecordSource, items: int, rejects: Rejects) -> SourceCount:
+    """Count the items of a source; UserError where none is used."""
+    if not items:
+        all_skipped = f"all {rejects.count} were skipped, first {(*rejects.reasons, '')[0]}"
+        why = all_skipped if rejects.count else "it is empty"
         raise UserError(f"no usable records in {source.path}: {why}")
+    return SourceCount(
+        path=source.path,
+        weight=source.weight,
+        items=items,
+        skipped=rejects.count,
+        too_long=rejects.too_long,
+        reasons=tuple(rejects.reasons),
+    )

@@ -30,8 +30,8 @@ from zlib import crc32
 
 from realrl.config.errors import UserError
 from realrl.data.conversation import Conversation, Message, write_conversation, write_prompt
-from realrl.data.rejects import BadRecordError
 from realrl.data.shuffle import permute
+from realrl.data.sources.rejects import BadRecordError
 from realrl.recipe.forms import FORMS
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from realrl.data.rejects import BadRecordError
+from realrl.data.sources.rejects import BadRecordError
 from realrl.recipe.forms import FORMS
 
 Numbers = Mapping[str, Sequence[float]]

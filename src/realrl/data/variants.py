@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from realrl.data.forms import Fields
-from realrl.data.rejects import BadRecordError
+from realrl.data.sources.rejects import BadRecordError
 from realrl.recipe.forms import FORMS
 
 _ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}

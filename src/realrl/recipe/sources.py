@@ -19,7 +19,7 @@ class RecordSource:
     """Source of records."""
 
     path: str
-    """File, glob, directory or name of a data set, see `data.records.read_records`."""
+    """File, glob, directory or name of a data set, see `data.sources.records.read_records`."""
     weight: float = 1.0
     """Passes over it in an epoch."""
 

@@ -12,8 +12,8 @@ from realrl.config.explain import shorten
 from realrl.data.batch import Batch, Ragged
 from realrl.data.conversation import Message
 from realrl.data.forms import Reader, Text, is_plain_text, plain_text_note
-from realrl.data.records import Record
-from realrl.data.rejects import BadRecordError
+from realrl.data.sources.records import Record
+from realrl.data.sources.rejects import BadRecordError
 from realrl.data.tokenization import EMPTY_PROMPT, tokenize
 from realrl.data.tokenizer import load_tokenizer
 from realrl.data.variants import rewrite

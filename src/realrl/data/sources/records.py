@@ -10,8 +10,8 @@ from typing import Any
 from realrl.config.errors import UserError
 from realrl.config.paths import local_path
 from realrl.config.words import join
-from realrl.data.files import Record, find_ending, read_file
-from realrl.data.rejects import Rejects
+from realrl.data.sources.files import Record, find_ending, read_file
+from realrl.data.sources.rejects import Rejects
 
 ACCEPTED = (
     "a .jsonl, .json, .csv or .parquet file (globs allowed; .gz or .zst too), a directory of such files or of a"
