@@ -23,7 +23,8 @@ from realrl.algorithms.sft.config import SFTExperiment
 from realrl.algorithms.sft.method import SFTTrain
 from realrl.checkpoint import huggingface
 from realrl.data.batch import Batch
-from realrl.data.dataset import Dataset, Order
+from realrl.data.dataset import Dataset
+from realrl.data.order import Order
 from realrl.data.tokenizer import load_tokenizer, train_tokenizer
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer

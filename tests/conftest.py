@@ -28,6 +28,19 @@ PPO_CALLS = (
     "critic.train",
 )
 """The calls of a step, in its order."""
+PREFERENCES = ("dpo", "orpo", "simpo", "kto")
+"""Algorithms that train an actor on preferences."""
+FORMS = {
+    "sft": "sft",
+    "reward": "reward",
+    "ranked_reward": "ranked",
+    "process_reward": "steps",
+    "dpo": "reward",
+    "orpo": "reward",
+    "simpo": "reward",
+    "kto": "kto",
+}
+"""Algorithms that sample nothing -> their records."""
 NOUNS = ("film", "story", "cast", "plot", "music", "ending", "hero", "joke", "scene", "script")
 WORDS = {
     "good": ("great", "lovely", "moving", "clever", "warm"),
@@ -75,8 +88,15 @@ class World:
         models: dict[str, Any] = {
             "sft": {"actor": {"shape": SHAPE, "tokenizer": self.tokenizer}},
             "reward": {"reward": {"path": self.actor}},
+            "ranked_reward": {"reward": {"path": self.actor}},
+            "process_reward": {"reward": {"path": self.actor}},
+            "distillation": {
+                "actor": {"path": self.actor},
+                "teacher": {"shape": {**SHAPE, "init_std": 0.2}, "tokenizer": self.tokenizer},
+            },
+            **{name: {"actor": {"path": self.actor}} for name in PREFERENCES},
         }.get(algorithm, {"actor": {"path": self.actor}, "reward": {"path": self.reward}})
-        samples = algorithm not in ("sft", "reward")
+        samples = algorithm not in FORMS
         document: dict[str, Any] = {
             "algorithm": algorithm,
             "run_dir": str(directory / "run"),
@@ -84,15 +104,16 @@ class World:
             "device": "cpu",
             "micro_batch_tokens": 256,
             "models": models,
-            "data": {"train": str(self.root / f"{'ppo' if samples else algorithm}.jsonl"), "batch": 16},
+            "data": {"train": str(self.root / f"{FORMS.get(algorithm, 'ppo')}.jsonl"), "batch": 16},
             "training": {"steps": 5},
         }
         for role in models:
-            if not (samples and role == "reward"):
+            if role != "teacher" and not (samples and role == "reward"):
                 models[role] = {**models[role], "optimizer": {"lr": 1e-3}}
         if samples:
             document["generation"] = {"max_new_tokens": 12}
-            document["ppo" if algorithm == "ppo" else "policy"] = {"minibatches": 2}
+            section = algorithm if algorithm in ("ppo", "distillation") else "policy"
+            document[section] = {"minibatches": 2}
         if algorithm == "ppo":
             models["critic"] = {"optimizer": {"lr": 1e-3}}
         for name, value in changes.items():
@@ -130,8 +151,40 @@ def build_world(root: Path, sizes: Mapping[str, Any]) -> World:
     write_jsonl(
         root / "reward.jsonl",
         [
-            {"prompt": "", "chosen": sentence(i, "good"), "rejected": sentence(3 * i, "bad")}
+            {
+                "prompt": "",
+                "chosen": sentence(i, "good"),
+                "rejected": sentence(3 * i, "bad"),
+                "margin": i % 3 / 2,
+                "ref_chosen_logps": -20.0 - i % 5,
+                "ref_rejected_logps": -22.0 - i % 7,
+            }
             for i in range(80)
+        ],
+    )
+    write_jsonl(
+        root / "kto.jsonl",
+        [
+            {"prompt": " ".join(text.split()[:2]), "completion": text[8:], "label": i % 2 == 0}
+            for i, text in enumerate(sentences)
+        ],
+    )
+    write_jsonl(
+        root / "ranked.jsonl",
+        [
+            {"prompt": "", "answers": [sentence(i, "good"), sentence(i + 1, "good"), sentence(3 * i, "bad")]}
+            for i in range(40)
+        ],
+    )
+    write_jsonl(
+        root / "steps.jsonl",
+        [
+            {
+                "prompt": "the film",
+                "completions": [sentence(i + k, "good" if (i + k) % 3 else "bad") for k in range(1 + i % 3)],
+                "labels": [(i + k) % 3 > 0 for k in range(1 + i % 3)],
+            }
+            for i in range(40)
         ],
     )
     write_jsonl(

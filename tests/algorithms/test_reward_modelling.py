@@ -1,12 +1,19 @@
 import math
 import random
+from collections import defaultdict
+from itertools import permutations
+from types import SimpleNamespace
 
 import pytest
 import torch
 from ppo_reference import VOCABULARY, TableModel
 
-from realrl.algorithms.reward.losses import bradley_terry_loss
+from realrl.algorithms.method import ModelOutput
+from realrl.algorithms.reward.config import PairLossConfig, RankingConfig
+from realrl.algorithms.reward.losses import bradley_terry_loss, plackett_luce_loss
 from realrl.algorithms.reward.method import PairInference, RewardTrain
+from realrl.algorithms.reward.process import StepInference, StepTrain
+from realrl.algorithms.reward.ranking import RankingInference, RankingTrain
 from realrl.data.batch import Batch, Ragged
 
 
@@ -96,3 +103,87 @@ def test_micro_batches_add_up_to_the_batch() -> None:
 def test_extreme_margins_stay_finite() -> None:
     chosen, rejected = torch.tensor([300.0, -300.0]), torch.tensor([-300.0, 300.0])
     assert bradley_terry_loss(chosen=chosen, rejected=rejected).tolist() == [0.0, 600.0]
+
+
+@pytest.mark.parametrize(("margins", "coefficient"), [(False, 0.01), (True, 0.0), (True, 0.3)])
+def test_margins_and_centring_are_those_of_trl(margins: bool, coefficient: float) -> None:
+    from accelerate import Accelerator
+    from trl import RewardTrainer
+
+    batch = random_pairs(8, 6)
+    margin = torch.rand(6)
+    fields = {"pairs_of_prompt": Ragged.scalars(torch.ones(6)), "margin": Ragged.scalars(margin)}
+    batch = batch.with_fields(**fields)
+    config = PairLossConfig(margins=margins, center_rewards_coefficient=coefficient)
+    method, model = RewardTrain(config), TableModel()
+    loss, _ = method.loss(batch, model(method.sequences(batch)))
+    loss = loss / method.weight(batch)
+    (gradient,) = torch.autograd.grad(loss, model.table)
+
+    pairs = zip(batch["chosen"].rows(), batch["rejected"].rows(), strict=True)
+    ends = torch.tensor([[int(c[-1]), int(r[-1])] for c, r in pairs])
+    logits = model.table[1][ends.T.flatten()][:, None]
+    stub = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=Accelerator(cpu=True),
+        args=SimpleNamespace(center_rewards_coefficient=coefficient or None),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    inputs = {"attention_mask": torch.ones(1), **({"margin": margin} if margins else {})}
+    expected = RewardTrainer.compute_loss(stub, lambda **_: SimpleNamespace(logits=logits), inputs)
+    (expected_gradient,) = torch.autograd.grad(expected, model.table)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_probabilities_of_all_rankings_of_answers_add_up_to_one() -> None:
+    scores = torch.tensor([0.3, -1.0, 2.0, 0.5])
+    orders = torch.stack([scores[list(order)] for order in permutations(range(4))])
+    assert (-plackett_luce_loss(orders)).exp().sum().item() == pytest.approx(1.0, rel=1e-5)
+    best = scores.softmax(0)[2] * scores[[3, 0, 1]].softmax(0)[0] * scores[[0, 1]].softmax(0)[0]
+    found = plackett_luce_loss(scores[[2, 3, 0, 1]][None])
+    assert found.item() == pytest.approx(-math.log(best.item()), rel=1e-5)
+
+
+def test_two_ranked_answers_are_a_pair() -> None:
+    batch = random_pairs(9, 5)
+    fields = {"pairs_of_prompt": Ragged.scalars(torch.ones(5))}
+    pairs = batch.with_fields(**fields)
+    ranked = Batch(batch.ids, {"answer_0": batch["chosen"], "answer_1": batch["rejected"]})
+    model = TableModel()
+    method = RankingTrain(RankingConfig(answers=2, center_rewards_coefficient=0.2))
+    of_pairs = RewardTrain(PairLossConfig(center_rewards_coefficient=0.2))
+    loss, metrics = method.loss(ranked, model(method.sequences(ranked)))
+    expected, theirs = of_pairs.loss(pairs, model(of_pairs.sequences(pairs)))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    found = metrics.result()
+    for name in ("loss", "accuracy", "margin"):
+        assert found[name] == pytest.approx(theirs.result()[name], rel=1e-6)
+    inference = RankingInference(RankingConfig(answers=2, center_rewards_coefficient=0.2))
+    outputs = inference.outputs(ranked, model(inference.sequences(ranked)))
+    assert inference.metrics(ranked.with_fields(**outputs)).result() == pytest.approx(found, rel=1e-6)
+
+
+def test_steps_are_judged_at_their_last_tokens() -> None:
+    tokens = Ragged.of([[1, 2, 3, 4], [5, 6, 7]], dtype=torch.int64)
+    fields = {
+        "tokens": tokens,
+        "step_ends": Ragged.of([[2, 3], [1]], dtype=torch.int64),
+        "step_labels": Ragged.of([[1, 0], [1]], dtype=torch.int64),
+    }
+    batch = Batch((0, 1), fields)
+    values = torch.tensor([9.0, 9.0, 2.0, 0.5, 9.0, -1.0, 9.0], requires_grad=True)
+    output = ModelOutput(tokens.lengths, values=values)
+    loss, metrics = StepTrain().loss(batch, output)
+    sigmoid = [1 / (1 + math.exp(-score)) for score in (2.0, 0.5, -1.0)]
+    expected = -math.log(sigmoid[0]) - math.log(1 - sigmoid[1]) - math.log(sigmoid[2])
+    assert loss.item() == pytest.approx(expected, rel=1e-5) and StepTrain().weight(batch) == 3
+    loss.backward()
+    assert values.grad is not None and values.grad.nonzero().flatten().tolist() == [2, 3, 5]
+    assert metrics.result()["accuracy"] == pytest.approx(1 / 3)
+    found = StepInference().outputs(batch, output)
+    assert found["step_scores"].values.tolist() == [2.0, 0.5, -1.0]
+    evaluated = StepInference().metrics(batch.with_fields(**found)).result()
+    assert evaluated == pytest.approx(metrics.result(), rel=1e-6)

@@ -113,7 +113,11 @@ def roles(**changes: RoleSpec) -> dict[str, RoleSpec]:
             {"roles": roles(ref=RoleSpec("lm", "actor", "x"))},
             "roles: ref: dtype_from='x' is not another role",
         ),
-        (SFT, {"form": "conversation"}, "form: 'conversation' is not one of answer, pair, prompt"),
+        (
+            SFT,
+            {"form": "conversation"},
+            "form: 'conversation' is not one of answer, pair, label, ranked, steps, prompt",
+        ),
         (SFT, {"train_graph": None}, "train_graph: None is not a function"),
         (SFT, {"eval_graph": 3}, "eval_graph: 3 is not a function or None"),
         (SFT, {"methods": "x"}, "methods: 'x' is not a function"),
@@ -321,7 +325,10 @@ def test_a_file_without_a_description_of_that_name_is_refused(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("ALGORITHM = replace(SFT, form='x')", "algorithm sft: form: 'x' is not one of answer, pair, prompt"),
+        (
+            "ALGORITHM = replace(SFT, form='x')",
+            "algorithm sft: form: 'x' is not one of answer, pair, label, ranked, steps, prompt",
+        ),
         (
             "from realrl.dataflow.call import Call, Kind; Call('a', 'a', Kind.TRAIN, ())",
             "call a: work=() must name some of its inputs ()",

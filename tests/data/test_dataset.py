@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from realrl.config.errors import UserError
-from realrl.data import dataset
+from realrl.data import items
 from realrl.data.dataset import Dataset
 from realrl.data.forms import READERS, Reader, further_fields
-from realrl.data.rejects import BadRecordError
+from realrl.data.sources.rejects import BadRecordError
 from realrl.recipe.forms import FORMS
 from realrl.runtime.setup import read_stop_token_ids
 
@@ -38,7 +38,7 @@ def test_items_keep_the_order_of_the_file_across_chunks(tokenizer, write, settin
     whole = Dataset.load(source, "pair", ("chosen", "rejected"), tokenizer, settings(), 1, ENDS).batch(
         range(10)
     )
-    monkeypatch.setattr(dataset, "CHUNK", 3)
+    monkeypatch.setattr(items, "CHUNK", 3)
     chunked = Dataset.load(source, "pair", ("chosen", "rejected"), tokenizer, settings(), 1, ENDS).batch(
         range(10)
     )
@@ -212,9 +212,10 @@ def test_every_form_of_record_has_a_reader():
 @pytest.mark.parametrize("form", FORMS)
 def test_the_reader_of_a_form_needs_its_fields_and_no_others(chat_tokenizer, form, way):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    values = {"messages": turns, "pos_answers": ["a"], "neg_answers": ["b"]}
+    values = {"messages": turns, "pos_answers": ["a"], "neg_answers": ["b"], "answers": ["a", "b"]}
+    values |= {"completions": ["a"], "labels": [True]}
     record = {name: values.get(name, "text") for name in getattr(FORMS[form], way)}
-    reader = Reader(chat_tokenizer)
+    reader = Reader(chat_tokenizer, ranked=2)
     assert READERS[form](reader, record)
     assert further_fields(form, {**record, "level": 1}) == {"level": 1}
     for name in record:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realrl.config.errors import UserError
-from realrl.data.dataset import Order, split_eval_batches
+from realrl.data.order import Order, split_eval_batches
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 5), st.booleans())

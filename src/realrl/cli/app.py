@@ -8,6 +8,7 @@ import typer
 
 from realrl import __version__
 from realrl.cli.config import config
+from realrl.cli.data import data
 from realrl.cli.generate import generate
 from realrl.cli.plan import plan
 from realrl.cli.profile import profile
@@ -25,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train, plan, profile, show, config, generate, tokenizer, report):
+for command in (train, plan, profile, show, data, config, generate, tokenizer, report):
     app.command()(command)
 
 

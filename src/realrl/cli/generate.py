@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from realrl.data.records import Record
+    from realrl.data.sources.records import Record
 
 
 def generate(
@@ -113,8 +113,8 @@ def _read_prompts(path: str) -> "list[Record]":
     """Read a record per line of a .txt file that is not blank, or the records of a data file."""
     from realrl.config.errors import UserError
     from realrl.config.paths import local_path
-    from realrl.data.records import read_records
-    from realrl.data.rejects import Rejects
+    from realrl.data.sources.records import read_records
+    from realrl.data.sources.rejects import Rejects
 
     file = local_path(path)
     if file.suffix == ".txt":

@@ -4,19 +4,23 @@ Training and generation must see the same prompts, so an answer begins where the
 for the turns before it, generation prompt included, ends.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 
 from realrl.config.errors import UserError
-from realrl.data.rejects import BadRecordError
+from realrl.data.sources.rejects import BadRecordError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Message = dict[str, Any]
-"""{role, content}, both text."""
+"""{role, content}, both text; a message that calls tools may have no content."""
+
+_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,11 @@ class Conversation:
         return self.text[: self.turns[-1].start] if self.turns else self.text
 
 
-def write_prompt(tokenizer: "PreTrainedTokenizerFast", messages: list[Message]) -> Conversation:
-    """Write a prompt for the turn after `messages`."""
-    return Conversation(_render(tokenizer, messages, prompt=True))
+def write_prompt(
+    tokenizer: "PreTrainedTokenizerFast", messages: list[Message], options: Mapping[str, Any] = _NO_OPTIONS
+) -> Conversation:
+    """Write a prompt for the turn after `messages`. `options`: arguments of the template besides them."""
+    return Conversation(_render(tokenizer, messages, options, prompt=True))
 
 
 def write_conversation(
@@ -59,9 +65,13 @@ def write_conversation(
     messages: list[Message],
     train_on: Literal["all", "last"],
     *,
+    after: int = 1,
     cut: bool = False,
+    options: Mapping[str, Any] = _NO_OPTIONS,
 ) -> Conversation:
-    """Write a conversation in which the last turn, or every assistant turn after another turn, is to learn.
+    """Write a conversation in which the last turn, or every assistant turn after the first `after`, is to learn.
+
+    `options`: arguments of the template besides the messages.
 
     BadRecordError where it does not end with an answer, or the template writes a turn differently depending
     on what follows it, so that what is learnt would not be what is generated.
@@ -70,13 +80,13 @@ def write_conversation(
         raise BadRecordError(
             "a conversation to learn from must have several turns, and end with an assistant turn"
         )
-    text = _render(tokenizer, messages, prompt=False)
+    text = _render(tokenizer, messages, options, prompt=False)
     last = len(messages) - 1
-    turns = [_turn(text, text, _render(tokenizer, messages[:last], prompt=True), messages[last])]
-    for i in range(last - 1, 0, -1):
+    turns = [_turn(text, text, _render(tokenizer, messages[:last], options, prompt=True), messages[last])]
+    for i in range(last - 1, max(after, 1) - 1, -1):
         if train_on == "all" and messages[i]["role"] == "assistant":
-            before = _render(tokenizer, messages[:i], prompt=True)
-            written = _render(tokenizer, messages[: i + 1], prompt=False)
+            before = _render(tokenizer, messages[:i], options, prompt=True)
+            written = _render(tokenizer, messages[: i + 1], options, prompt=False)
             turns.insert(0, _turn(text, written, before, messages[i]))
     return Conversation(text, tuple(turns), cut)
 
@@ -93,18 +103,27 @@ def _turn(text: str, written: str, before: str, message: Message) -> Turn:
             "the chat template writes an earlier assistant turn differently once others follow, so not all "
             "of them can be trained on; use data.train_on=last or another template"
         )
-    content = message["content"].strip()
+    content = message.get("content", "").strip()
     found = written.find(content, len(before)) if content else -1
     return Turn(len(before), len(before) if found < 0 else found + len(content), len(written))
 
 
-def _render(tokenizer: "PreTrainedTokenizerFast", messages: list[Message], *, prompt: bool) -> str:
+def _render(
+    tokenizer: "PreTrainedTokenizerFast", messages: list[Message], options: Mapping[str, Any], *, prompt: bool
+) -> str:
     if not tokenizer.chat_template:
         name = tokenizer.name_or_path
         raise UserError(f"tokenizer {name} has no chat template, which records with messages need")
+
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-    except jinja2.TemplateError as error:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, **{**options, "add_generation_prompt": prompt}
+        )
+    except (
+        jinja2.TemplateError,
+        TypeError,
+        ValueError,
+    ) as error:  # whatever a template does with what it is given
         raise BadRecordError(f"the chat template refuses the messages: {error}") from None
     assert isinstance(text, str)
     return text

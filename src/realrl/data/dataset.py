@@ -1,9 +1,8 @@
-"""Tokenised data sets, and the order in which a run reads them."""
+"""Tokenised data sets."""
 
-import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -11,55 +10,96 @@ import torch
 
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
-from realrl.data.forms import READERS, Item, Reader, further_fields, is_plain_text, plain_text_note
 from realrl.data.further import FieldFilter, FurtherFields, keep_nothing
-from realrl.data.origins import Origins
-from realrl.data.records import read_records
-from realrl.data.rejects import BadRecordError, Rejects
-from realrl.data.shuffle import permute
-from realrl.data.tokenization import Row, find_problem, make_field, tokenize
+from realrl.data.items import ItemReader
+from realrl.data.mismatch import mismatch_completions
+from realrl.data.numbers import Numbers, type_code
+from realrl.data.sources.origins import Origins
+from realrl.data.sources.rejects import Rejects
+from realrl.data.tokenization import Row, make_field
 from realrl.recipe.data import DataConfig
+from realrl.recipe.sources import RecordSource, list_sources, name_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-CHUNK = 4096
-"""Items tokenised at a time: enough to keep the tokenizer's threads busy, few enough to stay small."""
+
+@dataclass(frozen=True, kw_only=True)
+class SourceCount:
+    """Number of records and items of a source. Its items follow those of the source before it."""
+
+    path: str
+    weight: float
+    """Passes over its items in an epoch."""
+    items: int
+    """Number of items that are used."""
+    skipped: int
+    """Number of records, or pairs made of a record, that were left out."""
+    too_long: int
+    """Number of them that are too long."""
+    reasons: tuple[str, ...]
+    """Reasons for the first few of them, each as FILE:LINE: message."""
+
+
+Watch = Callable[[int, str, Sequence[Row]], None]
+"""Function of the number of a source, and the origin, FILE:LINE, and rows of an item that is used."""
 
 
 class Dataset:
-    """All items of a source, tokenised: one row of numbers per item for every source key of a graph."""
+    """All items of one or more sources, tokenised: one row of numbers per item for every source key of a graph."""
 
     def __init__(
         self,
         fields: dict[str, Ragged],
         *,
-        skipped: int = 0,
-        reasons: Sequence[str] = (),
+        sources: Sequence[SourceCount] = (),
         notes: Sequence[str] = (),
         further: Mapping[str, Sequence[Any]] | None = None,
+        longest_mismatched: int | None = None,
         origins: Origins | None = None,
     ) -> None:
-        """`fields`: integer rows per key, equally many for each. The rest: see attributes."""
+        """`fields`: rows per key, equally many for each. `longest_mismatched`: most tokens of the rows of the key
+        `mismatched`, None where batches do not have it. The rest: see attributes."""
         self._fields = fields
+        self._longest_mismatched = longest_mismatched
         self.further = dict(further or {})
         """Fields of the records that no key is made of, where they are kept: name -> a value per item, None where
         its record has no such field."""
+        self.sources = tuple(sources)
+        """Numbers of items by source, in the order in which they were read."""
         self._origins = origins or Origins()
-        self.skipped = skipped
-        """Number of records, or pairs made of a record, that were left out."""
-        self.reasons = tuple(reasons)
-        """Reasons for the first few of them, each as FILE:LINE: message."""
         self.notes = tuple(notes)
         """Notes for the user on how the records were read."""
 
     def __len__(self) -> int:
         return len(next(iter(self._fields.values())))
 
+    @property
+    def skipped(self) -> int:
+        """Number of records, or pairs made of a record, that were left out."""
+        return sum(source.skipped for source in self.sources)
+
+    @property
+    def too_long(self) -> int:
+        """Number of those that were left out because they are too long."""
+        return sum(source.too_long for source in self.sources)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Reasons for the first few of each source, each as FILE:LINE: message."""
+        return tuple(reason for source in self.sources for reason in source.reasons)
+
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Make a batch of the items at `indices`, with ids 0, 1, 2, ... and int64 rows."""
+        """Make a batch of the items at `indices`, with ids 0, 1, 2, ... and int64 or float32 rows."""
         rows = {key: rows.select(indices) for key, rows in self._fields.items()}
-        fields = {key: Ragged(chosen.values.long(), chosen.lengths) for key, chosen in rows.items()}
+        fields = {
+            key: chosen if chosen.values.is_floating_point() else Ragged(chosen.values.long(), chosen.lengths)
+            for key, chosen in rows.items()
+        }
+        if self._longest_mismatched is not None:
+            fields["mismatched"] = mismatch_completions(
+                fields["tokens"], fields["prompt_length"], self._longest_mismatched
+            )
         return Batch(tuple(range(len(indices))), fields)
 
     def further_fields(self, indices: Sequence[int]) -> dict[str, list[Any]]:
@@ -73,7 +113,7 @@ class Dataset:
     @classmethod
     def load(
         cls,
-        source: str,
+        source: Any,
         form: str,
         keys: tuple[str, ...],
         tokenizer: "PreTrainedTokenizerFast",
@@ -81,50 +121,34 @@ class Dataset:
         seed: int,
         stop_token_ids: tuple[int, ...],
         keep: FieldFilter = keep_nothing,
+        watch: Watch | None = None,
     ) -> "Dataset":
-        """Read and tokenise `source` (see `read_records`), records of `form`, into the rows that `keys` name.
+        """Read and tokenise `source` (see `list_sources`), records of `form`, into the rows that `keys` name.
 
         `stop_token_ids` are the ids that end a sequence, at least one. `keep` says which fields of records
-        are kept that no key is made of. UserError where the source cannot be used, nothing is left, or, under
-        `config.on_error=fail`, at the first record that is malformed or too long.
+        are kept that no key is made of; `watch` is called with each item. UserError where a source cannot be used,
+        nothing of it is left, or, under `config.on_error=fail` and `config.on_too_long=fail`, at the first record
+        that is malformed or too long.
         """
-        rejects = Rejects(config.on_error)
-        columns, origins = _Columns(keys), Origins()
-        notes = _Notes(tokenizer, config)
-        reader = Reader(
-            tokenizer=tokenizer,
-            apply_chat_template=config.apply_chat_template,
-            train_on=config.train_on,
-            max_pairs=config.max_pairs_per_prompt,
-            seed=seed,
-        )
-        items, further = _items(source, form, reader, rejects, keep), FurtherFields()
-        while chunk := list(islice(items, CHUNK)):
-            rows = iter(tokenize([text for *_, item in chunk for text in item], tokenizer, stop_token_ids))
-            for origin, record, plain, fields_kept, item in chunk:
-                item_rows = list(islice(rows, len(item)))
-                reason = find_problem(item_rows, config)
-                if reason is not None:
-                    rejects(origin, reason)
-                    continue
-                columns.add(record, item_rows)
-                further.add(fields_kept)
-                origins.add(origin)
-                notes.add(origin, plain, item_rows)
-        if not columns.records:
-            why = (
-                f"all {rejects.count} were skipped, first {rejects.reasons[0]}"
-                if rejects.count
-                else "it is empty"
-            )
-            raise UserError(f"no usable records in {source}: {why}")
+        columns, further, origins, counts = _Columns(keys), FurtherFields(), Origins(), []
+        reader = ItemReader(form, keys, tokenizer, config, seed, stop_token_ids, keep)
+        for which, given in enumerate(list_sources(source)):
+            rejects, before = Rejects(config.on_error, config.on_too_long), len(columns.records)
+            for item in reader.read(given.path, rejects):
+                columns.add(item.record, item.rows, item.numbers)
+                further.add(item.further)
+                origins.add(item.origin)
+                if watch is not None:
+                    watch(which, item.origin, item.rows)
+            items = len(columns.records) - before
+            counts.append(_count(given, items, rejects))
         fields = columns.fields(config.pair_weight)
         return cls(
             fields,
-            skipped=rejects.count,
-            reasons=rejects.reasons,
-            notes=notes.result(),
+            sources=counts,
+            notes=reader.notes(name_sources(source)),
             further=further.columns,
+            longest_mismatched=config.max_tokens if "mismatched" in keys else None,
             origins=origins,
         )
 
@@ -136,14 +160,17 @@ class _Columns:
         self.records = array("q")
         """Record of each item."""
         self._weighted = "pairs_of_prompt" in keys
-        self._values = {key: array("i") for key in keys if key != "pairs_of_prompt"}
+        made_later = ("pairs_of_prompt", "mismatched")
+        self._values: dict[str, array[Any]] = {
+            key: array(type_code(key)) for key in keys if key not in made_later
+        }
         self._lengths: dict[str, list[int]] = {key: [] for key in self._values}
 
-    def add(self, record: int, rows: Sequence[Row]) -> None:
+    def add(self, record: int, rows: Sequence[Row], numbers: Numbers) -> None:
         """Add an item of the `record`-th record."""
         self.records.append(record)
         for key, values in self._values.items():
-            row = make_field(key, rows)
+            row = numbers[key] if key in numbers else make_field(key, rows)
             values.extend(row)
             self._lengths[key].append(len(row))
 
@@ -163,94 +190,17 @@ class _Columns:
         return fields
 
 
-class _Notes:
-    """Notes on records that can be read in more than one way."""
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast", config: DataConfig) -> None:
-        self._tokenizer = tokenizer
-        self._applied = config.apply_chat_template
-        self._plain = False
-        self._joined = 0
-        self._first_joined = ""
-
-    def add(self, origin: str, plain: bool, rows: Sequence[Row]) -> None:
-        """Register an item of a record of `plain` text or of a conversation."""
-        self._plain = self._plain or plain
-        if any(row.joined for row in rows):
-            self._first_joined = self._first_joined or origin
-            self._joined += 1
-
-    def result(self) -> list[str]:
-        """List the notes, one message each."""
-        option = "data.apply_chat_template=true"
-        notes = [plain_text_note(self._tokenizer, self._applied, option)] if self._plain else []
-        if self._joined:
-            notes.append(
-                f"the tokenizer cuts the end of the prompt differently once the answer follows in {self._joined} "
-                f"conversations, first {self._first_joined}: generation starts from other tokens than training"
-            )
-        return [note for note in notes if note is not None]
-
-
-def _items(
-    source: str, form: str, reader: Reader, rejects: Rejects, keep: FieldFilter
-) -> Iterator[tuple[str, int, bool, dict[str, Any], Item]]:
-    """Yield each item with its origin, the number of its record, whether the record is plain text, and the further
-    fields of the record that are kept."""
-    for number, (origin, record) in enumerate(read_records(source, rejects)):
-        try:
-            items = READERS[form](reader, record)
-        except BadRecordError as error:
-            rejects(origin, str(error))
-            continue
-        kept = {name: value for name, value in further_fields(form, record).items() if keep(name)}
-        for item in items:
-            yield origin, number, is_plain_text(record), kept, item
-
-
-class Order:
-    """Order of items in training: permutations of the data set, one per epoch, laid end to end, cut into batches.
-
-    A function of the seed and the step alone.
-    """
-
-    def __init__(self, size: int, batch: int, seed: int, shuffle: bool = True) -> None:
-        """Prepare the order; UserError where a batch is larger than the data set."""
-        if batch > size:
-            raise UserError(f"data.batch={batch} is more than the {size} records of the training data")
-        self.size = size
-        self.batch = batch
-        self.seed = seed
-        self.shuffle = shuffle
-        self._cached: tuple[int, np.ndarray] | None = None
-
-    def steps(self, epochs: float) -> int:
-        """Count the steps in which every item is taken at least `epochs` times."""
-        return math.ceil(epochs * self.size / self.batch - 1e-9)
-
-    def indices(self, step: int) -> list[int]:
-        """List the items of a step, counted from 0.
-
-        These are `batch` indices; one may recur only where two epochs meet.
-        """
-        first = step * self.batch
-        epoch, offset = divmod(first, self.size)
-        head = self._epoch(epoch)[offset : offset + self.batch]
-        rest = self.batch - len(head)
-        return [*head.tolist(), *(self._epoch(epoch + 1)[:rest].tolist() if rest else ())]
-
-    def _epoch(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(self.size)
-        if self._cached is None or self._cached[0] != epoch:
-            self._cached = epoch, permute(self.size, seed=self.seed, stream=epoch)
-        return self._cached[1]
-
-
-def split_eval_batches(size: int, batch: int) -> list[list[int]]:
-    """Divide items 0..size-1, in order, into the fewest batches of at most `batch`, of nearly equal size.
-
-    Equal, because a last batch of one or two items could not be split over the ranks.
-    """
-    count = -(-size // batch)
-    return [list(range(size * i // count, size * (i + 1) // count)) for i in range(count)]
+def _count(source: RecordSource, items: int, rejects: Rejects) -> SourceCount:
+    """Count the items of a source; UserError where none is used."""
+    if not items:
+        all_skipped = f"all {rejects.count} were skipped, first {(*rejects.reasons, '')[0]}"
+        why = all_skipped if rejects.count else "it is empty"
+        raise UserError(f"no usable records in {source.path}: {why}")
+    return SourceCount(
+        path=source.path,
+        weight=source.weight,
+        items=items,
+        skipped=rejects.count,
+        too_long=rejects.too_long,
+        reasons=tuple(rejects.reasons),
+    )

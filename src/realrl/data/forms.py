@@ -1,9 +1,12 @@
 """Forms of records, and the texts of one item that each form becomes.
 
-    {prompt, answer}                          fine-tuning
+    {prompt, answer}                          fine-tuning; the answer is text or messages
     {messages}                                fine-tuning on assistant turns; or a prompt
     {prompt, chosen, rejected}                preference pair
     {prompt, pos_answers, neg_answers}        several preference pairs
+    {prompt, completion, label}               answer that is good (true) or bad; a pair makes one of each
+    {prompt, answers}                         answers to one prompt, the best first
+    {prompt, completions, labels}             answer in steps, each right (true) or wrong
     {prompt}                                  prompt to generate from
 
 `prompt`, `chosen` and `rejected` are text, or lists of {role, content} messages. A record in which one of them
@@ -11,12 +14,15 @@ is a list is a conversation: it is written with the tokenizer's chat template, a
 turn, and a text answer the assistant turn. Chosen and rejected messages are either the turns that follow
 `prompt` or, when they do not begin with an assistant turn, whole conversations. All other text is used as it
 stands, unless `data.apply_chat_template` makes every record a conversation. Other fields are for functions, for
-example a reward function; where no call of the graph sees them they are ignored.
+example a reward function; where no call of the graph sees them they are ignored. `tools`, which describe
+functions, and `chat_template_kwargs` of a record are given to the template, as TRL does.
+
+Records written in another usual way are rewritten first, see `data/variants.py`.
 """
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import product
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,8 +30,8 @@ from zlib import crc32
 
 from realrl.config.errors import UserError
 from realrl.data.conversation import Conversation, Message, write_conversation, write_prompt
-from realrl.data.rejects import BadRecordError
 from realrl.data.shuffle import permute
+from realrl.data.sources.rejects import BadRecordError
 from realrl.recipe.forms import FORMS
 
 if TYPE_CHECKING:
@@ -42,8 +48,16 @@ class Text:
     answer: str | None
 
 
-Item = tuple[Text | Conversation, ...]
-"""Texts of one item: one to train on or to generate from, or a chosen and a rejected one."""
+@dataclass(frozen=True)
+class Steps:
+    """Plain text: a prompt and the steps of the answer to it, each with what separates it from the next."""
+
+    prompt: str
+    steps: tuple[str, ...]
+
+
+Item = tuple[Text | Conversation | Steps, ...]
+"""Texts of one item: one to train on or to generate from, a chosen and a rejected one, or several by rank."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +69,10 @@ class Reader:
     train_on: Literal["all", "last"] = "all"
     max_pairs: int = 1
     seed: int = 1
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template besides the messages."""
+    ranked: int = 0
+    """Answers that each record of ranked answers must have."""
 
     def __post_init__(self) -> None:
         if self.apply_chat_template and not self.tokenizer.chat_template:
@@ -63,18 +81,30 @@ class Reader:
                 f"tokenizer {name} has no chat template, which data.apply_chat_template and --chat need"
             )
 
+    def read(self, form: str, record: Fields) -> list[Item]:
+        """Read a record of a form; BadRecordError where it has another one."""
+        options = _template_options(record)
+        reader = replace(self, template_options=options) if options else self
+        return READERS[form](reader, record)
+
     def answers(self, record: Fields) -> list[Item]:
         """Read a prompt and an answer to learn, or a conversation."""
         form = FORMS["answer"]
         if form.is_other(record):
             messages = _messages(record, "messages")
-            return [(write_conversation(self.tokenizer, messages, self.train_on),)]
+            return [
+                (write_conversation(self.tokenizer, messages, self.train_on, options=self.template_options),)
+            ]
         _require(record, form.fields, form.accepted)
-        answer = _string(record, "answer")
-        if self._is_conversation(record):
-            messages = [*_prompt_turns(record), _reply(answer)]
-            return [(write_conversation(self.tokenizer, messages, "last"),)]
-        return [(Text(_string(record, "prompt"), answer),)]
+        # A whole text is no answer to an empty user turn.
+        if not self._is_conversation(record) or (record["prompt"] == "" and not _has_turns(record)):
+            return [(Text(_string(record, "prompt"), _string(record, "answer")),)]
+        asked = _prompt_turns(record)
+        messages = [*asked, *_turns_of(record, "answer")]
+        conversation = write_conversation(
+            self.tokenizer, messages, self.train_on, after=len(asked), options=self.template_options
+        )
+        return [(conversation,)]
 
     def pairs(self, record: Fields) -> list[Item]:
         """Read preferred and other answers to one prompt."""
@@ -92,13 +122,54 @@ class Reader:
             return [tuple(Text(prompt, _answer(_string(record, field), field)) for field in sides)]
         return [tuple(self._side(_whole_conversation(record, field), field) for field in sides)]
 
+    def labelled(self, record: Fields) -> list[Item]:
+        """Read an answer that has a label; of a pair, both answers."""
+        form = FORMS["label"]
+        if form.is_other(record):
+            return [(side,) for pair in self.pairs(record) for side in pair]
+        _require(record, form.fields, form.accepted)
+        if not self._is_conversation(record):
+            completion = _answer(_string(record, "completion"), "completion")
+            return [(Text(_string(record, "prompt"), completion),)]
+        return [(self._side(_whole_conversation(record, "completion"), "completion"),)]
+
+    def ranking(self, record: Fields) -> list[Item]:
+        """Read answers to one prompt, the best first."""
+        form = FORMS["ranked"]
+        _require(record, form.fields, form.accepted)
+        answers = [_answer(text, "answers") for text in _strings(record, "answers")]
+        if len(answers) != self.ranked:
+            raise BadRecordError(
+                f"field 'answers' has {len(answers)} texts, and the recipe asks for {self.ranked}"
+            )
+        if not self._is_conversation(record):
+            prompt = _string(record, "prompt")
+            return [tuple(Text(prompt, text) for text in answers)]
+        turns = _prompt_turns(record)
+        return [tuple(self._side([*turns, _reply(text)], "answers") for text in answers)]
+
+    def steps(self, record: Fields) -> list[Item]:
+        """Read an answer in steps, of which each ends with a line break."""
+        form = FORMS["steps"]
+        _require(record, form.fields, form.accepted)
+        if self._is_conversation(record):
+            raise BadRecordError("an answer in steps is plain text, without a chat template")
+        steps = [_answer(text, "completions") for text in _strings(record, "completions")]
+        labels = record["labels"]
+        if not isinstance(labels, list) or len(labels) != len(steps):
+            raise BadRecordError(
+                f"field 'labels' must be a list of {len(steps)}, one for each of 'completions'"
+            )
+        ended = (step if step.endswith("\n") else f"{step}\n" for step in steps)
+        return [(Steps(_string(record, "prompt"), tuple(ended)),)]
+
     def prompts(self, record: Fields) -> list[Item]:
         """Read a prompt to generate from."""
         prompt = self.prompt(record)
         if isinstance(prompt, str) and not self._is_conversation(record):
             return [(Text(prompt, None),)]
         turns = [_user(prompt)] if isinstance(prompt, str) else prompt
-        return [(write_prompt(self.tokenizer, turns),)]
+        return [(write_prompt(self.tokenizer, turns, self.template_options),)]
 
     def prompt(self, record: Fields) -> str | list[Message]:
         """Read the prompt of a record: text, or turns of which the last one is the user's."""
@@ -111,7 +182,8 @@ class Reader:
         users = [i for i, message in enumerate(messages) if message["role"] == "user"]
         if not users:
             raise BadRecordError(f"{field} has no user turn to answer")
-        return messages[: users[-1] + 1]
+        # What a tool gave is to be answered, too.
+        return messages if messages[-1]["role"] == "tool" else messages[: users[-1] + 1]
 
     def _is_conversation(self, record: Fields) -> bool:
         """Check whether a record without `messages` is written with the chat template."""
@@ -138,12 +210,20 @@ class Reader:
 
     def _side(self, messages: list[Message], field: str) -> Conversation:
         """Write one side of a pair, which ends where generation would end."""
-        _answer(messages[-1]["content"], field)
-        return write_conversation(self.tokenizer, messages, "last", cut=True)
+        if not messages[-1].get("tool_calls"):
+            _answer(messages[-1]["content"], field)
+        return write_conversation(self.tokenizer, messages, "last", cut=True, options=self.template_options)
 
 
 READERS: Mapping[str, Callable[[Reader, Fields], list[Item]]] = MappingProxyType(
-    {"answer": Reader.answers, "pair": Reader.pairs, "prompt": Reader.prompts}
+    {
+        "answer": Reader.answers,
+        "pair": Reader.pairs,
+        "label": Reader.labelled,
+        "ranked": Reader.ranking,
+        "steps": Reader.steps,
+        "prompt": Reader.prompts,
+    }
 )
 """Name of a form, one of `recipe.forms.FORMS`, -> what reads its records."""
 
@@ -160,7 +240,8 @@ def is_plain_text(record: Fields) -> bool:
 
 
 def _has_turns(record: Fields) -> bool:
-    return any(isinstance(record.get(field), list) for field in ("prompt", "chosen", "rejected"))
+    fields = ("prompt", "answer", "completion", "chosen", "rejected")
+    return any(isinstance(record.get(name), list) for name in fields)
 
 
 def plain_text_note(tokenizer: "PreTrainedTokenizerFast", applied: bool, option: str) -> str | None:
@@ -184,7 +265,9 @@ def _require(record: Fields, fields: tuple[str, ...], accepted: str) -> None:
     missing = [field for field in fields if field not in record]
     if missing:
         present = ", ".join(record) or "none"
-        raise BadRecordError(f"no field {missing[0]!r} (fields: {present}); a record must be {accepted}")
+        raise BadRecordError(
+            f"no field {missing[0]!r} (fields: {present}); a record must be {accepted}; data.columns renames fields"
+        )
 
 
 def _string(record: Fields, field: str) -> str:
@@ -221,15 +304,59 @@ def _messages(record: Fields, field: str) -> list[Message]:
     value = record[field]
     if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
         raise BadRecordError(f"field {field!r} must be a list of {{role, content}} messages")
-    for turn in value:
-        for part in ("role", "content"):
-            _text(turn.get(part), f"{field}.{part}")
-    return value
+    return [_message(turn, field) for turn in value]
+
+
+def _message(turn: Fields, field: str) -> Message:
+    """Read a message: its content becomes text, and what is null in it is absent, as in a table it may be.
+
+    That of a message that calls tools may be absent, which templates tell from empty text.
+    """
+    message = {name: value for name, value in turn.items() if value is not None}
+    _text(turn.get("role"), f"{field}.role")
+    content = turn.get("content")
+    if isinstance(content, list):
+        content = "".join(_part(part, f"{field}.content") for part in content)
+    if content is None and message.get("tool_calls"):
+        return message
+    return {**message, "content": _text(content, f"{field}.content")}
+
+
+def _part(part: Any, field: str) -> str:
+    """Read a part of a content that is a list."""
+    kind = part.get("type", "text") if isinstance(part, dict) else None
+    if kind != "text":
+        what = type(part).__name__ if kind is None else f"of type {kind!r}"
+        raise BadRecordError(
+            f"a part of {field!r} is {what}; only parts of text, {{type: text, text}}, are read"
+        )
+    return _text(part.get("text"), f"{field}.text")
+
+
+def _template_options(record: Fields) -> Fields:
+    """List the arguments that a record has for the chat template; tools may be JSON text."""
+    options = record.get("chat_template_kwargs", {})
+    if not isinstance(options, dict):
+        raise BadRecordError("field 'chat_template_kwargs' must be an object")
+    tools = record.get("tools")
+    if isinstance(tools, str) and tools.lstrip().startswith("["):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            raise BadRecordError("field 'tools' is not valid JSON") from None
+    # Whatever else is called so is for functions.
+    described = isinstance(tools, list) and bool(tools) and all(isinstance(tool, dict) for tool in tools)
+    return {**options, "tools": tools} if described else dict(options)
+
+
+def _turns_of(record: Fields, field: str) -> list[Message]:
+    """List the turns of an answer, text or messages."""
+    return _messages(record, field) if isinstance(record[field], list) else [_reply(_string(record, field))]
 
 
 def _whole_conversation(record: Fields, field: str) -> list[Message]:
     """List the turns of one side of a pair, from the first to the answer."""
-    turns = _messages(record, field) if isinstance(record[field], list) else [_reply(_string(record, field))]
+    turns = _turns_of(record, field)
     if turns[0]["role"] != "assistant":
         return turns
     _require(record, ("prompt",), f"{field} that begins with a user turn, or {{prompt, {field}}}")

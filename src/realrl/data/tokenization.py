@@ -1,8 +1,9 @@
 """Tokenization of the texts of an item into the rows that a graph's source keys name.
 
 Plain text: [beginning] prompt answer end. Prompt and answer are tokenised apart, so that a prompt has the same
-tokens in training as in generation. What the tokenizer itself puts before a text (its post-processor, not the mere
-existence of a bos_token) is the beginning. Neither beginning nor end is added where the text has it already.
+tokens in training as in generation; so are the steps of an answer. What the tokenizer itself puts before a text
+(its post-processor, not the mere existence of a bos_token) is the beginning. Neither beginning nor end is added
+where the text has it already.
 
 Conversations are tokenised whole, exactly as `apply_chat_template(tokenize=True)` does, and cut by character
 offsets: a token belongs to whom its last character belongs to, so one that joins the end of a prompt with the
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from realrl.config.errors import UserError
 from realrl.data.conversation import Conversation, Turn
-from realrl.data.forms import Text
+from realrl.data.forms import Steps, Text
 from realrl.recipe.data import DataConfig
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def find_beginning(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
 
 
 def tokenize(
-    texts: Sequence[Text | Conversation],
+    texts: Sequence[Text | Conversation | Steps],
     tokenizer: "PreTrainedTokenizerFast",
     stop_token_ids: tuple[int, ...],
 ) -> list[Row]:
@@ -79,12 +80,7 @@ def tokenize(
     `stop_token_ids` are the ids that end a sequence, at least one; the first one is appended.
     """
     before = find_beginning(tokenizer)
-    pieces = [
-        piece
-        for text in texts
-        for piece in ((text.prompt, text.answer) if isinstance(text, Text) else (text.prompt,))
-    ]
-    parts = _encode(pieces, tokenizer)
+    parts = _encode([piece for text in texts for piece in _pieces(text)], tokenizer)
     wholes = _Wholes(
         [text.text for text in texts if isinstance(text, Conversation) and text.turns],
         tokenizer,
@@ -94,17 +90,17 @@ def tokenize(
     for text in texts:
         if isinstance(text, Conversation):
             rows.append(wholes.row(text, parts[text.prompt]) if text.turns else Row(parts[text.prompt]))
+        elif isinstance(text, Steps):
+            rows.append(_step_row(before, parts[text.prompt], [parts[step] for step in text.steps]))
         else:
             answer = None if text.answer is None else parts[text.answer]
             rows.append(_plain_row(before, parts[text.prompt], answer, tokenizer, stop_token_ids))
     return rows
 
 
-def find_problem(rows: Sequence[Row], config: DataConfig) -> str | None:
-    """Find the reason why an item with these rows cannot be used; None where it can."""
+def find_excess(rows: Sequence[Row], config: DataConfig) -> str | None:
+    """Find the limit that an item with these rows is over; None where it is over none."""
     for row in rows:
-        if not row.ids:
-            return EMPTY_PROMPT
         if row.prompt_length > config.max_prompt_tokens:
             return (
                 f"the prompt has {row.prompt_length} tokens, more than data.max_prompt_tokens="
@@ -114,9 +110,17 @@ def find_problem(rows: Sequence[Row], config: DataConfig) -> str | None:
             return (
                 f"prompt and answer have {len(row.ids)} tokens, more than data.max_tokens={config.max_tokens}"
             )
+    return None
+
+
+def find_problem(rows: Sequence[Row], form: str) -> str | None:
+    """Find the reason why an item of a form with these rows cannot be used, however long; None where it can."""
+    for row in rows:
+        if not row.ids:
+            return EMPTY_PROMPT
         if row.answers and not any(row.loss_mask):
             return "prompt and answer are empty"
-    if len(rows) == 2:
+    if form == "pair":
         if rows[0].ids == rows[1].ids:
             return "the chosen and the rejected answer are the same"
         for side, row in zip(("chosen", "rejected"), rows, strict=True):
@@ -128,9 +132,20 @@ def find_problem(rows: Sequence[Row], config: DataConfig) -> str | None:
 
 def make_field(key: str, rows: Sequence[Row]) -> list[int]:
     """Make the row of a source key for an item with these rows."""
-    if key == "loss_mask":
-        return rows[0].loss_mask
-    return rows[1].ids if key == "rejected" else rows[0].ids
+    match key:
+        case "loss_mask":
+            return rows[0].loss_mask
+        case "rejected":
+            return rows[1].ids
+        case "prompt_length" | "chosen_prompt_length":
+            return [rows[0].prompt_length]
+        case "rejected_prompt_length":
+            return [rows[1].prompt_length]
+        case "step_ends":
+            return [stop - 1 for _, stop in rows[0].answers]
+    if key.startswith("answer_"):
+        return rows[int(key.removeprefix("answer_"))].ids
+    return rows[0].ids
 
 
 def _encode(texts: Sequence[str | None], tokenizer: "PreTrainedTokenizerFast") -> dict[str, list[int]]:
@@ -140,6 +155,23 @@ def _encode(texts: Sequence[str | None], tokenizer: "PreTrainedTokenizerFast") -
         return {"": []}
     encoded = tokenizer(parts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     return {"": [], **dict(zip(parts, encoded, strict=True))}
+
+
+def _pieces(text: Text | Conversation | Steps) -> tuple[str | None, ...]:
+    """List the parts of a text that are tokenised apart."""
+    if isinstance(text, Steps):
+        return (text.prompt, *text.steps)
+    return (text.prompt, text.answer) if isinstance(text, Text) else (text.prompt,)
+
+
+def _step_row(before: list[int], prompt: list[int], steps: Sequence[list[int]]) -> Row:
+    """Make the row of a prompt and steps, each of which is an answer to learn; no end of sequence follows."""
+    ids = prompt if prompt[: len(before)] == before else before + prompt
+    answers = []
+    for step in steps:
+        answers.append((len(ids), len(ids) + len(step)))
+        ids = [*ids, *step]
+    return Row(ids, tuple(answers))
 
 
 def _plain_row(

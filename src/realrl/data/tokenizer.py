@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from realrl.config.errors import UserError
 from realrl.config.json_file import read_json
 from realrl.config.paths import is_local, local_path
-from realrl.data.records import read_records
-from realrl.data.rejects import Rejects
+from realrl.data.sources.records import read_records
+from realrl.data.sources.rejects import Rejects
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -1,20 +1,27 @@
 """Settings of the data of a run, and of the training loop."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from realrl.config.base import Settings
 from realrl.config.user_function import FunctionReference
+from realrl.recipe.sources import SourceList, list_sources
 
 
 class DataConfig(Settings):
     """Source of records, and how many go into a step."""
 
-    train: str
-    """A .jsonl, .json or .parquet file (globs allowed), or a Hugging Face data set as `name:split`."""
-    eval: str | None = None
-    """Records to evaluate on, in the same form; null for no evaluation."""
+    train: SourceList
+    """A .jsonl, .json, .csv or .parquet file. Globs and .gz or .zst at its end are allowed; so are a directory of
+    such files, a Hugging Face data set as `name:split` or `name/config:split`, and a list of these. In a mixture,
+    `{SOURCE: WEIGHT, ...}`, an epoch takes WEIGHT times as many records as the source has: 2 takes each twice, 0.5
+    another half in every epoch."""
+    eval: SourceList | None = None
+    """Records to evaluate on, in the same form; null for no evaluation. They have no weights."""
+    columns: dict[str, str] = Field(default={})
+    """Fields of records by the names that they are to have: `{question: prompt}`. A dot leads into a nested field,
+    which stays where it is: `{reward_model.ground_truth: answer}`."""
     batch: PositiveInt = 64
     """Sequences (or preference pairs, or prompts) per training step, over all devices."""
     eval_batch: PositiveInt | None = None
@@ -25,7 +32,10 @@ class DataConfig(Settings):
     """Longest prompt, in tokens: all that comes before the first answer to learn. Where it is not given, at most
     `max_tokens`."""
     on_error: Literal["fail", "skip"] = "fail"
-    """What to do with a record that is malformed or too long. Skipped records are counted and reported."""
+    """What to do with a record that is malformed. Skipped records are counted and reported."""
+    on_too_long: Literal["fail", "skip"] | None = None
+    """What to do with a record that is longer than `max_tokens`, or its prompt than `max_prompt_tokens`; null for
+    the same as `on_error`. Records that are left out are counted and reported."""
     apply_chat_template: bool = False
     """Write prompts of plain text with the tokenizer's chat template, as one user turn, and answers to them as
     the assistant turn. False uses text as it stands. Messages always take the template."""
@@ -35,10 +45,17 @@ class DataConfig(Settings):
     max_pairs_per_prompt: PositiveInt = 8
     """Most pairs made out of one record with `pos_answers` and `neg_answers`."""
     pair_weight: Literal["pair", "prompt"] = "pair"
-    """What weighs the same in reward modelling: every `pair`, or every `prompt`, each of the n pairs of one
+    """What weighs the same among preference pairs: every `pair`, or every `prompt`, each of the n pairs of one
     record weighing 1/n."""
     shuffle: bool = True
     """Draw records in an order that depends on the seed; false keeps the order of the file."""
+
+    @field_validator("eval")
+    @classmethod
+    def _unweighted(cls, value: Any) -> Any:
+        if value is not None and any(source.weight != 1 for source in list_sources(value)):
+            raise ValueError("an evaluation takes every record once; give a list without weights")
+        return value
 
     @model_validator(mode="after")
     def _prompts_fit(self) -> Self:

@@ -12,6 +12,7 @@ from realrl.config.base import Settings
 from realrl.config.explain import section_class
 
 _NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false", NoneType: "null"}
+_COLLECTIONS = {list: "list", dict: "mapping"}
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _WIDTH = 108
 
@@ -85,6 +86,8 @@ def _type(annotation: Any) -> str:
         return f"list of {len(arguments)}: " + ", ".join(_type(argument) for argument in arguments)
     if origin is dict and isinstance(arguments[1], type) and issubclass(arguments[1], Settings):
         return f"names, each with {', '.join(arguments[1].model_fields)}"
+    if origin in _COLLECTIONS:
+        return _COLLECTIONS[origin]
     return _NAMES[annotation]
 
 

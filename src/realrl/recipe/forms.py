@@ -4,6 +4,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from realrl.config.words import join
+
+MOST_ANSWERS = 16
+"""Most answers of a record of ranked answers."""
+
 
 @dataclass(frozen=True)
 class RecordForm:
@@ -15,11 +20,17 @@ class RecordForm:
     """Fields of a record that the keys are made of."""
     other_fields: tuple[str, ...]
     """Fields of a record that is written another way: one that has a field of these that is not in `fields`."""
+    variants: tuple[tuple[str, ...], ...] = ()
+    """Fields of records in other usual ways, in order of precedence, which `data/variants.py` rewrites."""
 
     @property
     def accepted(self) -> str:
         """The fields that records may have, for error messages."""
-        return f"{{{', '.join(self.fields)}}} or {{{', '.join(self.other_fields)}}}"
+        ways, variants = (
+            [f"{{{', '.join(fields)}}}" for fields in dict.fromkeys(found)]
+            for found in ((self.fields, self.other_fields), self.variants)
+        )
+        return join(ways, "or") + (f" ({join(variants, 'or')} will do)" if variants else "")
 
     def is_other(self, present: Collection[str]) -> bool:
         """Tell which way a record with these fields is written: with `other_fields`."""
@@ -32,17 +43,52 @@ class RecordForm:
 
 FORMS: Mapping[str, RecordForm] = MappingProxyType(
     {
-        "answer": RecordForm(("tokens", "loss_mask"), ("prompt", "answer"), ("messages",)),
+        "answer": RecordForm(
+            ("tokens", "loss_mask"),
+            ("prompt", "answer"),
+            ("messages",),
+            (("prompt", "completion"), ("text",), ("conversations",), ("instruction", "output")),
+        ),
         "pair": RecordForm(
-            ("chosen", "rejected", "pairs_of_prompt"),
+            (
+                "chosen",
+                "rejected",
+                "chosen_prompt_length",
+                "rejected_prompt_length",
+                "pairs_of_prompt",
+                "margin",
+                "ref_chosen_logps",
+                "ref_rejected_logps",
+            ),
             ("prompt", "chosen", "rejected"),
             ("prompt", "pos_answers", "neg_answers"),
+            (("chosen", "rejected"),),
         ),
-        "prompt": RecordForm(("prompts",), ("prompt",), ("messages",)),
+        "prompt": RecordForm(
+            ("prompts",),
+            ("prompt",),
+            ("messages",),
+            (("conversations",), ("instruction",), ("chosen", "rejected")),
+        ),
+        "label": RecordForm(
+            ("tokens", "prompt_length", "label", "mismatched"),
+            ("prompt", "completion", "label"),
+            ("prompt", "chosen", "rejected"),
+            (("chosen", "rejected"),),
+        ),
+        "ranked": RecordForm(
+            tuple(f"answer_{i}" for i in range(MOST_ANSWERS)), ("prompt", "answers"), ("prompt", "answers")
+        ),
+        "steps": RecordForm(
+            ("tokens", "step_ends", "step_labels"),
+            ("prompt", "completions", "labels"),
+            ("prompt", "completions", "labels"),
+        ),
     }
 )
 """Form of record by name.
 
-`answer`: prompts with answers, or conversations. `pair`: preferred and other answers to one prompt. `prompt`:
-prompts to generate from.
+`answer`: prompts with answers, or conversations. `pair`: preferred and other answers to one prompt. `label`:
+prompts with a completion that is good or bad. `ranked`: answers to one prompt, the best first. `steps`: prompts
+with a completion in steps, each right or wrong. `prompt`: prompts to generate from.
 """

@@ -5,7 +5,8 @@ from typing import Any
 
 from realrl.algorithms.method import Metrics
 from realrl.config.user_function import UserFunction
-from realrl.data.dataset import Dataset, split_eval_batches
+from realrl.data.dataset import Dataset
+from realrl.data.order import split_eval_batches
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.program.lower import WRITER
 from realrl.recipe.graphs import SAMPLED

@@ -12,10 +12,11 @@ from realrl.config.explain import shorten
 from realrl.data.batch import Batch, Ragged
 from realrl.data.conversation import Message
 from realrl.data.forms import Reader, Text, is_plain_text, plain_text_note
-from realrl.data.records import Record
-from realrl.data.rejects import BadRecordError
+from realrl.data.sources.records import Record
+from realrl.data.sources.rejects import BadRecordError
 from realrl.data.tokenization import EMPTY_PROMPT, tokenize
 from realrl.data.tokenizer import load_tokenizer
+from realrl.data.variants import rewrite
 from realrl.engine.finite import NotFiniteLogitsError
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
@@ -116,15 +117,17 @@ def _encode(
 ) -> tuple[list[str | list[Message]], list[list[int]]]:
     """Encode the prompts of records, by the rule that training has; returned as given, and as tokens."""
     reader = Reader(tokenizer, apply_chat_template=chat)
-    given, texts = [], []
+    given, texts, plain = [], [], []
     for origin, record in prompts:
         try:
-            given.append(reader.prompt(record))
-            texts += [text for item in reader.prompts(record) for text in item]
+            written = rewrite("prompt", record)
+            given.append(reader.prompt(written))
+            plain.append(is_plain_text(written))
+            texts += [text for item in reader.read("prompt", written) for text in item]
         except BadRecordError as error:
             raise UserError(f"{origin}: {error}") from None
     note = plain_text_note(tokenizer, chat, "--chat")
-    if note is not None and any(is_plain_text(record) for _, record in prompts):
+    if note is not None and any(plain):
         say(note)
     # Of a text of megabytes the beginning is too long already, and takes no seconds to tokenise.
     long = _CHARACTERS * limit.positions

@@ -15,6 +15,7 @@ from realrl.dataflow.call import Kind
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
+from realrl.recipe.sources import name_sources
 from realrl.runtime.prepare.compile import Compiled, Phase, models
 
 
@@ -104,7 +105,7 @@ def load_data(
     _check_top_k(experiment, compiled)
     data, seed = experiment.data, experiment.seed
 
-    def load(source: str, phase: Phase) -> Dataset:
+    def load(source: Any, phase: Phase) -> Dataset:
         names = [call.name for call in phase.graph.functions if call.record_fields]
         seeing = [functions[name] for name in names if name in functions]
 
@@ -114,7 +115,7 @@ def load_data(
         form, keys = get_spec(experiment).form, phase.graph.sources
         records = Dataset.load(source, form, keys, tokenizer, data, seed, stop_token_ids, wanted)
         for function in seeing:
-            function.check_fields(source, records.further.keys())
+            function.check_fields(name_sources(source), records.further.keys())
         return records
 
     train = load(data.train, compiled.train)
@@ -124,7 +125,8 @@ def load_data(
     dp = max(p.strategy.dp for p in compiled.evaluation.plan.placements.values())
     if len(evaluation) < dp:
         raise UserError(
-            f"data.eval={data.eval} has {len(evaluation)} records, fewer than the {dp} data-parallel ranks"
+            f"data.eval={name_sources(data.eval)} has {len(evaluation)} records, fewer than the {dp}"
+            " data-parallel ranks"
         )
     return train, evaluation
 

@@ -11,7 +11,7 @@ from realrl.checkpoint.notes import list_saving_notes
 from realrl.checkpoint.sources import check_trainable
 from realrl.config.errors import RunError, UserCodeError
 from realrl.config.user_function import UserFunction
-from realrl.data.dataset import Order
+from realrl.data.order import Order
 from realrl.dataflow.call import Kind
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.parallel_groups import list_rank_sets
@@ -160,7 +160,13 @@ class TrainingRun:
             experiment, compiled, self.tokenizer, self.stop_token_ids, functions
         )
         data = experiment.data
-        self.order = Order(len(self.records), data.batch, experiment.seed, data.shuffle)
+        self.order = Order(
+            len(self.records),
+            data.batch,
+            experiment.seed,
+            data.shuffle,
+            sources=[(source.items, source.weight) for source in self.records.sources],
+        )
         self.steps = experiment.training.steps or max(1, self.order.steps(experiment.training.epochs))
         # Code of the user's runs once: on the rank that asks it.
         reference = experiment.training.judge if process.rank == WRITER else None

@@ -13,7 +13,7 @@ from realrl.checkpoint import huggingface
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.config.user_function import UserFunction
-from realrl.data.dataset import split_eval_batches
+from realrl.data.order import split_eval_batches
 from realrl.plan.plan import Plan
 from realrl.program.lower import home_placements
 from realrl.program.text import parse_program

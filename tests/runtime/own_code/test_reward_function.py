@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from realrl.config.errors import UserCodeError, UserError
-from realrl.data.dataset import Order
+from realrl.data.order import Order
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import dump_experiment, load_experiment
 from realrl.runtime.train import train

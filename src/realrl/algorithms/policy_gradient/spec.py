@@ -1,31 +1,13 @@
 """Descriptions of the policy gradients without a critic. No torch."""
 
-from collections.abc import Mapping
-from copy import copy
-from typing import Any
-
-from pydantic import create_model
-
 from realrl.algorithms.policy.graph import make_eval_graph
 from realrl.algorithms.policy.report import CURVES, HEADLINES, OPTIONAL_CALLS, OPTIONAL_METRICS, SUMMARY
 from realrl.algorithms.policy_gradient.config import PolicyGradientConfig, PolicyGradientExperiment
 from realrl.algorithms.policy_gradient.graph import make_train_graph
 from realrl.algorithms.policy_gradient.presets import PRESETS
-from realrl.config.base import Settings
+from realrl.config.derive import derive_settings
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec
-
-
-def _derive(base: type[Settings], name: str, doc: str, defaults: Mapping[str, Any]) -> Any:
-    """Derive settings from `base` that have other defaults, and the same documentation of fields."""
-    fields: dict[str, Any] = {}
-    for field, default in defaults.items():
-        info = copy(base.model_fields[field])
-        info.default = default
-        if isinstance(default, Settings):
-            info.annotation = type(default)
-        fields[field] = (info.annotation, info)
-    return create_model(name, __base__=base, __doc__=doc, __module__=__name__, **fields)
 
 
 def _make_methods(
@@ -46,8 +28,8 @@ def make_spec(name: str) -> AlgorithmSpec:
     preset = PRESETS[name]
     title = name.title().replace("_", "")
     doc = f"{preset.title} ({preset.source})"
-    config = _derive(PolicyGradientConfig, f"{title}Config", doc, preset.defaults)
-    recipe = _derive(PolicyGradientExperiment, f"{title}Experiment", doc, {"policy": config()})
+    config = derive_settings(PolicyGradientConfig, f"{title}Config", doc, preset.defaults)
+    recipe = derive_settings(PolicyGradientExperiment, f"{title}Experiment", doc, {"policy": config()})
     spec = AlgorithmSpec(
         name=name,
         recipe=recipe,

@@ -5,15 +5,11 @@ from torch import Tensor
 from realrl.algorithms.base import PlainTrain, StatelessAlgorithm
 from realrl.algorithms.method import Method, Metrics, ModelOutput
 from realrl.algorithms.packed import last_of_rows
+from realrl.algorithms.pairs import pair_rows, pair_weights
+from realrl.algorithms.reward.config import PairLossConfig
 from realrl.algorithms.reward.losses import bradley_terry_loss
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.graph import DataflowGraph
-
-
-def _pair_rows(batch: Batch) -> Ragged:
-    """Order rows as chosen 0, rejected 0, chosen 1, ... so that both of a pair stay in one micro-batch."""
-    pairs = zip(batch["chosen"].rows(), batch["rejected"].rows(), strict=True)
-    return Ragged.of((row for pair in pairs for row in pair), dtype=batch["chosen"].values.dtype)
 
 
 def _pair_scores(output: ModelOutput) -> tuple[Tensor, Tensor]:
@@ -23,35 +19,44 @@ def _pair_scores(output: ModelOutput) -> tuple[Tensor, Tensor]:
     return scores[0::2], scores[1::2]
 
 
-def _weights(batch: Batch) -> Tensor:
-    """Compute the weight of each pair: [N] float64."""
-    return 1 / batch["pairs_of_prompt"].values.double()
+class ScoredPairs:
+    """Rows of pairs, and the loss of their scores."""
 
-
-def _compute_metrics(*, chosen: Tensor, rejected: Tensor, weights: Tensor) -> Metrics:
-    """Compute weighted means over pairs. All arguments: [N]
-
-    `loss`, `accuracy` (a tie is half right), `margin`, `chosen_score`, `rejected_score`.
-    """
-    metrics, total = Metrics(), weights.sum()
-    per_pair = {
-        "loss": bradley_terry_loss(chosen=chosen, rejected=rejected),
-        "accuracy": (chosen > rejected).double() + 0.5 * (chosen == rejected).double(),
-        "margin": chosen.double() - rejected.double(),
-        "chosen_score": chosen,
-        "rejected_score": rejected,
-    }
-    for name, values in per_pair.items():
-        metrics.mean(name, (values.double() * weights).sum(), total)
-    return metrics
-
-
-class PairInference:
-    """Scores of both sequences of each pair."""
+    def __init__(self, config: PairLossConfig | None = None) -> None:
+        self._config = config or PairLossConfig()
 
     def sequences(self, batch: Batch) -> Ragged:
         """Select two rows per pair: chosen, rejected."""
-        return _pair_rows(batch)
+        return pair_rows(batch)
+
+    def _losses(self, batch: Batch, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """Compute the loss of each pair. chosen, rejected: [N] scores -> [N]"""
+        margin = batch["margin"].values if self._config.margins else None
+        losses = bradley_terry_loss(chosen=chosen, rejected=rejected, margin=margin)
+        if self._config.center_rewards_coefficient > 0:
+            losses = losses + self._config.center_rewards_coefficient * (chosen + rejected).square()
+        return losses
+
+    def _summarize(self, batch: Batch, chosen: Tensor, rejected: Tensor) -> Metrics:
+        """Compute weighted means over pairs. chosen, rejected: [N] scores
+
+        `loss`, `accuracy` (a tie is half right), `margin`, `chosen_score`, `rejected_score`.
+        """
+        metrics, weights = Metrics(), pair_weights(batch)
+        per_pair = {
+            "loss": self._losses(batch, chosen, rejected),
+            "accuracy": (chosen > rejected).double() + 0.5 * (chosen == rejected).double(),
+            "margin": chosen.double() - rejected.double(),
+            "chosen_score": chosen,
+            "rejected_score": rejected,
+        }
+        for name, values in per_pair.items():
+            metrics.mean(name, (values.double() * weights).sum(), weights.sum())
+        return metrics
+
+
+class PairInference(ScoredPairs):
+    """Scores of both sequences of each pair."""
 
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
         """Compute `chosen_score` and `rejected_score`: one number per pair."""
@@ -60,29 +65,26 @@ class PairInference:
 
     def metrics(self, batch: Batch) -> Metrics:
         """Compute loss, accuracy, margin and mean scores."""
-        chosen, rejected = batch["chosen_score"].values, batch["rejected_score"].values
-        return _compute_metrics(chosen=chosen, rejected=rejected, weights=_weights(batch))
+        return self._summarize(batch, batch["chosen_score"].values, batch["rejected_score"].values)
 
 
-class RewardTrain(PlainTrain):
+class RewardTrain(PlainTrain, ScoredPairs):
     """Bradley-Terry loss over pairs, each weighing one over its number of pairs."""
-
-    def sequences(self, batch: Batch) -> Ragged:
-        """Select two rows per pair: chosen, rejected."""
-        return _pair_rows(batch)
 
     def weight(self, batch: Batch) -> float:
         """Sum the weights of the pairs."""
-        return float(_weights(batch).sum())
+        return float(pair_weights(batch).sum())
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
         """Compute the weighted sum over pairs."""
-        (chosen, rejected), weights = _pair_scores(output), _weights(batch)
-        loss = (bradley_terry_loss(chosen=chosen, rejected=rejected) * weights.float()).sum()
-        return loss, _compute_metrics(chosen=chosen.detach(), rejected=rejected.detach(), weights=weights)
+        chosen, rejected = _pair_scores(output)
+        loss = (self._losses(batch, chosen, rejected) * pair_weights(batch).float()).sum()
+        return loss, self._summarize(batch, chosen.detach(), rejected.detach())
 
 
-def reward_algorithm(graph: DataflowGraph, eval_graph: DataflowGraph | None) -> StatelessAlgorithm:
-    """Make the algorithm of these graphs."""
-    methods: dict[str, Method] = {"reward.train": RewardTrain(), "reward.inference": PairInference()}
+def make_algorithm(
+    train: Method, inference: Method, graph: DataflowGraph, eval_graph: DataflowGraph | None
+) -> StatelessAlgorithm:
+    """Make the algorithm of these graphs and methods."""
+    methods = {"reward.train": train, "reward.inference": inference}
     return StatelessAlgorithm(graph=graph, eval_graph=eval_graph, methods=methods)

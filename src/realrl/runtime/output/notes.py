@@ -4,7 +4,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from realrl.algorithms.method import Algorithm
-from realrl.data.dataset import Dataset
+from realrl.config.words import join
+from realrl.data.dataset import Dataset, SourceCount
+from realrl.data.order import count_drawn
 from realrl.recipe.algorithm import AlgorithmSpec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import trained_models
@@ -17,7 +19,10 @@ def list_data_notes(sets: Mapping[str, Dataset | None]) -> Iterator[str]:
     known = {name: records for name, records in sets.items() if records is not None}
     for name, records in known.items():
         if records.skipped:
-            yield f"data.{name}: skipped {records.skipped} records, first {records.reasons[0]}"
+            long = f", {records.too_long} of them too long" if records.too_long else ""
+            yield f"data.{name}: skipped {records.skipped} records{long}, first {records.reasons[0]}"
+    if any(source.weight != 1 for source in known["train"].sources):
+        yield f"data.train: an epoch takes {describe_mixture(known['train'].sources)}"
     yield from dict.fromkeys(note for records in known.values() for note in records.notes)
 
 
@@ -32,6 +37,15 @@ def list_model_notes(experiment: Experiment, steps: int, fresh: Mapping[str, Seq
                 f"models.{role}.optimizer.warmup_steps={config.optimizer.warmup_steps} is not below the {steps}"
                 " steps of this run, so that the learning rate only rises"
             )
+
+
+def describe_mixture(sources: Sequence[SourceCount]) -> str:
+    """Describe what an epoch takes of each source."""
+    parts = []
+    for source in sources:
+        drawn = count_drawn((source.items, source.weight))
+        parts.append(f"{drawn} of {source.path} ({source.items} records, weight {source.weight:g})")
+    return join(parts)
 
 
 class StepNotes:

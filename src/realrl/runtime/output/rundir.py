@@ -21,6 +21,7 @@ from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import dump_experiment
+from realrl.recipe.sources import list_sources
 from realrl.runtime.output.algorithm_record import AlgorithmRecord
 from realrl.runtime.output.saved import METRICS, checkpoint_path, find_saved
 
@@ -180,9 +181,9 @@ def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
             if getattr(config, field) is not None:
                 yield f"models.{role}.{field}", getattr(config, field)
     data = experiment.data
-    yield "data.train", data.train
-    if data.eval is not None:
-        yield "data.eval", data.eval
+    for name, given in (("data.train", data.train), ("data.eval", data.eval)):
+        if given is not None:
+            yield from ((name, source.path) for source in list_sources(given))
     yield "plan", experiment.plan
     yield "cluster", experiment.cluster
     if experiment.profile is not None:

@@ -1,0 +1,167 @@
+"""Items of a data set: records renamed, read and tokenised."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from realrl.data.forms import Item, Reader, further_fields, is_plain_text, plain_text_note
+from realrl.data.further import FieldFilter
+from realrl.data.numbers import Numbers, read_numbers
+from realrl.data.sources.records import read_records
+from realrl.data.sources.rejects import BadRecordError, Rejects
+from realrl.data.tokenization import Row, find_excess, find_problem, tokenize
+from realrl.data.variants import find_field, rename_fields, rewrite
+from realrl.recipe.data import DataConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+CHUNK = 4096
+"""Items tokenised at a time: enough to keep the tokenizer's threads busy, few enough to stay small."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextItem:
+    """Item before tokenization."""
+
+    origin: str
+    """Origin of its record, FILE:LINE."""
+    record: int
+    """Number of its record among those of all sources."""
+    plain: bool
+    """Whether the record is plain text, no conversation."""
+    further: Mapping[str, Any]
+    """Fields of the record that no key is made of and that are kept."""
+    numbers: Numbers
+    """Numbers that the record holds as they are, by key."""
+    texts: Item
+    """Texts to tokenise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenItem:
+    """Item as it is used; fields as of `TextItem`."""
+
+    origin: str
+    record: int
+    further: Mapping[str, Any]
+    numbers: Numbers
+    rows: Sequence[Row]
+    """Tokens of each text."""
+
+
+class ItemReader:
+    """Reader of the items of sources, one source after the other. Arguments as of `Dataset.load`."""
+
+    def __init__(
+        self,
+        form: str,
+        keys: Sequence[str],
+        tokenizer: "PreTrainedTokenizerFast",
+        config: DataConfig,
+        seed: int,
+        stop_token_ids: tuple[int, ...],
+        keep: FieldFilter,
+    ) -> None:
+        self._form = form
+        self._keys = keys
+        self._tokenizer = tokenizer
+        self._config = config
+        self._stop_token_ids = stop_token_ids
+        self._keep = keep
+        self._reader = Reader(
+            tokenizer=tokenizer,
+            apply_chat_template=config.apply_chat_template,
+            train_on=config.train_on,
+            max_pairs=config.max_pairs_per_prompt,
+            seed=seed,
+            ranked=sum(key.startswith("answer_") for key in keys),
+        )
+        self._notes = _Notes(tokenizer, config)
+        self._absent = set(config.columns)
+        self._number = 0
+
+    def read(self, source: str, rejects: Rejects) -> Iterator[TokenItem]:
+        """Yield the items of a source that can be used; others go to `rejects`."""
+        items = self._read_texts(source, rejects)
+        while chunk := list(islice(items, CHUNK)):
+            texts = [text for item in chunk for text in item.texts]
+            rows = iter(tokenize(texts, self._tokenizer, self._stop_token_ids))
+            for item in chunk:
+                item_rows = list(islice(rows, len(item.texts)))
+                excess = find_excess(item_rows, self._config)
+                reason = excess or find_problem(item_rows, self._form)
+                if reason is not None:
+                    rejects(item.origin, reason, too_long=excess is not None)
+                    continue
+                self._notes.add(item.origin, item.plain, item_rows)
+                yield TokenItem(
+                    origin=item.origin,
+                    record=item.record,
+                    further=item.further,
+                    numbers=item.numbers,
+                    rows=item_rows,
+                )
+
+    def _read_texts(self, source: str, rejects: Rejects) -> Iterator[TextItem]:
+        for origin, given in read_records(source, rejects):
+            self._number += 1
+            try:
+                record = rewrite(self._form, self._rename(given))
+                items = self._reader.read(self._form, record)
+                numbers = read_numbers(record, self._form, self._keys, len(items))
+            except BadRecordError as error:
+                rejects(origin, str(error))
+                continue
+            further = further_fields(self._form, record)
+            kept = {name: value for name, value in further.items() if self._keep(name)}
+            for values, texts in zip(numbers, items, strict=True):
+                yield TextItem(
+                    origin=origin,
+                    record=self._number,
+                    plain=is_plain_text(record),
+                    further=kept,
+                    numbers=values,
+                    texts=texts,
+                )
+
+    def _rename(self, record: dict[str, Any]) -> dict[str, Any]:
+        self._absent -= {name for name in self._absent if find_field(record, name) is not None}
+        return rename_fields(record, self._config.columns)
+
+    def notes(self, sources: str) -> list[str]:
+        """List the notes on what was read so far of `sources`, as they are called in messages."""
+        absent = [
+            f"data.columns: no record of {sources} has a field {name!r}" for name in sorted(self._absent)
+        ]
+        return [*absent, *self._notes.result()]
+
+
+class _Notes:
+    """Notes on records that can be read in more than one way."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", config: DataConfig) -> None:
+        self._tokenizer = tokenizer
+        self._applied = config.apply_chat_template
+        self._plain = False
+        self._joined = 0
+        self._first_joined = ""
+
+    def add(self, origin: str, plain: bool, rows: Sequence[Row]) -> None:
+        """Register an item of a record of `plain` text or of a conversation."""
+        self._plain = self._plain or plain
+        if any(row.joined for row in rows):
+            self._first_joined = self._first_joined or origin
+            self._joined += 1
+
+    def result(self) -> list[str]:
+        """List the notes, one message each."""
+        option = "data.apply_chat_template=true"
+        notes = [plain_text_note(self._tokenizer, self._applied, option)] if self._plain else []
+        if self._joined:
+            notes.append(
+                f"the tokenizer cuts the end of the prompt differently once the answer follows in {self._joined} "
+                f"conversations, first {self._first_joined}: generation starts from other tokens than training"
+            )
+        return [note for note in notes if note is not None]

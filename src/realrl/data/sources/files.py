@@ -1,0 +1,205 @@
+"""Readers of files of records: JSON lines, JSON, CSV and Parquet, compressed or not."""
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from realrl.config.errors import UserError
+from realrl.config.files import reason_of
+from realrl.config.json_file import RepeatedKeyError, unique_keys
+from realrl.data.sources.rejects import Rejects
+
+Record = tuple[str, dict[str, Any]]
+"""Origin of a record, as FILE:LINE (FILE:ROW in tables, counted from 1), and the record."""
+
+COMPRESSED = (".gz", ".zst")
+
+
+def find_ending(path: str) -> str | None:
+    """Find the ending that says how a file is read, in small letters, such as `.jsonl`; None for any other.
+
+    What a file is compressed with, if anything, comes after it in the name. Only text files may be.
+    """
+    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
+    packed = bool(suffixes) and suffixes[-1] in COMPRESSED
+    ending = suffixes[-2 if packed else -1] if len(suffixes) > packed else ""
+    return ending if ending in READERS and not (packed and ending == ".parquet") else None
+
+
+def read_file(file: str, rejects: Rejects) -> Iterator[Record]:
+    """Yield the records of a file that has a known ending; UserError where it cannot be read."""
+    ending = find_ending(file)
+    assert ending is not None, "sources are sorted by ending"
+    return READERS[ending](file, rejects)
+
+
+def _read_json_lines(file: str, rejects: Rejects) -> Iterator[Record]:
+    with _opened(file) as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            origin = f"{file}:{number}"
+            try:
+                value = json.loads(line, object_pairs_hook=unique_keys)
+            except RepeatedKeyError as error:
+                rejects(origin, str(error))
+                continue
+            except (ValueError, RecursionError) as error:  # bad UTF-8 is a ValueError too
+                rejects(
+                    origin, f"not valid JSON ({_describe_error(error)}); every line must be one JSON object"
+                )
+                continue
+            yield from _check_object(origin, value, rejects)
+
+
+def _read_json(file: str, rejects: Rejects) -> Iterator[Record]:
+    """Decode an array of objects one by one, so that their lines are known; JSON lines pass too."""
+    with _opened(file) as binary:
+        try:
+            text = binary.read().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise UserError(f"cannot read data file {file}: {error}") from None
+    position = _skip(text, 0, "")
+    if text[position : position + 1] != "[":
+        yield from _read_json_lines(file, rejects)
+        return
+    line, counted = 1, 0
+    position = _skip(text, position + 1, "")
+    while text[position : position + 1] != "]":
+        line += text.count("\n", counted, position)
+        counted = position
+        try:
+            value, end, reason = _decode(text, position)
+        except (ValueError, RecursionError) as error:
+            raise UserError(
+                f"{file}:{line}: not valid JSON ({_describe_error(error)}); the file must be an array of objects"
+            ) from None
+        if reason is None:
+            yield from _check_object(f"{file}:{line}", value, rejects)
+        else:
+            rejects(f"{file}:{line}", reason)
+        position = _skip(text, end, ",")
+
+
+def _decode(text: str, position: int) -> tuple[Any, int, str | None]:
+    """Decode the JSON value at `position`: the value, its end, and the reason why it cannot be used, if any."""
+    try:
+        value, end = json.JSONDecoder(object_pairs_hook=unique_keys).raw_decode(text, position)
+        return value, end, None
+    except RepeatedKeyError as error:
+        return None, json.JSONDecoder().raw_decode(text, position)[1], str(error)
+
+
+def _skip(text: str, position: int, separator: str) -> int:
+    """Find the position after white space, at most one separator, and white space."""
+    for wanted in ("", separator):
+        if wanted and text.startswith(wanted, position):
+            position += 1
+        while position < len(text) and text[position] in " \t\r\n":
+            position += 1
+    return position
+
+
+def _read_csv(file: str, rejects: Rejects) -> Iterator[Record]:
+    """Read a table whose first line has the names of the fields; every value is text, an empty one is absent."""
+    with _opened(file) as binary:
+        rows = csv.reader(io.TextIOWrapper(binary, encoding="utf-8-sig", newline=""), strict=True)
+        names: list[str] = []
+        while True:
+            line = rows.line_num + 1  # a quoted cell may go over several lines
+            try:
+                row = next(rows, None)
+            except (csv.Error, UnicodeDecodeError) as error:
+                raise UserError(f"{file}:{line}: not valid CSV ({_first_line(error)})") from None
+            if row is None:
+                return
+            if not row:
+                continue
+            if not names:
+                names = _check_header(file, row)
+            elif len(row) != len(names):
+                rejects(f"{file}:{line}", f"{len(row)} cells, where the first line names {len(names)} fields")
+            else:
+                yield f"{file}:{line}", {name: cell or None for name, cell in zip(names, row, strict=True)}
+
+
+def _check_header(file: str, names: list[str]) -> list[str]:
+    if "" in names or len(set(names)) < len(names):
+        raise UserError(f"{file}:1: the first line must have a name for each field, no two alike")
+    return names
+
+
+def _read_parquet(file: str, rejects: Rejects) -> Iterator[Record]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            for rows in table.iter_batches():
+                for row in rows.to_pylist():
+                    number += 1
+                    yield f"{file}:{number}", row
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"cannot read data file {file} as Parquet: {_first_line(error)}") from None
+
+
+def _check_object(origin: str, value: Any, rejects: Rejects) -> Iterator[Record]:
+    if isinstance(value, dict):
+        yield origin, value
+    else:
+        rejects(
+            origin, f"not a JSON object but {json.dumps(value)[:40]}; every record must be one JSON object"
+        )
+
+
+@contextmanager
+def _opened(file: str) -> Iterator[Any]:
+    """Open a file for reading, unpacked; UserError where that fails, at the beginning or later."""
+    try:
+        with _open(file) as binary:
+            yield binary
+    except (EOFError, zlib.error) as error:
+        raise UserError(f"cannot unpack data file {file}: {_first_line(error)}") from None
+    except OSError as error:
+        reason = reason_of(error) if error.errno else _first_line(error)
+        raise UserError(f"cannot read data file {file}: {reason}") from None
+
+
+def _open(file: str) -> Any:
+    ending = Path(file).suffix.lower()
+    if ending == ".gz":
+        return gzip.open(file, "rb")
+    if ending == ".zst":
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.input_stream(file, compression="zstd"))
+    return open(file, "rb")
+
+
+def _describe_error(error: Exception) -> str:
+    # A decoder's own line numbers count from the start of one record, and would mislead.
+    return (
+        f"{error.msg.removesuffix(' at')} in column {error.colno}"
+        if isinstance(error, json.JSONDecodeError)
+        else _first_line(error)
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+READERS: dict[str, Callable[[str, Rejects], Iterator[Record]]] = {
+    ".jsonl": _read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
+"""Ending of a file -> its reader."""

@@ -1,0 +1,76 @@
+"""Sources of records in a recipe: one, a list, or a mixture with weights."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+from realrl.config.explain import brief
+from realrl.config.words import join
+
+ACCEPTED = "a source, a list of sources, or a mapping {SOURCE: WEIGHT}"
+_ENTRY = ("source", "weight")
+
+
+@dataclass(frozen=True)
+class RecordSource:
+    """Source of records."""
+
+    path: str
+    """File, glob, directory or name of a data set, see `data.sources.records.read_records`."""
+    weight: float = 1.0
+    """Passes over it in an epoch."""
+
+
+def list_sources(value: Any) -> tuple[RecordSource, ...]:
+    """List the sources that a recipe gives as text, list or mapping; ValueError for anything else."""
+    if isinstance(value, str):
+        entries: Iterable[Any] = [value]
+    elif isinstance(value, dict):
+        entries = [{"source": source, "weight": weight} for source, weight in value.items()]
+    elif isinstance(value, list | tuple):
+        entries = value
+    else:
+        raise ValueError(f"{brief(value)} is not {ACCEPTED}")
+    sources = tuple(_read_entry(entry) for entry in entries)
+    if not sources:
+        raise ValueError(f"{brief(value)} has no source; give {ACCEPTED}")
+    paths = [source.path for source in sources]
+    twice = next((path for path in paths if paths.count(path) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{brief(twice)} is listed twice; give it once, with a weight")
+    return sources
+
+
+def name_sources(value: Any) -> str:
+    """Name the sources that a recipe gives, for error messages."""
+    return join([source.path for source in list_sources(value)])
+
+
+def _read_entry(entry: Any) -> RecordSource:
+    fields = {"source": entry} if isinstance(entry, str) else entry
+    if not isinstance(fields, dict) or "source" not in fields or not set(fields) <= set(_ENTRY):
+        raise ValueError(
+            f"{brief(entry)} is no source; an entry of the list is text or {{source: TEXT, weight: NUMBER}}"
+        )
+    path, weight = fields["source"], fields.get("weight", 1.0)
+    if not isinstance(path, str):
+        raise ValueError(f"{brief(path)} is no source; in quotes it would be")
+    if not path:
+        raise ValueError("must not be empty")
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise ValueError(f"the weight of {path} is {brief(weight)}; it must be a number above 0")
+    if not math.isfinite(weight) or weight <= 0:
+        raise ValueError(f"the weight of {path} is {brief(weight)}; it must be above 0, and finite")
+    return RecordSource(path, float(weight))
+
+
+def _check(value: Any) -> Any:
+    list_sources(value)
+    return value
+
+
+SourceList = Annotated[str | list[Any] | dict[str, Any], BeforeValidator(_check)]
+"""Setting that gives one or more sources; kept as it is written, `list_sources` reads it."""

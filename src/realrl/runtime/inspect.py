@@ -1,0 +1,128 @@
+"""Records of a recipe as a run would read them: counts, lengths, fields, and the first ones."""
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from realrl.algorithms.build import build_algorithm
+from realrl.algorithms.method import FunctionMethod
+from realrl.data.dataset import Dataset
+from realrl.data.tokenization import Row
+from realrl.dataflow.graph import DataflowGraph
+from realrl.recipe.algorithm import get_spec
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.graphs import build_eval_graph, build_graph
+from realrl.recipe.sources import name_sources
+from realrl.runtime.setup import load_shared_tokenizer, load_stop_token_ids
+
+
+@dataclass
+class Inspection:
+    """Records of `data.train` or `data.eval`, read to the end whatever is wrong with some of them."""
+
+    name: str
+    """`train` or `eval`."""
+    samples: int
+    """Number of items to keep."""
+    data: Dataset | None = None
+    lengths: dict[str, array] = field(default_factory=dict)
+    """Tokens of every row that is used: of its prompt, of its answers and in all."""
+    first: list[tuple[str, Sequence[Row]]] = field(default_factory=list)
+    """First items: origin, FILE:LINE, and rows."""
+    fields: Counter[str] = field(default_factory=Counter)
+    """Number of records that have each field which no key is made of."""
+    functions: dict[str, list[str]] = field(default_factory=dict)
+    """Fields of records that each function sees."""
+    _source: int = -1
+    _taken: int = 0
+
+    def watch(self, source: int, origin: str, rows: Sequence[Row]) -> None:
+        """Take an item that is used; some of every source are kept."""
+        self._taken = self._taken + 1 if source == self._source else 1
+        self._source = source
+        if self._taken <= self.samples:
+            self.first.append((origin, rows))
+        for row in rows:
+            for name, tokens in _measure(row).items():
+                self.lengths.setdefault(name, array("l")).append(tokens)
+
+    def see(self, name: str) -> bool:
+        """Count a field; its values are not kept."""
+        self.fields[name] += 1
+        return False
+
+
+def _measure(row: Row) -> dict[str, int]:
+    if not row.answers:
+        return {"prompt": len(row.ids)}
+    answers = sum(stop - first for first, stop in row.answers)
+    return {"prompt": row.prompt_length, "answers": answers, "whole": len(row.ids)}
+
+
+def inspect_data(experiment: Experiment, samples: int) -> tuple[Any, list[Inspection]]:
+    """Read the records of a recipe: its tokenizer, and what was found in training and evaluation records.
+
+    Records that cannot be used are counted, also where they would end a run. UserError where a source cannot be
+    read, nothing of it can be used, or a function needs fields that records do not have.
+    """
+    tokenizer = load_shared_tokenizer(experiment)
+    stop_token_ids = load_stop_token_ids(experiment, tokenizer)
+    data = experiment.data.model_copy(update={"on_error": "skip", "on_too_long": "skip"})
+    algorithm = build_algorithm(experiment)
+    graphs = {
+        "train": (data.train, build_graph(experiment)),
+        "eval": (data.eval, build_eval_graph(experiment)),
+    }
+    found = []
+    for name, (source, graph) in graphs.items():
+        if source is None or graph is None:
+            continue
+        inspection = Inspection(name, samples)
+        inspection.data = Dataset.load(
+            source,
+            get_spec(experiment).form,
+            graph.sources,
+            tokenizer,
+            data,
+            experiment.seed,
+            stop_token_ids,
+            inspection.see,
+            inspection.watch,
+        )
+        for call, function in _load_functions(algorithm, graph).items():
+            function.check_fields(name_sources(source), inspection.fields)
+            inspection.functions[call] = [name for name in inspection.fields if function.wants(name)]
+        found.append(inspection)
+    return tokenizer, found
+
+
+def _load_functions(algorithm: Any, graph: DataflowGraph) -> dict[str, FunctionMethod]:
+    """Load the functions that see fields of records, by call."""
+    functions = {
+        call.name: cast(FunctionMethod, algorithm.method(call.name))
+        for call in graph.functions
+        if call.record_fields
+    }
+    for function in functions.values():
+        function.load()
+    return functions
+
+
+def list_refused(experiment: Experiment, inspection: Inspection) -> list[str]:
+    """List why a run would refuse the records: one message per setting that makes it fail."""
+    data, source = experiment.data, inspection.data
+    assert source is not None, "it has been read"
+    malformed = source.skipped - source.too_long
+    long = source.too_long
+    settings = (
+        ("on_error", data.on_error, malformed, "malformed"),
+        ("on_too_long", data.on_too_long or data.on_error, long, "too long"),
+    )
+    return [
+        f"data.{inspection.name} has {count} that {'is' if count == 1 else 'are'} {what}, where a run ends;"
+        f" data.{setting}=skip leaves {'it' if count == 1 else 'them'} out"
+        for setting, chosen, count, what in settings
+        if count and chosen == "fail"
+    ]

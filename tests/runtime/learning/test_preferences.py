@@ -1,0 +1,91 @@
+"""Learning from preferences, reward modelling and distillation are the same under every plan."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from realrl.recipe.graphs import build_graph
+from realrl.recipe.load import load_experiment
+from tests.conftest import World, read_metrics
+from tests.runtime.ranks import run_on_ranks
+
+RECIPES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "dpo": ("dpo", {"preference": {"ref_ema": 0.3}}),
+    "ipo": ("dpo", {"preference": {"loss": "ipo", "length_normalization": True, "reference": "records"}}),
+    "orpo": ("orpo", {}),
+    "simpo": ("simpo", {}),
+    "kto": ("kto", {}),
+    "reward": ("reward", {"loss": {"center_rewards_coefficient": 0.01, "margins": True}}),
+    "ranked_reward": ("ranked_reward", {"loss": {"answers": 3}}),
+    "process_reward": ("process_reward", {}),
+    "distillation": ("distillation", {"distillation": {"divergence": "jsd", "minibatches": 2, "samples": 2}}),
+}
+PLANS = {"symmetric": "symmetric", "two TP ranks": "d1 t2 p1", "two stages": "d1 t1 p2"}
+TOLERANCE = 1e-4
+STEPS, BATCH = 3, 8
+
+
+def recipe(world: World, directory: Path, name: str, *, size: int = 1, plan: str = "symmetric") -> Path:
+    """One of RECIPES, under a plan preset or one strategy for all calls, evaluated at the start and at the end."""
+    directory.mkdir(parents=True)
+    algorithm, changes = RECIPES[name]
+    file = world.recipe(algorithm, directory, cluster=f"1x{size}", **changes)
+    document = yaml.safe_load(file.read_text())
+    document["data"] |= {"batch": BATCH, "eval": document["data"]["train"], "eval_batch": 16}
+    document["training"] = {"steps": STEPS}
+    document["debug"] = {"verify_reallocation": True}
+    for role, model in document["models"].items():
+        if role != "teacher":
+            model["optimizer"] = {"lr": 1e-3, "eps": 1e-5, "schedule": "constant"}
+    file.write_text(yaml.safe_dump(document))
+    if plan.startswith("d"):
+        dp, tp, pp = (int(part[1:]) for part in plan.split())
+        entry = {"mesh": f"0-{size - 1}", "dp": dp, "tp": tp, "pp": pp}
+        calls = {call.name: entry for call in build_graph(load_experiment(str(file))).calls}
+        plan = str(directory / "plan.yaml")
+        Path(plan).write_text(yaml.safe_dump({"cluster": f"1x{size}", "calls": calls}))
+    file.write_text(yaml.safe_dump({**document, "plan": plan}))
+    return file.rename(directory / f"{directory.name}.yaml")
+
+
+@pytest.fixture(scope="module")
+def alone(world: World, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """Name of RECIPES -> recipe of its run in one process."""
+    files = {name: recipe(world, tmp_path_factory.mktemp("alone") / name, name) for name in RECIPES}
+    run_on_ranks(1, list(files.values()))
+    return files
+
+
+def test_all_learn_the_same_under_every_plan(
+    world: World, alone: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    files = {
+        (name, plan): recipe(world, tmp_path_factory.mktemp("plans") / name, name, size=2, plan=of)
+        for name in RECIPES
+        for plan, of in PLANS.items()
+    }
+    run_on_ranks(2, list(files.values()))
+    for (name, plan), file in files.items():
+        for kind in ("train", "eval"):
+            ours, expected = (read_metrics(path.parent / "run", kind) for path in (file, alone[name]))
+            assert len(ours) == len(expected) == (STEPS if kind == "train" else 2)
+            for step, reference in zip(ours, expected, strict=True):
+                assert step.keys() == reference.keys(), f"{name}, {plan}"
+                for metric, value in reference.items():
+                    # At the start an answer's reward is 0 but for rounding, which decides who is right.
+                    if metric.startswith(("actor", "reward", "teacher")) and not metric.endswith("accuracy"):
+                        close = pytest.approx(value, rel=TOLERANCE, abs=1e-5)
+                        assert step[metric] == close, f"{name}, {plan}: {metric}"
+
+
+def test_losses_fall(alone: Mapping[str, Path]) -> None:
+    for name, file in alone.items():
+        first, last = (step for step in read_metrics(file.parent / "run", "eval"))
+        key = next(
+            key for key in first if key.endswith(("/loss", "/preference_loss", "/divergence", "/accuracy"))
+        )
+        better = first[key] < last[key] if key.endswith("accuracy") else last[key] < first[key]
+        assert better, f"{name}: {key} {first[key]} {last[key]}"
