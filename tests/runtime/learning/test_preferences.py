@@ -25,7 +25,7 @@ RECIPES: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 PLANS = {"symmetric": "symmetric", "two TP ranks": "d1 t2 p1", "two stages": "d1 t1 p2"}
 TOLERANCE = 1e-4
-STEPS, BATCH = 3, 8
+STEPS, BATCH = 2, 8
 
 
 def recipe(world: World, directory: Path, name: str, *, size: int = 1, plan: str = "symmetric") -> Path:
