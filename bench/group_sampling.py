@@ -149,8 +149,8 @@ def main() -> None:
             )
             print(
                 f"prompts of {length:3} tokens, {kind:6} answers: {found['seconds_by_itself']:.3f} s by itself,"
-                f" {found['seconds_shared']:.3f} s shared: {found['speedup']} x {found['speedup_range']}, of processor"
-                f" time {found['processor_speedup']} x;"
+                f" {found['seconds_shared']:.3f} s shared: {found['speedup']} x {found['speedup_range']},"
+                f" of processor time {found['processor_speedup']} x;"
                 f" cache {cache[0] / 2**20:.1f} -> {cache[1] / 2**20:.1f} MiB,"
                 f" peak {found['peak_by_itself'] / 2**20:.1f} -> {found['peak_shared'] / 2**20:.1f} MiB;"
                 f" equal sequences: {found['same_sequences']}",
