@@ -23,5 +23,5 @@ def test_a_plan_is_found_for_every_shipped_recipe(name: str, capsys: pytest.Capt
     assert run_app(["plan", str(RECIPES / f"{name}.yaml"), *settings, *options]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["step_seconds"] >= found["lower_bound_seconds"] > 0
-    items = {"ranked_reward": 16, "simpo": 128}.get(name, 64)
+    items = {"ranked_reward": 16, "simpo": 128, "distillation": 256}.get(name, 64)
     assert found["workload"]["items"] == items and found["fits"]

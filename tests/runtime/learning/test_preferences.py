@@ -1,11 +1,15 @@
 """Learning from preferences, reward modelling and distillation are the same under every plan."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
@@ -25,7 +29,7 @@ RECIPES: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 PLANS = {"symmetric": "symmetric", "two TP ranks": "d1 t2 p1", "two stages": "d1 t1 p2"}
 TOLERANCE = 1e-4
-STEPS, BATCH = 3, 8
+STEPS, BATCH = 2, 8
 
 
 def recipe(world: World, directory: Path, name: str, *, size: int = 1, plan: str = "symmetric") -> Path:
@@ -89,3 +93,41 @@ def test_losses_fall(alone: Mapping[str, Path]) -> None:
         )
         better = first[key] < last[key] if key.endswith("accuracy") else last[key] < first[key]
         assert better, f"{name}: {key} {first[key]} {last[key]}"
+
+
+def test_a_step_of_dpo_ends_with_the_weights_of_an_independent_implementation(
+    world: World, tmp_path: Path
+) -> None:
+    file = recipe(world, tmp_path / "dpo", "dpo")
+    document = yaml.safe_load(file.read_text())
+    document["data"] |= {"shuffle": False, "eval": None}
+    document["training"]["steps"] = 1
+    file.write_text(yaml.safe_dump(document))
+    run_on_ranks(1, [file])
+
+    actor, ref = (AutoModelForCausalLM.from_pretrained(world.actor).float() for _ in range(2))
+    tokenizer = AutoTokenizer.from_pretrained(world.tokenizer)
+    before = {name: weights.detach().clone() for name, weights in actor.named_parameters()}
+    optimizer = torch.optim.AdamW(actor.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
+
+    def logprob(model: Any, answer: str) -> Tensor:
+        tokens = torch.tensor([*tokenizer(answer)["input_ids"], tokenizer.eos_token_id])
+        found = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+        return found.gather(-1, tokens[1:, None]).sum()
+
+    losses = []
+    for line in Path(document["data"]["train"]).read_text().splitlines()[:BATCH]:
+        answers = [json.loads(line)[side] for side in ("chosen", "rejected")]
+        ours = [logprob(actor, answer) for answer in answers]
+        with torch.no_grad():
+            theirs = [logprob(ref, answer) for answer in answers]
+        difference = (ours[0] - theirs[0]) - (ours[1] - theirs[1])
+        losses.append((1 + (-0.1 * difference).exp()).log())
+    torch.stack(losses).mean().backward()
+    torch.nn.utils.clip_grad_norm_(actor.parameters(), 1.0)
+    optimizer.step()
+    trained = AutoModelForCausalLM.from_pretrained(file.parent / "run" / "final")
+    expected = dict(actor.named_parameters())
+    for name, weights in trained.named_parameters():
+        assert (weights - expected[name]).abs().max() <= 1e-4, name
+        assert (weights - before[name]).abs().max() > 5e-4, f"{name}: there was something to learn"
