@@ -39,6 +39,7 @@ TORCH_FREE_PACKAGES = {
     "families",
     "config",
 }
+TORCH_FREE_ROOMS = tuple(f"algorithms.rewards.{room}" for room in ("verifiers", "http", "scoring"))
 DESCRIPTIONS = {"config", "graph", "spec"}
 """Modules of an algorithm that say what it is, and import no torch."""
 LEAF = "realrl.data.batch"
@@ -73,7 +74,8 @@ def package(module: str) -> str | None:
 
 def is_torch_free(module: str) -> bool:
     described = package(module) == "algorithms" and module.rsplit(".", 1)[-1] in DESCRIPTIONS
-    return package(module) in TORCH_FREE_PACKAGES or described
+    room = any(module.startswith(f"realrl.{folder}.") for folder in TORCH_FREE_ROOMS)
+    return package(module) in TORCH_FREE_PACKAGES or described or room
 
 
 def test_every_folder_is_a_known_package() -> None:

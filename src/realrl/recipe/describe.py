@@ -84,6 +84,8 @@ def _type(annotation: Any) -> str:
         return " or ".join(_type(argument) for argument in arguments)
     if origin is tuple:
         return f"list of {len(arguments)}: " + ", ".join(_type(argument) for argument in arguments)
+    if origin is dict and isinstance(arguments[1], type) and issubclass(arguments[1], Settings):
+        return f"names, each with {', '.join(arguments[1].model_fields)}"
     if origin in _COLLECTIONS:
         return _COLLECTIONS[origin]
     return _NAMES[annotation]
