@@ -2,8 +2,9 @@
 
 Both paths draw the same tokens with the same weights, in one process, in turns; either may go first. Answers have a
 fixed length, or end at random (a share of the vocabulary ends them), so that most are short and a few are long.
-Reported are the ratio of times (median of the ratios of the turns), the bytes of the KV cache, and the peak of all
-allocations of a call, which another, untimed run of it counts.
+Reported are the ratio of times (median of the ratios of the turns; of wall time, and of the processor's time, which
+other processes disturb less), the bytes of the KV cache, and the peak of all allocations of a call, which another,
+untimed run of it counts.
 
     python bench/group_sampling.py [--shape 5M|50M] [--prompts N] [--samples N] [--turns N] [--threads N]
         [--dtype float32|bfloat16] [--json FILE]
@@ -11,6 +12,7 @@ allocations of a call, which another, untimed run of it counts.
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -83,18 +85,23 @@ def measure(case: Case, turns: int) -> dict[str, Any]:
     same = [
         a.equal(b) for a, b in zip(by_itself["sequences"].rows(), shared["sequences"].rows(), strict=True)
     ]
-    seconds: dict[bool, list[float]] = {False: [], True: []}
+    wall: dict[bool, list[float]] = {False: [], True: []}
+    processor: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(turns):
         for way in (False, True) if turn % 2 else (True, False):
-            begin = time.perf_counter()
+            begin = time.perf_counter(), time.process_time()
             case.run(way)
-            seconds[way].append(time.perf_counter() - begin)
-    ratios = [a / b for a, b in zip(seconds[False], seconds[True], strict=True)]
+            wall[way].append(time.perf_counter() - begin[0])
+            processor[way].append(time.process_time() - begin[1])
+    ratios = [a / b for a, b in zip(wall[False], wall[True], strict=True)]
     return {
-        "seconds_by_itself": round(statistics.median(seconds[False]), 4),
-        "seconds_shared": round(statistics.median(seconds[True]), 4),
+        "seconds_by_itself": round(statistics.median(wall[False]), 4),
+        "seconds_shared": round(statistics.median(wall[True]), 4),
         "speedup": round(statistics.median(ratios), 2),
         "speedup_range": [round(min(ratios), 2), round(max(ratios), 2)],
+        "processor_speedup": round(
+            statistics.median(a / b for a, b in zip(processor[False], processor[True], strict=True)), 2
+        ),
         "same_sequences": f"{sum(same)} of {len(same)}",
         "peak_by_itself": case.count_peak(False),
         "peak_shared": case.count_peak(True),
@@ -142,7 +149,8 @@ def main() -> None:
             )
             print(
                 f"prompts of {length:3} tokens, {kind:6} answers: {found['seconds_by_itself']:.3f} s by itself,"
-                f" {found['seconds_shared']:.3f} s shared: {found['speedup']} x {found['speedup_range']};"
+                f" {found['seconds_shared']:.3f} s shared: {found['speedup']} x {found['speedup_range']},"
+                f" of processor time {found['processor_speedup']} x;"
                 f" cache {cache[0] / 2**20:.1f} -> {cache[1] / 2**20:.1f} MiB,"
                 f" peak {found['peak_by_itself'] / 2**20:.1f} -> {found['peak_shared'] / 2**20:.1f} MiB;"
                 f" equal sequences: {found['same_sequences']}",
@@ -152,7 +160,7 @@ def main() -> None:
         setting = {name: value for name, value in vars(arguments).items() if name != "json"}
         about = {
             "date": date.today().isoformat(),
-            "machine": platform.processor(),
+            "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
             "torch": torch.__version__,
         }
         report = {**about, **setting, "new_tokens": NEW_TOKENS, "results": results}

@@ -32,9 +32,9 @@ SHAPES = {
 }  # fmt: skip
 
 
-def make_model(name: str, dtype: torch.dtype = torch.float32) -> Model:
+def make_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Model:
     shape = SHAPES[name].model_copy(update={"init_std": 0.2})
-    model = make_unsharded_model(shape, "lm", dtype=dtype, device=torch.device("cpu"))
+    model = make_unsharded_model(shape, "lm", dtype=dtype, device=torch.device(device))
     initialise(model.parameters, model.layout.specs, shape, 1)
     return model
 
@@ -96,6 +96,16 @@ def test_groups_that_the_cache_cuts_give_the_same_samples(kv_capacity: int) -> N
 def test_settings_of_sampling_hold_for_shared_prompts(sampling: dict[str, object]) -> None:
     model, items = make_model("one-key-head-per-query"), make_items(LENGTHS["unequal"])
     assert_same(draw(model, items, SAMPLES, **sampling), draw(model, items, 1, **sampling))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=list(LENGTHS))
+def test_samples_of_shared_prompts_on_a_gpu_have_the_log_probabilities_of_separate_ones(
+    lengths: tuple[int, ...],
+) -> None:
+    model, items = make_model("grouped-queries", device="cuda"), make_items(lengths)
+    assert_same(draw(model, items, SAMPLES), draw(model, items, 1), atol=1e-3)
 
 
 def test_log_probabilities_in_bfloat16_agree_with_those_of_separate_prompts() -> None:

@@ -84,8 +84,8 @@ class AlgorithmSpec:
     sample_keys: tuple[str, ...] = ()
     """Keys of the evaluation graph, one number per item, that samples of evaluations show beside their texts."""
     samples_per_prompt: Callable[[Any], int] = _one
-    """Samples that training takes of each prompt, n: items i * n to i * n + n - 1 of a step have the i-th prompt.
-    Evaluation takes one."""
+    """Samples that training takes of each prompt, n: items i * n to i * n + n - 1 of a step have the i-th prompt,
+    which generation computes once for those that it decodes together. Evaluation takes one."""
     epochs: Callable[[Any], int] = _one
     """Passes of train calls over the items of a step."""
     experience_calls: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ def test_a_policy_gradient_is_planned_on_64_gpus_within_their_memory(
     recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)  # the recipe names its reward from there
-    arguments = ["plan", str(recipe), "--cluster", "h100:8x8", "--seconds", "0.5", "--json"]
+    arguments = ["plan", str(recipe), "--cluster", "h100:8x8", "--seconds", "2", "--json"]
     assert run_app(arguments) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] and found["peak_bytes"] < 80 * 2**30
