@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from realrl.cli.app import run_app
+from realrl.cli.reporting.records import format_lengths
 from tests.conftest import World, write_jsonl
 
 
@@ -84,3 +85,10 @@ def test_functions_are_listed_with_the_fields_that_they_see(world, tmp_path, cap
     assert "reward.function sees answer\n" in out
     status, _, err = run(capsys, recipe, f"data.train={world.root / 'ppo.jsonl'}")
     assert status == 2 and "needs 'answer', which no record of" in err
+
+
+@pytest.mark.parametrize("lengths", [[5], [1, 1, 9], [3, *range(20, 47)], [0, 100_000]])
+def test_every_length_is_in_the_histogram_once(lengths):
+    lines = format_lengths({"prompt": [1], "whole": lengths}).split("\n\n")[1].splitlines()
+    assert len(lines) <= 10 and all(line.startswith("whole ") for line in lines)
+    assert sum(int(line.split()[-1]) for line in lines) == len(lengths)

@@ -99,6 +99,7 @@ def test_settings_of_sampling_hold_for_shared_prompts(sampling: dict[str, object
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=list(LENGTHS))
 def test_samples_of_shared_prompts_on_a_gpu_have_the_log_probabilities_of_separate_ones(
     lengths: tuple[int, ...],

@@ -30,6 +30,7 @@ FORMS = {
         "right": {**EXACT, "weight": 2.0},
         "short": "os:getcwd",
         "judge": {"http": {"url": "http://localhost:1/"}, "weight": 0.5},
+        "equal": {"verifier": {"kind": "math", "answer": "solution", "extract": "boxed"}, "weight": 0.1},
         "schema": {"verifier": {"kind": "json_schema", "json_schema": {"type": "object"}}, "weight": 0},
     },
 }
@@ -52,10 +53,17 @@ def test_every_term_is_a_call_and_a_sum_adds_them_up(world: World, tmp_path: Pat
         changes: dict[str, Any] = {"models__reward": model, "data__eval": data}
         experiment = load(world, tmp_path, reward, algorithm, **changes)
         names = [call.name for call in build_graph(experiment).calls if "actor" not in call.name]
-        terms = ["right.function", "short.function", "judge.function", "schema.function", "quality.inference"]
-        assert sorted(names[:5]) == sorted(terms) and names[5] == "reward.sum"
+        terms = [
+            "equal.function",
+            "right.function",
+            "short.function",
+            "judge.function",
+            "schema.function",
+            "quality.inference",
+        ]
+        assert sorted(names[:6]) == sorted(terms) and names[6] == "reward.sum"
         if algorithm == "remax":
-            assert sorted(names[6:12]) == sorted(f"{name}_greedy" for name in (*terms, "reward.sum"))
+            assert sorted(names[7:14]) == sorted(f"{name}_greedy" for name in (*terms, "reward.sum"))
         evaluation = build_eval_graph(experiment)
         assert evaluation is not None and evaluation.producer("score").name == "reward.sum"
 

@@ -128,7 +128,8 @@ class RewardFunction:
         if not skips and not error.trace:
             raise error
         if not skips:
-            deadline = Deadline(min(deadline.left or CULPRIT_SECONDS, CULPRIT_SECONDS))
+            left = deadline.left
+            deadline = Deadline(CULPRIT_SECONDS if left is None else min(left, CULPRIT_SECONDS))
         scores: list[Score] = []
         for i in range(count):
             one = {name: values[i : i + 1] for name, values in arguments.items()}

@@ -8,7 +8,7 @@ import torch
 from realrl.algorithms.rewards.config import RewardTerm, name_setting
 from realrl.algorithms.rewards.http.scorer import HttpScorer
 from realrl.algorithms.rewards.scoring.scores import TEXTS, RewardFailure, RewardScorer, Score
-from realrl.algorithms.rewards.verifiers.base import Verifier
+from realrl.algorithms.rewards.verifiers.base import Verification, Verifier
 from realrl.config.errors import UserError
 from realrl.config.user_function import UserFunction, describe_no_number, read_number
 from realrl.config.words import join
@@ -94,10 +94,11 @@ class VerifierScorer:
     def __init__(self, setting: str, verifier: Verifier) -> None:
         self.label = f"{setting} (verifier {verifier.kind})"
         self._verifier = verifier
+        self._opened: Verification | None = None
 
     def load(self) -> None:
-        """Check that what it needs is installed."""
-        self._verifier.load()
+        """Open it; UserError where what it needs is not there."""
+        self._opened = self._verifier.open()
 
     def wants(self, name: str) -> bool:
         """Tell whether it looks at a field."""
@@ -114,7 +115,8 @@ class VerifierScorer:
 
     def score(self, count: int, arguments: Mapping[str, list[Any]]) -> list[Score]:
         """Verify all completions."""
-        return self._verifier.verify(arguments["completions"], arguments)
+        assert self._opened is not None, "loaded before it is asked"
+        return self._opened.verify(arguments["completions"], arguments)
 
 
 def check_required(scorer: RewardScorer, source: str, fields: Collection[str]) -> None:

@@ -61,11 +61,12 @@ def format_lengths(lengths: dict[str, Any]) -> str:
 def _draw_histogram(name: str, values: "np.ndarray") -> Iterator[str]:
     import numpy as np
 
-    width = -(-(int(values.max()) + 1) // _BINS)
-    counts = np.bincount(values // width, minlength=1)
-    digits = len(f"{width * len(counts):,}")
-    for number, count in enumerate(counts.tolist()):
-        span = f"{number * width:>{digits},} to {(number + 1) * width - 1:>{digits},}"
+    least, most = int(values.min()), int(values.max())
+    width = -(-(most - least + 1) // _BINS)
+    counts = np.bincount((values - least) // width)
+    digits = len(f"{most + width:,}")
+    for first, count in zip(range(least, most + 1, width), counts.tolist(), strict=True):
+        span = f"{first:>{digits},} to {first + width - 1:>{digits},}"
         bar = "█" * -(-count * _BAR // int(counts.max()))
         yield f"{name} {span}  {bar} {count:,}"
 

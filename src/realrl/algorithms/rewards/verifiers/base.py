@@ -1,11 +1,18 @@
 """Base classes of verifiers: a field with the right answer, and the part of a completion that counts."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from realrl.algorithms.rewards.scoring.scores import RewardFailure, Score
 from realrl.config.base import Settings
 from realrl.config.patterns import Pattern, find_last
+
+
+class Verification(Protocol):
+    """A verifier at work."""
+
+    def verify(self, completions: list[str], fields: Mapping[str, list[Any]]) -> list[Score]:
+        """Score completions. `fields`: a value per completion of each field of records that is needed."""
 
 
 class Verifier(Settings):
@@ -19,8 +26,12 @@ class Verifier(Settings):
         """Fields of records that it needs."""
         return ()
 
-    def load(self) -> None:
-        """Get ready; UserError where something is not installed, or cannot be read."""
+    def open(self) -> "Verification":
+        """Get ready: what verifies, with the state it needs.
+
+        UserError where something is not installed, or cannot be read.
+        """
+        return self
 
     def verify(self, completions: list[str], fields: Mapping[str, list[Any]]) -> list[Score]:
         """Score completions. `fields`: a value per completion of each of `fields`."""
@@ -44,15 +55,23 @@ class AnswerVerifier(Verifier):
 
     def verify(self, completions: list[str], fields: Mapping[str, list[Any]]) -> list[Score]:
         """Compare each completion with its answer."""
-        return [
-            self._check(text, right) for text, right in zip(completions, fields[self.answer], strict=True)
-        ]
+        return self.verify_by(self.compare, completions, fields)
 
     def compare(self, text: str, right: str) -> Score:
         """Score what counts of a completion against what counts of its answer."""
         raise NotImplementedError
 
-    def _check(self, completion: str, right: Any) -> Score:
+    def verify_by(
+        self,
+        compare: Callable[[str, str], Score],
+        completions: list[str],
+        fields: Mapping[str, list[Any]],
+    ) -> list[Score]:
+        """Score completions by a function of what counts of them, and of their answers."""
+        answers = fields[self.answer]
+        return [self._check(compare, text, right) for text, right in zip(completions, answers, strict=True)]
+
+    def _check(self, compare: Callable[[str, str], Score], completion: str, right: Any) -> Score:
         if right is None:
             return None
         if not isinstance(right, str | int | float) or isinstance(right, bool):
@@ -61,7 +80,7 @@ class AnswerVerifier(Verifier):
         if self.extract is not None:
             expected = extract(expected, self.extract) or expected
         found = extract(completion, self.extract) if self.extract is not None else completion
-        return 0.0 if found is None else self.compare(found, expected)
+        return 0.0 if found is None else compare(found, expected)
 
 
 def extract(text: str, pattern: str) -> str | None:

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from realrl.algorithms.rewards.scoring.limits import map_in_threads
 from realrl.algorithms.rewards.scoring.scores import RewardFailure, Score
-from realrl.algorithms.rewards.verifiers.base import Verifier
+from realrl.algorithms.rewards.verifiers.base import Verification, Verifier
 from realrl.algorithms.rewards.verifiers.sandbox import Limits, find_not_isolated, run_in_sandbox
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
@@ -45,7 +45,7 @@ class PythonTests(Verifier):
         """The tests, and what comes first."""
         return (self.tests,) if self.setup is None else (self.tests, self.setup)
 
-    def load(self) -> None:
+    def open(self) -> Verification:
         """Note what generated code is not cut off from."""
         lacking = find_not_isolated()
         if lacking and os.environ.get("RANK", "0") == "0":
@@ -54,6 +54,7 @@ class PythonTests(Verifier):
                 f" {' and '.join(lacking)}; limits on time and memory hold",
                 file=sys.stderr,
             )
+        return self
 
     def verify(self, completions: list[str], fields: Mapping[str, list[Any]]) -> list[Score]:
         """Test completions, several at a time."""

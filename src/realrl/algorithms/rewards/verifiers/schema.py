@@ -3,12 +3,13 @@
 import json
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import field_validator
 
 from realrl.algorithms.rewards.scoring.scores import Score
-from realrl.algorithms.rewards.verifiers.base import Verifier, extract
+from realrl.algorithms.rewards.verifiers.base import Verification, Verifier, extract
 from realrl.algorithms.rewards.verifiers.extra import require
 from realrl.config.errors import UserError
 from realrl.config.json_file import unique_keys
@@ -35,10 +36,11 @@ class JsonSchema(Verifier):
             raise ValueError(f"there is no file {file}")
         return str(file)
 
-    def load(self) -> None:
+    def open(self) -> Verification:
         """Check the schema; UserError where it is none."""
         require("jsonschema", "json_schema")
         self._validator()
+        return self
 
     def verify(self, completions: list[str], fields: Mapping[str, list[Any]]) -> list[Score]:
         """Validate each completion."""
@@ -50,8 +52,7 @@ class JsonSchema(Verifier):
         schema: Any = self.json_schema
         if isinstance(schema, str):
             try:
-                with open(schema, encoding="utf-8") as file:
-                    schema = json.load(file)
+                schema = json.loads(Path(schema).read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:
                 raise UserError(f"verifier json_schema: {self.json_schema} cannot be read: {error}") from None
         found = library.validators.validator_for(schema, default=library.Draft202012Validator)
