@@ -14,7 +14,7 @@ from torch import Tensor
 from realrl.algorithms.method import ModelOutput
 from realrl.algorithms.packed import Responses
 from realrl.algorithms.policy_gradient.config import PolicyGradientConfig
-from realrl.algorithms.policy_gradient.spec import make_spec
+from realrl.algorithms.policy_gradient.spec import make_policy_gradient_spec
 from realrl.algorithms.policy_gradient.train import PolicyGradientTrain, StepSizes
 from realrl.data.batch import Batch, Ragged
 
@@ -26,7 +26,7 @@ def alone(tensor: Tensor) -> Tensor:
 
 
 def config_of(preset: str, **changes: Any) -> PolicyGradientConfig:
-    section: PolicyGradientConfig = make_spec(preset).recipe.model_fields["policy"].default
+    section: PolicyGradientConfig = make_policy_gradient_spec(preset).recipe.model_fields["policy"].default
     return type(section).model_validate(section.model_dump() | changes)
 
 

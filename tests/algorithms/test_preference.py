@@ -15,7 +15,7 @@ from realrl.algorithms.method import Metrics, ModelOutput
 from realrl.algorithms.preference.config import PreferenceConfig
 from realrl.algorithms.preference.losses import compute_preference_loss
 from realrl.algorithms.preference.method import PairLogprobs, PreferenceInference, PreferenceTrain
-from realrl.algorithms.preference.spec import make_spec
+from realrl.algorithms.preference.spec import make_preference_spec
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
 from realrl.recipe.experiment import Experiment
@@ -30,7 +30,7 @@ def alone(tensor: Tensor) -> Tensor:
 
 
 def config_of(preset: str, **changes: Any) -> PreferenceConfig:
-    section: PreferenceConfig = make_spec(preset).recipe.model_fields["preference"].default
+    section: PreferenceConfig = make_preference_spec(preset).recipe.model_fields["preference"].default
     return type(section).model_validate(section.model_dump() | changes)
 
 

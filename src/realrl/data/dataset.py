@@ -13,7 +13,7 @@ from realrl.data.batch import Batch, Ragged
 from realrl.data.further import FieldFilter, FurtherFields, keep_nothing
 from realrl.data.items import ItemReader
 from realrl.data.mismatch import mismatch_completions
-from realrl.data.numbers import Numbers, type_code
+from realrl.data.numbers import NumberRows, type_code
 from realrl.data.sources.origins import Origins
 from realrl.data.sources.rejects import Rejects
 from realrl.data.tokenization import Row, make_field
@@ -166,7 +166,7 @@ class _Columns:
         }
         self._lengths: dict[str, list[int]] = {key: [] for key in self._values}
 
-    def add(self, record: int, rows: Sequence[Row], numbers: Numbers) -> None:
+    def add(self, record: int, rows: Sequence[Row], numbers: NumberRows) -> None:
         """Add an item of the `record`-th record."""
         self.records.append(record)
         for key, values in self._values.items():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from realrl.data.forms import Item, Reader, further_fields, is_plain_text, plain_text_note
 from realrl.data.further import FieldFilter
-from realrl.data.numbers import Numbers, read_numbers
+from realrl.data.numbers import NumberRows, read_numbers
 from realrl.data.sources.records import read_records
 from realrl.data.sources.rejects import BadRecordError, Rejects
 from realrl.data.tokenization import Row, find_excess, find_problem, tokenize
@@ -33,7 +33,7 @@ class TextItem:
     """Whether the record is plain text, no conversation."""
     further: Mapping[str, Any]
     """Fields of the record that no key is made of and that are kept."""
-    numbers: Numbers
+    numbers: NumberRows
     """Numbers that the record holds as they are, by key."""
     texts: Item
     """Texts to tokenise."""
@@ -46,7 +46,7 @@ class TokenItem:
     origin: str
     record: int
     further: Mapping[str, Any]
-    numbers: Numbers
+    numbers: NumberRows
     rows: Sequence[Row]
     """Tokens of each text."""
 

@@ -7,7 +7,7 @@ from typing import Any
 from realrl.data.sources.rejects import BadRecordError
 from realrl.recipe.forms import FORMS
 
-Numbers = Mapping[str, Sequence[float]]
+NumberRows = Mapping[str, Sequence[float]]
 """Row of an item by key."""
 
 FLOATS = ("margin", "ref_chosen_logps", "ref_rejected_logps")

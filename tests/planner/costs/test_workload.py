@@ -1,6 +1,6 @@
 import pytest
 
-from realrl.algorithms.reward.graph import PAIR, PAIR_KEYS, list_pair_inputs, make_train_graph
+from realrl.algorithms.reward.graph import PAIR, PAIR_KEYS, list_pair_inputs, make_reward_graph
 from realrl.config.errors import UserError
 from realrl.data.partition import even_micro_batches
 from realrl.dataflow.call import Call, Kind
@@ -51,14 +51,14 @@ def test_a_call_of_prompts_sees_no_answers(work: tuple[str, ...], lengths: tuple
 
 
 def test_a_preference_pair_is_two_sequences() -> None:
-    graph = make_train_graph(PAIR_KEYS, list_pair_inputs(False), PAIR)
+    graph = make_reward_graph(PAIR_KEYS, list_pair_inputs(False), PAIR)
     work = Workload(32, (100,)).work(graph.calls[0])
     assert (work.items, work.sequences) == (32, 64)
     assert Workload(32, (100,)).tokens(graph) == 64 * 100
 
 
 def test_data_parallel_ranks_split_pairs_and_not_their_sequences() -> None:
-    work = Workload(10, (100,)).work(make_train_graph(PAIR_KEYS, list_pair_inputs(False), PAIR).calls[0])
+    work = Workload(10, (100,)).work(make_reward_graph(PAIR_KEYS, list_pair_inputs(False), PAIR).calls[0])
     chunks = split_work(work, Strategy(4, micro_batch_tokens=100), 2)
     assert (chunks.count, chunks.sequences, chunks.peak.sequences) == (3, 2, 2)
     assert split_work(work, Strategy(4, micro_batch_tokens=500), 2).count == 2

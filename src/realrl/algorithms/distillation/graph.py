@@ -8,7 +8,7 @@ from realrl.dataflow.graph import DataflowGraph
 TEACHER = Key("teacher_logprobs", "float32", "sequences")
 
 
-def make_train_graph(experiment: DistillationExperiment) -> DataflowGraph:
+def make_distillation_graph(experiment: DistillationExperiment) -> DataflowGraph:
     """Make the calls of one training step."""
     train = Call(
         "actor.train",
@@ -22,7 +22,7 @@ def make_train_graph(experiment: DistillationExperiment) -> DataflowGraph:
     return make_graph((GENERATE, teacher, train), (*KEYS, TEACHER))
 
 
-def make_eval_graph(experiment: DistillationExperiment) -> DataflowGraph:
+def make_distillation_eval_graph(experiment: DistillationExperiment) -> DataflowGraph:
     """Sample, and compare with the teacher."""
     teacher = infer_on_sequences("teacher.inference", TEACHER.name, ("prompt_length", "logprobs", "finished"))
     return make_graph((GENERATE, teacher), (*KEYS, TEACHER))

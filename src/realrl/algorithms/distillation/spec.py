@@ -1,7 +1,7 @@
 """Description of on-policy distillation. No torch."""
 
 from realrl.algorithms.distillation.config import DistillationExperiment
-from realrl.algorithms.distillation.graph import make_eval_graph, make_train_graph
+from realrl.algorithms.distillation.graph import make_distillation_eval_graph, make_distillation_graph
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
 
@@ -20,8 +20,8 @@ ALGORITHM = AlgorithmSpec(
     recipe=DistillationExperiment,
     roles={"actor": RoleSpec("lm"), "teacher": RoleSpec("lm")},
     form="prompt",
-    train_graph=make_train_graph,
-    eval_graph=make_eval_graph,
+    train_graph=make_distillation_graph,
+    eval_graph=make_distillation_eval_graph,
     generation=lambda experiment: experiment.generation,
     samples_per_prompt=lambda experiment: experiment.distillation.samples,
     epochs=lambda experiment: experiment.distillation.epochs,

@@ -32,7 +32,7 @@ def _make_graph(*calls: Call) -> DataflowGraph:
     return DataflowGraph(calls, [key for key in KEYS if key.name in used])
 
 
-def make_train_graph(config: KTOConfig) -> DataflowGraph:
+def make_kto_graph(config: KTOConfig) -> DataflowGraph:
     """Make the calls of one training step; the divergence is estimated before it, without gradient."""
     inputs: tuple[str, ...] = ("tokens", "prompt_length", "label", "ref_logps")
     calls = [_refer(config)]
@@ -43,7 +43,7 @@ def make_train_graph(config: KTOConfig) -> DataflowGraph:
     return _make_graph(*calls, Call("actor.train", "actor", Kind.TRAIN, inputs, work=("tokens",)))
 
 
-def make_eval_graph(config: KTOConfig) -> DataflowGraph:
+def make_kto_eval_graph(config: KTOConfig) -> DataflowGraph:
     """Compute log-probabilities of answers, and of mismatched ones where the loss takes them."""
     kinds = ("", "mismatched_") if config.estimates_kl else ("",)
     work = WORK if config.estimates_kl else WORK[:1]

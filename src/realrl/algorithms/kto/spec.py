@@ -1,7 +1,7 @@
 """Description of KTO. No torch."""
 
 from realrl.algorithms.kto.config import KTOExperiment
-from realrl.algorithms.kto.graph import make_eval_graph, make_train_graph
+from realrl.algorithms.kto.graph import make_kto_eval_graph, make_kto_graph
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
 
@@ -17,8 +17,8 @@ ALGORITHM = AlgorithmSpec(
     recipe=KTOExperiment,
     roles={"actor": RoleSpec("lm"), "ref": RoleSpec("lm", weights_from="actor")},
     form="label",
-    train_graph=lambda experiment: make_train_graph(experiment.kto),
-    eval_graph=lambda experiment: make_eval_graph(experiment.kto),
+    train_graph=lambda experiment: make_kto_graph(experiment.kto),
+    eval_graph=lambda experiment: make_kto_eval_graph(experiment.kto),
     generation=None,
     methods=_methods,
     optional_metrics=("kl",),

@@ -19,7 +19,7 @@ GREEDY_KEYS = (
 )
 
 
-def make_train_graph(experiment: PolicyGradientExperiment) -> DataflowGraph:
+def make_policy_gradient_graph(experiment: PolicyGradientExperiment) -> DataflowGraph:
     """Make the calls of one training step."""
     config, models = experiment.policy, experiment.models
     calls = [GENERATE, *score_sequences(experiment.reward)]

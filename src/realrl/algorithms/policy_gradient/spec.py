@@ -3,7 +3,7 @@
 from realrl.algorithms.policy.graph import make_eval_graph
 from realrl.algorithms.policy.report import CURVES, HEADLINES, OPTIONAL_CALLS, OPTIONAL_METRICS, SUMMARY
 from realrl.algorithms.policy_gradient.config import PolicyGradientConfig, PolicyGradientExperiment
-from realrl.algorithms.policy_gradient.graph import make_train_graph
+from realrl.algorithms.policy_gradient.graph import make_policy_gradient_graph
 from realrl.algorithms.policy_gradient.presets import PRESETS
 from realrl.config.derive import derive_settings
 from realrl.dataflow.graph import DataflowGraph
@@ -23,7 +23,7 @@ def _make_methods(
     )
 
 
-def make_spec(name: str) -> AlgorithmSpec:
+def make_policy_gradient_spec(name: str) -> AlgorithmSpec:
     """Make the description of a preset."""
     preset = PRESETS[name]
     title = name.title().replace("_", "")
@@ -39,7 +39,7 @@ def make_spec(name: str) -> AlgorithmSpec:
             "reward": RoleSpec("scalar", optional=True),
         },
         form="prompt",
-        train_graph=make_train_graph,
+        train_graph=make_policy_gradient_graph,
         eval_graph=lambda experiment: make_eval_graph(
             reward=experiment.reward, reference=experiment.models.ref is not None
         ),
@@ -57,11 +57,11 @@ def make_spec(name: str) -> AlgorithmSpec:
     return spec
 
 
-GRPO = make_spec("grpo")
-DR_GRPO = make_spec("dr_grpo")
-DAPO = make_spec("dapo")
-GSPO = make_spec("gspo")
-RLOO = make_spec("rloo")
-REINFORCE_PP = make_spec("reinforce_pp")
-REINFORCE_PP_BASELINE = make_spec("reinforce_pp_baseline")
-REMAX = make_spec("remax")
+GRPO = make_policy_gradient_spec("grpo")
+DR_GRPO = make_policy_gradient_spec("dr_grpo")
+DAPO = make_policy_gradient_spec("dapo")
+GSPO = make_policy_gradient_spec("gspo")
+RLOO = make_policy_gradient_spec("rloo")
+REINFORCE_PP = make_policy_gradient_spec("reinforce_pp")
+REINFORCE_PP_BASELINE = make_policy_gradient_spec("reinforce_pp_baseline")
+REMAX = make_policy_gradient_spec("remax")

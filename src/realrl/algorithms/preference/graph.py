@@ -34,7 +34,7 @@ def _make_graph(
     return DataflowGraph(calls, [key for key in KEYS if key.name in used], averages)
 
 
-def make_train_graph(experiment: PreferenceExperiment) -> DataflowGraph:
+def make_preference_graph(experiment: PreferenceExperiment) -> DataflowGraph:
     """Make the calls of one training step; a pair weighs 1 / `pairs_of_prompt`."""
     models, ema = experiment.models, experiment.preference.ref_ema
     averages = []
@@ -44,7 +44,7 @@ def make_train_graph(experiment: PreferenceExperiment) -> DataflowGraph:
     return _make_graph(experiment, train, tuple(averages))
 
 
-def make_eval_graph(experiment: PreferenceExperiment) -> DataflowGraph:
+def make_preference_eval_graph(experiment: PreferenceExperiment) -> DataflowGraph:
     """Compute log-probabilities of both answers of each pair."""
     outputs = LOGPS if experiment.preference.nll_coef == 0 else (*LOGPS, "chosen_nll")
     inference = Call(

@@ -1,7 +1,7 @@
 """Descriptions of the algorithms that learn from preference pairs. No torch."""
 
 from realrl.algorithms.preference.config import PreferenceConfig, PreferenceExperiment
-from realrl.algorithms.preference.graph import make_eval_graph, make_train_graph
+from realrl.algorithms.preference.graph import make_preference_eval_graph, make_preference_graph
 from realrl.algorithms.preference.presets import PRESETS
 from realrl.algorithms.preference.report import CURVES, HEADLINES, SUMMARY
 from realrl.config.derive import derive_settings
@@ -17,7 +17,7 @@ def _make_methods(
     return preference_algorithm(experiment.preference, graph, eval_graph)
 
 
-def make_spec(name: str) -> AlgorithmSpec:
+def make_preference_spec(name: str) -> AlgorithmSpec:
     """Make the description of a preset."""
     preset = PRESETS[name]
     doc = f"{preset.title} ({preset.source})"
@@ -31,8 +31,8 @@ def make_spec(name: str) -> AlgorithmSpec:
             "ref": RoleSpec("lm", weights_from="actor", optional=True),
         },
         form="pair",
-        train_graph=make_train_graph,
-        eval_graph=make_eval_graph,
+        train_graph=make_preference_graph,
+        eval_graph=make_preference_eval_graph,
         generation=None,
         methods=_make_methods,
         optional_calls=("ref.inference",),
@@ -42,6 +42,6 @@ def make_spec(name: str) -> AlgorithmSpec:
     )
 
 
-DPO = make_spec("dpo")
-ORPO = make_spec("orpo")
-SIMPO = make_spec("simpo")
+DPO = make_preference_spec("dpo")
+ORPO = make_preference_spec("orpo")
+SIMPO = make_preference_spec("simpo")

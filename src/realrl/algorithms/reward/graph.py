@@ -32,12 +32,12 @@ def name_scores(count: int) -> tuple[str, ...]:
     return tuple(f"score_{i}" for i in range(count))
 
 
-def make_train_graph(keys: tuple[Key, ...], inputs: tuple[str, ...], work: tuple[str, ...]) -> DataflowGraph:
+def make_reward_graph(keys: tuple[Key, ...], inputs: tuple[str, ...], work: tuple[str, ...]) -> DataflowGraph:
     """Make the training call; `keys` are those that it may use."""
     return _make_graph(keys, Call("reward.train", "reward", Kind.TRAIN, inputs, work=work))
 
 
-def make_eval_graph(
+def make_reward_eval_graph(
     keys: tuple[Key, ...], inputs: tuple[str, ...], work: tuple[str, ...], outputs: tuple[str, ...]
 ) -> DataflowGraph:
     """Make the call that scores."""

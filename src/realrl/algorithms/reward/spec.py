@@ -13,9 +13,9 @@ from realrl.algorithms.reward.graph import (
     STEP_KEYS,
     STEPS,
     list_pair_inputs,
-    make_eval_graph,
     make_ranking_keys,
-    make_train_graph,
+    make_reward_eval_graph,
+    make_reward_graph,
     name_answers,
     name_scores,
 )
@@ -59,23 +59,23 @@ def _process_methods(
 
 
 def _train_on_pairs(experiment: RewardExperiment) -> DataflowGraph:
-    return make_train_graph(PAIR_KEYS, list_pair_inputs(experiment.loss.margins), PAIR)
+    return make_reward_graph(PAIR_KEYS, list_pair_inputs(experiment.loss.margins), PAIR)
 
 
 def _score_pairs(experiment: RewardExperiment) -> DataflowGraph:
     outputs = tuple(f"{side}_score" for side in PAIR)
-    return make_eval_graph(PAIR_KEYS, list_pair_inputs(experiment.loss.margins), PAIR, outputs)
+    return make_reward_eval_graph(PAIR_KEYS, list_pair_inputs(experiment.loss.margins), PAIR, outputs)
 
 
 def _train_on_rankings(experiment: RankedRewardExperiment) -> DataflowGraph:
     count = experiment.loss.answers
-    return make_train_graph(make_ranking_keys(count), name_answers(count), name_answers(count))
+    return make_reward_graph(make_ranking_keys(count), name_answers(count), name_answers(count))
 
 
 def _score_rankings(experiment: RankedRewardExperiment) -> DataflowGraph:
     count = experiment.loss.answers
     answers = name_answers(count)
-    return make_eval_graph(make_ranking_keys(count), answers, answers, name_scores(count))
+    return make_reward_eval_graph(make_ranking_keys(count), answers, answers, name_scores(count))
 
 
 ALGORITHM = AlgorithmSpec(
@@ -108,8 +108,8 @@ PROCESS = AlgorithmSpec(
     name="process_reward",
     recipe=ProcessRewardExperiment,
     form="steps",
-    train_graph=lambda experiment: make_train_graph(STEP_KEYS, STEPS, STEPS[:1]),
-    eval_graph=lambda experiment: make_eval_graph(STEP_KEYS, STEPS, STEPS[:1], ("step_scores",)),
+    train_graph=lambda experiment: make_reward_graph(STEP_KEYS, STEPS, STEPS[:1]),
+    eval_graph=lambda experiment: make_reward_eval_graph(STEP_KEYS, STEPS, STEPS[:1], ("step_scores",)),
     methods=_process_methods,
     curves={"loss": "loss per step (nats)", "accuracy": "steps judged right"},
     summary=(
