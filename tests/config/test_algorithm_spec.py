@@ -116,7 +116,7 @@ def roles(**changes: RoleSpec) -> dict[str, RoleSpec]:
         (
             SFT,
             {"form": "conversation"},
-            "form: 'conversation' is not one of answer, pair, label, ranked, steps, prompt",
+            "form: 'conversation' is not one of answer, pair, prompt, label, ranked, steps",
         ),
         (SFT, {"train_graph": None}, "train_graph: None is not a function"),
         (SFT, {"eval_graph": 3}, "eval_graph: 3 is not a function or None"),
@@ -327,7 +327,7 @@ def test_a_file_without_a_description_of_that_name_is_refused(
     [
         (
             "ALGORITHM = replace(SFT, form='x')",
-            "algorithm sft: form: 'x' is not one of answer, pair, label, ranked, steps, prompt",
+            "algorithm sft: form: 'x' is not one of answer, pair, prompt, label, ranked, steps",
         ),
         (
             "from realrl.dataflow.call import Call, Kind; Call('a', 'a', Kind.TRAIN, ())",

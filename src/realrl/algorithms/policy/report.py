@@ -20,7 +20,6 @@ HEADLINES = (
     "actor.train/kl",
     "actor.train/response_tokens",
     "ref.inference/kl",
-    "judge",
 )
 
 CURVES = {

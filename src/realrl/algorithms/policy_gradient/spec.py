@@ -49,7 +49,7 @@ def make_policy_gradient_spec(name: str) -> AlgorithmSpec:
         methods=lambda experiment, graph, eval_graph: _make_methods(spec, experiment, graph, eval_graph),
         optional_calls=OPTIONAL_CALLS,
         optional_metrics=OPTIONAL_METRICS,
-        headlines=HEADLINES,
+        headlines=(*HEADLINES, "judge"),
         sample_keys=("score",),
         curves=CURVES,
         summary=SUMMARY,
