@@ -132,7 +132,7 @@ FunctionReference = Annotated[str, AfterValidator(_resolve_setting)]
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
-    """What a function can be given; None where that cannot be found out, as of some that are written in C."""
+    """Find the parameters of a function by name; None where Python does not know them, as of some written in C."""
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -140,21 +140,23 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | 
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives something to await, or to iterate over asynchronously: a function, or an object by
-    its `__call__`."""
+    """Check whether a call gives something to await or to iterate over asynchronously.
+
+    Of an object that is no function, its `__call__` is looked at.
+    """
     called = (function, type(function).__call__)
     return any(inspect.iscoroutinefunction(f) or inspect.isasyncgenfunction(f) for f in called)
 
 
 def _is_vector(given: Any) -> bool:
-    """Whether it has several values: a list, a vector, a generator; not a text, and no mere number."""
+    """Check whether a value has several values inside: a list, a vector, a generator; not a text, and no number."""
     if isinstance(given, str | bytes) or getattr(given, "ndim", 1) == 0:
         return False
     return hasattr(given, "__iter__")
 
 
 def _shown(value: Any) -> str:
-    """A wrong value, as an error message shows it."""
+    """Format a wrong value for an error message."""
     if value is None or isinstance(value, Number):
         return str(value)
     text = repr(value)
