@@ -46,9 +46,9 @@ def build_algorithm(experiment: Experiment) -> Algorithm:
         except KeyError:
             raise UserError(f"algorithm {spec.name}: methods{where}: {call.name} has none") from None
         if call.kind is Kind.GENERATE:
-            problem = _generate_problem(call, method, sampling, eval_sampling)
+            problem = _find_generate_problem(call, method, sampling, eval_sampling)
         else:
-            problem = _problem(call, method, epochs)
+            problem = _find_problem(call, method, epochs)
         if problem is not None:
             raise UserError(f"algorithm {spec.name}: methods{where}: {call.name} {problem}")
     code = find_user_code(experiment.algorithm)
@@ -96,10 +96,10 @@ def _find_missing(implementation: object, protocol: type) -> str | None:
     return next((m for m in members if m not in present and not hasattr(implementation, m)), None)
 
 
-def _generate_problem(
+def _find_generate_problem(
     call: Call, method: Method, sampling: GenerationConfig | None, eval_sampling: GenerationConfig | None
 ) -> str | None:
-    """What is wrong with the method of a generate call; None if nothing is."""
+    """Find the first mistake of a generate call's method, in words; None if there is none."""
     if not isinstance(method, GenerateMethod):
         return "needs a GenerateMethod"
     greedy = method.sampling.greedy and method.eval_sampling.greedy
@@ -110,8 +110,8 @@ def _generate_problem(
     return None
 
 
-def _problem(call: Call, method: Method, epochs: int) -> str | None:
-    """What is wrong with the method of any other call; None if nothing is."""
+def _find_problem(call: Call, method: Method, epochs: int) -> str | None:
+    """Find the first mistake of the method of any other call, in words; None if there is none."""
     protocol = _PROTOCOLS[call.kind]
     missing = _find_missing(method, protocol)
     if missing is not None:

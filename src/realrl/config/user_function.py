@@ -174,7 +174,7 @@ FunctionReference = Annotated[str, AfterValidator(_resolve_field)]
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
-    """What a function can be given; None where that cannot be found out, as of some that are written in C."""
+    """Find the parameters of a function by name; None where Python does not know them, as of some written in C."""
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -182,24 +182,24 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | 
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives something to await: a function, or an object by its `__call__`."""
+    """Check whether a call gives something to await: of a function, or an object's `__call__`."""
     return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
 def _is_async_generator(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives something to iterate over asynchronously."""
+    """Check whether a call gives something to iterate over asynchronously."""
     return any(map(inspect.isasyncgenfunction, (function, type(function).__call__)))
 
 
 def _is_vector(given: Any) -> bool:
-    """Whether it has several values: a list, a vector, a generator; not a text, and no mere number."""
+    """Check whether a value has several values inside: a list, a vector, a generator; not a text, and no number."""
     if isinstance(given, str | bytes) or getattr(given, "ndim", 1) == 0:
         return False
     return hasattr(given, "__iter__")
 
 
 def show(value: Any) -> str:
-    """Describe a wrong value, as an error message shows it."""
+    """Format a wrong value for an error message."""
     try:
         text = str(value) if value is None or isinstance(value, Number) else repr(value)
     except Exception:  # whatever class the user has made, or a number of too many digits

@@ -106,7 +106,7 @@ class _DryRun:
     def _place(
         self, rank: _Rank, role: str, home: Placement, offloaded: Collection[tuple[str, StateKind]]
     ) -> None:
-        """What a rank of its home has of a role when a step starts."""
+        """Give a rank of a role's home the state that it has when a step starts."""
         for name in set_names(role, self.parts):
             rank.parameters[role, home.layout, name] = 0
             if (role, "parameters") in offloaded:
