@@ -57,7 +57,8 @@ def test_one_and_two_processes_learn_the_same_from_a_mixture(
 ) -> None:
     changes: dict[str, Any] = {"models__reward": {"path": world.reward}}
     if algorithm == "remax":
-        changes["data__batch"] = 8
+        # Another seed, since with that of the other tests one token is drawn at the very edge of two.
+        changes |= {"data__batch": 8, "seed": 3}
     alone, two = tmp_path / "alone", tmp_path / "two"
     single = recipe(world, alone, algorithm, mixture(alone), **changes)
     train(load_experiment(str(single)), Silent())
