@@ -21,7 +21,7 @@ MakeInput = Callable[[list[int], int], StepInput]
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """What the rounds of a step have sampled."""
+    """Samples of a step, taken in rounds."""
 
     store: Store
     """An empty store but for the rows that this rank has put out; see `Store.place`."""
