@@ -170,6 +170,9 @@ def _select_likeliest(logp: Tensor, count: int, group: Group, rows: int, first: 
 
     The likeliest of each rank, at most `count`, are gathered: those of the whole vocabulary are among them.
     """
+    if group.size == 1:
+        best = logp.topk(count, dim=1)
+        return best.indices, best.values
     most = min(count, rows)
     local = logp.topk(min(most, logp.shape[1]), dim=1)
     missing = (0, most - local.values.shape[1])  # on a rank with fewer rows than others

@@ -299,7 +299,7 @@ class Transformer(nn.Module):
         logprobs, entropies = compute_token_logprobs(
             predicting,
             self._vocabulary,
-            wanted - self.shard.vocabulary.start,
+            wanted.sub_(self.shard.vocabulary.start),
             bias=self._vocabulary_bias,
             temperature=temperature,
             entropy=entropy,
@@ -332,7 +332,7 @@ class Transformer(nn.Module):
         logprobs, likeliest, best = find_likeliest_tokens(
             predicting,
             self._vocabulary,
-            wanted - self.shard.vocabulary.start,
+            wanted.sub_(self.shard.vocabulary.start),
             count=count,
             bias=self._vocabulary_bias,
             temperature=temperature,
