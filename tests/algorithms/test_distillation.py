@@ -1,5 +1,6 @@
 """Divergences over the whole vocabulary are TRL's; those of some tokens, and from drawn ones, approach them."""
 
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ from realrl.algorithms.distillation.losses import compute_divergence, estimate_d
 from realrl.algorithms.method import ModelOutput
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
+from realrl.plan.cluster import Cluster
 from realrl.recipe.load import parse_experiment
+from realrl.runtime.prepare.compile import compile_recipe
+from tests.conftest import SHAPE
 
 KINDS = [("reverse_kl", 1.0), ("forward_kl", 0.0), ("jsd", 0.5), ("jsd", 0.1)]
 VOCABULARY = 40
@@ -160,3 +164,29 @@ def test_estimates_from_drawn_tokens_need_all_of_them_and_have_settings_of_their
         UserError, match="clip is for an estimate from drawn tokens; leave it out, or set top_k"
     ):
         parse_experiment({**recipe, "distillation": {"clip": 0.3}})
+
+
+@pytest.mark.parametrize(
+    ("top_k", "vocabulary", "problem"),
+    [
+        (321, 320, "distillation.top_k=321 is more than the 320 tokens of the vocabulary of models.teacher"),
+        (64, 352, "models.teacher has a vocabulary of 352 tokens and models.actor one of 320; actor.train"),
+    ],
+)
+@pytest.mark.parametrize("algorithm", ["distillation", "offline_distillation"])
+def test_models_need_one_vocabulary_of_at_least_as_many_tokens(
+    algorithm: str, top_k: int, vocabulary: int, problem: str
+) -> None:
+    recipe: dict[str, Any] = {
+        "algorithm": algorithm,
+        "run_dir": "r",
+        "data": {"train": "t.jsonl"},
+        "models": {
+            "actor": {"shape": SHAPE, "tokenizer": "t"},
+            "teacher": {"shape": {**SHAPE, "vocab_size": vocabulary}, "tokenizer": "t"},
+        },
+    }
+    with pytest.raises(UserError, match=re.escape(problem)):
+        compile_recipe(parse_experiment({**recipe, "distillation": {"top_k": top_k}}), Cluster(1, 1))
+    recipe["models"]["teacher"]["shape"] = SHAPE
+    compile_recipe(parse_experiment({**recipe, "distillation": {"top_k": 320}}), Cluster(1, 1))

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 
 from realrl.algorithms.distillation.config import DistillationExperiment, OfflineDistillationExperiment
 from realrl.algorithms.policy.graph import GENERATE, KEYS, infer_on_sequences, make_graph
-from realrl.algorithms.sft.graph import LOSS_MASK, TOKENS
 from realrl.dataflow.call import Call, Candidates, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 
 DRAWN = Key("teacher_logprobs", "float32", "sequences")
 """The teacher's log-probabilities of the tokens that were drawn."""
+TOKENS = Key("tokens", "int64")
+LOSS_MASK = Key("loss_mask", "int64", "tokens")
+"""Prompts and answers of records, and which of their tokens count: never the first of a row."""
 IDS, TOP = "teacher_ids", "teacher_top_logprobs"
 """The teacher's likeliest tokens in the place of each token, and their log-probabilities."""
 DIVERGENCE = "divergence"
