@@ -48,7 +48,7 @@ class DistillationConfig(DivergenceConfig):
     @model_validator(mode="after")
     def _used(self) -> Self:
         for name in ("clip", "max_ratio"):
-            if self.top_k is not None and name in self.model_fields_set:
+            if self.top_k is not None and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(
                     f"{name} is for an estimate from drawn tokens; leave it out, or set top_k=null"
                 )
