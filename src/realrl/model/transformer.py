@@ -288,10 +288,10 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Compute log p(token t | tokens before it), and that of each candidate in its place.
 
-        With `entropy`, the entropy of that distribution in nats, too. Logits are divided by `temperature`. All are 0
-        at the first token of each sequence. hidden: [T, H] as `forward` returned it, tokens: [T], candidates: [T, k]
-        or None -> [T] float32, entropies [T] float32 without gradient or None, and those of candidates [T, k]
-        float32 or None; the same on every TP rank.
+        With `entropy`, the entropy of that distribution in nats, too. Logits are divided by `temperature`. All are
+        0 at the first token of each sequence. hidden: [T, H] as `forward` returned it, tokens: [T], candidates:
+        [T, k] or None -> [T] float32, entropies [T] float32 without gradient or None, and those of candidates
+        [T, k] float32 or None; the same on every TP rank.
         """
         targets, predicting, wanted = self._predict(hidden, tokens, packing, sequence_parallel)
         if candidates is not None:
@@ -325,7 +325,8 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute log-probabilities of tokens, and of the `count` likeliest ones in the place of each.
 
-        Arguments as for `compute_logprobs`, without gradient. -> [T] float32, [T, count] int64 tokens, [T, count] float32; all 0 at the first token of each sequence
+        Arguments as for `compute_logprobs`, without gradient. -> [T] float32, [T, count] int64 tokens, and
+        [T, count] float32; all are 0 at the first token of each sequence, and the same on every TP rank.
         """
         targets, predicting, wanted = self._predict(hidden, tokens, packing, sequence_parallel)
         logprobs, likeliest, best = find_likeliest_tokens(
