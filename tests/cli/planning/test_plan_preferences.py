@@ -10,14 +10,23 @@ from realrl.cli.app import run_app
 RECIPES = Path(__file__).parents[3] / "recipes"
 SIZE = ("path=null", "shape=llama-2-7b")
 
-
-NAMES = ("dpo", "orpo", "simpo", "kto", "reward", "ranked_reward", "process_reward", "distillation")
+NAMES = (
+    "dpo",
+    "orpo",
+    "simpo",
+    "kto",
+    "reward",
+    "ranked_reward",
+    "process_reward",
+    "distillation",
+    "offline_distillation",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plan_is_found_for_every_shipped_recipe(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     role = "reward" if "reward" in name else "actor"
-    roles = [role, "teacher"] if name == "distillation" else [role]
+    roles = [role, "teacher"] if "distillation" in name else [role]
     settings = [f"models.{role}.{field}" for role in roles for field in (*SIZE, "tokenizer=t")]
     options = ["--cluster", "h100:8x8", "--seconds", "2", "--json"]
     assert run_app(["plan", str(RECIPES / f"{name}.yaml"), *settings, *options]) == 0

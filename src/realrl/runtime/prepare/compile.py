@@ -101,8 +101,9 @@ def stored_models(
 ) -> dict[str, StoredModel]:
     """Describe the storage of roles whose shapes are given.
 
-    UserError where more layers are to be trained than there are.
+    UserError where more layers are to be trained than there are, or models disagree on what tokens there are.
     """
+    _check_candidates(graph, shapes)
     configs = models(experiment)
     heads = get_spec(experiment).heads
     parts = find_trainable_parts(configs, graph.averages)
@@ -124,6 +125,28 @@ def stored_models(
         for role, config in configs.items()
         if role in shapes
     }
+
+
+def _check_candidates(graph: DataflowGraph, shapes: Mapping[str, ModelShape]) -> None:
+    """Check that vocabularies have as many tokens as there are candidates, and the same ones; else UserError."""
+    for call in graph.calls:
+        if call.candidates is None or call.model_role not in shapes:
+            continue
+        vocabulary, candidates = shapes[call.model_role].vocab_size, call.candidates
+        if candidates.count > vocabulary:
+            raise UserError(
+                f"{candidates.setting}={candidates.count} is more than the {vocabulary} tokens of the vocabulary of"
+                f" models.{call.model_role}"
+            )
+        source = graph.producer(candidates.ids) if candidates.ids is not None else None
+        if source is None or source.is_function or source.model_role not in shapes:
+            continue
+        other = shapes[source.model_role].vocab_size
+        if other != vocabulary:
+            raise UserError(
+                f"models.{source.model_role} has a vocabulary of {other} tokens and models.{call.model_role} one of"
+                f" {vocabulary}; {call.name} compares their distributions, which takes the same one"
+            )
 
 
 def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None = None) -> Compiled:

@@ -220,7 +220,9 @@ class Worker:
                 raise NotFiniteError(f"{call.name}: {error}") from None
         elif call.kind is Kind.INFERENCE:
             metrics: Metrics
-            batch, metrics = model.infer(batch, cast(InferenceMethod, method), max_tokens, now.after_pass)
+            batch, metrics = model.infer(
+                batch, cast(InferenceMethod, method), max_tokens, now.after_pass, call.candidates
+            )
             now.metrics[call.name] = metrics
         else:
             assert call.kind is Kind.TRAIN, f"{call.name} is a function"
@@ -240,4 +242,5 @@ class Worker:
             recompute=run.placement.strategy.recompute,
             after_pass=now.after_pass,
             call=call.name,
+            candidates=call.candidates,
         )
