@@ -196,6 +196,17 @@ def _tools() -> DataflowGraph:
     return DataflowGraph(calls, keys, [MovingAverage("k", "a", 0.1)])
 
 
+def late_lengths() -> DataflowGraph:
+    """Rows that wait for the lengths of later ones, by which the items of their reader are divided."""
+    calls = [
+        _call("k.inference", ("x",), ("g",)),
+        _call("c.train", ("x",)),
+        _call("a.generate", ("x",), ("s",)),
+        _call("a.train", ("s", "g")),
+    ]
+    return DataflowGraph(calls, (*_keys("x", "s"), Key("g", "float32", "x")))
+
+
 def function_table(call: Call, cluster: Cluster, seconds: float) -> list[Candidate]:
     """All meshes."""
     sizes = [s for s in range(1, cluster.devices_per_node) if cluster.devices_per_node % s == 0]

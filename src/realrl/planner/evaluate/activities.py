@@ -120,8 +120,8 @@ class Activities:
     """Activities of plans: [activities, plans], or [activities, points, plans] by location.
 
     A point is the first device of a call's mesh. For every device there is a point that lies on all meshes of that
-    device, so that the latest end and the peak memory occur at points. Activities that a plan does not contain are
-    nowhere.
+    device, so that the latest end and the peak memory occur at points. Where rows wait for lengths (`LateRows`),
+    every device of the cluster follows as a point. Activities that a plan does not contain are nowhere.
     """
 
     where: Bools
@@ -143,6 +143,9 @@ class Facts:
         self.tables = tables
         self.columns = columns
         point = columns.first
+        if tables.late_lengths:
+            devices = np.arange(tables.problem.cluster.size)[:, None]
+            point = np.concatenate([point, np.broadcast_to(devices, (len(devices), point.shape[1]))])
         first = columns.first[:, None]
         end = columns.end[:, None]
         self.inside: Bools = (first <= point) & (point < end)
