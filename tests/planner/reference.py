@@ -90,7 +90,7 @@ def sampled_graph(rng: random.Random) -> DataflowGraph:
             _group,
             _two_models,
             _chain,
-            lambda: train_graph(minibatches=1, ref_ema=0.1),
+            lambda: train_graph(minibatches=1, averages=[MovingAverage("ref", "actor", 0.1)]),
             _ppo,
             _scored,
             _verified,

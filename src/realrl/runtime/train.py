@@ -261,7 +261,7 @@ class TrainingRun:
             samples=samples,
         )
         with self.costs.step(store):
-            program = phase.programs[self.process.rank]
+            program = phase.programs_of(step + 1)[self.process.rank]
             try:
                 metrics = flatten(self.worker.run(program, store, inputs, self.costs.timer))
             except SkippedStepsError as error:

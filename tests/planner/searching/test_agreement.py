@@ -8,7 +8,7 @@ import pytest
 
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.config.errors import UserError
-from realrl.dataflow.call import Kind
+from realrl.dataflow.call import Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.published import SHAPES
 from realrl.layout.sets import WHOLE, TrainablePart
@@ -113,7 +113,8 @@ def test_search_and_simulation_agree_about_presets(
     name: str, averaging: float | None, reward: str | None
 ) -> None:
     scored_by = None if reward is None else function_reward(reward)
-    graph = train_graph(minibatches=4, ref_ema=averaging, reward=scored_by)
+    averages = [] if averaging is None else [MovingAverage("ref", "actor", averaging)]
+    graph = train_graph(minibatches=4, averages=averages, reward=scored_by)
     of = sampled_scenario(random.Random(1), graph)
     of = replace(of, spec=ClusterSpec.parse("a100-80g:2x4"))
     times = (FunctionTime(function="judge.py:score", seconds=0.5, steps=1),)

@@ -7,6 +7,7 @@ from realrl.checkpoint.directory import find_model_shape, known_shape
 from realrl.config.errors import UserError
 from realrl.dataflow.call import MovingAverage
 from realrl.dataflow.graph import DataflowGraph
+from realrl.dataflow.periods import share_steps
 from realrl.families.shape import ModelShape
 from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.cluster import Cluster
@@ -26,11 +27,20 @@ from realrl.recipe.model import ModelConfig, trained_models
 
 @dataclass(frozen=True)
 class Phase:
-    """One kind of step: its graph, its plan, and the program of every rank."""
+    """One kind of step: its graph, its plan, and the program of every rank.
+
+    `programs` have all moving averages of the graph. `partial` are those of steps in which some are not due, by the
+    periods of those that are.
+    """
 
     graph: DataflowGraph
     plan: Plan
     programs: list[Program]
+    partial: Mapping[frozenset[int], list[Program]]
+
+    def programs_of(self, step: int) -> list[Program]:
+        """Find the programs of a training step, the first of which is 1."""
+        return self.partial.get(self.graph.due(step), self.programs)
 
 
 @dataclass(frozen=True)
@@ -59,9 +69,17 @@ class Compiled:
 
     @property
     def programs(self) -> dict[str, list[Program]]:
-        """Programs of all ranks: `start`, if there is anything to do, and each kind of step."""
+        """Programs of all ranks: `start`, if there is anything to do, and each kind of step.
+
+        `train-due-2` are those of steps in which, of all moving averages, just those of period 2 are due.
+        """
         starts = any(program.instructions for program in self.start)
-        return ({"start": self.start} if starts else {}) | {n: p.programs for n, p in self.phases.items()}
+        found = {"start": self.start} if starts else {}
+        for name, phase in self.phases.items():
+            found[name] = phase.programs
+            for due, programs in phase.partial.items():
+                found[f"{name}-due-{'-'.join(map(str, sorted(due))) or 'none'}"] = programs
+        return found
 
 
 def models(experiment: Experiment) -> dict[str, ModelConfig]:
@@ -167,9 +185,14 @@ def _phase(
 ) -> Phase:
     homes = {role: homes[role] for role in graph.roles}
     kept = {role: kept[role] for role in graph.roles if role in kept}
-    programs = lower(graph, plan, homes, kept, parts)
-    validate(programs, graph, homes, offloaded(plan), kept, parts)
-    return Phase(graph, plan, programs)
+
+    def build(graph: DataflowGraph) -> list[Program]:
+        programs = lower(graph, plan, homes, kept, parts)
+        validate(programs, graph, homes, offloaded(plan), kept, parts)
+        return programs
+
+    partial = [due for due in share_steps(graph.periods) if due != graph.periods]
+    return Phase(graph, plan, build(graph), {due: build(graph.with_due(due)) for due in partial})
 
 
 def _check_batch(experiment: Experiment, graph: DataflowGraph, plan: Plan) -> None:
