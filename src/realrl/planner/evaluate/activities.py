@@ -121,7 +121,7 @@ class Activities:
 
     A point is the first device of a call's mesh. For every device there is a point that lies on all meshes of that
     device, so that the latest end and the peak memory occur at points. Where rows wait for lengths (`LateRows`),
-    every device of the cluster follows as a point. Activities that a plan does not contain are nowhere.
+    the first devices behind meshes follow, so that every device is on the meshes of just the last point before it. Activities that a plan does not contain are nowhere.
     """
 
     where: Bools
@@ -142,10 +142,10 @@ class Facts:
     def __init__(self, tables: Tables, columns: Columns) -> None:
         self.tables = tables
         self.columns = columns
-        point = columns.first
+        self.point = point = columns.first
+        """Device of each point, [points, plans]."""
         if tables.late_lengths:
-            devices = np.arange(tables.problem.cluster.size)[:, None]
-            point = np.concatenate([point, np.broadcast_to(devices, (len(devices), point.shape[1]))])
+            self.point = point = np.concatenate([columns.first, columns.end])
         first = columns.first[:, None]
         end = columns.end[:, None]
         self.inside: Bools = (first <= point) & (point < end)

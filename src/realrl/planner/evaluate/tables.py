@@ -175,15 +175,22 @@ class Tables:
 
     def _late_lengths(self, graph: DataflowGraph) -> dict[tuple[int, int], list[int]]:
         known: list[set[int]] = []
+        earliest: list[int] = []  # wave that a call is in, at least; at most it is its place in the order
         for call in self.calls:
             before = {self.number[other.name] for other in graph.dependencies(call)}
             known.append(before.union(*(known[p] for p in before)))
+            earliest.append(max((earliest[p] + 1 for p in before), default=0))
+
+        def may_be_late(q: int, p: int) -> bool:
+            in_earlier_wave = q < earliest[p] and q not in self.functions
+            return q != p and q not in known[p] and not in_earlier_wave
+
         late = {}
         for c, call in enumerate(self.calls):
             made = [graph.producer(key) for key in dividing_keys(graph, call)]
             dividing = [self.number[other.name] for other in made if other is not None]
             for p in self.feeds[c]:
-                if found := [q for q in dividing if q != p and q not in known[p]]:
+                if found := [q for q in dividing if may_be_late(q, p)]:
                     late[c, p] = found
         return late
 
