@@ -12,7 +12,7 @@ from realrl.recipe.settings import GenerationConfig
 
 
 class ExpertIterationConfig(Settings):
-    """Which of the sampled answers are learnt, and how."""
+    """Choice of the sampled answers that are learnt, and their loss."""
 
     samples: PositiveInt = 8
     """Answers sampled for each prompt, a group."""

@@ -121,7 +121,8 @@ class Activities:
 
     A point is the first device of a call's mesh. For every device there is a point that lies on all meshes of that
     device, so that the latest end and the peak memory occur at points. Where rows wait for lengths (`LateRows`),
-    the first devices behind meshes follow, so that every device is on the meshes of just the last point before it. Activities that a plan does not contain are nowhere.
+    the first devices behind meshes follow, so that every device is on the meshes of just the last point that is not
+    behind it. Activities that a plan does not contain are nowhere.
     """
 
     where: Bools

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from ppo_reference import Item, TableModel, alone, on_ranks, random_items, to_batch
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from realrl.engine.model import make_unsharded_model
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape
 from realrl.recipe.model import OptimizerConfig
+from tests.algorithms.ppo_reference import Item, TableModel, alone, on_ranks, random_items, to_batch
 from tests.conftest import SHAPE
 
 PROMPTS, SAMPLES = 3, 4
