@@ -19,7 +19,7 @@ from realrl.program.lower import home_placements, kept_copies, lower, lower_star
 from realrl.program.memory import Memory, StoredModel
 from realrl.program.order import TrainableParts
 from realrl.program.validate import validate, validate_start
-from realrl.recipe.algorithm import get_spec
+from realrl.recipe.algorithm import SCORE, get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.model import ModelConfig, trained_models
@@ -44,6 +44,18 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class SampledStep:
+    """A training step in two parts, where samples are taken in rounds (`AlgorithmSpec.sampling_rounds`)."""
+
+    rounds: int
+    """Most rounds."""
+    sampling: Phase
+    """The calls that `score` depends on, which run in every round."""
+    learning: Phase
+    """The whole graph, with programs of the other calls, which begin with what the rounds have put out."""
+
+
+@dataclass(frozen=True)
 class Compiled:
     """A recipe compiled for a cluster: training steps, evaluation steps, and homes of parameters in between.
 
@@ -56,6 +68,8 @@ class Compiled:
     kept: Mapping[str, tuple[Placement, ...]]
     start: list[Program]
     memory: Memory
+    sampled: SampledStep | None = None
+    """The training step in parts, where it samples in rounds."""
 
     @property
     def phases(self) -> dict[str, Phase]:
@@ -75,7 +89,10 @@ class Compiled:
         """
         starts = any(program.instructions for program in self.start)
         found = {"start": self.start} if starts else {}
-        for name, phase in self.phases.items():
+        phases = self.phases
+        if self.sampled is not None:
+            phases |= {"sampling": self.sampled.sampling, "learning": self.sampled.learning}
+        for name, phase in phases.items():
             found[name] = phase.programs
             for due, programs in phase.partial.items():
                 found[f"{name}-due-{'-'.join(map(str, sorted(due))) or 'none'}"] = programs
@@ -157,7 +174,9 @@ def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None =
     if eval_graph is not None:
         evaluation = _phase(eval_graph, plan.evaluation(eval_graph, graph), homes, kept, parts)
     memory = Memory(stored, homes, offloaded(plan), kept)
-    return Compiled(train, evaluation, homes, kept, start, memory)
+    rounds = get_spec(experiment).sampling_rounds(experiment)
+    sampled = None if rounds == 1 else _sampled_step(rounds, train, homes, kept, parts)
+    return Compiled(train, evaluation, homes, kept, start, memory, sampled)
 
 
 def with_sizes(experiment: Experiment, compiled: Compiled, plan: Plan | None) -> Compiled:
@@ -182,17 +201,31 @@ def _phase(
     homes: Mapping[str, Placement],
     kept: Mapping[str, tuple[Placement, ...]],
     parts: TrainableParts,
+    done: Mapping[str, Placement] | None = None,
 ) -> Phase:
     homes = {role: homes[role] for role in graph.roles}
     kept = {role: kept[role] for role in graph.roles if role in kept}
 
     def build(graph: DataflowGraph) -> list[Program]:
-        programs = lower(graph, plan, homes, kept, parts)
-        validate(programs, graph, homes, offloaded(plan), kept, parts)
+        programs = lower(graph, plan, homes, kept, parts, done or {})
+        validate(programs, graph, homes, offloaded(plan), kept, parts, done)
         return programs
 
     partial = [due for due in share_steps(graph.periods) if due != graph.periods]
     return Phase(graph, plan, build(graph), {due: build(graph.with_due(due)) for due in partial})
+
+
+def _sampled_step(
+    rounds: int,
+    train: Phase,
+    homes: Mapping[str, Placement],
+    kept: Mapping[str, tuple[Placement, ...]],
+    parts: TrainableParts,
+) -> SampledStep:
+    graph, plan = train.graph, train.plan
+    sampling = _phase(graph.upstream(SCORE), plan, homes, kept, parts)
+    done = {call.name: plan[call.name] for call in sampling.graph.calls}
+    return SampledStep(rounds, sampling, _phase(graph, plan, homes, kept, parts, done))
 
 
 def _check_batch(experiment: Experiment, graph: DataflowGraph, plan: Plan) -> None:
