@@ -1,4 +1,4 @@
-"""`realrl plan` of every shipped recipe of a policy gradient, on 64 GPUs."""
+"""`realrl plan` of every shipped recipe of a policy gradient, and of expert iteration, on 64 GPUs."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,8 @@ import pytest
 from realrl.cli.app import run_app
 
 ROOT = Path(__file__).parents[3]
-RECIPES = sorted((ROOT / "recipes" / "policy_gradient").glob("*.yaml"))
+FOLDER = ROOT / "recipes"
+RECIPES = [*sorted((FOLDER / "policy_gradient").glob("*.yaml")), FOLDER / "expert_iteration.yaml"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
