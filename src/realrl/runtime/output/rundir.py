@@ -23,13 +23,17 @@ from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import dump_experiment
 from realrl.recipe.sources import list_sources
 from realrl.runtime.output.algorithm_record import AlgorithmRecord
-from realrl.runtime.output.saved import METRICS, checkpoint_path, find_saved
+from realrl.runtime.output.saved import BEST, METRICS, Checkpoint, checkpoint_path, find_saved
 
 CONFIG, PLAN, PROGRAMS = "config.yaml", "plan.yaml", "programs"
 """Files of every run's directory. A directory without them is not ours and never deleted."""
 CODE = "code"
 """Directory of copies of the files with code that the recipe names, each by the name of its setting."""
 BOARD = "tensorboard"
+BEST_NOTE = f"{BEST}.json"
+"""File that says which evaluation the best models are of."""
+EVALUATIONS = "eval"
+"""Directory of what `realrl eval` writes, which is no part of a run."""
 
 
 class RunDirectory:
@@ -54,7 +58,7 @@ class RunDirectory:
             return
         if not self.path.is_dir():
             raise UserError(f"run_dir={self.path} is a file; choose a directory")
-        if not any(self.path.iterdir()):
+        if not self._of_run():
             return
         if not all((self.path / name).exists() for name in (CONFIG, PLAN, PROGRAMS)):
             raise UserError(f"run_dir={self.path} holds something other than a run; choose another directory")
@@ -86,8 +90,11 @@ class RunDirectory:
         """
         self.check(experiment)
         try:
-            if self.path.exists():
-                shutil.rmtree(self.path)
+            for entry in self._of_run():
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                else:
+                    entry.unlink()
             (self.path / PROGRAMS).mkdir(parents=True)
             write_whole(self.path / CONFIG, dump_experiment(experiment))
             AlgorithmRecord.of(get_spec(experiment), self._trained).save(self.path)
@@ -101,6 +108,11 @@ class RunDirectory:
                     write_whole(file, format_program(program))
         except OSError as error:
             raise UserError(f"run_dir={self.path} cannot be written: {reason_of(error)}") from None
+
+    def _of_run(self) -> list[Path]:
+        """List what lies in the directory but for what `realrl eval` has written."""
+        entries = self.path.iterdir() if self.path.exists() else ()
+        return [entry for entry in entries if entry.name != EVALUATIONS]
 
     def open_tensorboard(self) -> None:
         """Write metrics for TensorBoard, too, from now on."""
@@ -144,16 +156,26 @@ class RunDirectory:
             if self._board is not None:
                 self._board.close()
 
-    def write_state(self, step: int | None, state: Mapping[str, float]) -> None:
-        """Write an algorithm's own state beside a checkpoint, or the final one; RunError when that fails."""
-        path = self.checkpoint(step)
+    def write_state(self, which: Checkpoint, state: Mapping[str, float]) -> None:
+        """Write an algorithm's own state beside saved models; RunError when that fails."""
+        path = self.checkpoint(which)
         file = path.with_name(f"{path.name}-state.json")
         with self.writing(file):
             write_whole(file, json.dumps(state, indent=2) + "\n")
 
-    def checkpoint(self, step: int | None, role: str = "") -> Path:
-        """Find the directory of a checkpoint, see `checkpoint_path`."""
-        return checkpoint_path(self.path, step, role)
+    def drop_best(self) -> None:
+        """Remove the note on the best evaluation while its models are replaced."""
+        (self.path / BEST_NOTE).unlink(missing_ok=True)
+
+    def write_best(self, best: Mapping[str, Any]) -> None:
+        """Write which evaluation the best models are of; RunError when that fails."""
+        file = self.path / BEST_NOTE
+        with self.writing(file):
+            write_whole(file, json.dumps(best, indent=2) + "\n")
+
+    def checkpoint(self, which: Checkpoint, role: str = "") -> Path:
+        """Find the directory of saved models, see `checkpoint_path`."""
+        return checkpoint_path(self.path, which, role)
 
     @contextmanager
     def writing(self, what: Path) -> Iterator[None]:
@@ -184,6 +206,8 @@ def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
     for name, given in (("data.train", data.train), ("data.eval", data.eval)):
         if given is not None:
             yield from ((name, source.path) for source in list_sources(given))
+    if experiment.evaluation.against is not None:
+        yield "evaluation.against", experiment.evaluation.against
     yield "plan", experiment.plan
     yield "cluster", experiment.cluster
     if experiment.profile is not None:
@@ -197,7 +221,7 @@ def _find_code(experiment: Experiment) -> dict[str, Path]:
         for call in build_graph(experiment).functions
         if call.function is not None and not is_own_module(call.function)
     }
-    references |= {"algorithm": experiment.algorithm, "training.judge": experiment.training.judge}
+    references |= {"algorithm": experiment.algorithm, "evaluation.judge": experiment.evaluation.judge}
     for role in get_spec(experiment).roles_of(experiment):
         config = getattr(experiment.models, role)
         references[f"models.{role}.family"] = config.shape.family if config.shape else config.family
