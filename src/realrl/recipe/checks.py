@@ -53,7 +53,7 @@ def _problems(experiment: Experiment) -> Iterator[str]:
         if not isinstance(number, int) or number < 1:
             yield f"algorithm {spec.name}: {field}: {number} is not a whole number above 0"
     sampling = None if spec.generation is None else spec.generation(experiment)
-    if sampling is not None and not isinstance(sampling, GenerationConfig):
+    if spec.generation is not None and not isinstance(sampling, GenerationConfig):
         yield f"algorithm {spec.name}: generation: {type(sampling).__name__} is not a GenerationConfig"
     yield from find_evaluation_problems(experiment, sampling)
     if sampling is None:

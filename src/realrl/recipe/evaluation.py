@@ -23,8 +23,7 @@ class AnswerReader:
     """Reader of the final answers of completions, for majority votes."""
 
     key: str
-    """Key of the evaluation graph with the scores of answers, 1 for a right one; equal answers to a prompt have equal
-    ones."""
+    """Key of the evaluation graph with the scores of answers: 1 for a right one, equal ones for equal answers."""
     read: Callable[[str], str | None]
     """Function that reads the answer of a completion, as equal texts for equal answers; None where it has none."""
 
@@ -62,8 +61,8 @@ class EvaluationConfig(Settings):
     """Report `pass@k` for each of these k, at most `samples`: the probability that one of k answers is right, as a
     mean over prompts (the unbiased estimate of Chen et al. 2021, arXiv 2107.03374, equation 1)."""
     majority_at: list[PositiveInt] = Field(default=[])
-    """Report `majority@k` for each of these k, at most `samples`: the share of prompts to which the most frequent of
-    k answers is right, by a verifier that reads an answer out of completions."""
+    """Report `majority@k` for each of these k, at most `samples`: the share of prompts to which the most frequent
+    of k answers is right, by a verifier that reads an answer out of completions."""
     against: str | None = None
     """Directory of another model, whose answers to the same prompts are compared by the same rewards: `win_rate` is
     the share of pairs of answers in which this model's has the higher score, ties counted half."""

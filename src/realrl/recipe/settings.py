@@ -31,7 +31,7 @@ class GenerationConfig(Settings):
         return self.greedy or self.top_k > 0 or self.top_p < 1 or self.min_new_tokens > 0
 
     def skews(self, temperature: float) -> bool:
-        """Whether tokens are drawn otherwise than by their probabilities at a temperature."""
+        """Tell whether tokens are drawn otherwise than by their probabilities at a temperature."""
         return self.restricted or self.temperature != temperature
 
     @model_validator(mode="after")

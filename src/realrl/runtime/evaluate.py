@@ -1,7 +1,6 @@
 """Evaluation: metrics of the evaluation graph over all its records, and answers where it generates."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from realrl.algorithms.method import Metrics
@@ -14,7 +13,7 @@ from realrl.recipe.algorithm import get_spec
 from realrl.recipe.evaluation_checks import SCORE
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import SAMPLED
-from realrl.runtime.evaluation.answers import Answer, AnswerMetrics
+from realrl.runtime.evaluation.answers import Answer, AnswerMetrics, EvaluationResult
 from realrl.runtime.prepare.compile import Phase
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.store import Store
@@ -25,18 +24,6 @@ _NOISE_STEP = 1 << 40
 
 The noise is the same at every evaluation, so differences between them are the model's.
 """
-
-
-@dataclass
-class EvaluationResult:
-    """Result of an evaluation; empty except on the rank that writes."""
-
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics by `call/name`, and those that no call gives."""
-    answers: list[Answer] = field(default_factory=list)
-    """Generated answers, in the order of records; those to one prompt follow each other."""
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    """A row for each answer, as samples files have them."""
 
 
 class Evaluation:
@@ -74,11 +61,11 @@ class Evaluation:
             )
         )
         self._metrics = AnswerMetrics(self._settings, reader)
-        self._rivals: list[Answer] | None = None
+        self._opponents: list[Answer] | None = None
 
-    def face(self, rivals: EvaluationResult) -> None:
+    def face(self, others: EvaluationResult) -> None:
         """Compare with another model's answers to the same prompts from now on."""
-        self._rivals = rivals.answers
+        self._opponents = others.answers
 
     def run(self) -> EvaluationResult:
         """Evaluate. UserCodeError where a function or the judge fails."""
@@ -107,8 +94,8 @@ class Evaluation:
             if self._process.rank == WRITER:
                 if self._judge is not None:
                     _ask(self._judge, answers)
-                metrics = flatten(totals) | self._metrics.compute(answers, self._rivals)
-                rows = self._metrics.write_rows(answers, self._rivals, self._shown_keys)
+                metrics = flatten(totals) | self._metrics.compute(answers, self._opponents)
+                rows = self._metrics.write_rows(answers, self._opponents, self._shown_keys)
                 result = EvaluationResult(metrics, answers, rows)
         return result
 

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
 from realrl.algorithms.build import build_algorithm
@@ -17,7 +16,8 @@ from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph
 from realrl.recipe.model import ModelConfig, freeze
-from realrl.runtime.evaluate import Evaluation, EvaluationResult
+from realrl.runtime.evaluate import Evaluation
+from realrl.runtime.evaluation.answers import EvaluationReport, EvaluationResult
 from realrl.runtime.output.notes import list_data_notes
 from realrl.runtime.prepare.compile import (
     CompiledEvaluation,
@@ -77,7 +77,7 @@ class EvaluationRun:
         self._roles.load_weights()
 
 
-class Rival:
+class Opponent:
     """Model of `evaluation.against`, which answers the same prompts before anything else is loaded."""
 
     def __init__(
@@ -139,17 +139,6 @@ def replace_model(experiment: Experiment) -> Experiment:
     )
 
 
-@dataclass(frozen=True)
-class EvaluationReport:
-    """Result of an evaluation alone, on the rank that writes."""
-
-    result: EvaluationResult
-    records: int
-    """Number of records, as many as prompts where something is generated."""
-    seconds: float
-    """Duration of the evaluation, without loading models."""
-
-
 def evaluate_recipe(experiment: Experiment, say: Callable[[str], None]) -> EvaluationReport | None:
     """Evaluate a recipe alone as one rank of its cluster; None except on the rank that writes.
 
@@ -173,11 +162,11 @@ def evaluate_recipe(experiment: Experiment, say: Callable[[str], None]) -> Evalu
         groups = process.groups(list_rank_sets(compiled.evaluation.plan.placements.values()))
         with process.together():
             run = EvaluationRun(experiment, compiled, process, groups)
-            rival = make_rival(
+            opponent = make_opponent(
                 experiment, plan, process, groups, run.records.list_origins(range(len(run.records)))
             )
-        if rival is not None:
-            run.evaluation.face(rival.answer())
+        if opponent is not None:
+            run.evaluation.face(opponent.answer())
         if process.rank == WRITER:
             for note in list_data_notes({"eval": run.records}):
                 say(note)
@@ -190,14 +179,14 @@ def evaluate_recipe(experiment: Experiment, say: Callable[[str], None]) -> Evalu
         return EvaluationReport(result, len(run.records), time.monotonic() - start)
 
 
-def make_rival(
+def make_opponent(
     experiment: Experiment,
     plan: Plan,
     process: Process,
     groups: Mapping[tuple[int, ...], Group],
     origins: list[str],
-) -> Rival | None:
-    """Make the rival of a recipe, if it names one. Arguments as of `Rival`."""
+) -> Opponent | None:
+    """Make the opponent of a recipe, if it names one. Arguments as of `Opponent`."""
     if experiment.evaluation.against is None:
         return None
-    return Rival(experiment, plan, process, groups, origins)
+    return Opponent(experiment, plan, process, groups, origins)

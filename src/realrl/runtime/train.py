@@ -28,7 +28,7 @@ from realrl.recipe.model import trained_models
 from realrl.runtime.costs import Costs
 from realrl.runtime.evaluate import Evaluation, flatten
 from realrl.runtime.evaluation.best import BestEvaluation
-from realrl.runtime.evaluation_run import Rival, make_rival
+from realrl.runtime.evaluation_run import Opponent, make_opponent
 from realrl.runtime.output.notes import StepNotes, list_data_notes, list_model_notes
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.output.saved import BEST, Checkpoint, find_saved
@@ -113,7 +113,7 @@ def train(experiment: Experiment, observer: RunObserver) -> None:
         with process.together():
             run = TrainingRun(experiment, compiled, process, observer if process.rank == WRITER else None)
         # Mistakes that show without weights are found before any rank takes minutes to load some.
-        run.face_rival()
+        run.face_opponent()
         with process.together():
             run.load()
         with process.together():
@@ -176,22 +176,22 @@ class TrainingRun:
         self.worker = Worker(process, self.roles, algorithm, self.stop_token_ids, self.trace, self.tokenizer)
         self.evaluation: Evaluation | None = None
         self.eval_records: Dataset | None = None
-        self._rival: Rival | None = None
+        self._opponent: Opponent | None = None
         if compiled.evaluation is not None:
             self.eval_records = records = loader.load_eval(compiled.evaluation)
             self.evaluation = Evaluation(
                 experiment, process, self.worker, compiled.evaluation, records, tokenizer=self.tokenizer
             )
             origins = records.list_origins(range(len(records)))
-            self._rival = make_rival(experiment, compiled.train.plan, process, groups, origins)
+            self._opponent = make_opponent(experiment, compiled.train.plan, process, groups, origins)
         self.best = BestEvaluation(experiment.evaluation.best)
         self.notes = StepNotes(algorithm, get_spec(experiment))
 
-    def face_rival(self) -> None:
+    def face_opponent(self) -> None:
         """Have the model of `evaluation.against` answer, before any other is loaded."""
-        if self._rival is not None and self.evaluation is not None:
-            self.evaluation.face(self._rival.answer())
-            self._rival = None
+        if self._opponent is not None and self.evaluation is not None:
+            self.evaluation.face(self._opponent.answer())
+            self._opponent = None
 
     def load(self) -> None:
         """Load the weights; UserError when they cannot be used."""

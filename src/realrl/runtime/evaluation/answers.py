@@ -1,7 +1,7 @@
 """Generated answers of an evaluation, and metrics of them together."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite, nan
 from typing import Any
 
@@ -24,6 +24,29 @@ class Answer:
     """Score of `evaluation.judge`."""
 
 
+@dataclass
+class EvaluationResult:
+    """Result of an evaluation; empty except on the rank that writes."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics by `call/name`, and those that no call gives."""
+    answers: list[Answer] = field(default_factory=list)
+    """Generated answers, in the order of records; those to one prompt follow each other."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """A row for each answer, as samples files have them."""
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """Result of an evaluation alone, on the rank that writes."""
+
+    result: EvaluationResult
+    records: int
+    """Number of records, as many as prompts where something is generated."""
+    seconds: float
+    """Duration of the evaluation, without loading models."""
+
+
 class AnswerMetrics:
     """Metrics of all answers of an evaluation, see `EvaluationConfig`. Those to a prompt follow each other."""
 
@@ -31,8 +54,8 @@ class AnswerMetrics:
         """`reader` is for majority votes."""
         self._settings, self._reader = settings, reader if settings.majority_at else None
 
-    def compute(self, answers: Sequence[Answer], rivals: Sequence[Answer] | None) -> dict[str, float]:
-        """Compute the metrics. `rivals`: answers of another model to the same prompts, equally many.
+    def compute(self, answers: Sequence[Answer], others: Sequence[Answer] | None) -> dict[str, float]:
+        """Compute the metrics. `others`: answers of another model to the same prompts, equally many.
 
         Answers without a score leave them, and so do prompts that have too few left; a metric without any prompt is
         NaN.
@@ -44,11 +67,11 @@ class AnswerMetrics:
         for k in self._settings.majority_at:
             found[f"majority@{k}"] = _mean(self._majority(prompt, k) for prompt in prompts)
         judged = [answer.judge for answer in answers if answer.judge is not None]
-        if rivals is not None:
-            others = list(self._group(rivals))
-            found[WIN_RATE] = _compare(prompts, others, lambda answer: answer.values[SCORE])
+        if others is not None:
+            theirs = list(self._group(others))
+            found[WIN_RATE] = _compare(prompts, theirs, lambda answer: answer.values[SCORE])
             if judged:
-                found[JUDGE_WIN_RATE] = _compare(prompts, others, lambda answer: answer.judge)
+                found[JUDGE_WIN_RATE] = _compare(prompts, theirs, lambda answer: answer.judge)
         if judged:
             found[JUDGE] = sum(judged) / len(judged)
         return found
@@ -70,7 +93,7 @@ class AnswerMetrics:
         return estimate_majority(votes, k) if len(votes) >= k else None
 
     def write_rows(
-        self, answers: Sequence[Answer], rivals: Sequence[Answer] | None, keys: Sequence[str]
+        self, answers: Sequence[Answer], others: Sequence[Answer] | None, keys: Sequence[str]
     ) -> list[dict[str, Any]]:
         """Write a row of a samples file for each answer; `keys` are values that it shows."""
         rows = []
@@ -85,10 +108,10 @@ class AnswerMetrics:
                 row["judge"] = answer.judge
             if self._reader is not None:
                 row["answer"] = self._reader.read(answer.completion)
-            if rivals is not None:
-                row |= {"against": rivals[i].completion, "against_score": rivals[i].values[SCORE]}
-                if rivals[i].judge is not None:
-                    row["against_judge"] = rivals[i].judge
+            if others is not None:
+                row |= {"against": others[i].completion, "against_score": others[i].values[SCORE]}
+                if others[i].judge is not None:
+                    row["against_judge"] = others[i].judge
             rows.append(row)
         return rows
 

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import glob
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import dump_experiment
 from realrl.recipe.sources import list_sources
 from realrl.runtime.output.algorithm_record import AlgorithmRecord
+from realrl.runtime.output.rows import replace_infinite, write_rows
 from realrl.runtime.output.saved import BEST, METRICS, Checkpoint, checkpoint_path, find_saved
 
 CONFIG, PLAN, PROGRAMS = "config.yaml", "plan.yaml", "programs"
@@ -125,7 +125,12 @@ class RunDirectory:
 
         RunError, with no part of the line left, when it cannot be written.
         """
-        line = {"step": step, "kind": kind, "seconds": round(seconds, 4), "metrics": _finite(metrics)}
+        line = {
+            "step": step,
+            "kind": kind,
+            "seconds": round(seconds, 4),
+            "metrics": replace_infinite(metrics),
+        }
         rest = (json.dumps(line) + "\n").encode()
         # A buffer would be written once more when the file is closed.
         with self.writing(self._metrics), self._metrics.open("ab", buffering=0) as file:
@@ -143,10 +148,9 @@ class RunDirectory:
 
     def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write what an evaluation generated, one JSON object per line; RunError when that fails."""
-        lines = "".join(json.dumps(_finite(row), ensure_ascii=False) + "\n" for row in rows)
         file = self.path / "samples" / f"step-{step:06}.jsonl"
         with self.writing(file):
-            write_whole(file, lines)
+            write_rows(file, rows)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the summary, which marks a run that ended well; RunError when that fails."""
@@ -228,8 +232,3 @@ def _find_code(experiment: Experiment) -> dict[str, Path]:
     # Installed algorithms and families have names without a dot.
     files = {name: find_source(given) for name, given in references.items() if given and "." in given}
     return {name: file for name, file in files.items() if file is not None}
-
-
-def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace numbers that JSON does not have by null."""
-    return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
