@@ -65,7 +65,8 @@ def run_app(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     try:
-        app(args=list(arguments), prog_name="realrl")
+        # Commands that start themselves again as ranks need them.
+        app(args=list(arguments), prog_name="realrl", obj=list(arguments))
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     return 0

@@ -76,9 +76,9 @@ def _print_metrics(report: "EvaluationReport") -> None:
     table.add_column(justify="right", no_wrap=True)
     for name, value in report.result.metrics.items():
         table.add_row(name, f"{value:.4g}")
-    what = f"{report.records} records"
+    what = f"{len(report.origins)} records"
     if report.result.rows:
-        what = f"{len(report.result.rows)} answers to {report.records} prompts"
+        what = f"{len(report.result.rows)} answers to {len(report.origins)} prompts"
     table.add_section()
     table.add_row(what, f"{report.seconds:.1f} s")
     Console(highlight=False).print(table)

@@ -93,6 +93,8 @@ class AlgorithmSpec:
     """Train calls whose `prepare` makes experience of generated samples as PPO does: rewards with a KL penalty, and
     advantages or returns by GAE. The planner adds the time of this, which the profiler measures; preparation in
     other train calls counts as free."""
+    trains: bool = True
+    """Whether steps train; False for one that only samples, whose training graph is what plans are made for."""
     answers: Callable[[Any], AnswerReader | None] | None = None
     """Reader of the final answers of completions, for majority votes; None where rewards read none."""
     optional_calls: tuple[str, ...] = ()

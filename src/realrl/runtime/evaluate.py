@@ -128,6 +128,7 @@ class Evaluation:
         return Answer(
             prompt=prompt,
             completion=completion,
+            tokens=row["sequences"][length:],
             finished=bool(row["finished"][0]),
             values={key: row[key][0] for key in self._keys},
         )

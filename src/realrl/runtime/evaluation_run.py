@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from realrl.algorithms.build import build_algorithm
 from realrl.config.errors import UserCodeError, UserError
+from realrl.data.sources.records import RecordReader, read_records
 from realrl.dataflow.call import Kind
 from realrl.engine.parallel_groups import list_rank_sets
 from realrl.model.group import Group
@@ -45,9 +46,12 @@ class EvaluationRun:
         compiled: CompiledEvaluation,
         process: Process,
         groups: Mapping[tuple[int, ...], Group],
+        read: RecordReader = read_records,
     ) -> None:
-        """Prepare all but weights; `groups` are those of the placements. UserError for mistakes that show without
-        them."""
+        """Prepare all but weights; `groups` are those of the placements, `read` reads the records of a source.
+
+        UserError for mistakes that show without weights.
+        """
         phase = compiled.evaluation
         algorithm = build_algorithm(experiment)
         tokenizer = load_shared_tokenizer(experiment)
@@ -68,9 +72,14 @@ class EvaluationRun:
             verify=experiment.debug.verify_reallocation,
         )
         functions = load_functions(algorithm, [phase], process.rank)
-        self.records = RecordLoader(experiment, tokenizer, stop_token_ids, functions).load_eval(phase)
+        self.records = RecordLoader(experiment, tokenizer, stop_token_ids, functions, read).load_eval(phase)
         worker = Worker(process, self._roles, algorithm, stop_token_ids, Trace(process.rank), tokenizer)
         self.evaluation = Evaluation(experiment, process, worker, phase, self.records, tokenizer=tokenizer)
+
+    @property
+    def origins(self) -> list[str]:
+        """Origins of the records, FILE:LINE."""
+        return self.records.list_origins(range(len(self.records)))
 
     def load(self) -> None:
         """Load the weights; UserError when they cannot be used."""
@@ -94,7 +103,7 @@ class Opponent:
         """
         self._process, self._setting = process, f"evaluation.against={experiment.evaluation.against}"
         self._run = self._named(lambda: self._prepare(experiment, plan, groups))
-        if self._run.records.list_origins(range(len(self._run.records))) != origins:
+        if self._run.origins != origins:
             raise UserError(
                 f"{self._setting}: its tokenizer makes other prompts too long, so that both models would answer"
                 " different ones; raise data.max_prompt_tokens"
@@ -139,11 +148,13 @@ def replace_model(experiment: Experiment) -> Experiment:
     )
 
 
-def evaluate_recipe(experiment: Experiment, say: Callable[[str], None]) -> EvaluationReport | None:
+def evaluate_recipe(
+    experiment: Experiment, say: Callable[[str], None], read: RecordReader = read_records
+) -> EvaluationReport | None:
     """Evaluate a recipe alone as one rank of its cluster; None except on the rank that writes.
 
-    `say` is called with notes, on that rank. UserError for a mistake that the user can correct, RunError for a
-    failure that is no bug.
+    `say` is called with notes, on that rank; `read` reads the records of `data.eval`. UserError for a mistake that
+    the user can correct, RunError for a failure that is no bug.
     """
     cluster = resolve_cluster(experiment.cluster, experiment.device)
     # Before the ranks meet: mistakes in a plan need no meeting.
@@ -161,10 +172,8 @@ def evaluate_recipe(experiment: Experiment, say: Callable[[str], None]) -> Evalu
             compiled = compile_evaluation(experiment, plan)
         groups = process.groups(list_rank_sets(compiled.evaluation.plan.placements.values()))
         with process.together():
-            run = EvaluationRun(experiment, compiled, process, groups)
-            opponent = make_opponent(
-                experiment, plan, process, groups, run.records.list_origins(range(len(run.records)))
-            )
+            run = EvaluationRun(experiment, compiled, process, groups, read)
+            opponent = make_opponent(experiment, plan, process, groups, run.origins)
         if opponent is not None:
             run.evaluation.face(opponent.answer())
         if process.rank == WRITER:
@@ -176,7 +185,7 @@ def evaluate_recipe(experiment: Experiment, say: Callable[[str], None]) -> Evalu
         result = run.evaluation.run()
         if process.rank != WRITER:
             return None
-        return EvaluationReport(result, len(run.records), time.monotonic() - start)
+        return EvaluationReport(result, run.origins, time.monotonic() - start)
 
 
 def make_opponent(

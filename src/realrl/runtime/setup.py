@@ -9,6 +9,7 @@ from realrl.checkpoint.origin import read_origin
 from realrl.checkpoint.special_tokens import list_stop_token_ids
 from realrl.config.errors import UserError
 from realrl.data.dataset import Dataset
+from realrl.data.sources.records import RecordReader, read_records
 from realrl.data.tokenization import check_tokenizer
 from realrl.data.tokenizer import load_tokenizer
 from realrl.dataflow.call import Kind
@@ -97,14 +98,16 @@ class RecordLoader:
         tokenizer: Any,
         stop_token_ids: tuple[int, ...],
         functions: Mapping[str, FunctionMethod],
+        read: RecordReader = read_records,
     ) -> None:
-        """`stop_token_ids` are the ids that end a sequence, `functions` those that this rank calls.
+        """`stop_token_ids` are the ids that end a sequence, `functions` those that this rank calls; `read` reads
+        the records of a source.
 
         UserError names the role whose model is declared for shorter sequences.
         """
         _check_positions(experiment)
         self._experiment, self._tokenizer = experiment, tokenizer
-        self._stop_token_ids, self._functions = stop_token_ids, functions
+        self._stop_token_ids, self._functions, self._read = stop_token_ids, functions, read
 
     def load_train(self, phase: Phase) -> Dataset:
         """Load training records, tokenized. UserError names the record that is wrong, or what a function needs of
@@ -141,6 +144,7 @@ class RecordLoader:
             experiment.seed,
             self._stop_token_ids,
             wanted,
+            read=self._read,
         )
         for function in seeing:
             function.check_fields(name_sources(source), records.further.keys())

@@ -230,7 +230,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("generate ACTOR --prompt a --max-new-tokens 0", "max_new_tokens: 0 must be above 0"),
     (
         "generate ACTOR --prompt a --max-new-tokens 2048",
-        "--prompt 'a': the prompt has at least 2 tokens",
+        "a prompt with max_new_tokens=2048 is more than",
     ),
     ("generate ACTOR --prompt a --max-new-tokens 5 --min-new-tokens 6", "is above max_new_tokens=5"),
     ("generate ACTOR --prompt a --prompts DIR/huge.jsonl", "huge.jsonl:1: the prompt has at least"),

@@ -16,6 +16,8 @@ class Answer:
 
     prompt: str
     completion: str
+    tokens: list[int]
+    """Tokens of the completion, special ones included."""
     finished: bool
     """Whether it ended by itself."""
     values: Mapping[str, float]
@@ -41,8 +43,8 @@ class EvaluationReport:
     """Result of an evaluation alone, on the rank that writes."""
 
     result: EvaluationResult
-    records: int
-    """Number of records, as many as prompts where something is generated."""
+    origins: list[str]
+    """Where each record comes from, FILE:LINE; the prompts, where something is generated."""
     seconds: float
     """Duration of the evaluation, without loading models."""
 

@@ -23,7 +23,7 @@ def write_evaluation(directory: Path, experiment: Experiment, report: Evaluation
         "algorithm": get_spec(experiment).name,
         "models": {role: getattr(experiment.models, role).path for role in roles},
         "data": experiment.data.eval,
-        "records": report.records,
+        "records": len(report.origins),
         "evaluation": experiment.evaluation.model_dump(mode="json"),
         "seconds": round(report.seconds, 3),
         "metrics": replace_infinite(report.result.metrics),
