@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from realrl.checkpoint import huggingface
+from realrl.checkpoint.sources import check_directories
 from realrl.config.errors import UserError
 from realrl.config.explain import shorten
 from realrl.data.conversation import Conversation, Message
@@ -80,7 +81,7 @@ def make_sampling_recipe(job: SamplingJob) -> Experiment:
     models: dict[str, Any] = {"actor": {"path": job.model_dir, "family": job.family, **dtypes}}
     if job.reward_model is not None:
         models["reward"] = {"path": job.reward_model, **dtypes}
-    return parse_experiment(
+    recipe = parse_experiment(
         {
             "algorithm": ALGORITHM,
             "run_dir": ".",
@@ -103,6 +104,8 @@ def make_sampling_recipe(job: SamplingJob) -> Experiment:
             },
         }
     )
+    check_directories(recipe)
+    return recipe
 
 
 def generate_answers(

@@ -175,6 +175,25 @@ OVERRIDES: list[tuple[str, str]] = [
         "evaluation.min_new_tokens=13 is above generation.max_new_tokens=12",
     ),
     ("evaluation.judge=os:listdir", "evaluation.judge is about evaluations; give data.eval"),
+    (
+        "evaluation.pass_at=[1]",
+        "evaluation.pass_at is about evaluations; give data.eval or set evaluation.pass_at=[]",
+    ),
+    ("evaluation.pass_at=[1,2]", "pass_at: 2 is above samples=1, the answers to a prompt"),
+    ("evaluation.majority_at=[1,1]", "evaluation.majority_at: 1 is listed twice"),
+    ("evaluation.right=0.5", "right=0.5 is for pass_at, which lists nothing"),
+    ("evaluation.samples=2 evaluation.greedy=true", "evaluation.samples=2 would all be the same"),
+    ("evaluation.greedy=true evaluation.top_p=0.5", "top_p=0.5 changes nothing where greedy=true"),
+    ("data.eval=x evaluation.majority_at=[1]", "needs a reward with a verifier that reads an answer"),
+    (
+        "data.eval=x evaluation.best={'metric':'reward.inferense/score','keep':'highest'}",
+        "evaluations have no call reward.inferense; did you mean reward.inference?",
+    ),
+    (
+        "data.eval=x evaluation.judge=os:listdir evaluation.best={'metric':'pass@1','keep':'highest'}",
+        "pass@1 is none of the metrics of evaluations; give judge or reward.inference/NAME",
+    ),
+    ("evaluation.best={'metric':'judge'}", "evaluation.best.keep: missing"),
     # Devices and memory.
     ("cluster=2", "cluster: 2 is not understood; write nodes x devices per node, for example 1x2"),
     ("cluster=null", "cluster: null is not understood"),
@@ -297,6 +316,16 @@ TRAIN: list[tuple[str, str, str]] = [
     ("ppo", "data.eval=DIR/folder/records.jsonl evaluation.judge=judge", "write FILE.py:FUNCTION"),
     ("ppo", "data.eval=DIR/folder/records.jsonl evaluation.judge=gone.py:f", "there is no file"),
     ("sft", "evaluation.judge=os:listdir data.eval=x", "is about generated text, and sft generates none"),
+    (
+        "sft",
+        "evaluation.pass_at=[1] evaluation.samples=2",
+        "are about generated text, and sft generates none",
+    ),
+    (
+        "distillation",
+        "data.eval=x evaluation.against=y",
+        "compares rewards, and an evaluation of distillation has none",
+    ),
     ("sft", "data.batch=81", "data.batch=81 is more than the 80 records of the training data"),
     ("sft", "data.train=DIR/gone.jsonl", "does not exist"),
     ("sft", "data.train=DIR/gone", "does not exist; give a .jsonl, .json, .csv or .parquet file"),
