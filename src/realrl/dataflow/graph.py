@@ -104,6 +104,19 @@ class DataflowGraph:
                     before[other] = None
         return tuple(before)
 
+    def upstream(self, key: str) -> "DataflowGraph":
+        """Select the calls that must run for `key` to be there, its producer included, without any training."""
+        needed: set[str] = set()
+        wanted = [key]
+        while wanted:
+            call = self.producer(wanted.pop())
+            if call is not None and call.name not in needed:
+                needed.add(call.name)
+                wanted += call.inputs
+        calls = [call for call in self.calls if call.name in needed]
+        used = {name for call in calls for name in (*call.inputs, *call.outputs)}
+        return DataflowGraph(calls, [declared for declared in self.keys.values() if declared.name in used])
+
     @cached_property
     def order(self) -> tuple[Call, ...]:
         """Calls in topological order; among those that are ready, in the order of declaration."""

@@ -6,13 +6,10 @@ from realrl.config.explain import nearest
 from realrl.config.words import join
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import get_spec
+from realrl.recipe.algorithm import SCORE, get_spec
 from realrl.recipe.evaluation import EvaluationConfig
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.settings import GenerationConfig
-
-SCORE = "score"
-"""Key of the rewards of answers."""
 
 
 def find_evaluation_problems(experiment: Experiment, sampling: GenerationConfig | None) -> Iterator[str]:

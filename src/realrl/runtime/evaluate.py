@@ -9,8 +9,7 @@ from realrl.data.dataset import Dataset
 from realrl.data.order import split_eval_batches
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.program.lower import WRITER
-from realrl.recipe.algorithm import get_spec
-from realrl.recipe.evaluation_checks import SCORE
+from realrl.recipe.algorithm import SCORE, get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import SAMPLED
 from realrl.runtime.evaluation.answers import Answer, AnswerMetrics, EvaluationResult

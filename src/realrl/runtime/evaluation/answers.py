@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from math import isfinite, nan
 from typing import Any
 
+from realrl.recipe.algorithm import SCORE
 from realrl.recipe.evaluation import JUDGE, JUDGE_WIN_RATE, WIN_RATE, AnswerReader, EvaluationConfig
-from realrl.recipe.evaluation_checks import SCORE
 from realrl.runtime.evaluation.estimators import compute_win_rate, estimate_majority, estimate_pass
 
 

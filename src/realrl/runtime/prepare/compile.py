@@ -18,7 +18,7 @@ from realrl.program.lower import home_placements, kept_copies, lower, lower_star
 from realrl.program.memory import Memory, StoredModel
 from realrl.program.order import TrainableParts
 from realrl.program.validate import validate, validate_start
-from realrl.recipe.algorithm import get_spec
+from realrl.recipe.algorithm import SCORE, get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.model import ModelConfig, trained_models
@@ -34,6 +34,18 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class SampledStep:
+    """A training step in two parts, where samples are taken in rounds (`AlgorithmSpec.sampling_rounds`)."""
+
+    rounds: int
+    """Most rounds."""
+    sampling: Phase
+    """The calls that `score` depends on, which run in every round."""
+    learning: list[Program]
+    """Programs of the other calls, which begin with what the rounds have put out."""
+
+
+@dataclass(frozen=True)
 class Compiled:
     """A recipe compiled for a cluster: training steps, evaluation steps, and homes of parameters in between.
 
@@ -46,6 +58,8 @@ class Compiled:
     kept: Mapping[str, tuple[Placement, ...]]
     start: list[Program]
     memory: Memory
+    sampled: SampledStep | None = None
+    """The training step in parts, where it samples in rounds."""
 
     @property
     def phases(self) -> dict[str, Phase]:
@@ -61,7 +75,10 @@ class Compiled:
     def programs(self) -> dict[str, list[Program]]:
         """Programs of all ranks: `start`, if there is anything to do, and each kind of step."""
         starts = any(program.instructions for program in self.start)
-        return ({"start": self.start} if starts else {}) | {n: p.programs for n, p in self.phases.items()}
+        found = ({"start": self.start} if starts else {}) | {n: p.programs for n, p in self.phases.items()}
+        if self.sampled is not None:
+            found |= {"sampling": self.sampled.sampling.programs, "learning": self.sampled.learning}
+        return found
 
 
 def models(experiment: Experiment) -> dict[str, ModelConfig]:
@@ -135,7 +152,9 @@ def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None =
     if eval_graph is not None:
         evaluation = _phase(eval_graph, plan.evaluation(eval_graph, graph), homes, kept, parts)
     memory = Memory(stored, homes, offloaded(plan), kept)
-    return Compiled(train, evaluation, homes, kept, start, memory)
+    rounds = get_spec(experiment).sampling_rounds(experiment)
+    sampled = None if rounds == 1 else _sampled_step(rounds, train, homes, kept, parts)
+    return Compiled(train, evaluation, homes, kept, start, memory, sampled)
 
 
 @dataclass(frozen=True)
@@ -204,6 +223,21 @@ def _phase(
     programs = lower(graph, plan, homes, kept, parts)
     validate(programs, graph, homes, offloaded(plan), kept, parts)
     return Phase(graph, plan, programs)
+
+
+def _sampled_step(
+    rounds: int,
+    train: Phase,
+    homes: Mapping[str, Placement],
+    kept: Mapping[str, tuple[Placement, ...]],
+    parts: TrainableParts,
+) -> SampledStep:
+    graph, plan = train.graph, train.plan
+    sampling = _phase(graph.upstream(SCORE), plan, homes, kept, parts)
+    done = {call.name: plan[call.name] for call in sampling.graph.calls}
+    learning = lower(graph, plan, homes, kept, parts, done)
+    validate(learning, graph, homes, offloaded(plan), kept, parts, done)
+    return SampledStep(rounds, sampling, learning)
 
 
 def _check_batch(experiment: Experiment, graph: DataflowGraph, plan: Plan) -> None:

@@ -60,13 +60,16 @@ class Exchange:
         rank, first = self._process.rank, share.output_ranks[0]
         call = store.graph.call(share.call)
         items = [store.items(call, dp) for dp in range(len(share.output_ranks))]
-        if rank != first and rank in share.output_ranks:
-            mine = items[share.output_ranks.index(rank)]
-            self._post(torch.tensor(store.rows(share.key, mine).lengths), first, _LENGTHS_TAG)
+        mine = items[share.output_ranks.index(rank)] if rank in share.output_ranks else []
+        known = torch.tensor(store.rows(share.key, mine).lengths if mine else (), dtype=torch.int64)
+        if rank != first and mine:
+            self._post(known, first, _LENGTHS_TAG)
         everything = torch.zeros(store.size, dtype=torch.int64)
         if rank == first:
-            everything[items[0]] = torch.tensor(store.rows(share.key, items[0]).lengths)
+            everything[mine] = known
             for source, ids in zip(share.output_ranks[1:], items[1:], strict=True):
+                if not ids:
+                    continue
                 lengths = torch.empty(len(ids), dtype=torch.int64)
                 self._take(lengths, source, _LENGTHS_TAG)
                 everything[ids] = lengths
