@@ -1,5 +1,6 @@
 """Evaluation of a recipe alone, without training."""
 
+import gc
 import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -130,6 +131,8 @@ class Opponent:
             self._named(self._run.load)
         result = self._run.evaluation.run()
         del self._run
+        # Before the recipe's own models are loaded, whatever still refers to this one.
+        gc.collect()
         return result
 
 

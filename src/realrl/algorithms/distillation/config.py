@@ -60,3 +60,12 @@ class DistillationExperiment(Experiment):
                 " greedy=false, top_k=0, top_p=1 and min_new_tokens=0"
             )
         return self
+
+    @model_validator(mode="after")
+    def _evaluated_as_drawn(self) -> Self:
+        if self.evaluation.change(self.generation).skews(self.generation.temperature):
+            raise ValueError(
+                "evaluation samples otherwise than training, and the divergence is estimated from draws by the"
+                " actor's own probabilities; leave out evaluation.greedy, temperature, top_p and min_new_tokens"
+            )
+        return self
