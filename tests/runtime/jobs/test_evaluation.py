@@ -13,7 +13,7 @@ from realrl.config.errors import UserError
 from realrl.recipe.evaluation import BestConfig
 from realrl.runtime.evaluation.best import BestEvaluation
 from tests.conftest import World, read_metrics, write_jsonl
-from tests.runtime.processes import end, start
+from tests.runtime.ranks import run_on_ranks
 
 REWARD = """
 def count_e(completions, target):
@@ -136,19 +136,14 @@ def test_the_models_of_the_best_evaluation_are_kept(world: World, alone: Path) -
 
 
 def test_two_processes_evaluate_like_one(world: World, alone: Path, tmp_path: Path) -> None:
-    recipe = grpo(world, tmp_path, cluster="1x2")
-    status, error = end(start("eval", str(recipe), "--out", str(tmp_path / "out")))
-    assert status == 0, error
-    assert not (tmp_path / "run").exists()
-    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["metrics"]
-    expected = read_metrics(alone / "run", "eval")[0]
-    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    pairs = zip(
-        read_rows(tmp_path / "out" / "samples.jsonl"),
-        read_rows(alone / "run/eval/samples.jsonl"),
-        strict=True,
+    run_on_ranks(2, [grpo(world, tmp_path, cluster="1x2")], evaluate=True)
+    ours, theirs = tmp_path / "run" / "eval", alone / "run" / "eval"
+    metrics, expected = (
+        json.loads((place / "metrics.json").read_text())["metrics"] for place in (ours, theirs)
     )
-    assert all(ours == theirs for ours, theirs in pairs)
+    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert read_rows(ours / "samples.jsonl") == read_rows(theirs / "samples.jsonl")
+    assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["eval"]
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "ppo"])

@@ -7,6 +7,7 @@ from realrl.dataflow.graph import DataflowGraph
 
 
 def make_sampling_graph(experiment: SamplingExperiment) -> DataflowGraph:
-    """Sample, and score where there is a reward."""
-    scoring = score_sequences(experiment.reward) if experiment.is_scored else []
+    """Sample, and score where there is a reward; its calls take what their metrics need."""
+    needed = ("prompt_length", "finished")
+    scoring = score_sequences(experiment.reward, needed) if experiment.is_scored else []
     return make_graph([GENERATE, *scoring], (*KEYS, *list_score_keys(experiment.reward)))
