@@ -27,14 +27,19 @@ class Silent:
     def end(self, *_: object) -> None: ...
 
 
-def run_on_ranks(size: int, recipes: Sequence[Path]) -> None:
-    """Run recipes of `size` devices each; every rank leaves what it generated beside the recipe, for `sampled`."""
+def run_on_ranks(size: int, recipes: Sequence[Path], *, evaluate: bool = False) -> None:
+    """Run recipes of `size` devices each; every rank leaves what it generated beside the recipe, for `sampled`.
+
+    `evaluate`: as `realrl eval` does, into RUN_DIR/eval, instead of training.
+    """
     scratch = recipes[0].parent
     context = multiprocessing.get_context("forkserver")
     # Imported once, in the server, instead of in every process.
     context.set_forkserver_preload(["realrl.runtime.train", "transformers", __name__])
     arguments = [str(recipe) for recipe in recipes]
-    processes = [context.Process(target=_rank, args=(rank, size, arguments)) for rank in range(size)]
+    processes = [
+        context.Process(target=_rank, args=(rank, size, arguments, evaluate)) for rank in range(size)
+    ]
     try:
         for process in processes:
             process.start()
@@ -62,7 +67,7 @@ def sampled(recipe: Path) -> Tokens:
     return everything
 
 
-def _rank(rank: int, size: int, recipes: Sequence[str]) -> None:
+def _rank(rank: int, size: int, recipes: Sequence[str], evaluate: bool) -> None:
     import torch
 
     torch.set_num_threads(1)
@@ -72,15 +77,16 @@ def _rank(rank: int, size: int, recipes: Sequence[str]) -> None:
     for recipe in map(Path, recipes):
         os.environ[STORE_VARIABLE] = str(recipe.with_suffix(".store"))
         try:
-            _run(rank, recipe)
+            _run(rank, recipe, evaluate)
         except BaseException:
             trouble = f"{recipe.stem}, rank {rank}:\n{traceback.format_exc()}"
             (recipe.parent / f"error-{recipe.stem}-{rank}").write_text(trouble)
             raise
 
 
-def _run(rank: int, recipe: Path) -> None:
+def _run(rank: int, recipe: Path, evaluate: bool) -> None:
     """One run, whose generation is watched."""
+    from realrl.cli.app import run_app
     from realrl.engine.generation.generator import generate
     from realrl.plan.cluster import Cluster
     from realrl.recipe.load import load_experiment
@@ -103,5 +109,8 @@ def _run(rank: int, recipe: Path) -> None:
     worker.generate = watched  # type: ignore[attr-defined]
     experiment = load_experiment(str(recipe))
     os.environ["LOCAL_WORLD_SIZE"] = str(Cluster.parse(experiment.cluster).devices_per_node)
-    train.train(experiment, Silent())
+    if evaluate:
+        assert run_app(["eval", str(recipe)]) == 0
+    else:
+        train.train(experiment, Silent())
     (recipe.parent / f"{recipe.stem}-tokens-{rank}.json").write_text(json.dumps(tokens))

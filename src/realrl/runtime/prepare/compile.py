@@ -1,7 +1,7 @@
 """Compilation of a recipe to validated programs, without torch."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from realrl.checkpoint.directory import find_model_shape, known_shape
 from realrl.config.errors import UserError
@@ -174,15 +174,11 @@ def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None =
     models is checked for those whose sizes are known without the network; what they need of memory is not.
     """
     graph = build_graph(experiment)
-    known = {role: known_shape(config) for role, config in models(experiment).items()}
-    stored = stored_models(experiment, graph, {role: shape for role, shape in known.items() if shape})
-    shapes = {role: of.shape for role, of in stored.items()}
+    stored = _known_models(experiment, graph)
     if plan is None:
-        assert experiment.plan != SEARCH, "the plan must be resolved before compile_recipe"
-        tokens, recompute = experiment.micro_batch_tokens, experiment.recompute
-        plan = make_plan(experiment.plan, graph, cluster, tokens, shapes, recompute=recompute)
+        plan = make_written_plan(experiment, cluster)
     else:
-        plan.check(graph, shapes)
+        plan.check(graph, {role: of.shape for role, of in stored.items()})
     homes = home_placements(graph, plan)
     kept = kept_copies(graph, plan, homes)
     _check_batch(experiment, graph, plan)
@@ -200,6 +196,44 @@ def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None =
     rounds = get_spec(experiment).sampling_rounds(experiment)
     sampled = None if rounds == 1 else _sampled_step(rounds, train, homes, kept, parts)
     return Compiled(train, evaluation, homes, kept, start, memory, sampled)
+
+
+@dataclass(frozen=True)
+class CompiledEvaluation:
+    """Evaluation of a recipe alone, compiled for a cluster: its steps, and homes of parameters in between."""
+
+    evaluation: Phase
+    homes: Mapping[str, Placement]
+
+
+def make_written_plan(experiment: Experiment, cluster: Cluster) -> Plan:
+    """Make the plan that a recipe names, a preset or a plan file; UserError for one that does not fit."""
+    assert experiment.plan != SEARCH, "a searched plan must be found first"
+    graph, tokens = build_graph(experiment), experiment.micro_batch_tokens
+    shapes = {role: of.shape for role, of in _known_models(experiment, graph).items()}
+    return make_plan(experiment.plan, graph, cluster, tokens, shapes, recompute=experiment.recompute)
+
+
+def compile_evaluation(experiment: Experiment, plan: Plan) -> CompiledEvaluation:
+    """Compile the evaluation of a recipe alone, on its plan.
+
+    There is nothing of training: no roles that evaluation does not use, no optimizer state, no copies that are
+    kept. UserError where the recipe has no evaluation, or the plan does not fit its models.
+    """
+    graph, eval_graph = build_graph(experiment), build_eval_graph(experiment)
+    if eval_graph is None:
+        raise UserError("data.eval: missing; give the records to evaluate on")
+    plan.check(graph, {role: of.shape for role, of in _known_models(experiment, graph).items()})
+    plan = replace(plan.evaluation(eval_graph, graph), offload_optimizer=(), keep=())
+    homes = home_placements(eval_graph, plan)
+    phase = _phase(eval_graph, plan, homes, {}, dict.fromkeys(eval_graph.roles, WHOLE))
+    return CompiledEvaluation(phase, homes)
+
+
+def _known_models(experiment: Experiment, graph: DataflowGraph) -> dict[str, StoredModel]:
+    """Describe the storage of roles whose sizes are known without the network."""
+    known = {role: known_shape(config) for role, config in models(experiment).items()}
+    return stored_models(experiment, graph, {role: shape for role, shape in known.items() if shape})
 
 
 def with_sizes(experiment: Experiment, compiled: Compiled, plan: Plan | None) -> Compiled:
