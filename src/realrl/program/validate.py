@@ -245,10 +245,11 @@ class _DryRun:
             self._need(rank, key in rank.produced, f"sends {key}, which it does not hold")
             length = self.graph.length_key(key)
             self._need(rank, length is None or length in rank.lengths, f"does not know how long {key} is")
+        self._need_items(rank, send)
         self._post((send.number, send.keys), rank, send.receivers)
 
-    def _need_items(self, rank: _Rank, message: Receive) -> None:
-        """Check that a rank can tell which items come from where: they are divided by lengths."""
+    def _need_items(self, rank: _Rank, message: Send | Receive) -> None:
+        """Check that a rank can tell which items go where: they are divided by lengths."""
         for name in (message.producer, message.consumer):
             for key in map(self.graph.length_key, self.graph.call(name).work):
                 known = key is None or key in rank.lengths
