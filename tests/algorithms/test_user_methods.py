@@ -13,7 +13,7 @@ from realrl.algorithms.method import ModelOutput
 from realrl.config.errors import UserCodeError, UserError
 from realrl.data.batch import Batch, Ragged
 from realrl.recipe.load import parse_experiment
-from tests.conftest import SHAPE
+from realrl.testing.shape import SHAPE
 
 EXAMPLE = (Path(__file__).parents[2] / "examples" / "online_dpo.py").read_text(encoding="utf-8")
 RECIPE = {

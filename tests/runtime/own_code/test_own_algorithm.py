@@ -25,7 +25,8 @@ from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
 from realrl.runtime.profiler.points.grid import Sizes
-from tests.conftest import World, read_metrics, sentence, write_jsonl
+from realrl.testing.records import write_sentence
+from tests.conftest import World, read_metrics, write_jsonl
 from tests.runtime.processes import end, start
 
 ROOT = Path(__file__).parents[3]
@@ -60,7 +61,7 @@ def place(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
     directory = tmp_path_factory.mktemp("own")
     shutil.copy(EXAMPLE, directory / "algorithm.py")
     (directory / "disjoint.yaml").write_text(DISJOINT)
-    write_jsonl(directory / "eval.jsonl", [{"prompt": sentence(i, "good")} for i in range(10)])
+    write_jsonl(directory / "eval.jsonl", [{"prompt": write_sentence(i, "good")} for i in range(10)])
     recipe: dict[str, Any] = {
         "algorithm": "algorithm.py",
         "run_dir": "run",

@@ -1,20 +1,24 @@
-"""A recipe under many plans: processes are started once per number of ranks and run one plan after the other."""
+"""Recipes in processes of this machine: started once per number of ranks, they run one recipe after the other."""
 
 import json
 import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from realrl.config.errors import RunError, UserError
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, STORE_VARIABLE
-from tests.runtime.processes import PATIENCE
+from realrl.testing.failure import CheckFailure
 
 Tokens = dict[str, list[list[int]]]
 """`step/item` -> the sequences that were generated for it, and `step/item prompt` -> how many tokens of each are
 its prompt; evaluations share their step's number."""
+
+PATIENCE = 60.0
+"""Seconds after which a run that should have ended is taken to hang."""
 
 
 class Silent:
@@ -27,20 +31,34 @@ class Silent:
     def end(self, *_: object) -> None: ...
 
 
-def run_on_ranks(size: int, recipes: Sequence[Path]) -> None:
-    """Run recipes of `size` devices each; every rank leaves what it generated beside the recipe, for `sampled`."""
+class RanksFailure(CheckFailure):
+    """A run that failed: `recipe` is that of which it was, `message` what was said."""
+
+    def __init__(self, recipe: str, message: str) -> None:
+        super().__init__(f"{recipe}: {message}")
+        self.recipe, self.message = recipe, message
+
+
+def run_on_ranks(size: int, recipes: Sequence[Path], *, renewed: Collection[Path] = ()) -> None:
+    """Run recipes of `size` devices each; every rank leaves what it generated beside the recipe, for `sampled`.
+
+    After each step of those that are `renewed`, the algorithm is made anew from what its `state_dict` saves.
+    RanksFailure for the first that fails.
+    """
     scratch = recipes[0].parent
     context = multiprocessing.get_context("forkserver")
     # Imported once, in the server, instead of in every process.
     context.set_forkserver_preload(["realrl.runtime.train", "transformers", __name__])
-    arguments = [str(recipe) for recipe in recipes]
+    arguments = [(str(recipe), recipe in renewed) for recipe in recipes]
     processes = [context.Process(target=_rank, args=(rank, size, arguments)) for rank in range(size)]
+    ended = True
     try:
         for process in processes:
             process.start()
         deadline = time.monotonic() + PATIENCE * len(recipes)
-        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-            if any(process.exitcode for process in processes):
+        while any(process.is_alive() for process in processes):
+            ended = time.monotonic() < deadline
+            if not ended or any(process.exitcode for process in processes):
                 break
             time.sleep(0.05)
     finally:
@@ -49,43 +67,53 @@ def run_on_ranks(size: int, recipes: Sequence[Path]) -> None:
                 process.kill()
             process.join()
     failures = sorted(scratch.glob("error-*"), key=lambda file: file.stat().st_mtime_ns)
-    assert not failures, failures[0].read_text()
-    assert [process.exitcode for process in processes] == [0] * size
+    if failures:
+        raise RanksFailure(**json.loads(failures[0].read_text()))
+    if not ended:
+        raise CheckFailure(f"{size} processes have not ended within {PATIENCE * len(recipes):g} seconds")
+    codes = [process.exitcode for process in processes]
+    if any(codes):
+        raise CheckFailure(f"processes have ended with status {codes}")
 
 
 def sampled(recipe: Path) -> Tokens:
-    """What all ranks of a run have generated; where several hold the same sequence, it is the same."""
+    """Collect what all ranks of a run have generated; where several hold the same sequence, it is the same."""
     everything: Tokens = {}
     for file in recipe.parent.glob(f"{recipe.stem}-tokens-*.json"):
         for item, tokens in json.loads(file.read_text()).items():
-            assert everything.setdefault(item, tokens) == tokens, f"{file.name}: {item}"
+            if everything.setdefault(item, tokens) != tokens:
+                raise CheckFailure(f"{file.name}: {item} was sampled otherwise on another rank")
     return everything
 
 
-def _rank(rank: int, size: int, recipes: Sequence[str]) -> None:
+def _rank(rank: int, size: int, recipes: Sequence[tuple[str, bool]]) -> None:
     import torch
 
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
     os.environ["WORLD_SIZE"] = str(size)
     os.environ[LAUNCHER_VARIABLE] = str(os.getppid())
-    for recipe in map(Path, recipes):
+    for name, renewed in recipes:
+        recipe = Path(name)
         os.environ[STORE_VARIABLE] = str(recipe.with_suffix(".store"))
         try:
-            _run(rank, recipe)
-        except BaseException:
-            trouble = f"{recipe.stem}, rank {rank}:\n{traceback.format_exc()}"
-            (recipe.parent / f"error-{recipe.stem}-{rank}").write_text(trouble)
+            _run(rank, recipe, renewed)
+        except BaseException as error:
+            known = isinstance(error, UserError | RunError)
+            message = str(error) if known else f"rank {rank}:\n{traceback.format_exc()}"
+            record = {"recipe": recipe.stem, "message": message}
+            (recipe.parent / f"error-{recipe.stem}-{rank}").write_text(json.dumps(record))
             raise
 
 
-def _run(rank: int, recipe: Path) -> None:
-    """One run, whose generation is watched."""
+def _run(rank: int, recipe: Path, renewed: bool) -> None:
+    """Run one recipe, whose generation is watched."""
     from realrl.engine.generation.generator import generate
     from realrl.plan.cluster import Cluster
     from realrl.recipe.load import load_experiment
     from realrl.runtime import train
     from realrl.runtime.worker import worker
+    from realrl.testing.renewed import RenewedRun
 
     tokens: Tokens = {}
 
@@ -100,8 +128,9 @@ def _run(rank: int, recipe: Path) -> None:
                 tokens.setdefault(f"{name} prompt", []).append(prompt.tolist())
         return batch
 
-    worker.generate = watched  # type: ignore[attr-defined]
+    # In this process, which is the test's own.
+    worker.generate = watched
     experiment = load_experiment(str(recipe))
     os.environ["LOCAL_WORLD_SIZE"] = str(Cluster.parse(experiment.cluster).devices_per_node)
-    train.train(experiment, Silent())
+    train.train(experiment, Silent(), RenewedRun if renewed else None)
     (recipe.parent / f"{recipe.stem}-tokens-{rank}.json").write_text(json.dumps(tokens))
