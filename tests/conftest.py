@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from realrl.testing.records import list_sentences, make_records
+from realrl.testing.records import list_sentences, make_up_records
 from realrl.testing.shape import SHAPE
 
 PPO_CALLS = (
@@ -124,12 +124,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def build_world(root: Path, sizes: Mapping[str, Any]) -> World:
     """Byte-level BPE tokenizer, data files, and an actor and a reward model of random weights."""
-    from realrl.testing.models import save_model, train_tokenizer
+    from realrl.data.tokenizer import train_bpe
+    from realrl.testing.models import save_model
 
-    tokenizer = train_tokenizer(list_sentences(), sizes["vocab_size"])
+    tokenizer = train_bpe(list_sentences(), sizes["vocab_size"])
     tokenizer.save_pretrained(str(root / "tokenizer"))
     for form, name in DATA.items():
-        write_jsonl(root / f"{name}.jsonl", make_records(form))
+        write_jsonl(root / f"{name}.jsonl", make_up_records(form))
     save_model(root / "actor", "lm", tokenizer, sizes)
     save_model(root / "reward", "scalar", tokenizer, sizes)
     return World(root)

@@ -10,6 +10,7 @@ from realrl.algorithms.build import build_algorithm
 from realrl.config.errors import UserError
 from realrl.config.yaml_file import dump_yaml
 from realrl.dataflow.graph import DataflowGraph
+from realrl.plan.plan import Plan
 from realrl.program.validate import ProgramError
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
@@ -23,8 +24,6 @@ from realrl.testing.shrink import shrink_recipe
 
 WHOLE, SMALL = 4096, 48
 """Tokens of micro-batches: all items of a step in one, and two or three of them."""
-ALONE = "alone"
-"""The run that others are compared with."""
 
 
 def check_algorithm(
@@ -38,10 +37,10 @@ def check_algorithm(
 ) -> None:
     """Check the algorithm of a recipe on tiny models, in processes of this machine.
 
-    CheckFailure at the first mistake. Models are replaced by tiny ones of random weights, records by `records`, or by
-    some of the algorithm's form; lengths, batch and optimizer by small ones. The algorithm's settings, its reward and
-    its sampling stay; `overrides` (`a.b=value`, as on the command line) come last. `directory` is for files, and
-    empty.
+    CheckFailure at the first mistake. Models are replaced by tiny ones of random weights, records by `records`, or
+    by some of the algorithm's form; lengths, batch and optimizer by small ones. Settings of the algorithm, its
+    reward and its sampling stay; `overrides` (`a.b=value`, as on the command line) come last, but for those of models.
+    `directory` is for files.
 
     1. The description agrees with graphs and methods, and every call has a method.
     2. Programs of all presets on clusters of 1 to 8 devices are free of deadlock, and every call finds its data.
@@ -66,8 +65,11 @@ def check_algorithm(
     runs = _list_runs(graph, place, processes)
     for run in runs:
         run.write(settings, graph)
-    _execute(runs)
-    _compare(runs, tolerance)
+    for size in sorted({run.size for run in runs}):
+        of_size = [run for run in runs if run.size == size]
+        _execute(of_size)
+        for run in of_size:
+            _compare(run, runs[0], tolerance)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,7 @@ class _Run:
     recipe: Path
     size: int = 1
     micro_batch_tokens: int = WHOLE
-    plan: Any = None
+    plan: Plan | None = None
     renewed: bool = False
 
     @property
@@ -113,7 +115,7 @@ def _check_programs(experiment: Experiment, graph: DataflowGraph) -> None:
 def _list_runs(graph: DataflowGraph, place: Path, processes: int) -> list[_Run]:
     """List the runs of a check, that which others are compared with first."""
     runs = [
-        _Run(name="one process", recipe=place / f"{ALONE}.yaml"),
+        _Run(name="one process", recipe=place / "alone.yaml"),
         _Run(
             name=f"micro_batch_tokens={SMALL} in one process",
             recipe=place / "micro-batches.yaml",
@@ -143,29 +145,24 @@ def _list_runs(graph: DataflowGraph, place: Path, processes: int) -> list[_Run]:
 
 
 def _execute(runs: Sequence[_Run]) -> None:
-    """Run all, those of one size in the same processes."""
-    for size in sorted({run.size for run in runs}):
-        of_size = [run for run in runs if run.size == size]
-        try:
-            run_on_ranks(
-                size, [run.recipe for run in of_size], renewed=[run.recipe for run in of_size if run.renewed]
+    """Run all of one size, in the same processes."""
+    recipes = [run.recipe for run in runs]
+    try:
+        run_on_ranks(runs[0].size, recipes, renewed=[run.recipe for run in runs if run.renewed])
+    except RanksFailure as failure:
+        name = next(run.name for run in runs if run.recipe.stem == failure.recipe)
+        raise CheckFailure(f"{name}: {failure.message}") from None
+
+
+def _compare(run: _Run, alone: _Run, tolerance: float) -> None:
+    """Compare metrics, state and samples of a run with those of the one in a single process."""
+    small = run.micro_batch_tokens != alone.micro_batch_tokens
+    than = f"with {alone.micro_batch_tokens}" if small else f"in {alone.name}"
+    compare_runs(run.directory, alone.directory, name=run.name, than=than, tolerance=tolerance)
+    expected, found = sampled(alone.recipe), sampled(run.recipe)
+    for key in expected:
+        if found.get(key) != expected[key]:
+            raise CheckFailure(
+                f"{run.name}: step/item {key} is sampled otherwise than {than}: {found.get(key)}, not"
+                f" {expected[key]}; if only one token is drawn otherwise, at the edge of two, set another seed"
             )
-        except RanksFailure as failure:
-            name = next(run.name for run in runs if run.recipe.stem == failure.recipe)
-            raise CheckFailure(f"{name}: {failure.message}") from None
-
-
-def _compare(runs: Sequence[_Run], tolerance: float) -> None:
-    """Compare metrics, state and samples of all runs with those of the first."""
-    alone = runs[0]
-    expected = sampled(alone.recipe)
-    for run in runs[1:]:
-        than = f"in {alone.name}" if run.size > 1 or run.renewed else f"with {WHOLE}"
-        compare_runs(run.directory, alone.directory, name=run.name, than=than, tolerance=tolerance)
-        found = sampled(run.recipe)
-        for key in expected:
-            if found.get(key) != expected[key]:
-                raise CheckFailure(
-                    f"{run.name}: step/item {key} is sampled otherwise than {than}: {found.get(key)}, not"
-                    f" {expected[key]}; if only one token is drawn otherwise, at the edge of two, set another seed"
-                )

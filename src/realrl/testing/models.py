@@ -1,23 +1,17 @@
 """Models of random weights, small enough that a step takes milliseconds."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from realrl.checkpoint import huggingface
-from realrl.data.tokenizer import train_bpe
 from realrl.engine.flat import FlatBuffer
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.model.init import initialise
 from realrl.testing.shape import SHAPE
-
-
-def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
-    """Train a byte-level BPE tokenizer."""
-    return train_bpe(texts, vocabulary)
 
 
 def save_model(
@@ -34,15 +28,3 @@ def save_model(
     if head == "scalar":
         buffer["score.weight"].normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
     huggingface.save(directory, shape, head, buffer, tokenizer, torch.float32)
-
-
-def list_texts(value: Any) -> Iterator[str]:
-    """List all texts inside a record."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from list_texts(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from list_texts(inner)

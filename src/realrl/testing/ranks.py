@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from realrl.config.errors import RunError, UserError
-from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, STORE_VARIABLE
+from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, STORE_VARIABLE, quiet_profiler
 from realrl.testing.failure import CheckFailure
 
 Tokens = dict[str, list[list[int]]]
@@ -45,6 +45,7 @@ def run_on_ranks(size: int, recipes: Sequence[Path], *, renewed: Collection[Path
     After each step of those that are `renewed`, the algorithm is made anew from what its `state_dict` saves.
     RanksFailure for the first that fails.
     """
+    quiet_profiler()
     scratch = recipes[0].parent
     context = multiprocessing.get_context("forkserver")
     # Imported once, in the server, instead of in every process.
@@ -103,7 +104,7 @@ def _rank(rank: int, size: int, recipes: Sequence[tuple[str, bool]]) -> None:
             message = str(error) if known else f"rank {rank}:\n{traceback.format_exc()}"
             record = {"recipe": recipe.stem, "message": message}
             (recipe.parent / f"error-{recipe.stem}-{rank}").write_text(json.dumps(record))
-            raise
+            raise SystemExit(1) from None
 
 
 def _run(rank: int, recipe: Path, renewed: bool) -> None:

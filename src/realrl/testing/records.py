@@ -24,7 +24,7 @@ def list_sentences() -> list[str]:
     return [write_sentence(i, mood) for i in range(40) for mood in ("good", "bad")]
 
 
-def make_records(form: str) -> list[dict[str, Any]]:
+def make_up_records(form: str) -> list[dict[str, Any]]:
     """Make records of a form of `recipe.forms.FORMS`, with all fields that its keys can be made of."""
     return _MAKERS[form]()
 

@@ -2,19 +2,20 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from realrl.data.tokenizer import train_bpe
 from realrl.recipe.algorithm import AlgorithmSpec, get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import apply_override, dump_experiment
 from realrl.recipe.model import TrainedModelConfig
-from realrl.testing.models import list_texts, save_model, train_tokenizer
-from realrl.testing.records import make_records
+from realrl.testing.models import save_model
+from realrl.testing.records import make_up_records
 from realrl.testing.shape import SHAPE
 
 STEPS = 2
@@ -38,10 +39,10 @@ def shrink_recipe(
     stay as they are, but for lengths; `overrides` come last.
     """
     spec = get_spec(experiment)
-    kept = make_records(spec.form) if records is None else list(records)
+    kept = make_up_records(spec.form) if records is None else list(records)
     data = directory / "records.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in kept))
-    tokenizer = train_tokenizer(list_texts(kept), SHAPE["vocab_size"])
+    tokenizer = train_bpe(_list_texts(kept), SHAPE["vocab_size"])
     minibatches = math.lcm(*(call.minibatches for call in build_graph(experiment).calls))
     settings = yaml.safe_load(dump_experiment(experiment))
     settings |= {
@@ -66,24 +67,25 @@ def shrink_recipe(
     }
     if spec.generation is not None:
         settings["generation"] |= {"max_new_tokens": NEW_TOKENS, "min_new_tokens": 0}
+    # The experiment has those of models already; the models here are others.
     for override in overrides:
-        settings = apply_override(settings, override)
+        if not override.strip().startswith("models."):
+            settings = apply_override(settings, override)
     return settings
 
 
 def _write_models(
     experiment: Experiment, spec: AlgorithmSpec, directory: Path, tokenizer: Any
 ) -> dict[str, Any]:
-    """Write a model for each role that has weights of its own, and return the settings of all roles."""
-    roles = spec.roles_of(experiment)
-    paths = {}
-    for number, role in enumerate(role for role, of in roles.items() if of.weights_from is None):
-        paths[role] = str(directory / role)
-        save_model(directory / role, roles[role].head, tokenizer, seed=3 + number)
+    """Write a model for each role, and return the settings of all.
+
+    No role starts from the weights of another: where actor and reference are equal, rewards are 0 but for rounding,
+    and what is counted by their sign differs between plans.
+    """
     models: dict[str, Any] = dict.fromkeys(spec.roles)
-    for role, of in roles.items():
-        source = of.weights_from if of.weights_from in roles else of.weights_else
-        models[role] = {"path": paths[role] if source is None else paths[source]}
+    for number, (role, of) in enumerate(spec.roles_of(experiment).items()):
+        save_model(directory / role, of.head, tokenizer, seed=3 + number)
+        models[role] = {"path": str(directory / role)}
         config = getattr(experiment.models, role)
         if isinstance(config, TrainedModelConfig):
             layers = config.trainable_layers
@@ -93,3 +95,15 @@ def _write_models(
                 "freeze_embeddings": config.freeze_embeddings,
             }
     return models
+
+
+def _list_texts(value: Any) -> Iterator[str]:
+    """List all texts inside a record."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _list_texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _list_texts(inner)
