@@ -39,8 +39,8 @@ def check_algorithm(
 
     CheckFailure at the first mistake. Models are replaced by tiny ones of random weights, records by `records`, or
     by some of the algorithm's form; lengths, batch and optimizer by small ones. Settings of the algorithm, its
-    reward and its sampling stay; `overrides` (`a.b=value`, as on the command line) come last, but for those of models.
-    `directory` is for files.
+    reward and its sampling stay; `overrides` (`a.b=value`, as on the command line) come last, but for those of
+    models. `directory` is for files.
 
     1. The description agrees with graphs and methods, and every call has a method.
     2. Programs of all presets on clusters of 1 to 8 devices are free of deadlock, and every call finds its data.

@@ -24,11 +24,20 @@ PATIENCE = 60.0
 class Silent:
     """An observer that is not interested."""
 
-    def begin(self, *_: object) -> None: ...
-    def costs(self, *_: object) -> None: ...
-    def note(self, *_: object) -> None: ...
-    def record(self, *_: object) -> None: ...
-    def end(self, *_: object) -> None: ...
+    def begin(self, *_: object) -> None:
+        """Ignore the beginning."""
+
+    def costs(self, *_: object) -> None:
+        """Ignore the costs."""
+
+    def note(self, *_: object) -> None:
+        """Ignore a note."""
+
+    def record(self, *_: object) -> None:
+        """Ignore a record."""
+
+    def end(self, *_: object) -> None:
+        """Ignore the end."""
 
 
 class RanksFailure(CheckFailure):
