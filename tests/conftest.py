@@ -32,6 +32,7 @@ FORMS = {
     "orpo": "reward",
     "simpo": "reward",
     "kto": "kto",
+    "offline_distillation": "sft",
 }
 """Algorithms that sample nothing -> their records."""
 DATA = {
@@ -74,15 +75,14 @@ class World:
 
         `changes` are fields, with `__` for the dot.
         """
+        teacher = {"shape": {**SHAPE, "init_std": 0.2}, "tokenizer": self.tokenizer}
         models: dict[str, Any] = {
             "sft": {"actor": {"shape": SHAPE, "tokenizer": self.tokenizer}},
             "reward": {"reward": {"path": self.actor}},
             "ranked_reward": {"reward": {"path": self.actor}},
             "process_reward": {"reward": {"path": self.actor}},
-            "distillation": {
-                "actor": {"path": self.actor},
-                "teacher": {"shape": {**SHAPE, "init_std": 0.2}, "tokenizer": self.tokenizer},
-            },
+            "distillation": {"actor": {"path": self.actor}, "teacher": teacher},
+            "offline_distillation": {"actor": {"path": self.actor}, "teacher": teacher},
             **{name: {"actor": {"path": self.actor}} for name in PREFERENCES},
         }.get(algorithm, {"actor": {"path": self.actor}, "reward": {"path": self.reward}})
         samples = algorithm not in FORMS

@@ -10,8 +10,11 @@ from torch import Tensor
 
 from realrl.algorithms.build import build_algorithm
 from realrl.algorithms.method import ModelOutput
+from realrl.algorithms.output_checks import check_outputs
 from realrl.config.errors import UserCodeError, UserError
 from realrl.data.batch import Batch, Ragged
+from realrl.dataflow.call import Call, Key, Kind
+from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.load import parse_experiment
 from realrl.testing.shape import SHAPE
 
@@ -224,6 +227,20 @@ def test_an_exception_names_function_call_and_line(old: str, function: str, tmp_
     number = file.read_text().splitlines().index("        {}['absent']") + 1
     assert str(caught.value) == f"algorithm={file} raised in {function}: KeyError: 'absent' ({file}:{number})"
     assert "absent" in caught.value.trace and caught.value.alone
+
+
+def test_several_numbers_at_each_position_are_as_many_as_declared() -> None:
+    call = Call("m.inference", "m", Kind.INFERENCE, ("sequences",), ("ids",), work=("sequences",))
+    graph = DataflowGraph([call], [Key("sequences", "int64"), Key("ids", "int32", "sequences", 2)])
+    given = Batch((0, 1, 2, 3), {"sequences": SEQUENCES})
+    for shape, problem in [
+        ((ROWS, 2), None),
+        ((ROWS, 3), f"gave values of shape [{ROWS}, 3] as 'ids'; it must be a Ragged of int32 with one row"),
+        ((ROWS,), f"gave values of shape [{ROWS}] as 'ids'"),
+    ]:
+        ids = Ragged(torch.zeros(shape, dtype=torch.int32), SEQUENCES.lengths)
+        found = check_outputs({"ids": ids}, [(call, graph)], given)
+        assert found is None if problem is None else (found or "").startswith(problem)
 
 
 def test_a_lost_rank_is_not_blamed_on_the_function_that_waits_for_it(tmp_path: Path) -> None:

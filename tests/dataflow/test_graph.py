@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from realrl.algorithms.policy.graph import make_eval_graph
-from realrl.dataflow.call import Call, Key, Kind
+from realrl.dataflow.call import Call, Candidates, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.dataflow.text import format_graph
 
@@ -85,6 +85,55 @@ def test_a_call_must_say_which_of_its_inputs_are_work() -> None:
 def test_only_training_has_minibatches() -> None:
     with pytest.raises(ValueError, match="only training has mini-batches"):
         Call("a", "a", Kind.INFERENCE, ("prompts",), work=("prompts",), minibatches=2)
+
+
+LIKELIEST = Call(
+    "teacher.inference",
+    "teacher",
+    Kind.INFERENCE,
+    ("prompts",),
+    ("ids",),
+    work=("prompts",),
+    candidates=Candidates(3),
+)
+LEARN = Call(
+    "actor.train",
+    "actor",
+    Kind.TRAIN,
+    ("prompts", "ids"),
+    work=("prompts",),
+    candidates=Candidates(3, "ids"),
+)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (Key("ids", "float32", "prompts", 3), "key 'ids' must have 3 whole numbers at each position"),
+        (Key("ids", "int32", "prompts"), "key 'ids' must have 3 whole numbers at each position"),
+        (Key("ids", "int32", "own", 3), "'ids' has other lengths than 'prompts'"),
+        (Key("ids", "int32", "prompts", 0), "width=0 is below 1"),
+    ],
+)
+def test_candidates_are_as_many_whole_numbers_beside_each_token(ids: Key, message: str) -> None:
+    DataflowGraph([LIKELIEST, LEARN], (KEYS[0], Key("ids", "int32", "prompts", 3)))
+    with pytest.raises(ValueError, match=message):
+        DataflowGraph([LIKELIEST, LEARN], (KEYS[0], ids))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"candidates": Candidates(3)}, "training needs a key with the ids"),
+        ({"candidates": Candidates(3, "other")}, "candidates are 'other', none of its inputs"),
+        ({"candidates": Candidates(0, "ids")}, "0 candidates are less than one"),
+        ({"work": ("prompts", "ids")}, "one key as work"),
+        ({"kind": Kind.GENERATE}, "only inference and training have candidates"),
+    ],
+)
+def test_impossible_candidates_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(LEARN, **changes)
 
 
 def test_text_names_every_call_with_where_its_inputs_come_from() -> None:

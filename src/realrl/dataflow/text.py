@@ -31,7 +31,13 @@ def _about(call: Call, trained: Collection[str]) -> str:
         return f"{call.kind} {call.function} on the host"
     frozen = "" if call.role in trained else " frozen"
     split = f" in {call.minibatches} mini-batches" if call.minibatches > 1 else ""
-    return f"{call.kind}{split},{frozen} role {call.role}"
+    candidates = call.candidates
+    tokens = ""
+    if candidates is not None:
+        tokens = (
+            f", {candidates.count} {'likeliest ' if candidates.ids is None else ''}tokens at each position"
+        )
+    return f"{call.kind}{split}{tokens},{frozen} role {call.role}"
 
 
 def _inputs(graph: DataflowGraph, call: Call) -> list[str]:

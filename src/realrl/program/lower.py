@@ -1,6 +1,6 @@
 """Compile a dataflow graph and a plan into one program per rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from realrl.dataflow.call import Call, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
@@ -71,6 +71,7 @@ def lower(
     homes: Mapping[str, Placement],
     kept: Mapping[str, Sequence[Placement]] | None = None,
     parts: TrainableParts | None = None,
+    done: Collection[str] = (),
 ) -> list[Program]:
     """Compile one step into one program per rank of the plan's cluster.
 
@@ -80,10 +81,16 @@ def lower(
     roles have that are trained in part. Every rank's program is a part of one
     global order of instructions, and nothing waits for a later one, so programs cannot deadlock; `validate`
     proves it again for any programs.
+
+    `done`: calls that have run already, whose outputs are where they put them (see `SampledStep`); the programs
+    send them on, and run the others.
     """
-    step = _Lowering(graph, plan, homes, kept or {}, parts or {})
+    step = _Lowering(graph, plan, homes, kept or {}, parts or {}, done)
     step.emit(tuple(range(plan.cluster.size)), Feed(graph.sources))
-    collected = {f: collecting_wave(graph, step.waves, f) for f in graph.functions}
+    for call in graph.order:
+        if call.name in done:
+            step.share_outputs(call)
+    collected = {f: collecting_wave(graph, step.waves, f) for f in graph.functions if f.name not in done}
     # Collective steps of a wave come before its long calls, so that the calls run side by side on their meshes.
     for number, wave in enumerate(step.waves):
         models = [call for call in wave if not call.is_function]
@@ -128,13 +135,15 @@ class _Lowering:
         homes: Mapping[str, Placement],
         kept: Mapping[str, Sequence[Placement]],
         parts: TrainableParts,
+        done: Collection[str] = (),
     ) -> None:
         self.graph, self.plan, self.homes, self.kept = graph, plan, homes, kept
-        self.parts = parts
-        self.waves = waves(graph, plan)
+        self.parts, self.done = parts, frozenset(done)
+        left = (tuple(call for call in wave if call.name not in done) for wave in waves(graph, plan))
+        self.waves = tuple(wave for wave in left if wave)
         pairs = [(p.name, c.name) for c in graph.order for p in producers(graph, c)]
         self.numbers = {pair: number for number, pair in enumerate(pairs)}
-        self._unsent = list(pairs)
+        self._unsent = [pair for pair in pairs if pair[1] not in self.done]
         """(producer, consumer) whose rows are still to be sent."""
         self._shared = set(graph.sources)
         """Keys that are known on all ranks that need them, with their lengths."""

@@ -86,6 +86,9 @@ class AlgorithmSpec:
     samples_per_prompt: Callable[[Any], int] = _one
     """Samples that training takes of each prompt, n: items i * n to i * n + n - 1 of a step have the i-th prompt,
     which generation computes once for those that it decodes together. Evaluation takes one."""
+    sampling_rounds: Callable[[Any], int] = _one
+    """Most rounds in which a training step samples: prompts whose samples all have the same `score`, a key with a
+    number per item that a call produces, are replaced by others in the next round (dynamic sampling, DAPO)."""
     epochs: Callable[[Any], int] = _one
     """Passes of train calls over the items of a step."""
     experience_calls: tuple[str, ...] = ()
@@ -138,6 +141,8 @@ class AlgorithmSpec:
             )
         if self.generation is None and self.samples_per_prompt is not _one:
             found.append(("samples_per_prompt", "an algorithm that does not generate draws no samples"))
+        if self.generation is None and self.sampling_rounds is not _one:
+            found.append(("sampling_rounds", "an algorithm that does not generate samples nothing"))
         if self.generation is None and self.experience_calls:
             found.append(("experience_calls", "an algorithm that does not generate has no experience"))
         return found
@@ -240,6 +245,9 @@ def get_spec(experiment: Experiment) -> AlgorithmSpec:
     return spec
 
 
+SCORE = "score"
+"""Key of the numbers by which samples of a prompt are compared, see `AlgorithmSpec.sampling_rounds`."""
+
 SAMPLE_FIELDS = ("prompt", "completion", "finished", "judge")
 """Fields of samples of evaluations, whatever the algorithm; `judge` only where the recipe names one."""
 
@@ -249,6 +257,7 @@ _FUNCTIONS = {
     "generation": True,
     "methods": False,
     "samples_per_prompt": False,
+    "sampling_rounds": False,
     "epochs": False,
 }
 """Fields that are functions -> whether they may be None."""

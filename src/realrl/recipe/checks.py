@@ -45,7 +45,7 @@ def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
 
 def _problems(experiment: Experiment) -> Iterator[str]:
     spec, data, training = get_spec(experiment), experiment.data, experiment.training
-    for field in ("epochs", "samples_per_prompt"):
+    for field in ("epochs", "samples_per_prompt", "sampling_rounds"):
         number = getattr(spec, field)(experiment)
         if not isinstance(number, int) or number < 1:
             yield f"algorithm {spec.name}: {field}: {number} is not a whole number above 0"

@@ -11,11 +11,8 @@ from realrl.checkpoint.notes import list_saving_notes
 from realrl.checkpoint.sources import check_trainable
 from realrl.config.errors import RunError, UserCodeError
 from realrl.config.user_function import UserFunction
-from realrl.data.order import Order
 from realrl.dataflow.call import Kind
-from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.parallel_groups import list_rank_sets
-from realrl.engine.training.learning_rate import compute_learning_rate
 from realrl.engine.training.skipped_steps import SkippedStepsError
 from realrl.plan.presets import SEARCH
 from realrl.planner.calibration.comparison import COSTS, Comparison
@@ -24,9 +21,8 @@ from realrl.program.lower import WRITER
 from realrl.program.trace_file import write_trace
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.model import trained_models
 from realrl.runtime.costs import Costs
-from realrl.runtime.evaluate import Evaluation, flatten
+from realrl.runtime.evaluate import Evaluation
 from realrl.runtime.output.notes import StepNotes, list_data_notes, list_model_notes
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.output.saved import find_saved
@@ -38,10 +34,10 @@ from realrl.runtime.prepare.trained_parts import list_trained_parts
 from realrl.runtime.processes.process import Process, connect, resolve_cluster
 from realrl.runtime.processes.startup import agree_on_plan, find_least_device
 from realrl.runtime.setup import load_data, load_functions, load_shared_tokenizer, load_stop_token_ids
+from realrl.runtime.step import TrainingSteps
 from realrl.runtime.worker.roles import Roles
-from realrl.runtime.worker.store import Store
 from realrl.runtime.worker.trace_recorder import Trace
-from realrl.runtime.worker.worker import StepInput, Worker
+from realrl.runtime.worker.worker import Worker
 
 COLLECT_EVERY = 100
 """Steps between writes of the measured costs, if evaluations and checkpoints are further apart."""
@@ -162,15 +158,6 @@ class TrainingRun:
         self.records, self.eval_records = load_data(
             experiment, compiled, self.tokenizer, self.stop_token_ids, functions
         )
-        data = experiment.data
-        self.order = Order(
-            len(self.records),
-            data.batch,
-            experiment.seed,
-            data.shuffle,
-            sources=[(source.items, source.weight) for source in self.records.sources],
-        )
-        self.steps = experiment.training.steps or max(1, self.order.steps(experiment.training.epochs))
         # Code of the user's runs once: on the rank that asks it.
         reference = experiment.training.judge if process.rank == WRITER else None
         judge = None if reference is None else UserFunction("training.judge", reference)
@@ -178,6 +165,8 @@ class TrainingRun:
         self.costs = Costs(experiment, compiled, process, self.roles, profile, say)
         self.trace = Trace(process.rank)
         self.worker = Worker(process, self.roles, algorithm, self.stop_token_ids, self.trace, self.tokenizer)
+        self.training = TrainingSteps(experiment, compiled, process, self.worker, self.costs, self.records)
+        self.steps = self.training.count
         self.evaluation: Evaluation | None = None
         if compiled.evaluation is not None and self.eval_records is not None:
             self.evaluation = Evaluation(
@@ -185,7 +174,7 @@ class TrainingRun:
                 self.worker,
                 compiled.evaluation,
                 self.eval_records,
-                batch=data.eval_batch or data.batch,
+                batch=experiment.data.eval_batch or experiment.data.batch,
                 seed=experiment.seed,
                 tokenizer=self.tokenizer,
                 judge=judge,
@@ -246,31 +235,12 @@ class TrainingRun:
 
     def _train_step(self, step: int) -> None:
         start = time.monotonic()
-        phase = self.compiled.train
-        samples = get_spec(self.experiment).samples_per_prompt(self.experiment)
-        store = Store(phase.graph, phase.plan, samples)
-        # Samples of a prompt are consecutive items, so that item // samples is the prompt.
-        indices = [i for i in self.order.indices(step) for _ in range(samples)]
-        rates = {
-            role: compute_learning_rate(config.optimizer, step, self.steps)
-            for role, config in trained_models(models(self.experiment)).items()
-        }
-        inputs = StepInput(
-            records=self.records.batch(indices),
-            sampling_seed=SamplingSeed(self.experiment.seed, step),
-            rates=rates,
-            further=self.records.further_fields(indices),
-            origins=self.records.list_origins(indices),
-            samples=samples,
-        )
-        with self.costs.step(store):
-            program = phase.programs[self.process.rank]
-            try:
-                metrics = flatten(self.worker.run(program, store, inputs, self.costs.timer))
-            except SkippedStepsError as error:
-                raise self._stopped(error, step + 1) from None
-            except UserCodeError as error:
-                raise self._saying_what_is_saved(error) from error
+        try:
+            metrics = self.training.run(step)
+        except SkippedStepsError as error:
+            raise self._stopped(error, step + 1) from None
+        except UserCodeError as error:
+            raise self._saying_what_is_saved(error) from error
         self._record(MetricsRecord(step + 1, "train", time.monotonic() - start, metrics))
         if self.observer is not None:
             for note in self.notes.describe_step(step + 1, metrics):

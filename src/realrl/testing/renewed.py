@@ -7,7 +7,6 @@ from realrl.algorithms.build import build_algorithm
 from realrl.dataflow.call import Kind
 from realrl.runtime.setup import load_functions
 from realrl.runtime.train import TrainingRun
-from realrl.runtime.worker.worker import Worker
 
 
 class RenewedRun(TrainingRun):
@@ -20,9 +19,7 @@ class RenewedRun(TrainingRun):
         self.algorithm = build_algorithm(self.experiment)
         self.algorithm.load_state_dict(state)
         load_functions(self.algorithm, self.compiled, self.process.rank)
-        self.worker = Worker(
-            self.process, self.roles, self.algorithm, self.stop_token_ids, self.trace, self.tokenizer
-        )
+        self.worker.use(self.algorithm)
 
     def _gather_state(self) -> dict[str, float]:
         """Gather what a checkpoint would hold: the state of the first rank of the first train call."""

@@ -12,7 +12,7 @@ from realrl.recipe.load import load_experiment
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
-CLUSTERS = {"recipes/demo": "cpu:1x2", "recipes/small": "h100:1x1"}
+CLUSTERS = {"recipes/demo": "cpu:1x2", "recipes/demo_grpo": "cpu:1x2", "recipes/small": "h100:1x1"}
 """Folder -> cluster, where the recipe names no kind of device."""
 POLICY_GRADIENTS = "recipes/policy_gradient"
 
@@ -20,9 +20,11 @@ POLICY_GRADIENTS = "recipes/policy_gradient"
 def list_sizes(recipe: str) -> list[str]:
     """Overrides that give models a size in place of a path, which is only a placeholder, or on the hub."""
     document = yaml.safe_load((ROOT / recipe).read_text())
-    demo = yaml.safe_load((ROOT / "recipes" / "demo" / "sft.yaml").read_text())["models"]["actor"]["shape"]
     folder = str(Path(recipe).parent)
-    shape = {"recipes/small": "qwen2.5-0.5b", "recipes/demo": json.dumps(demo)}.get(folder, "llama-2-7b")
+    shape = {"recipes/small": "qwen2.5-0.5b"}.get(folder, "llama-2-7b")
+    if folder.startswith("recipes/demo"):
+        demo = yaml.safe_load((ROOT / folder / "sft.yaml").read_text())
+        shape = json.dumps(demo["models"]["actor"]["shape"])
     return [
         f"models.{role}.{field}"
         for role, model in document["models"].items()

@@ -38,6 +38,10 @@ class PolicyGradientConfig(Settings):
 
     samples: PositiveInt = 8
     """Answers sampled for each prompt, a group."""
+    sampling_rounds: PositiveInt = 1
+    """Dynamic sampling: prompts whose answers all have the same score, which teach nothing, are replaced by the
+    next ones of the data, sampled in another round, until the batch is full or this many rounds are over; what is
+    then still missing is filled up with such prompts. 1 takes all answers as they come."""
     baseline: Literal["group_mean", "leave_one_out", "greedy", "none"] = "group_mean"
     """Subtracted from the reward of each answer: the mean reward of its group (`group_mean`), of the others of its
     group (`leave_one_out`), or the reward of the prompt's greedy answer, which is generated besides (`greedy`)."""
@@ -94,6 +98,11 @@ class PolicyGradientConfig(Settings):
             )
         if self.scale == "group_std" and self.samples < 2:
             raise ValueError("scale=group_std is the deviation within a group; samples must be at least 2")
+        if self.sampling_rounds > 1 and self.samples < 2:
+            raise ValueError(
+                f"sampling_rounds={self.sampling_rounds} compares the answers of a group; samples must be"
+                " at least 2"
+            )
         if self.baseline == "greedy" and self.samples > 1:
             raise ValueError(
                 f"baseline=greedy takes one answer of each prompt beside the greedy one; set samples=1, not"

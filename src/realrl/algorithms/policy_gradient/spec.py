@@ -45,6 +45,7 @@ def make_policy_gradient_spec(name: str) -> AlgorithmSpec:
         ),
         generation=lambda experiment: experiment.generation,
         samples_per_prompt=lambda experiment: experiment.policy.samples,
+        sampling_rounds=lambda experiment: experiment.policy.sampling_rounds,
         epochs=lambda experiment: experiment.policy.epochs,
         methods=lambda experiment, graph, eval_graph: _make_methods(spec, experiment, graph, eval_graph),
         optional_calls=OPTIONAL_CALLS,

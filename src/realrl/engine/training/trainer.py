@@ -9,8 +9,9 @@ from torch import Tensor
 
 from realrl.algorithms.method import Metrics, TrainMethod
 from realrl.data.batch import Batch
+from realrl.dataflow.call import Candidates
 from realrl.engine.flat import FlatBuffer
-from realrl.engine.model import Model, count_item_tokens
+from realrl.engine.model import Model, count_item_tokens, read_candidates
 from realrl.engine.offload import Offloadable
 from realrl.engine.pipeline.schedule import make_1f1b_schedule
 from realrl.engine.reduced_metrics import reduce_metrics
@@ -80,13 +81,14 @@ class Trainer:
         recompute: bool = False,
         after_pass: Callable[[], None] = lambda: None,
         call: str = "train",
+        candidates: Candidates | None = None,
     ) -> Metrics:
         """Run a train call on this rank's items.
 
         `minibatches` are positions in `batch`, as many and in the same order on every rank of the group.
         `max_tokens` is the limit of a micro-batch; with `recompute` only inputs of layers are kept of it.
         `after_pass` is called after each forward and each backward pass of a micro-batch. `call` is the name of the
-        call, for errors.
+        call, for errors, and `candidates` are its own.
         Losses are sums divided by their global weight, so neither micro-batches nor any parallelism change
         them. An optimizer step whose gradient is not finite is skipped. Returns metrics added up over data-parallel
         ranks: the method's own, `grad_norm` (mean over the steps that were not skipped), `skipped_steps` (their
@@ -103,7 +105,7 @@ class Trainer:
         for positions in steps:
             minibatch = batch.select(positions)
             minibatch_metrics = self._accumulate_gradients(
-                minibatch, method, max_tokens, recompute, after_pass
+                minibatch, method, max_tokens, recompute, after_pass, candidates
             )
             metrics.update(minibatch_metrics)
             if method.stop(minibatch_metrics.result()):
@@ -140,6 +142,7 @@ class Trainer:
         max_tokens: int,
         recompute: bool,
         after_pass: Callable[[], None],
+        candidates: Candidates | None,
     ) -> Metrics:
         """Accumulate the gradient of one mini-batch; its metrics over data-parallel ranks, on every stage."""
         model = self.model
@@ -161,7 +164,7 @@ class Trainer:
                 self._grad_reduce.start_last_backward()
             if action.kind == "F":
                 part = batch.select(parts[action.micro_batch])
-                done = self._forward(part, method, next(received), weight, metrics, recompute)
+                done = self._forward(part, method, next(received), weight, metrics, recompute, candidates)
                 if self._has_backward:
                     passes[action.micro_batch] = done
                 del done  # without a backward pass nothing needs it; it is freed before the next micro-batch
@@ -180,6 +183,7 @@ class Trainer:
         weight: Tensor,
         metrics: Metrics,
         recompute: bool,
+        candidates: Candidates | None,
     ) -> "_Pass":
         model = self.model
         rows = method.sequences(part)
@@ -190,7 +194,8 @@ class Trainer:
         if not model.shard.last:
             model.pipeline.send(hidden)
             return _Pass(received, hidden)
-        output = model.compute_output(hidden, rows, packing, entropy=method.entropy)
+        ids = read_candidates(part, candidates)
+        output = model.compute_output(hidden, rows, packing, entropy=method.entropy, candidates=ids)
         loss, part_metrics = method.loss(part, output)
         metrics.update(part_metrics)
         return _Pass(received, loss / weight)

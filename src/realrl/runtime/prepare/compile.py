@@ -18,7 +18,7 @@ from realrl.program.lower import home_placements, kept_copies, lower, lower_star
 from realrl.program.memory import Memory, StoredModel
 from realrl.program.order import TrainableParts
 from realrl.program.validate import validate, validate_start
-from realrl.recipe.algorithm import get_spec
+from realrl.recipe.algorithm import SCORE, get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.model import ModelConfig, trained_models
@@ -34,6 +34,18 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class SampledStep:
+    """A training step in two parts, where samples are taken in rounds (`AlgorithmSpec.sampling_rounds`)."""
+
+    rounds: int
+    """Most rounds."""
+    sampling: Phase
+    """The calls that `score` depends on, which run in every round."""
+    learning: list[Program]
+    """Programs of the other calls, which begin with what the rounds have put out."""
+
+
+@dataclass(frozen=True)
 class Compiled:
     """A recipe compiled for a cluster: training steps, evaluation steps, and homes of parameters in between.
 
@@ -46,6 +58,8 @@ class Compiled:
     kept: Mapping[str, tuple[Placement, ...]]
     start: list[Program]
     memory: Memory
+    sampled: SampledStep | None = None
+    """The training step in parts, where it samples in rounds."""
 
     @property
     def phases(self) -> dict[str, Phase]:
@@ -61,7 +75,10 @@ class Compiled:
     def programs(self) -> dict[str, list[Program]]:
         """Programs of all ranks: `start`, if there is anything to do, and each kind of step."""
         starts = any(program.instructions for program in self.start)
-        return ({"start": self.start} if starts else {}) | {n: p.programs for n, p in self.phases.items()}
+        found = ({"start": self.start} if starts else {}) | {n: p.programs for n, p in self.phases.items()}
+        if self.sampled is not None:
+            found |= {"sampling": self.sampled.sampling.programs, "learning": self.sampled.learning}
+        return found
 
 
 def models(experiment: Experiment) -> dict[str, ModelConfig]:
@@ -84,8 +101,9 @@ def stored_models(
 ) -> dict[str, StoredModel]:
     """Describe the storage of roles whose shapes are given.
 
-    UserError where more layers are to be trained than there are.
+    UserError where more layers are to be trained than there are, or models disagree on what tokens there are.
     """
+    _check_candidates(graph, shapes)
     configs = models(experiment)
     heads = get_spec(experiment).heads
     parts = find_trainable_parts(configs, graph.averages)
@@ -107,6 +125,28 @@ def stored_models(
         for role, config in configs.items()
         if role in shapes
     }
+
+
+def _check_candidates(graph: DataflowGraph, shapes: Mapping[str, ModelShape]) -> None:
+    """Check that vocabularies have as many tokens as there are candidates, and the same ones; else UserError."""
+    for call in graph.calls:
+        if call.candidates is None or call.model_role not in shapes:
+            continue
+        vocabulary, candidates = shapes[call.model_role].vocab_size, call.candidates
+        if candidates.count > vocabulary:
+            raise UserError(
+                f"{candidates.setting}={candidates.count} is more than the {vocabulary} tokens of the vocabulary of"
+                f" models.{call.model_role}"
+            )
+        source = graph.producer(candidates.ids) if candidates.ids is not None else None
+        if source is None or source.is_function or source.model_role not in shapes:
+            continue
+        other = shapes[source.model_role].vocab_size
+        if other != vocabulary:
+            raise UserError(
+                f"models.{source.model_role} has a vocabulary of {other} tokens and models.{call.model_role} one of"
+                f" {vocabulary}; {call.name} compares their distributions, which takes the same one"
+            )
 
 
 def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None = None) -> Compiled:
@@ -139,7 +179,9 @@ def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None =
     if eval_graph is not None:
         evaluation = _phase(eval_graph, plan.evaluation(eval_graph, graph), homes, kept, parts)
     memory = Memory(stored, homes, offloaded(plan), kept)
-    return Compiled(train, evaluation, homes, kept, start, memory)
+    rounds = get_spec(experiment).sampling_rounds(experiment)
+    sampled = None if rounds == 1 else _sampled_step(rounds, train, homes, kept, parts)
+    return Compiled(train, evaluation, homes, kept, start, memory, sampled)
 
 
 def with_sizes(experiment: Experiment, compiled: Compiled, plan: Plan | None) -> Compiled:
@@ -170,6 +212,21 @@ def _phase(
     programs = lower(graph, plan, homes, kept, parts)
     validate(programs, graph, homes, offloaded(plan), kept, parts)
     return Phase(graph, plan, programs)
+
+
+def _sampled_step(
+    rounds: int,
+    train: Phase,
+    homes: Mapping[str, Placement],
+    kept: Mapping[str, tuple[Placement, ...]],
+    parts: TrainableParts,
+) -> SampledStep:
+    graph, plan = train.graph, train.plan
+    sampling = _phase(graph.upstream(SCORE), plan, homes, kept, parts)
+    done = {call.name: plan[call.name] for call in sampling.graph.calls}
+    learning = lower(graph, plan, homes, kept, parts, done)
+    validate(learning, graph, homes, offloaded(plan), kept, parts, done)
+    return SampledStep(rounds, sampling, learning)
 
 
 def _check_batch(experiment: Experiment, graph: DataflowGraph, plan: Plan) -> None:

@@ -105,6 +105,10 @@ class Worker:
             Load: roles.load,
         }
 
+    def use(self, algorithm: Algorithm) -> None:
+        """Take the methods of another object of the same algorithm from now on."""
+        self._algorithm = algorithm
+
     def start(self, program: Program) -> None:
         """Execute a program that only moves parameters, before the first step."""
         for instruction in program.instructions:
@@ -221,7 +225,9 @@ class Worker:
                 raise NotFiniteError(f"{call.name}: {error}") from None
         elif call.kind is Kind.INFERENCE:
             metrics: Metrics
-            batch, metrics = model.infer(batch, cast(InferenceMethod, method), max_tokens, now.after_pass)
+            batch, metrics = model.infer(
+                batch, cast(InferenceMethod, method), max_tokens, now.after_pass, call.candidates
+            )
             now.metrics[call.name] = metrics
         else:
             assert call.kind is Kind.TRAIN, f"{call.name} is a function"
@@ -241,4 +247,5 @@ class Worker:
             recompute=run.placement.strategy.recompute,
             after_pass=now.after_pass,
             call=call.name,
+            candidates=call.candidates,
         )
