@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
+from realrl.testing.ranks import run_on_ranks, sampled
 from tests.conftest import World, read_metrics
-from tests.runtime.ranks import run_on_ranks, sampled
 
 PRESETS: Mapping[str, dict[str, Any]] = {
     "grpo": {"epochs": 2, "ref_ema": 0.3},

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
+from realrl.testing.ranks import run_on_ranks
 from tests.conftest import World, read_metrics
-from tests.runtime.ranks import run_on_ranks
 
 RECIPES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("dpo", {"preference": {"ref_ema": 0.3}}),
