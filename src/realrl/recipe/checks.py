@@ -81,7 +81,7 @@ def _graph_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[st
             )
     for average in graph.averages:
         dtype = getattr(experiment.models, average.role).dtype
-        if dtype != "float32":
+        if dtype != "float32" and average.factor < 1:
             yield (
                 f"models.{average.role}.dtype={dtype}: {average.role} follows {average.source} by a moving average,"
                 " which needs float32; in bfloat16 small steps are rounded away"

@@ -78,8 +78,10 @@ class RunObserver(Protocol):
         """End, after the last step."""
 
 
-def train(experiment: Experiment, observer: RunObserver) -> None:
-    """Run a recipe as one rank of its cluster.
+def train(
+    experiment: Experiment, observer: RunObserver, run_class: "type[TrainingRun] | None" = None
+) -> None:
+    """Run a recipe as one rank of its cluster, by a `run_class` derived from TrainingRun if one is given.
 
     UserError for a mistake that the user can correct, RunError for a failure that is no bug.
     """
@@ -107,7 +109,8 @@ def train(experiment: Experiment, observer: RunObserver) -> None:
                 check_fit(experiment, with_sizes(experiment, compiled, plan), here)
         # Every rank has read everything before the directory of an earlier run may be deleted.
         with process.together():
-            run = TrainingRun(experiment, compiled, process, observer if process.rank == WRITER else None)
+            make = run_class or TrainingRun
+            run = make(experiment, compiled, process, observer if process.rank == WRITER else None)
         # Mistakes that show without weights are found before any rank takes minutes to load some.
         run.face_opponent()
         with process.together():

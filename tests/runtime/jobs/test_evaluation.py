@@ -12,8 +12,8 @@ from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.recipe.evaluation import BestConfig
 from realrl.runtime.evaluation.best import BestEvaluation
+from realrl.testing.ranks import run_on_ranks
 from tests.conftest import World, read_metrics, write_jsonl
-from tests.runtime.ranks import run_on_ranks
 
 REWARD = """
 def count_e(completions, target):
@@ -136,7 +136,8 @@ def test_the_models_of_the_best_evaluation_are_kept(world: World, alone: Path) -
 
 
 def test_two_processes_evaluate_like_one(world: World, alone: Path, tmp_path: Path) -> None:
-    run_on_ranks(2, [grpo(world, tmp_path, cluster="1x2")], evaluate=True)
+    recipe = grpo(world, tmp_path, cluster="1x2")
+    run_on_ranks(2, [recipe], evaluated=[recipe])
     ours, theirs = tmp_path / "run" / "eval", alone / "run" / "eval"
     metrics, expected = (
         json.loads((place / "metrics.json").read_text())["metrics"] for place in (ours, theirs)

@@ -9,8 +9,8 @@ import yaml
 
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
+from realrl.testing.ranks import run_on_ranks
 from tests.conftest import World, read_metrics
-from tests.runtime.ranks import run_on_ranks
 
 SAMPLES, BATCH, STEPS, ROUNDS = 4, 8, 3, 3
 

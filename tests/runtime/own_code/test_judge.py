@@ -9,8 +9,8 @@ from realrl.config.errors import UserCodeError, UserError
 from realrl.config.user_function import UserFunction
 from realrl.recipe.load import load_experiment
 from realrl.runtime.train import train
+from realrl.testing.ranks import Silent
 from tests.conftest import World
-from tests.runtime.ranks import Silent
 
 CODE = """
 import sys

@@ -1,6 +1,7 @@
 """Description of PPO. No torch."""
 
 from realrl.algorithms.policy.graph import make_eval_graph
+from realrl.algorithms.policy.reference import list_averages
 from realrl.algorithms.policy.report import CURVES, HEADLINES, OPTIONAL_CALLS, OPTIONAL_METRICS, SUMMARY
 from realrl.algorithms.ppo.config import PPOExperiment
 from realrl.algorithms.ppo.graph import train_graph
@@ -13,8 +14,7 @@ def _train_graph(experiment: PPOExperiment) -> DataflowGraph:
     models = experiment.models
     return train_graph(
         minibatches=experiment.ppo.minibatches,
-        ref_ema=experiment.ppo.ref_ema,
-        same_start=models.ref is not None and models.ref.starts_like(models.actor),
+        averages=list_averages(experiment.ppo, models.actor, models.ref),
         reward=experiment.reward,
         reference=models.ref is not None,
     )

@@ -165,7 +165,8 @@ class DecodeBatch:
             allowed = logits.index_fill(-1, self.stop_token_ids, -torch.inf)
         sequences = self.seed.first_sequence + self.ids[rows]
         positions = torch.full_like(rows, position)
-        noise = compute_uniform(self.seed.seed, self.seed.step, sequences, positions)
+        seed = self.seed
+        noise = compute_uniform(seed.seed, seed.step, sequences, positions, call=seed.call)
         tokens, logprobs = sample(allowed, self.sampling, noise)
         temperature = self.model.temperature
         if allowed is not logits or self.sampling.temperature != temperature:

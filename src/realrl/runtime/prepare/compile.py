@@ -7,6 +7,7 @@ from realrl.checkpoint.directory import find_model_shape, known_shape
 from realrl.config.errors import UserError
 from realrl.dataflow.call import MovingAverage
 from realrl.dataflow.graph import DataflowGraph
+from realrl.dataflow.periods import share_steps
 from realrl.families.shape import ModelShape
 from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.cluster import Cluster
@@ -26,11 +27,20 @@ from realrl.recipe.model import ModelConfig, trained_models
 
 @dataclass(frozen=True)
 class Phase:
-    """One kind of step: its graph, its plan, and the program of every rank."""
+    """One kind of step: its graph, its plan, and the program of every rank.
+
+    `programs` have all moving averages of the graph. `partial` are those of steps in which some are not due, by the
+    periods of those that are.
+    """
 
     graph: DataflowGraph
     plan: Plan
     programs: list[Program]
+    partial: Mapping[frozenset[int], list[Program]]
+
+    def programs_of(self, step: int) -> list[Program]:
+        """Find the programs of a training step, the first of which is 1."""
+        return self.partial.get(self.graph.due(step), self.programs)
 
 
 @dataclass(frozen=True)
@@ -41,8 +51,8 @@ class SampledStep:
     """Most rounds."""
     sampling: Phase
     """The calls that `score` depends on, which run in every round."""
-    learning: list[Program]
-    """Programs of the other calls, which begin with what the rounds have put out."""
+    learning: Phase
+    """The whole graph, with programs of the other calls, which begin with what the rounds have put out."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +83,19 @@ class Compiled:
 
     @property
     def programs(self) -> dict[str, list[Program]]:
-        """Programs of all ranks: `start`, if there is anything to do, and each kind of step."""
+        """Programs of all ranks: `start`, if there is anything to do, and each kind of step.
+
+        `train-due-2` are those of steps in which, of all moving averages, just those of period 2 are due.
+        """
         starts = any(program.instructions for program in self.start)
-        found = ({"start": self.start} if starts else {}) | {n: p.programs for n, p in self.phases.items()}
+        found = {"start": self.start} if starts else {}
+        phases = self.phases
         if self.sampled is not None:
-            found |= {"sampling": self.sampled.sampling.programs, "learning": self.sampled.learning}
+            phases |= {"sampling": self.sampled.sampling, "learning": self.sampled.learning}
+        for name, phase in phases.items():
+            found[name] = phase.programs
+            for due, programs in phase.partial.items():
+                found[f"{name}-due-{'-'.join(map(str, sorted(due))) or 'none'}"] = programs
         return found
 
 
@@ -101,8 +119,9 @@ def stored_models(
 ) -> dict[str, StoredModel]:
     """Describe the storage of roles whose shapes are given.
 
-    UserError where more layers are to be trained than there are.
+    UserError where more layers are to be trained than there are, or models disagree on what tokens there are.
     """
+    _check_candidates(graph, shapes)
     configs = models(experiment)
     heads = get_spec(experiment).heads
     parts = find_trainable_parts(configs, graph.averages)
@@ -124,6 +143,28 @@ def stored_models(
         for role, config in configs.items()
         if role in shapes
     }
+
+
+def _check_candidates(graph: DataflowGraph, shapes: Mapping[str, ModelShape]) -> None:
+    """Check that vocabularies have as many tokens as there are candidates, and the same ones; else UserError."""
+    for call in graph.calls:
+        if call.candidates is None or call.model_role not in shapes:
+            continue
+        vocabulary, candidates = shapes[call.model_role].vocab_size, call.candidates
+        if candidates.count > vocabulary:
+            raise UserError(
+                f"{candidates.setting}={candidates.count} is more than the {vocabulary} tokens of the vocabulary of"
+                f" models.{call.model_role}"
+            )
+        source = graph.producer(candidates.ids) if candidates.ids is not None else None
+        if source is None or source.is_function or source.model_role not in shapes:
+            continue
+        other = shapes[source.model_role].vocab_size
+        if other != vocabulary:
+            raise UserError(
+                f"models.{source.model_role} has a vocabulary of {other} tokens and models.{call.model_role} one of"
+                f" {vocabulary}; {call.name} compares their distributions, which takes the same one"
+            )
 
 
 def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None = None) -> Compiled:
@@ -217,12 +258,18 @@ def _phase(
     homes: Mapping[str, Placement],
     kept: Mapping[str, tuple[Placement, ...]],
     parts: TrainableParts,
+    done: Mapping[str, Placement] | None = None,
 ) -> Phase:
     homes = {role: homes[role] for role in graph.roles}
     kept = {role: kept[role] for role in graph.roles if role in kept}
-    programs = lower(graph, plan, homes, kept, parts)
-    validate(programs, graph, homes, offloaded(plan), kept, parts)
-    return Phase(graph, plan, programs)
+
+    def build(graph: DataflowGraph) -> list[Program]:
+        programs = lower(graph, plan, homes, kept, parts, done or {})
+        validate(programs, graph, homes, offloaded(plan), kept, parts, done)
+        return programs
+
+    partial = [due for due in share_steps(graph.periods) if due != graph.periods]
+    return Phase(graph, plan, build(graph), {due: build(graph.with_due(due)) for due in partial})
 
 
 def _sampled_step(
@@ -235,9 +282,7 @@ def _sampled_step(
     graph, plan = train.graph, train.plan
     sampling = _phase(graph.upstream(SCORE), plan, homes, kept, parts)
     done = {call.name: plan[call.name] for call in sampling.graph.calls}
-    learning = lower(graph, plan, homes, kept, parts, done)
-    validate(learning, graph, homes, offloaded(plan), kept, parts, done)
-    return SampledStep(rounds, sampling, learning)
+    return SampledStep(rounds, sampling, _phase(graph, plan, homes, kept, parts, done))
 
 
 def _check_batch(experiment: Experiment, graph: DataflowGraph, plan: Plan) -> None:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from realrl.algorithms.method import (
@@ -105,6 +105,10 @@ class Worker:
             Load: roles.load,
         }
 
+    def use(self, algorithm: Algorithm) -> None:
+        """Take the methods of another object of the same algorithm from now on."""
+        self._algorithm = algorithm
+
     def start(self, program: Program) -> None:
         """Execute a program that only moves parameters, before the first step."""
         for instruction in program.instructions:
@@ -204,6 +208,7 @@ class Worker:
         method = self._algorithm.method(call.name)
         if call.kind is Kind.GENERATE:
             assert isinstance(method, GenerateMethod)
+            number = [other for other in store.graph.calls if other.kind is Kind.GENERATE].index(call)
             try:
                 batch = generate(
                     model,
@@ -211,7 +216,7 @@ class Worker:
                     method.prompts,
                     sampling=method.eval_sampling if step.evaluation else method.sampling,
                     stop_token_ids=self._stop_token_ids,
-                    seed=step.sampling_seed,
+                    seed=replace(step.sampling_seed, call=number),
                     kv_capacity=max_tokens,
                     samples=store.samples,
                     after_step=now.after_pass,
@@ -220,7 +225,9 @@ class Worker:
                 raise NotFiniteError(f"{call.name}: {_describe_logits(error, step)}") from None
         elif call.kind is Kind.INFERENCE:
             metrics: Metrics
-            batch, metrics = model.infer(batch, cast(InferenceMethod, method), max_tokens, now.after_pass)
+            batch, metrics = model.infer(
+                batch, cast(InferenceMethod, method), max_tokens, now.after_pass, call.candidates
+            )
             now.metrics[call.name] = metrics
         else:
             assert call.kind is Kind.TRAIN, f"{call.name} is a function"
@@ -240,6 +247,7 @@ class Worker:
             recompute=run.placement.strategy.recompute,
             after_pass=now.after_pass,
             call=call.name,
+            candidates=call.candidates,
         )
 
 
