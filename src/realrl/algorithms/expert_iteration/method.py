@@ -35,7 +35,7 @@ class ExpertIterationAlgorithm(StatelessAlgorithm):
         )
         methods: dict[str, Method] = {
             "actor.generate": GenerateMethod(generation, evaluated),
-            "ref.inference": RefInference(restricted=evaluated.restricted),
+            "ref.inference": RefInference(restricted=evaluated.skews(generation.temperature)),
             "actor.train": train,
             **make_reward_methods(reward),
         }
