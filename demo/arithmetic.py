@@ -1,9 +1,9 @@
 """Make the arithmetic demo's records: python demo/arithmetic.py [--out data/demo_grpo]
 
 Sums of two numbers below 100. A quarter of the answers to imitate work the sum out digit by digit, as in
-"5+7=12, 2+3+1=6, so 62"; the others are guesses nearby. A model that imitates them is right in a quarter of all cases at
-best. That it pays to work sums out, and to do so with care, it has to find out from a verifier, which looks at the last
-number of an answer and nothing else.
+"5+7=12, 2+3+1=6, so 62"; the others are guesses nearby. A model that imitates them is right in a quarter of all
+cases at best. That it pays to work sums out, and to do so with care, it has to find out from a verifier, which
+looks at the last number of an answer and nothing else.
 """
 
 import argparse

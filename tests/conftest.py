@@ -101,7 +101,7 @@ class World:
                 models[role] = {**models[role], "optimizer": {"lr": 1e-3}}
         if samples:
             document["generation"] = {"max_new_tokens": 12}
-            section = algorithm if algorithm in ("ppo", "distillation") else "policy"
+            section = algorithm if algorithm in ("ppo", "distillation", "expert_iteration") else "policy"
             document[section] = {"minibatches": 2}
         if algorithm == "ppo":
             models["critic"] = {"optimizer": {"lr": 1e-3}}

@@ -1,3 +1,5 @@
+import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -5,6 +7,7 @@ import pytest
 from realrl.algorithms.policy.graph import make_eval_graph
 from realrl.dataflow.call import Call, Candidates, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
+from realrl.dataflow.periods import share_steps
 from realrl.dataflow.text import format_graph
 
 KEYS = (
@@ -186,3 +189,11 @@ def test_a_function_has_edges_of_data_and_no_role() -> None:
 def test_a_call_is_either_a_function_or_has_a_role(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(REWARD, **changes)
+
+
+@pytest.mark.parametrize("periods", [(), (1,), (4,), (1, 3), (2, 4), (2, 3), (4, 6, 9)])
+def test_shares_of_steps_are_those_of_a_count(periods: tuple[int, ...]) -> None:
+    whole = math.lcm(*periods)
+    counted = Counter(frozenset(p for p in periods if step % p == 0) for step in range(whole))
+    shares = share_steps(frozenset(periods))
+    assert shares == pytest.approx({due: count / whole for due, count in counted.items()})

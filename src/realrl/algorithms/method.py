@@ -140,7 +140,7 @@ class TrainMethod(Protocol):
 
     def weight(self, batch: Batch) -> float:
         """Weight of the terms that the loss of these items is a sum of, such as their number; the engine
-        divides by its global total."""
+        divides by its global total. A mini-batch without any makes no optimizer step."""
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
         """Compute the sum of the loss terms of a micro-batch, a scalar, and its metrics."""

@@ -54,9 +54,9 @@ class Candidates:
 
 @dataclass(frozen=True)
 class MovingAverage:
-    """EMA of a trained role: after each training of `source`, `role` is updated.
+    """EMA of a trained role: after training of `source` in every `period`-th step, `role` is updated.
 
-    Its parameters become (1 - factor) * theirs + factor * those of `source`.
+    Its parameters become (1 - factor) * theirs + factor * those of `source`; with a factor of 1, those of `source`.
     """
 
     role: str
@@ -64,6 +64,13 @@ class MovingAverage:
     factor: float
     same_start: bool = False
     """Whether both start from the same values, so that what training leaves alone stays equal by itself."""
+    period: int = 1
+
+    def __post_init__(self) -> None:
+        if self.period < 1:
+            raise DescriptionError(
+                f"{self.role} follows {self.source} every {self.period} steps, not 1 or more"
+            )
 
 
 @dataclass(frozen=True)

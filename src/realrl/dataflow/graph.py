@@ -1,6 +1,6 @@
 """The calls of one training step, and the edges between them."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cached_property
 
 from realrl.config.errors import DescriptionError
@@ -115,6 +115,20 @@ class DataflowGraph:
     def trained(self, role: str) -> bool:
         """Check whether a step updates the role's parameters."""
         return any(call.kind is Kind.TRAIN for call in self.calls if call.role == role)
+
+    @cached_property
+    def periods(self) -> frozenset[int]:
+        """Periods of the moving averages, in steps."""
+        return frozenset(average.period for average in self.averages)
+
+    def due(self, step: int) -> frozenset[int]:
+        """Find the periods of the moving averages that are due in a training step, the first of which is 1."""
+        return frozenset(period for period in self.periods if step % period == 0)
+
+    def with_due(self, periods: Collection[int]) -> "DataflowGraph":
+        """Make the graph of the steps in which the moving averages of these periods alone are due."""
+        averages = [average for average in self.averages if average.period in periods]
+        return DataflowGraph(self.calls, self.keys.values(), averages)
 
     def dependencies(self, call: Call) -> tuple[Call, ...]:
         """List the calls that must end before `call` starts, by data and by parameters."""

@@ -26,6 +26,7 @@ from realrl.program.order import (
     changed_sets,
     changes,
     collecting_wave,
+    dividing_keys,
     keys_between,
     length_readers,
     producers,
@@ -143,12 +144,12 @@ class _Lowering:
         self.waves = tuple(wave for wave in left if wave)
         pairs = [(p.name, c.name) for c in graph.order for p in producers(graph, c)]
         self.numbers = {pair: number for number, pair in enumerate(pairs)}
-        self._unsent = [pair for pair in pairs if pair[1] not in self.done]
-        """(producer, consumer) whose rows are still to be sent."""
-        self._shared = set(graph.sources)
-        """Keys that are known on all ranks that need them, with their lengths."""
         self._loaded: set[str] = set()
         """Roles of `plan.offload` whose parameters are in device memory now."""
+        self._shared: set[str] = set(graph.sources)
+        """Keys whose lengths are known where they are needed."""
+        self._unsent: list[tuple[Call, Call]] = []
+        """Producers and consumers of rows that wait for the lengths by which the consumer's items are divided."""
         self._programs: list[list[Instruction]] = [[] for _ in range(plan.cluster.size)]
 
     def programs(self) -> list[Program]:
@@ -216,28 +217,25 @@ class _Lowering:
             self.emit(placement.ranks, Offload(role, placement, "optimizer", name))
 
     def share_outputs(self, call: Call) -> None:
-        """Emit what follows a call: lengths, then rows, as far as is known which of them consumers need.
+        """Emit what follows a call: lengths, then the rows its consumers need.
 
-        A consumer whose items are divided by the lengths of several calls gets its rows after the last of these.
+        Rows of earlier calls follow, too, if their senders know only now which ranks work on which items.
         """
         output_ranks = self.plan[call.name].output_ranks
         for key in call.outputs:
             if self.graph.keys[key].length == "own":
                 readers = length_readers(self.graph, self.plan, key)
                 self.emit(_union(output_ranks, readers), ShareLengths(key, call.name, output_ranks, readers))
-        self._shared |= set(call.outputs)
-        for producer, consumer in [pair for pair in self._unsent if self._can_send(*pair)]:
-            self._unsent.remove((producer, consumer))
-            keys = keys_between(self.graph, self.graph.call(producer), self.graph.call(consumer))
-            send = Send(self.numbers[producer, consumer], keys, producer, consumer, self.plan[consumer].ranks)
-            self.emit(self.plan[producer].output_ranks, send)
-
-    def _can_send(self, producer: str, consumer: str) -> bool:
-        """Check whether rows are there, and the lengths by which the consumer's items are divided."""
-        call = self.graph.call(consumer)
-        keys = keys_between(self.graph, self.graph.call(producer), call)
-        divided_by = {of for key in call.work if (of := self.graph.length_key(key)) is not None}
-        return self._shared.issuperset((*keys, *divided_by))
+                self._shared.add(key)
+        left = [consumer for consumer in self.graph.order if consumer.name not in self.done]
+        self._unsent += [(call, consumer) for consumer in left if call in producers(self.graph, consumer)]
+        ready = [pair for pair in self._unsent if self._shared.issuperset(dividing_keys(self.graph, pair[1]))]
+        for producer, consumer in ready:
+            keys = keys_between(self.graph, producer, consumer)
+            number, ranks = self.numbers[producer.name, consumer.name], self.plan[consumer.name].ranks
+            send = Send(number, keys, producer.name, consumer.name, ranks)
+            self.emit(self.plan[producer.name].output_ranks, send)
+        self._unsent = [pair for pair in self._unsent if pair not in ready]
 
     def put_parameters_back(self, models: Sequence[Call]) -> None:
         """Refresh copies after the calls of models in a wave, release borrowed ones and offload."""

@@ -21,7 +21,7 @@ from realrl.program.instructions import (
     ShareLengths,
     StateKind,
 )
-from realrl.program.order import TrainableParts, set_names, trained_sets
+from realrl.program.order import TrainableParts, dividing_keys, set_names, trained_sets
 from realrl.program.text import format_instruction, name_parameters
 
 
@@ -253,13 +253,11 @@ class _DryRun:
         self._post((send.number, send.keys), rank, send.receivers)
 
     def _need_items(self, rank: _Rank, message: Send | Receive) -> None:
-        """Check that a rank can tell which items go where: they are divided by lengths."""
+        """Check that a rank can tell which items go from where to where: they are divided by lengths."""
         for name in (n for n in (message.producer, message.consumer) if n not in self.done):
-            for key in map(self.graph.length_key, self.graph.call(name).work):
-                known = key is None or key in rank.lengths
-                self._need(
-                    rank, known, f"does not know how long {key} is, by which the items of {name} are divided"
-                )
+            for key in dividing_keys(self.graph, self.graph.call(name)):
+                problem = f"does not know how long {key} is, by which the items of {name} are divided"
+                self._need(rank, key in rank.lengths, problem)
 
     def _receive(self, rank: _Rank, receive: Receive) -> bool:
         if not self._take((receive.number, receive.keys), rank, receive.senders):

@@ -80,8 +80,10 @@ def _problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
 def _train_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
     spec = get_spec(experiment)
     kinds = {call.kind for call in graph.calls}
-    if Kind.TRAIN not in kinds:
+    if spec.trains and Kind.TRAIN not in kinds:
         yield "no call trains"
+    if not spec.trains and Kind.TRAIN in kinds:
+        yield "a call trains, and the description has trains=False"
     if spec.generation is not None and Kind.GENERATE not in kinds:
         yield "no call generates, and the description says how to"
     if spec.sampling_rounds(experiment) > 1:

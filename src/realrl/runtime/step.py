@@ -55,7 +55,7 @@ class TrainingSteps:
         store = Store(phase.graph, phase.plan, self._samples)
         inputs = self._make_input(step, self._take(self._experiment.data.batch))
         with self._costs.step():
-            program = phase.programs[self._process.rank]
+            program = phase.programs_of(step + 1)[self._process.rank]
             metrics = self._worker.run(program, store, inputs, self._costs.timer)
         self._costs.add_lengths(store)
         return flatten(metrics)
@@ -77,7 +77,7 @@ class TrainingSteps:
                 lambda prompts, before: self._make_input(step, prompts, before),
                 timer,
             )
-            program = sampled.learning[self._process.rank]
+            program = sampled.learning.programs_of(step + 1)[self._process.rank]
             found = self._worker.run(program, chosen.store, self._make_input(step, chosen.prompts), timer)
         self._costs.add_lengths(chosen.store)
         metrics: dict[str, Metrics] = chosen.metrics | found

@@ -48,10 +48,13 @@ class RanksFailure(CheckFailure):
         self.recipe, self.message = recipe, message
 
 
-def run_on_ranks(size: int, recipes: Sequence[Path], *, renewed: Collection[Path] = ()) -> None:
+def run_on_ranks(
+    size: int, recipes: Sequence[Path], *, renewed: Collection[Path] = (), evaluated: Collection[Path] = ()
+) -> None:
     """Run recipes of `size` devices each; every rank leaves what it generated beside the recipe, for `sampled`.
 
-    After each step of those that are `renewed`, the algorithm is made anew from what its `state_dict` saves.
+    After each step of those that are `renewed`, the algorithm is made anew from what its `state_dict` saves. Those
+    that are `evaluated` are not trained: `realrl eval` writes RUN_DIR/eval.
     RanksFailure for the first that fails.
     """
     quiet_profiler()
@@ -59,7 +62,7 @@ def run_on_ranks(size: int, recipes: Sequence[Path], *, renewed: Collection[Path
     context = multiprocessing.get_context("forkserver")
     # Imported once, in the server, instead of in every process.
     context.set_forkserver_preload(["realrl.runtime.train", "transformers", __name__])
-    arguments = [(str(recipe), recipe in renewed) for recipe in recipes]
+    arguments = [(str(recipe), recipe in renewed, recipe in evaluated) for recipe in recipes]
     processes = [context.Process(target=_rank, args=(rank, size, arguments)) for rank in range(size)]
     ended = True
     try:
@@ -96,18 +99,18 @@ def sampled(recipe: Path) -> Tokens:
     return everything
 
 
-def _rank(rank: int, size: int, recipes: Sequence[tuple[str, bool]]) -> None:
+def _rank(rank: int, size: int, recipes: Sequence[tuple[str, bool, bool]]) -> None:
     import torch
 
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
     os.environ["WORLD_SIZE"] = str(size)
     os.environ[LAUNCHER_VARIABLE] = str(os.getppid())
-    for name, renewed in recipes:
+    for name, renewed, evaluated in recipes:
         recipe = Path(name)
         os.environ[STORE_VARIABLE] = str(recipe.with_suffix(".store"))
         try:
-            _run(rank, recipe, renewed)
+            _run(rank, recipe, renewed=renewed, evaluated=evaluated)
         except BaseException as error:
             known = isinstance(error, UserError | RunError)
             message = str(error) if known else f"rank {rank}:\n{traceback.format_exc()}"
@@ -116,12 +119,15 @@ def _rank(rank: int, size: int, recipes: Sequence[tuple[str, bool]]) -> None:
             raise SystemExit(1) from None
 
 
-def _run(rank: int, recipe: Path, renewed: bool) -> None:
+def _run(rank: int, recipe: Path, *, renewed: bool, evaluated: bool) -> None:
     """Run one recipe, whose generation is watched."""
     from realrl.engine.generation.generator import generate
     from realrl.plan.cluster import Cluster
     from realrl.recipe.load import load_experiment
     from realrl.runtime import train
+    from realrl.runtime.evaluation_run import evaluate_recipe
+    from realrl.runtime.output.evaluation_files import write_evaluation
+    from realrl.runtime.output.rundir import EVALUATIONS
     from realrl.runtime.worker import worker
     from realrl.testing.renewed import RenewedRun
 
@@ -142,5 +148,10 @@ def _run(rank: int, recipe: Path, renewed: bool) -> None:
     worker.generate = watched
     experiment = load_experiment(str(recipe))
     os.environ["LOCAL_WORLD_SIZE"] = str(Cluster.parse(experiment.cluster).devices_per_node)
-    train.train(experiment, Silent(), RenewedRun if renewed else None)
+    if evaluated:
+        report = evaluate_recipe(experiment, lambda note: None)
+        if report is not None:
+            write_evaluation(Path(experiment.run_dir) / EVALUATIONS, experiment, report)
+    else:
+        train.train(experiment, Silent(), RenewedRun if renewed else None)
     (recipe.parent / f"{recipe.stem}-tokens-{rank}.json").write_text(json.dumps(tokens))

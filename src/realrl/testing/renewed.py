@@ -18,7 +18,7 @@ class RenewedRun(TrainingRun):
         state = self._gather_state()
         self.algorithm = build_algorithm(self.experiment)
         self.algorithm.load_state_dict(state)
-        load_functions(self.algorithm, self.compiled, self.process.rank)
+        load_functions(self.algorithm, self.compiled.phases.values(), self.process.rank)
         self.worker.use(self.algorithm)
 
     def _gather_state(self) -> dict[str, float]:

@@ -255,7 +255,7 @@ def test_a_saved_recipe_finds_code_of_the_user_from_any_directory(
         world,
         tmp_path,
         "rewards.py:agreement",
-        training__judge="rewards.py:too_few",
+        evaluation__judge="rewards.py:too_few",
         models__actor__family="family.py",
         models__ref={"shape": {**SHAPE, "family": "family.py"}},
     )

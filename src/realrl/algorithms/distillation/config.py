@@ -94,6 +94,16 @@ class DistillationExperiment(Experiment):
             )
         return self
 
+    @model_validator(mode="after")
+    def _evaluated_as_drawn(self) -> Self:
+        drawn = self.distillation.top_k is None
+        if drawn and self.evaluation.change(self.generation).skews(self.generation.temperature):
+            raise ValueError(
+                "evaluation samples otherwise than training, and the divergence is estimated from draws by the"
+                " actor's own probabilities; leave out evaluation.greedy, temperature, top_p and min_new_tokens"
+            )
+        return self
+
 
 class OfflineDistillationExperiment(Experiment):
     """Off-policy distillation: an actor learns a teacher's distributions at each token of the answers of records

@@ -4,10 +4,9 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from realrl.algorithms.policy.config import KLConfig, KLEstimator
+from realrl.algorithms.policy.config import KLConfig, KLEstimator, ReferenceConfig
 from realrl.algorithms.policy.reference import complete_reference
 from realrl.algorithms.rewards.config import RewardSetting, check_models
-from realrl.config.base import Settings
 from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
 from realrl.recipe.settings import GenerationConfig
@@ -33,7 +32,7 @@ class PolicyKLConfig(KLConfig):
         return self
 
 
-class PolicyGradientConfig(Settings):
+class PolicyGradientConfig(ReferenceConfig):
     """Policy gradient without a critic: advantages of sampled answers from their rewards alone."""
 
     samples: PositiveInt = 8
@@ -63,8 +62,6 @@ class PolicyGradientConfig(Settings):
     dual_clip: float | None = Field(default=None, gt=1)
     """Highest ratio that counts where the advantage is negative; null for no bound."""
     kl: PolicyKLConfig = PolicyKLConfig(coef=0.0)
-    ref_ema: float | None = Field(default=None, gt=0, le=1)
-    """After each step, move the reference this fraction of the way to the actor; null keeps it frozen."""
     minibatches: PositiveInt = 1
     """Optimizer steps per pass over a batch; must divide `data.batch`."""
     epochs: PositiveInt = 1
@@ -143,7 +140,7 @@ class PolicyGradientExperiment(Experiment):
 
     @model_validator(mode="after")
     def _reference(self) -> Self:
-        return complete_reference(self, "policy", self.policy.kl.coef, self.policy.ref_ema)
+        return complete_reference(self, "policy", self.policy.kl.coef, self.policy)
 
     @model_validator(mode="after")
     def _one_reward(self) -> Self:

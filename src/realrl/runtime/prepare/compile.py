@@ -1,12 +1,13 @@
 """Compilation of a recipe to validated programs, without torch."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from realrl.checkpoint.directory import find_model_shape, known_shape
 from realrl.config.errors import UserError
 from realrl.dataflow.call import MovingAverage
 from realrl.dataflow.graph import DataflowGraph
+from realrl.dataflow.periods import share_steps
 from realrl.families.shape import ModelShape
 from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.cluster import Cluster
@@ -26,11 +27,20 @@ from realrl.recipe.model import ModelConfig, trained_models
 
 @dataclass(frozen=True)
 class Phase:
-    """One kind of step: its graph, its plan, and the program of every rank."""
+    """One kind of step: its graph, its plan, and the program of every rank.
+
+    `programs` have all moving averages of the graph. `partial` are those of steps in which some are not due, by the
+    periods of those that are.
+    """
 
     graph: DataflowGraph
     plan: Plan
     programs: list[Program]
+    partial: Mapping[frozenset[int], list[Program]]
+
+    def programs_of(self, step: int) -> list[Program]:
+        """Find the programs of a training step, the first of which is 1."""
+        return self.partial.get(self.graph.due(step), self.programs)
 
 
 @dataclass(frozen=True)
@@ -41,8 +51,8 @@ class SampledStep:
     """Most rounds."""
     sampling: Phase
     """The calls that `score` depends on, which run in every round."""
-    learning: list[Program]
-    """Programs of the other calls, which begin with what the rounds have put out."""
+    learning: Phase
+    """The whole graph, with programs of the other calls, which begin with what the rounds have put out."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +83,19 @@ class Compiled:
 
     @property
     def programs(self) -> dict[str, list[Program]]:
-        """Programs of all ranks: `start`, if there is anything to do, and each kind of step."""
+        """Programs of all ranks: `start`, if there is anything to do, and each kind of step.
+
+        `train-due-2` are those of steps in which, of all moving averages, just those of period 2 are due.
+        """
         starts = any(program.instructions for program in self.start)
-        found = ({"start": self.start} if starts else {}) | {n: p.programs for n, p in self.phases.items()}
+        found = {"start": self.start} if starts else {}
+        phases = self.phases
         if self.sampled is not None:
-            found |= {"sampling": self.sampled.sampling.programs, "learning": self.sampled.learning}
+            phases |= {"sampling": self.sampled.sampling, "learning": self.sampled.learning}
+        for name, phase in phases.items():
+            found[name] = phase.programs
+            for due, programs in phase.partial.items():
+                found[f"{name}-due-{'-'.join(map(str, sorted(due))) or 'none'}"] = programs
         return found
 
 
@@ -156,15 +174,11 @@ def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None =
     models is checked for those whose sizes are known without the network; what they need of memory is not.
     """
     graph = build_graph(experiment)
-    known = {role: known_shape(config) for role, config in models(experiment).items()}
-    stored = stored_models(experiment, graph, {role: shape for role, shape in known.items() if shape})
-    shapes = {role: of.shape for role, of in stored.items()}
+    stored = _known_models(experiment, graph)
     if plan is None:
-        assert experiment.plan != SEARCH, "the plan must be resolved before compile_recipe"
-        tokens, recompute = experiment.micro_batch_tokens, experiment.recompute
-        plan = make_plan(experiment.plan, graph, cluster, tokens, shapes, recompute=recompute)
+        plan = make_written_plan(experiment, cluster)
     else:
-        plan.check(graph, shapes)
+        plan.check(graph, {role: of.shape for role, of in stored.items()})
     homes = home_placements(graph, plan)
     kept = kept_copies(graph, plan, homes)
     _check_batch(experiment, graph, plan)
@@ -182,6 +196,44 @@ def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None =
     rounds = get_spec(experiment).sampling_rounds(experiment)
     sampled = None if rounds == 1 else _sampled_step(rounds, train, homes, kept, parts)
     return Compiled(train, evaluation, homes, kept, start, memory, sampled)
+
+
+@dataclass(frozen=True)
+class CompiledEvaluation:
+    """Evaluation of a recipe alone, compiled for a cluster: its steps, and homes of parameters in between."""
+
+    evaluation: Phase
+    homes: Mapping[str, Placement]
+
+
+def make_written_plan(experiment: Experiment, cluster: Cluster) -> Plan:
+    """Make the plan that a recipe names, a preset or a plan file; UserError for one that does not fit."""
+    assert experiment.plan != SEARCH, "a searched plan must be found first"
+    graph, tokens = build_graph(experiment), experiment.micro_batch_tokens
+    shapes = {role: of.shape for role, of in _known_models(experiment, graph).items()}
+    return make_plan(experiment.plan, graph, cluster, tokens, shapes, recompute=experiment.recompute)
+
+
+def compile_evaluation(experiment: Experiment, plan: Plan) -> CompiledEvaluation:
+    """Compile the evaluation of a recipe alone, on its plan.
+
+    There is nothing of training: no roles that evaluation does not use, no optimizer state, no copies that are
+    kept. UserError where the recipe has no evaluation, or the plan does not fit its models.
+    """
+    graph, eval_graph = build_graph(experiment), build_eval_graph(experiment)
+    if eval_graph is None:
+        raise UserError("data.eval: missing; give the records to evaluate on")
+    plan.check(graph, {role: of.shape for role, of in _known_models(experiment, graph).items()})
+    plan = replace(plan.evaluation(eval_graph, graph), offload_optimizer=(), keep=())
+    homes = home_placements(eval_graph, plan)
+    phase = _phase(eval_graph, plan, homes, {}, dict.fromkeys(eval_graph.roles, WHOLE))
+    return CompiledEvaluation(phase, homes)
+
+
+def _known_models(experiment: Experiment, graph: DataflowGraph) -> dict[str, StoredModel]:
+    """Describe the storage of roles whose sizes are known without the network."""
+    known = {role: known_shape(config) for role, config in models(experiment).items()}
+    return stored_models(experiment, graph, {role: shape for role, shape in known.items() if shape})
 
 
 def with_sizes(experiment: Experiment, compiled: Compiled, plan: Plan | None) -> Compiled:
@@ -206,12 +258,18 @@ def _phase(
     homes: Mapping[str, Placement],
     kept: Mapping[str, tuple[Placement, ...]],
     parts: TrainableParts,
+    done: Mapping[str, Placement] | None = None,
 ) -> Phase:
     homes = {role: homes[role] for role in graph.roles}
     kept = {role: kept[role] for role in graph.roles if role in kept}
-    programs = lower(graph, plan, homes, kept, parts)
-    validate(programs, graph, homes, offloaded(plan), kept, parts)
-    return Phase(graph, plan, programs)
+
+    def build(graph: DataflowGraph) -> list[Program]:
+        programs = lower(graph, plan, homes, kept, parts, done or {})
+        validate(programs, graph, homes, offloaded(plan), kept, parts, done)
+        return programs
+
+    partial = [due for due in share_steps(graph.periods) if due != graph.periods]
+    return Phase(graph, plan, build(graph), {due: build(graph.with_due(due)) for due in partial})
 
 
 def _sampled_step(
@@ -224,9 +282,7 @@ def _sampled_step(
     graph, plan = train.graph, train.plan
     sampling = _phase(graph.upstream(SCORE), plan, homes, kept, parts)
     done = {call.name: plan[call.name] for call in sampling.graph.calls}
-    learning = lower(graph, plan, homes, kept, parts, done)
-    validate(learning, graph, homes, offloaded(plan), kept, parts, done)
-    return SampledStep(rounds, sampling, learning)
+    return SampledStep(rounds, sampling, _phase(graph, plan, homes, kept, parts, done))
 
 
 def _check_batch(experiment: Experiment, graph: DataflowGraph, plan: Plan) -> None:

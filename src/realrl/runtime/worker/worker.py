@@ -18,7 +18,7 @@ from realrl.algorithms.method import (
 from realrl.config.errors import UserCodeError
 from realrl.data.batch import Batch
 from realrl.dataflow.call import Call, Kind
-from realrl.engine.finite import NotFiniteError
+from realrl.engine.finite import NotFiniteError, NotFiniteLogitsError
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.reduced_metrics import DifferentMetricsError
@@ -221,8 +221,8 @@ class Worker:
                     samples=store.samples,
                     after_step=now.after_pass,
                 )
-            except NotFiniteError as error:
-                raise NotFiniteError(f"{call.name}: {error}") from None
+            except NotFiniteLogitsError as error:
+                raise NotFiniteError(f"{call.name}: {_describe_logits(error, step)}") from None
         elif call.kind is Kind.INFERENCE:
             metrics: Metrics
             batch, metrics = model.infer(
@@ -249,3 +249,10 @@ class Worker:
             call=call.name,
             candidates=call.candidates,
         )
+
+
+def _describe_logits(error: NotFiniteLogitsError, step: StepInput) -> str:
+    """Describe logits that are not finite; of evaluations by the record of the prompt."""
+    if not (step.evaluation and step.origins):
+        return str(error)
+    return error.describe(step.origins[error.item - step.sampling_seed.first_sequence])
