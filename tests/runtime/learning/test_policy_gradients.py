@@ -54,7 +54,7 @@ def recipe(
         **changes,
     }
     section = "expert_iteration" if preset == "expert_iteration" else "policy"
-    settings[section] = {"minibatches": 2, **PRESETS[preset], **settings.get(section, {})}
+    settings.setdefault(section, {"minibatches": 2, **PRESETS[preset]})
     if preset not in ("reinforce_pp", "remax"):
         settings[section] = {"samples": 4, **settings[section]}
     file = world.recipe(preset, directory, **settings)
