@@ -53,6 +53,7 @@ def shrink_recipe(
         "profile": None,
         "overwrite": True,
         "training": {"steps": STEPS},
+        "evaluation": {},
         "debug": {"verify_reallocation": True},
         "models": _write_models(experiment, spec, directory, tokenizer),
     }
