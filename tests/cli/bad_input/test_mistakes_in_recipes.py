@@ -326,7 +326,11 @@ TRAIN: list[tuple[str, str, str]] = [
         "data.eval=x evaluation.against=y",
         "compares rewards, and an evaluation of distillation has none",
     ),
-    ("distillation", "distillation.top_k=null evaluation.greedy=true", "evaluation samples otherwise than training"),
+    (
+        "distillation",
+        "distillation.top_k=null evaluation.greedy=true",
+        "evaluation samples otherwise than training",
+    ),
     ("sft", "data.batch=81", "data.batch=81 is more than the 80 records of the training data"),
     ("sft", "data.train=DIR/gone.jsonl", "does not exist"),
     ("sft", "data.train=DIR/gone", "does not exist; give a .jsonl, .json, .csv or .parquet file"),
