@@ -1,4 +1,3 @@
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -104,12 +103,10 @@ def test_showing_a_recipe_loads_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
 
 
-def test_prompts_come_from_text_files_and_from_records(tmp_path: Path) -> None:
-    from realrl.cli.generate import _read_prompts
+def test_prompts_come_from_the_lines_of_a_text_file(tmp_path: Path) -> None:
+    from realrl.cli.generate import _read_lines
 
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("one", "two")))
-    for name, lines in (("a.txt", (1, 3)), ("a.jsonl", (1, 2))):
-        origins = [f"{tmp_path / name}:{line}" for line in lines]
-        prompts = [{"prompt": "one"}, {"prompt": "two"}]
-        assert _read_prompts(str(tmp_path / name)) == list(zip(origins, prompts, strict=True))
+    assert _read_lines(str(tmp_path / "a.txt")) == [
+        (f"{tmp_path / 'a.txt'}:{line}", {"prompt": prompt}) for line, prompt in ((1, "one"), (3, "two"))
+    ]

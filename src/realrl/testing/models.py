@@ -25,6 +25,7 @@ def save_model(
     tensors = model_tensors(shape, head)
     buffer = FlatBuffer(tensors, torch.float32, torch.device("cpu"))
     initialise(buffer, tensors, shape, seed=seed)
-    if head == "scalar":
-        buffer["score.weight"].normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
+    for tensor in tensors:
+        if tensor.parameter == "scalar_head":  # which starts with zeros
+            buffer[tensor.name].normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
     huggingface.save(directory, shape, head, buffer, tokenizer, torch.float32)
