@@ -169,7 +169,9 @@ def main() -> None:
     results, judgement = ResultsFile(arguments.json), Judgement()
     before = judgement.judge(SFT)
     print(f"{'case':14} {'judge':>6} {'gain':>6} {'KL':>6} {'tokens':>6} {'finished':>8} {'seconds':>8}")
-    print(f"{'SFT':14} {before['judge']:6.3f} {'':6} {'':6} {before['answer_tokens']:6} {before['finished']:8}")
+    print(
+        f"{'SFT':14} {before['judge']:6.3f} {'':6} {'':6} {before['answer_tokens']:6} {before['finished']:8}"
+    )
     for name in arguments.cases or [name for name in CASES if name not in results.cases]:
         seconds = train(name, arguments.runs)
         after = judgement.judge(arguments.runs / name / "final")
