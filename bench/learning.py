@@ -1,12 +1,12 @@
 """What algorithms learn on the demo: each from the SFT model of `make demo`, on two CPU processes.
 
-Those that sample have the demo's reward model and prompts; DPO and KTO have the pairs that the reward model was made
-from, and neither. Each trained model then answers the 320 held-out prompts four times, at temperature 1. Reported are
-the mean score of the demo's judge, which takes no part in training, and its gain over the SFT model; the divergence
-from the SFT model per answer, estimated from the answers; and the seconds of training.
+Those that sample have the demo's reward model and prompts; DPO and KTO have the pairs that the reward model was
+made from, and neither. Each trained model then answers the 320 held-out prompts four times, at temperature 1.
+Reported are the mean score of the demo's judge, which takes no part in training, and its gain over the SFT model;
+the divergence from the SFT model per answer, estimated from the answers; and the seconds of training.
 
     make demo      # or its first two stages
-    python bench/learning.py [--cases rloo dpo ...] [--json FILE] [--runs DIR]
+    python bench/learning.py [--cases rloo dpo ...] [--json FILE] [--runs DIR] [--cluster 1x2]
 
 Cases that FILE has already are measured again only when they are named.
 """
@@ -85,8 +85,8 @@ CASES: dict[str, dict[str, Any]] = {
     "rloo": sampled("rloo", 1e-4, steps=50, batch=32, policy=policy()),
     "reinforce_pp": sampled("reinforce_pp", 1e-4, steps=50, batch=128, policy=policy()),
     "remax": sampled("remax", 1e-4, steps=50, batch=128, policy=policy()),
-    "dpo": paired("dpo", 1e-4, steps=100, batch=64),
-    "kto": paired("kto", 1e-4, steps=100, batch=64),
+    "dpo": paired("dpo", 3e-4, steps=150, batch=64, preference={"beta": 0.05}),
+    "kto": paired("kto", 3e-4, steps=150, batch=128),
 }
 
 
@@ -146,10 +146,10 @@ def load(directory: Path) -> Model:
     return model
 
 
-def train(name: str, runs: Path) -> float:
+def train(name: str, runs: Path, cluster: str) -> float:
     """Run a case; returns the seconds of the command."""
     runs.mkdir(parents=True, exist_ok=True)
-    common = {"run_dir": str(runs / name), "overwrite": True, "cluster": "1x2", "device": "cpu"}
+    common = {"run_dir": str(runs / name), "overwrite": True, "cluster": cluster, "device": "cpu"}
     recipe = runs / f"{name}.yaml"
     recipe.write_text(yaml.safe_dump({**CASES[name], **common}, sort_keys=False))
     begin = time.perf_counter()
@@ -162,6 +162,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--runs", type=Path, default=Path("runs/learning"), help="directory for the runs")
+    parser.add_argument("--cluster", default="1x2")
     arguments = parser.parse_args()
     for needed in (SFT, REWARD, DATA / "prompts_eval.jsonl"):
         if not needed.exists():
@@ -173,7 +174,7 @@ def main() -> None:
         f"{'SFT':14} {before['judge']:6.3f} {'':6} {'':6} {before['answer_tokens']:6} {before['finished']:8}"
     )
     for name in arguments.cases or [name for name in CASES if name not in results.cases]:
-        seconds = train(name, arguments.runs)
+        seconds = train(name, arguments.runs, arguments.cluster)
         after = judgement.judge(arguments.runs / name / "final")
         gain = round(after["judge"] - before["judge"], 4)
         results.add(name, {"gain": gain, **after, "before": before["judge"], "seconds": round(seconds, 1)})

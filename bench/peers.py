@@ -1,9 +1,9 @@
 """realrl beside TRL: the same models, records, lengths, data type and optimizer, on a CPU.
 
 Each side is a process of its own, with the same number of threads; they take turns, step by step, so that a noisy
-machine disturbs both alike. Reported are medians of the seconds of steps, the tokens per second that are no padding,
-the peak memory of the process (and what is left of it when Python's imports are taken away), and the median of the
-ratios of tokens per second of the turns.
+machine disturbs both alike. Reported are medians of the seconds of steps, the tokens per second that are no
+padding, the peak memory of the process (and what is left of it when Python's imports are taken away), and the
+median of the ratios of tokens per second of the turns.
 
 Weights are fresh, words are tokens. Lengths of answers and texts are log-normal, cut at the longest, but those of
 GRPO's fixed cases. In GRPO, groups of 8, a sample of a step ends at a length that both sides look up in one table,
@@ -11,9 +11,9 @@ by one line in the sampling of each. There is no reference, and the reward is a 
 
 TRL is set up for its own advantage: without activation checkpointing (its default) and logging of text, attention
 is SDPA, micro-batches have the size that was fastest of 4 to 64 rows. What its documentation recommends besides,
-vLLM, FlashAttention and Liger kernels, needs a GPU. `packed` is its packing of whole texts, whose attention without
-FlashAttention is a mask over the packed row; `wrapped` cuts texts and attends across them, so that it needs no mask,
-but does not learn the same. realrl's side of these three is the same: it packs always.
+vLLM, FlashAttention and Liger kernels, needs a GPU. `packed` is its packing of whole texts, whose attention
+without FlashAttention is a mask over the packed row; `wrapped` cuts texts and attends across them, so that it needs
+no mask, but does not learn the same. realrl's side of these three is the same: it packs always.
 
     python bench/peers.py [--cases NAME ...] [--rounds 7] [--threads 2] [--json FILE]
 

@@ -62,6 +62,7 @@ def write_recipe(world: World, steps: int) -> Path:
         "data": {
             "train": str(world.records),
             "batch": case.items,
+            "max_prompt_tokens": PROMPT.get(case.algorithm, longest),
             "max_tokens": longest,
             "shuffle": False,
         },
