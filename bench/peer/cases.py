@@ -3,8 +3,8 @@
 import json
 import math
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,16 +114,22 @@ CASES = {
 class World:
     """Files of a case: a model with fresh weights, and records; equal for both sides."""
 
-    def __init__(self, root: Path, name: str, steps: int) -> None:
-        """Write what is missing below `root`; enough records for a number of steps."""
-        self.case = CASES[name]
+    @classmethod
+    def of(cls, arguments: Sequence[str]) -> tuple["World", int]:
+        """Make the world that a side's command line names; with the number of its steps."""
+        name, root, steps, *batch = arguments
+        case = replace(CASES[name], trl_batch=int(batch[0])) if batch else CASES[name]
+        return cls(Path(root), case, int(steps)), int(steps)
+
+    def __init__(self, root: Path, case: Case, steps: int) -> None:
+        """Write a model and records below `root`, enough for a number of steps."""
+        self.case = case
         self.root = root
         self.shape = SHAPES[self.case.size]
         head: Head = "scalar" if self.case.algorithm == "reward" else "lm"
-        self.model = root / f"{self.case.size}-{head}"
-        if not (self.model / "config.json").exists():
-            make_model(self.model, self.shape, head)
-        self.records = root / f"{name}.jsonl"
+        self.model = root / "model"
+        make_model(self.model, self.shape, head)
+        self.records = root / "records.jsonl"
         rng = random.Random(1)
         rows = [self._record(rng) for _ in range(steps * self.case.items)]
         self.records.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -1,6 +1,6 @@
 """A case as realrl runs it: the training loop of `realrl train`, in one process.
 
-python bench/peer/realrl_side.py CASE DIR STEPS
+python bench/peer/realrl_side.py CASE DIR STEPS [TRL_BATCH]
 """
 
 import sys
@@ -93,8 +93,7 @@ def end_answers(world: World) -> None:
 
 def main() -> None:
     turns = Turns()
-    name, root, steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    world = World(root, name, steps)
+    world, steps = World.of(sys.argv[1:])
     end_answers(world)
     train(load_experiment(str(write_recipe(world, steps)), []), StepByStep(world, turns))
 

@@ -1,11 +1,10 @@
 """A case as TRL runs it, in one process.
 
-python bench/peer/trl_side.py CASE DIR STEPS
+python bench/peer/trl_side.py CASE DIR STEPS [TRL_BATCH]
 """
 
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -140,8 +139,7 @@ def make_trainer(world: World, steps: int, turns: Turns, counter: Counter) -> An
 
 def main() -> None:
     turns = Turns()
-    name, root, steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    world = World(root, name, steps)
+    world, steps = World.of(sys.argv[1:])
     make_trainer(world, steps, turns, Counter(world, turns)).train()
 
 

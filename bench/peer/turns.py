@@ -16,7 +16,7 @@ class Turns:
         # What libraries print goes to the log.
         os.dup2(2, 1)
         self._imported = read_memory("VmRSS")
-        self._begin = 0.0
+        self._begin = self._processor = 0.0
         self.step = 0
         """Number of the step that runs or is next."""
 
@@ -27,15 +27,17 @@ class Turns:
     def done(self, tokens: int) -> None:
         """Say what the step took, and wait for the next one. `tokens`: those that are no padding."""
         seconds = time.perf_counter() - self._begin
+        processor = time.process_time() - self._processor
         self.step += 1
         memory = {"peak": read_memory("VmHWM"), "imported": self._imported}
-        self._say({"seconds": seconds, "tokens": tokens, **memory})
+        self._say({"seconds": seconds, "processor": processor, "tokens": tokens, **memory})
 
     def _say(self, answer: dict[str, Any]) -> None:
         print(json.dumps(answer), file=self._answers, flush=True)
         if not sys.stdin.readline():
             os._exit(0)
         self._begin = time.perf_counter()
+        self._processor = time.process_time()
 
 
 def read_memory(field: str) -> int:
