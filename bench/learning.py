@@ -85,7 +85,7 @@ CASES: dict[str, dict[str, Any]] = {
     "rloo": sampled("rloo", 1e-4, steps=50, batch=32, policy=policy()),
     "reinforce_pp": sampled("reinforce_pp", 1e-4, steps=50, batch=128, policy=policy()),
     "remax": sampled("remax", 1e-4, steps=50, batch=128, policy=policy()),
-    "dpo": paired("dpo", 3e-4, steps=150, batch=64, preference={"beta": 0.05}),
+    "dpo": paired("dpo", 3e-4, steps=150, batch=64, preference={"beta": 0.1, "nll_coef": 1.0}),
     "kto": paired("kto", 3e-4, steps=150, batch=128),
 }
 

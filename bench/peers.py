@@ -145,7 +145,7 @@ def main() -> None:
     arguments = parser.parse_args()
     results = ResultsFile(arguments.json, ("torch", "transformers", "trl"))
     print(
-        f"{'case':16} {'s':>8} {'TRL':>8} {'tokens/s':>9} {'TRL':>8} {'MiB':>6} {'TRL':>6} {'ratio':>6} {'CPU':>6}  range"
+        f"{'case':16} {'s':>8} {'TRL':>8} {'tokens/s':>9} {'TRL':>8} {'MiB':>6} {'TRL':>6} {'ratio':>6} {'CPU':>6}"
     )
     for name in arguments.cases or [name for name in CASES if name not in results.cases]:
         found = compare(name, arguments.rounds, arguments.threads, arguments.trl_batch)
@@ -155,7 +155,7 @@ def main() -> None:
             f"{name:16} {ours['seconds']:8.3f} {theirs['seconds']:8.3f} {ours['tokens_per_second']:9}"
             f" {theirs['tokens_per_second']:8} {ours['peak_above_imports_mib']:6}"
             f" {theirs['peak_above_imports_mib']:6} {found['ratio']:6.2f} {found['processor_ratio']:6.2f}"
-            f"  {found['ratio_range']}",
+            f" {found['ratio_range']}",
             flush=True,
         )
 
