@@ -78,16 +78,24 @@ def policy(**settings: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "ppo": sampled("ppo", 1e-4, steps=50, batch=128, ppo={"minibatches": 4, "kl": {"coef": 0.1}}),
-    "grpo": sampled("grpo", 1e-4, steps=50, batch=16, policy=policy()),
-    "dapo": sampled("dapo", 1e-4, steps=50, batch=16, policy=policy()),
-    "gspo": sampled("gspo", 1e-4, steps=50, batch=16, policy=policy()),
-    "rloo": sampled("rloo", 1e-4, steps=50, batch=32, policy=policy()),
-    "reinforce_pp": sampled("reinforce_pp", 1e-4, steps=50, batch=128, policy=policy()),
-    "remax": sampled("remax", 1e-4, steps=50, batch=128, policy=policy()),
+    "ppo": sampled("ppo", 1e-4, steps=60, batch=128, ppo={"minibatches": 4, "kl": {"coef": 0.1}}),
+    "grpo": sampled("grpo", 1e-4, steps=50, batch=16, policy={"minibatches": 4}),
+    "dapo": sampled("dapo", 1e-4, steps=50, batch=16, policy={"minibatches": 4}),
+    # At a rate a hundred times that of the paper ratios leave its bounds with the first update.
+    "gspo": sampled(
+        "gspo", 2e-4, steps=60, batch=16, policy={"minibatches": 2, "clip": 3e-3, "clip_high": 4e-3}
+    ),
+    "rloo": sampled("rloo", 1e-4, steps=60, batch=32, policy={"minibatches": 4}),
+    # One answer per prompt makes noisy advantages: larger mini-batches, and a stronger bond to the reference.
+    "reinforce_pp": sampled(
+        "reinforce_pp", 2e-4, steps=100, batch=128, policy={"minibatches": 2, "kl": {"coef": 0.05}}
+    ),
+    "remax": sampled("remax", 2e-4, steps=80, batch=128, policy={"minibatches": 2, "kl": {"coef": 0.05}}),
+    # The likelihood of chosen answers keeps the model from endless ones.
     "dpo": paired("dpo", 3e-4, steps=150, batch=64, preference={"beta": 0.1, "nll_coef": 1.0}),
-    "kto": paired("kto", 3e-4, steps=150, batch=128),
+    "kto": paired("kto", 5e-4, steps=200, batch=128, kto={"beta": 0.05, "desirable_weight": 1.33}),
 }
+"""What differs from the defaults of each algorithm."""
 
 
 class Judgement:
