@@ -24,7 +24,7 @@ class ResultsFile:
 
     def add(self, case: str, result: dict[str, Any]) -> None:
         """Store the result of a case in place of an older one."""
-        self.cases[case] = {**result, **self._about}
+        self.cases[case] = {**result, "about": self._about}
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps(self.cases, indent=2) + "\n")
