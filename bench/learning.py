@@ -1,11 +1,9 @@
 """What algorithms learn on the demo: each from the SFT model of `make demo`, on two CPU processes.
 
-Those that sample have the demo's reward model and prompts. DPO and KTO learn from pairs of the SFT model's own
-answers to the same prompts, ranked by the same reward model before training begins; the demo's pairs of sentences
-that people wrote say little about answers to prompts. Each trained model then answers the 320 held-out prompts four
-times, at temperature 1. Reported are the mean score of the demo's judge, which takes no part in training, and its
-gain over the SFT model; the divergence from the SFT model per answer, estimated from the answers; and the seconds,
-pairs included.
+Those that sample have the demo's reward model and prompts; DPO and KTO have the pairs that the reward model was
+made from, and neither. Each trained model then answers the 320 held-out prompts four times, at temperature 1.
+Reported are the mean score of the demo's judge, which takes no part in training, and its gain over the SFT model;
+the divergence from the SFT model per answer, estimated from the answers; and the seconds of training.
 
     make demo      # or its first two stages
     python bench/learning.py [--cases rloo dpo ...] [--json FILE] [--runs DIR] [--cluster 1x2]
@@ -26,22 +24,17 @@ from reality import realrl
 from results_file import ResultsFile
 
 from realrl.algorithms.policy.inference import LogprobsInference
-from realrl.algorithms.rewards.inference import RewardInference
 from realrl.checkpoint import huggingface
 from realrl.data.batch import Batch, Ragged
 from realrl.data.tokenizer import load_tokenizer
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
-from realrl.families.shape import Head
 from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.setup import read_stop_token_ids
 
 DATA, SFT, REWARD = Path("data/demo"), Path("runs/demo/sft/final"), Path("runs/demo/reward/final")
 NEW_TOKENS, ANSWERS = 32, 4
-CANDIDATES, PAIRS = 8, 2
-"""Answers to each training prompt that pairs are made of, and how many pairs."""
-CACHE_TOKENS = 65536
 LEARNT = 0.25
 """Gain of the judge that every algorithm should reach."""
 
@@ -67,14 +60,21 @@ def sampled(algorithm: str, lr: float, *, steps: int, batch: int, **sections: An
 
 
 def paired(algorithm: str, lr: float, *, steps: int, batch: int, **sections: Any) -> dict[str, Any]:
-    """A recipe of an algorithm that learns from pairs, which `make_pairs` has made."""
+    """A recipe of an algorithm that learns from the pairs."""
     return {
         "algorithm": algorithm,
-        "data": {"batch": batch, "max_prompt_tokens": 24, "max_tokens": 64},
+        "data": {"train": str(DATA / "reward_train.jsonl"), "batch": batch, "max_tokens": 128},
         "training": {"steps": steps},
-        "models": {"actor": {"path": str(SFT), "optimizer": {"lr": lr, "schedule": "linear"}}},
+        "models": {
+            "actor": {"path": str(SFT), "optimizer": {"lr": lr, "schedule": "linear", "warmup_steps": 10}}
+        },
         **sections,
     }
+
+
+def policy(**settings: Any) -> dict[str, Any]:
+    """Settings of a critic-free policy gradient; all others are the defaults of the algorithm."""
+    return {"minibatches": 4, **settings}
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -88,50 +88,14 @@ CASES: dict[str, dict[str, Any]] = {
     "rloo": sampled("rloo", 1e-4, steps=60, batch=32, policy={"minibatches": 4}),
     # One answer per prompt makes noisy advantages: larger mini-batches, and a stronger bond to the reference.
     "reinforce_pp": sampled(
-        "reinforce_pp", 2e-4, steps=100, batch=128, policy={"minibatches": 2, "kl": {"coef": 0.05}}
+        "reinforce_pp", 2e-4, steps=80, batch=128, policy={"minibatches": 2, "kl": {"coef": 0.05}}
     ),
     "remax": sampled("remax", 2e-4, steps=80, batch=128, policy={"minibatches": 2, "kl": {"coef": 0.05}}),
-    "dpo": paired("dpo", 2e-4, steps=80, batch=64),
-    "kto": paired("kto", 2e-4, steps=80, batch=128),
+    # The likelihood of chosen answers keeps the model from endless ones.
+    "dpo": paired("dpo", 5e-4, steps=240, batch=64, preference={"beta": 0.03, "nll_coef": 0.3}),
+    "kto": paired("kto", 5e-4, steps=220, batch=128, kto={"beta": 0.03, "desirable_weight": 1.33}),
 }
 """What differs from the defaults of each algorithm."""
-
-
-class Prompts:
-    """Prompts of a file, and the answers of models to them."""
-
-    def __init__(self, file: Path) -> None:
-        self._tokenizer = load_tokenizer(str(SFT))
-        self._stop = read_stop_token_ids(self._tokenizer, str(SFT), huggingface.read_shape(SFT).vocab_size)
-        lines = file.read_text(encoding="utf-8").splitlines()
-        self.texts = [json.loads(line)["prompt"] for line in lines]
-        bos = [] if self._tokenizer.bos_token_id is None else [self._tokenizer.bos_token_id]
-        self._encoded = [bos + self._tokenizer.encode(text, add_special_tokens=False) for text in self.texts]
-
-    def answer(self, model: Model, answers: int) -> Batch:
-        """Sample answers of a model; those to a prompt follow each other."""
-        rows = Ragged.of([ids for ids in self._encoded for _ in range(answers)], dtype=torch.int64)
-        return generate(
-            model,
-            Batch(tuple(range(len(rows))), {"prompts": rows}),
-            "prompts",
-            sampling=GenerationConfig(max_new_tokens=NEW_TOKENS),
-            stop_token_ids=self._stop,
-            seed=SamplingSeed(1, 0),
-            kv_capacity=CACHE_TOKENS,
-            samples=answers,
-        )
-
-    def decode(self, batch: Batch) -> list[str]:
-        """Decode the answers of a batch."""
-        answers = cut_prompts(batch, "sequences")
-        return [self._tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in answers]
-
-
-def cut_prompts(batch: Batch, key: str) -> list[torch.Tensor]:
-    """Cut rows that are aligned with sequences to the answers."""
-    lengths = batch["prompt_length"].values.long().tolist()
-    return [row[length:] for row, length in zip(batch[key].rows(), lengths, strict=True)]
 
 
 class Judgement:
@@ -142,67 +106,62 @@ class Judgement:
         from judge import vader
 
         self._judge = vader
-        self._prompts = Prompts(DATA / "prompts_eval.jsonl")
-        self._reference = load(SFT, "lm")
+        self._tokenizer = load_tokenizer(str(SFT))
+        self._stop = read_stop_token_ids(self._tokenizer, str(SFT), huggingface.read_shape(SFT).vocab_size)
+        self._reference = load(SFT)
+        lines = (DATA / "prompts_eval.jsonl").read_text(encoding="utf-8").splitlines()
+        bos = [] if self._tokenizer.bos_token_id is None else [self._tokenizer.bos_token_id]
+        texts = [json.loads(line)["prompt"] for line in lines]
+        self._prompts = [bos + self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
     def judge(self, directory: Path) -> dict[str, float]:
         """Sample answers of a model; its mean score, divergence from the SFT model, and lengths."""
-        batch = self._prompts.answer(load(directory, "lm"), ANSWERS)
+        rows = Ragged.of([ids for ids in self._prompts for _ in range(ANSWERS)], dtype=torch.int64)
+        batch = generate(
+            load(directory),
+            Batch(tuple(range(len(rows))), {"prompts": rows}),
+            "prompts",
+            sampling=GenerationConfig(max_new_tokens=NEW_TOKENS),
+            stop_token_ids=self._stop,
+            seed=SamplingSeed(1, 0),
+            kv_capacity=65536,
+            samples=ANSWERS,
+        )
         batch, _ = self._reference.infer(batch, LogprobsInference("ref_logprobs"), max_tokens=8192)
-        texts = self._prompts.decode(batch)
-        sums = {
-            key: sum(float(row.sum()) for row in cut_prompts(batch, key))
-            for key in ("logprobs", "ref_logprobs")
-        }
+        log_ratio = sum(self._answer_sum(batch, "logprobs")) - sum(self._answer_sum(batch, "ref_logprobs"))
+        answers = [row[length:] for row, length in self._rows(batch, "sequences")]
+        texts = [self._tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in answers]
         return {
             "judge": round(sum(self._judge(texts)) / len(texts), 4),
-            "kl": round((sums["logprobs"] - sums["ref_logprobs"]) / len(texts), 2),
-            "answer_tokens": round(sum(map(len, cut_prompts(batch, "logprobs"))) / len(texts), 1),
+            "kl": round(log_ratio / len(texts), 2),
+            "answer_tokens": round(sum(map(len, answers)) / len(texts), 1),
             "finished": round(float(batch["finished"].values.mean()), 3),
         }
 
+    @staticmethod
+    def _rows(batch: Batch, key: str) -> list[tuple[torch.Tensor, int]]:
+        return list(zip(batch[key].rows(), batch["prompt_length"].values.long().tolist(), strict=True))
 
-def make_pairs(file: Path) -> None:
-    """Write pairs of answers of the SFT model to each training prompt.
-
-    Of those that ended the best two and the worst two by the reward model, where there are as many.
-    """
-    prompts = Prompts(DATA / "prompts_train.jsonl")
-    batch = prompts.answer(load(SFT, "lm"), CANDIDATES)
-    batch, _ = load(REWARD, "scalar").infer(batch, RewardInference(), max_tokens=8192)
-    texts, scores = prompts.decode(batch), batch["score"].values.tolist()
-    finished = batch["finished"].values.tolist()
-    with file.open("w", encoding="utf-8") as out:
-        for number, prompt in enumerate(prompts.texts):
-            own = range(number * CANDIDATES, (number + 1) * CANDIDATES)
-            ranked = sorted((i for i in own if finished[i] and texts[i].strip()), key=scores.__getitem__)
-            for place in range(min(PAIRS, len(ranked) // 2)):
-                best, worst = ranked[-1 - place], ranked[place]
-                record = {"prompt": prompt, "chosen": texts[best], "rejected": texts[worst]}
-                out.write(json.dumps(record, ensure_ascii=False) + "\n")
+    def _answer_sum(self, batch: Batch, key: str) -> list[float]:
+        return [float(row[length:].sum()) for row, length in self._rows(batch, key)]
 
 
-def load(directory: Path, head: Head) -> Model:
-    """Load a model whole."""
+def load(directory: Path) -> Model:
+    """Load a language model whole."""
     shape = huggingface.read_shape(directory)
-    model = make_unsharded_model(shape, head, dtype=torch.float32, device=torch.device("cpu"))
+    model = make_unsharded_model(shape, "lm", dtype=torch.float32, device=torch.device("cpu"))
     huggingface.load(directory, shape, model.layout.specs, model.parameters)
     return model
 
 
 def train(name: str, runs: Path, cluster: str) -> float:
-    """Run a case; returns its seconds, with those of making the pairs it learns from."""
-    begin = time.perf_counter()
+    """Run a case; returns the seconds of the command."""
     runs.mkdir(parents=True, exist_ok=True)
     common = {"run_dir": str(runs / name), "overwrite": True, "cluster": cluster, "device": "cpu"}
-    recipe = {**CASES[name], **common}
-    if "train" not in recipe["data"]:
-        pairs = runs / f"{name}-pairs.jsonl"
-        make_pairs(pairs)
-        recipe["data"] = {**recipe["data"], "train": str(pairs)}
-    file = runs / f"{name}.yaml"
-    file.write_text(yaml.safe_dump(recipe, sort_keys=False))
-    realrl("train", file)
+    recipe = runs / f"{name}.yaml"
+    recipe.write_text(yaml.safe_dump({**CASES[name], **common}, sort_keys=False))
+    begin = time.perf_counter()
+    realrl("train", recipe)
     return time.perf_counter() - begin
 
 
