@@ -4,7 +4,7 @@ PIP_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: demo plan-demo test lint format venv gpu-check bench clean
+.PHONY: demo demo-grpo plan-demo test lint format venv gpu-check bench clean
 
 demo: $(STAMP)  ## RLHF on real human ratings, end to end
 	$(BIN)/python demo/prepare.py
@@ -13,6 +13,13 @@ demo: $(STAMP)  ## RLHF on real human ratings, end to end
 	$(BIN)/realrl train recipes/demo/reward.yaml
 	$(BIN)/realrl train recipes/demo/ppo.yaml
 	$(BIN)/realrl report runs/demo/sft runs/demo/reward runs/demo/ppo --out runs/demo
+
+demo-grpo: $(STAMP)  ## GRPO with a verifier: a small model finds out how to add
+	$(BIN)/python demo/arithmetic.py
+	$(BIN)/realrl tokenizer data/demo_grpo/answers.jsonl --out data/demo_grpo/tokenizer --vocab-size 259 --overwrite
+	$(BIN)/realrl train recipes/demo_grpo/sft.yaml
+	$(BIN)/realrl train recipes/demo_grpo/grpo.yaml
+	$(BIN)/realrl report runs/demo_grpo/sft runs/demo_grpo/grpo --out runs/demo_grpo
 
 plan-demo: $(STAMP)  ## plans PPO for 70B and 8B models on 128 H100: tables, plan file, page and timeline
 	mkdir -p runs/plan-demo
@@ -56,4 +63,4 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) runs/demo runs/plan-demo data/demo
+	rm -rf $(VENV) runs/demo runs/demo_grpo runs/plan-demo data/demo data/demo_grpo

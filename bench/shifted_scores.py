@@ -74,7 +74,7 @@ def run(reward: Path, directory: Path, steps: int, overrides: Sequence[str]) -> 
         "overwrite=true",
         f"training.steps={steps}",
     ]
-    status = run_app(["train", RECIPE, *changes, "training.eval_every=null", *overrides])
+    status = run_app(["train", RECIPE, *changes, "evaluation.every=null", *overrides])
     if status:
         sys.exit(status)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]

@@ -12,6 +12,7 @@ import pytest
 
 SOURCES = Path(__file__).parents[1] / "src" / "realrl"
 PACKAGES = (
+    "testing",
     "cli",
     "runtime",
     "checkpoint",

@@ -352,6 +352,7 @@ def test_a_reference_is_loaded_only_where_one_is_needed(
         ({"label_smoothing": 0.1, "loss": "ipo"}, {}, "label_smoothing=0.1 goes with"),
         ({"loss": "odds_ratio"}, {}, "set reference=none and length_normalization=true"),
         ({"ref_ema": 0.1, "reference": "none"}, {}, "ref_ema=0.1 moves models.ref"),
+        ({"ref_every": 9, "reference": "none"}, {}, "ref_every=9 moves models.ref"),
         ({}, {"ref": None}, "models.ref is null, and preference.reference=model needs it"),
         ({"reference": "none"}, {"ref": {"path": "m"}}, "models.ref is given, and preference.reference=none"),
     ],

@@ -10,21 +10,25 @@ from torch import Tensor
 
 from realrl.algorithms.build import build_algorithm
 from realrl.algorithms.method import ModelOutput
+from realrl.algorithms.output_checks import check_outputs
 from realrl.config.errors import UserCodeError, UserError
 from realrl.data.batch import Batch, Ragged
+from realrl.dataflow.call import Call, Key, Kind
+from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.load import parse_experiment
-from tests.conftest import SHAPE
+from realrl.testing.shape import SHAPE
 
-EXAMPLE = (Path(__file__).parents[2] / "examples" / "best_of_n.py").read_text(encoding="utf-8")
+EXAMPLE = (Path(__file__).parents[2] / "examples" / "online_dpo.py").read_text(encoding="utf-8")
 RECIPE = {
     "run_dir": "r",
-    "data": {"train": "t", "batch": 2},
+    "data": {"train": "t", "batch": 4},
     "models": {"actor": {"shape": SHAPE}, "reward": {"shape": SHAPE}},
-    "best_of_n": {"samples": 2},
 }
 SEQUENCES = Ragged.of([[1, 2, 3], [4, 5], [6, 7, 8, 9], [1, 2]])
 ROWS = sum(SEQUENCES.lengths)
-SCORED = "Ragged.scalars(last_of_rows(output.values, output.lengths).float())"
+SCORED = (
+    'return {key: Ragged.scalars(of.float()) for key, of in zip(pairs_of("ref_logps"), sums, strict=True)}'
+)
 
 
 def changed(tmp_path: Path, old: str, new: str) -> Path:
@@ -35,29 +39,34 @@ def changed(tmp_path: Path, old: str, new: str) -> Path:
 
 
 def batch(**fields: Ragged) -> Batch:
-    return Batch((0, 1, 2, 3), {"sequences": SEQUENCES, **fields})
+    answers = {"sequences": SEQUENCES, "prompt_length": Ragged.scalars(torch.ones(4, dtype=torch.int64))}
+    both = {f"{side}{key}": rows for side in ("", "other_") for key, rows in answers.items()}
+    return Batch((0, 1, 2, 3), {**both, **fields})
 
 
-def score(algorithm: Any) -> None:
+def run(*, gradient: bool = False) -> ModelOutput:
+    """What the model gives for both answers of every item."""
+    lengths = tuple(length for length in SEQUENCES.lengths for _ in range(2))
+    return ModelOutput(lengths, logprobs=-torch.ones(2 * ROWS, requires_grad=gradient))
+
+
+def compare(algorithm: Any) -> None:
     """The calls of an inference method."""
-    method = algorithm.method("reward.inference")
+    method = algorithm.method("ref.inference")
     method.sequences(batch())
-    outputs = method.outputs(batch(), ModelOutput(SEQUENCES.lengths, values=torch.arange(float(ROWS))))
+    outputs = method.outputs(batch(), run())
     method.metrics(batch().with_fields(**outputs))
 
 
 def learn(algorithm: Any) -> None:
     """The calls of a train method."""
     method = algorithm.method("actor.train")
-    scored = batch(
-        score=Ragged.scalars(torch.arange(4.0)),
-        prompt_length=Ragged.scalars(torch.ones(4, dtype=torch.int64)),
-    )
+    numbers = {key: Ragged.scalars(torch.arange(4.0)) for key in ("score", "ref_logps", "other_ref_logps")}
+    scored = batch(other_score=Ragged.scalars(torch.zeros(4)), **numbers)
     prepared, _ = method.prepare(scored, lambda tensor: tensor)
     method.sequences(prepared)
     method.weight(prepared)
-    logprobs = -torch.ones(ROWS, requires_grad=True)
-    method.loss(prepared, ModelOutput(SEQUENCES.lengths, logprobs=logprobs))
+    method.loss(prepared, run(gradient=True))
     assert method.head_scale == 1.0 and not method.entropy and method.epochs == 1
     method.stop({})
     method.finish()
@@ -71,61 +80,64 @@ def build(file: Path) -> Any:
 
 def test_the_example_passes_every_check(tmp_path: Path) -> None:
     algorithm = build(changed(tmp_path, "The description:", "The description:"))
-    score(algorithm)
+    compare(algorithm)
     learn(algorithm)
 
 
-PAIR = "return batch.with_fields(best=Ragged.scalars(is_best)), metrics"
-WEIGHT = 'return float((answers.counts * batch["best"].values).sum())'
+PAIR = "return batch.with_fields(sign=Ragged.scalars(sign.float())), metrics"
+WEIGHT = "return float(len(batch))"
+KEYS = "'ref_logps' and 'other_ref_logps'"
 CASES: dict[str, tuple[str, str, str, str]] = {
     "no outputs": (
-        f'return {{"score": {SCORED}}}',
+        SCORED,
         "pass",
-        "outputs of reward.inference",
-        "gave None; it must give a dict of 'score', a Ragged each",
+        "outputs of ref.inference",
+        f"gave None; it must give a dict of {KEYS}, a Ragged each",
     ),
     "misspelt key": (
-        f'{{"score": {SCORED}}}',
-        f'{{"scores": {SCORED}}}',
-        "outputs of reward.inference",
-        "gave no key 'score'; it must give a dict of 'score'",
+        SCORED,
+        SCORED.replace("ref_logps", "ref_logp"),
+        "outputs of ref.inference",
+        f"gave no key 'ref_logps'; it must give a dict of {KEYS}",
     ),
     "unknown key": (
-        f'{{"score": {SCORED}}}',
-        f'{{"score": {SCORED}, "more": 1}}',
-        "outputs of reward.inference",
+        SCORED,
+        SCORED.replace("{key:", '{"more": 1} | {key:'),
+        "outputs of ref.inference",
         "gave a key 'more', which the call does not have",
     ),
     "tensor": (
-        f'{{"score": {SCORED}}}',
-        '{"score": output.values}',
-        "outputs of reward.inference",
-        "gave a tensor of shape [11] and type float32 as 'score'; it must be a Ragged of float32 with one row for"
-        " each of 4 items",
+        SCORED,
+        "return dict(zip(pairs_of('ref_logps'), sums, strict=True))",
+        "outputs of ref.inference",
+        "gave a tensor of shape [4] and type float64 as 'ref_logps'; it must be a Ragged of float32 with one row"
+        " for each of 4 items",
     ),
     "too few rows": (
-        ".float())}",
-        ".float()[1:])}",
-        "outputs of reward.inference",
-        "gave 3 rows of 'score'; it must be a Ragged",
+        SCORED,
+        SCORED.replace(".float()", ".float()[1:]"),
+        "outputs of ref.inference",
+        "gave 3 rows of 'ref_logps'; it must be a Ragged",
     ),
     "too many rows": (
         SCORED,
-        "Ragged.scalars(output.values)",
-        "outputs of reward.inference",
-        "gave 11 rows of 'score'; it must be a Ragged",
+        SCORED.replace("of.float()", "output.logprobs"),
+        "outputs of ref.inference",
+        "gave 22 rows of 'ref_logps'; it must be a Ragged",
     ),
     "too many numbers": (
         SCORED,
-        "Ragged(output.values, output.lengths)",
-        "outputs of reward.inference",
-        "gave 3 numbers for row 0 of 'score'; the graph declares one number per item",
+        SCORED.replace(
+            "Ragged.scalars(of.float())", "Ragged(output.logprobs[::2], batch['sequences'].lengths)"
+        ),
+        "outputs of ref.inference",
+        "gave 3 numbers for row 0 of 'ref_logps'; the graph declares one number per item",
     ),
     "wrong type": (
-        ".float())}",
-        ".double())}",
-        "outputs of reward.inference",
-        "gave 'score' as float64; it must be a Ragged of float32",
+        SCORED,
+        SCORED.replace("of.float()", "of"),
+        "outputs of ref.inference",
+        "gave 'ref_logps' as float64; it must be a Ragged of float32",
     ),
     "batch alone": (PAIR, PAIR.removesuffix(", metrics"), "prepare of actor.train", "gave a Batch; it must"),
     "other items": (
@@ -141,10 +153,10 @@ CASES: dict[str, tuple[str, str, str, str]] = {
         "gave a dict; it must give Metrics",
     ),
     "vector in metrics": (
-        'metrics.mean("best_score", (batch["score"].values * is_best).double().sum()',
-        'metrics.mean("best_score", (batch["score"].values * is_best)',
+        'metrics.mean("better_score", first.maximum(other)[known].sum(), known.sum())',
+        'metrics.mean("better_score", first.maximum(other), known.sum())',
         "prepare of actor.train",
-        "gave a tensor of shape [4] and type float64 for the metric 'best_score'",
+        "gave a tensor of shape [4] and type float64 for the metric 'better_score'",
     ),
     "text as weight": (
         WEIGHT,
@@ -154,9 +166,9 @@ CASES: dict[str, tuple[str, str, str, str]] = {
     ),
     "vector as weight": (
         WEIGHT,
-        "return answers.counts",
+        "return batch['sign'].values",
         "weight of actor.train",
-        "gave a tensor of shape [4] and type int64; it must give a finite number, 0 or above",
+        "gave a tensor of shape [4] and type float32; it must give a finite number, 0 or above",
     ),
     "weight that is not finite": (
         WEIGHT,
@@ -166,10 +178,10 @@ CASES: dict[str, tuple[str, str, str, str]] = {
     ),
     "loss alone": ("return loss, metrics", "return loss", "loss of actor.train", "gave a tensor of shape []"),
     "loss per token": (
-        "* learnt).sum()",
-        "* learnt)",
+        "loss = -logsigmoid(margin).sum()",
+        "loss = -logsigmoid(margin)",
         "loss of actor.train",
-        "gave a tensor of shape [7] and type float32 as the loss; it must be a scalar",
+        "gave a tensor of shape [4] and type float64 as the loss; it must be a scalar",
     ),
     "loss without gradient": (
         "return loss, metrics",
@@ -190,7 +202,7 @@ def test_a_wrong_output_is_one_message_with_function_call_and_line(case: str, tm
         file.write_text(text)
     algorithm = build(file)
     with pytest.raises(UserCodeError) as caught:
-        (score if "reward" in function else learn)(algorithm)
+        (compare if "ref" in function else learn)(algorithm)
     message = str(caught.value)
     name = function.partition(" ")[0]
     place = re.search(rf"^algorithm={file}: {function} \({file}:(\d+)\) (.*)$", message)
@@ -202,29 +214,45 @@ def test_a_wrong_output_is_one_message_with_function_call_and_line(case: str, tm
 @pytest.mark.parametrize(
     ("old", "function"),
     [
-        ('return {"score": Ragged', "outputs of reward.inference"),
-        ('learnt = batch["best"]', "loss of actor.train"),
-        ("scores = gather_samples(", "prepare of actor.train"),
+        ("return {key: Ragged", "outputs of ref.inference"),
+        ("first, other = sum_logprobs(batch, output)", "loss of actor.train"),
+        ("first, other = (batch[key].values.double()", "prepare of actor.train"),
     ],
 )
 def test_an_exception_names_function_call_and_line(old: str, function: str, tmp_path: Path) -> None:
     file = changed(tmp_path, f"        {old}", f"        {{}}['absent']\n        {old}")
     algorithm = build(file)
     with pytest.raises(UserCodeError) as caught:
-        (score if "reward" in function else learn)(algorithm)
+        (compare if "ref" in function else learn)(algorithm)
     number = file.read_text().splitlines().index("        {}['absent']") + 1
     assert str(caught.value) == f"algorithm={file} raised in {function}: KeyError: 'absent' ({file}:{number})"
     assert "absent" in caught.value.trace and caught.value.alone
 
 
+def test_several_numbers_at_each_position_are_as_many_as_declared() -> None:
+    call = Call("m.inference", "m", Kind.INFERENCE, ("sequences",), ("ids",), work=("sequences",))
+    graph = DataflowGraph([call], [Key("sequences", "int64"), Key("ids", "int32", "sequences", 2)])
+    given = Batch((0, 1, 2, 3), {"sequences": SEQUENCES})
+    for shape, problem in [
+        ((ROWS, 2), None),
+        ((ROWS, 3), f"gave values of shape [{ROWS}, 3] as 'ids'; it must be a Ragged of int32 with one row"),
+        ((ROWS,), f"gave values of shape [{ROWS}] as 'ids'"),
+    ]:
+        ids = Ragged(torch.zeros(shape, dtype=torch.int32), SEQUENCES.lengths)
+        found = check_outputs({"ids": ids}, [(call, graph)], given)
+        assert found is None if problem is None else (found or "").startswith(problem)
+
+
 def test_a_lost_rank_is_not_blamed_on_the_function_that_waits_for_it(tmp_path: Path) -> None:
-    method = build(changed(tmp_path, "The description:", "The description:")).method("actor.train")
+    line = '        metrics = Metrics()\n        metrics.mean("score"'
+    method = build(changed(tmp_path, line, f"        dp_sum(sign)\n{line}")).method("actor.train")
 
     def gone(_: Tensor) -> Tensor:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer")
 
     with pytest.raises(RuntimeError, match="closed by peer"):
-        method.prepare(batch(score=Ragged.scalars(torch.zeros(4))), gone)
+        zeros = Ragged.scalars(torch.zeros(4))
+        method.prepare(batch(score=zeros, other_score=zeros), gone)
 
 
 def test_lack_of_memory_is_not_blamed_on_the_function_where_it_shows(tmp_path: Path) -> None:
@@ -246,7 +274,7 @@ def test_what_is_no_algorithm_is_named(new: str, problem: str, tmp_path: Path) -
     with pytest.raises(UserError) as caught:
         build(file)
     assert re.fullmatch(
-        rf"algorithm best_of_n: methods \({file}:\d+\) {re.escape(problem)}", str(caught.value)
+        rf"algorithm online_dpo: methods \({file}:\d+\) {re.escape(problem)}", str(caught.value)
     )
 
 

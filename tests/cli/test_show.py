@@ -23,7 +23,7 @@ LARGE = (
     "models.reward.dtype=bfloat16",
     "data.batch=1024",
     "data.eval=null",
-    "training.judge=null",
+    "evaluation.judge=null",
 )
 PLAN = """
 cluster: 16x8

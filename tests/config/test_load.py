@@ -100,7 +100,7 @@ def test_text_that_looks_like_a_number_survives_a_round_trip(recipe: str, text: 
 
 
 def test_evaluation_may_let_answers_end_earlier_than_training(recipe: str) -> None:
-    experiment = load_experiment(recipe, ["generation.min_new_tokens=9", "training.eval_min_new_tokens=0"])
+    experiment = load_experiment(recipe, ["generation.min_new_tokens=9", "evaluation.min_new_tokens=0"])
     assert experiment.generation.min_new_tokens == 9
     assert PPO_SPEC.eval_generation(experiment) == experiment.generation.model_copy(
         update={"min_new_tokens": 0}
@@ -133,8 +133,8 @@ def test_evaluation_may_let_answers_end_earlier_than_training(recipe: str) -> No
         ("ppo.minibatches=3", "data.batch=64 is not divisible by the 3 mini-batches of actor.train"),
         ("generation.min_new_tokens=300", "generation: min_new_tokens=300 is above max_new_tokens=128"),
         (
-            "training.eval_min_new_tokens=500",
-            "training.eval_min_new_tokens=500 is above generation.max_new_tokens=128",
+            "evaluation.min_new_tokens=500",
+            "evaluation.min_new_tokens=500 is above generation.max_new_tokens=128",
         ),
         (
             "ppo.ref_ema=0.1; models.ref.dtype=bfloat16",
@@ -145,8 +145,8 @@ def test_evaluation_may_let_answers_end_earlier_than_training(recipe: str) -> No
             "data.max_prompt_tokens=512 and generation.max_new_tokens=128 together are above data.max_tokens=600",
         ),
         (
-            "training.judge=os:listdir",
-            "training.judge scores what evaluations generate; give data.eval or set training.judge=null",
+            "evaluation.judge=os:listdir",
+            "evaluation.judge is about evaluations; give data.eval or set evaluation.judge=null",
         ),
         ("training.epochs=0", "training.epochs: 0 must be above 0"),
         ("models.actor.optimizer.betas=[0.9, 1.5]", "models.actor.optimizer.betas.1: 1.5 must be below 1"),
@@ -236,12 +236,13 @@ def test_what_generates_no_text_takes_no_judge(algorithm: str) -> None:
         "run_dir": "x",
         "data": {"train": "a", "eval": "b"},
         "models": {role: {"path": "a"}},
-        "training": {"judge": "os:listdir"},
+        "evaluation": {"judge": "os:listdir"},
     }
     with pytest.raises(
-        UserError, match=f"training.judge scores generated text, and {algorithm} generates none"
+        UserError, match=f"evaluation.judge is about generated text, and {algorithm} generates none"
     ):
         parse_experiment(settings)
-    settings["training"] = {"eval_min_new_tokens": 0}
-    with pytest.raises(UserError, match=f"training.eval_min_new_tokens .* {algorithm} generates none"):
+    settings["evaluation"] = {"min_new_tokens": 0, "samples": 2}
+    words = f"evaluation.samples and evaluation.min_new_tokens are about .* {algorithm} generates none"
+    with pytest.raises(UserError, match=words):
         parse_experiment(settings)

@@ -42,7 +42,7 @@ def test_a_recipe_may_name_files_of_the_home(home: Path) -> None:
 
 
 def test_a_judge_may_be_a_file_of_the_home(home: Path) -> None:
-    assert UserFunction("training.judge", "~/judge.py:rate").numbers(1, ["a"]) == [1.0]
+    assert UserFunction("evaluation.judge", "~/judge.py:rate").numbers(1, ["a"]) == [1.0]
 
 
 def test_plans_clusters_lengths_and_profiles_may_be_files_of_the_home(home: Path) -> None:

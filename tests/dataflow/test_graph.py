@@ -1,10 +1,13 @@
+import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from realrl.algorithms.policy.graph import make_eval_graph
-from realrl.dataflow.call import Call, Key, Kind
+from realrl.dataflow.call import Call, Candidates, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
+from realrl.dataflow.periods import share_steps
 from realrl.dataflow.text import format_graph
 
 KEYS = (
@@ -87,6 +90,55 @@ def test_only_training_has_minibatches() -> None:
         Call("a", "a", Kind.INFERENCE, ("prompts",), work=("prompts",), minibatches=2)
 
 
+LIKELIEST = Call(
+    "teacher.inference",
+    "teacher",
+    Kind.INFERENCE,
+    ("prompts",),
+    ("ids",),
+    work=("prompts",),
+    candidates=Candidates(3),
+)
+LEARN = Call(
+    "actor.train",
+    "actor",
+    Kind.TRAIN,
+    ("prompts", "ids"),
+    work=("prompts",),
+    candidates=Candidates(3, "ids"),
+)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (Key("ids", "float32", "prompts", 3), "key 'ids' must have 3 whole numbers at each position"),
+        (Key("ids", "int32", "prompts"), "key 'ids' must have 3 whole numbers at each position"),
+        (Key("ids", "int32", "own", 3), "'ids' has other lengths than 'prompts'"),
+        (Key("ids", "int32", "prompts", 0), "width=0 is below 1"),
+    ],
+)
+def test_candidates_are_as_many_whole_numbers_beside_each_token(ids: Key, message: str) -> None:
+    DataflowGraph([LIKELIEST, LEARN], (KEYS[0], Key("ids", "int32", "prompts", 3)))
+    with pytest.raises(ValueError, match=message):
+        DataflowGraph([LIKELIEST, LEARN], (KEYS[0], ids))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"candidates": Candidates(3)}, "training needs a key with the ids"),
+        ({"candidates": Candidates(3, "other")}, "candidates are 'other', none of its inputs"),
+        ({"candidates": Candidates(0, "ids")}, "0 candidates are less than one"),
+        ({"work": ("prompts", "ids")}, "one key as work"),
+        ({"kind": Kind.GENERATE}, "only inference and training have candidates"),
+    ],
+)
+def test_impossible_candidates_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(LEARN, **changes)
+
+
 def test_text_names_every_call_with_where_its_inputs_come_from() -> None:
     text = format_graph(GRAPH, ["actor"])
     assert text.index("1. actor.generate") < text.index("2. reward.inference") < text.index("3. actor.train")
@@ -137,3 +189,11 @@ def test_a_function_has_edges_of_data_and_no_role() -> None:
 def test_a_call_is_either_a_function_or_has_a_role(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(REWARD, **changes)
+
+
+@pytest.mark.parametrize("periods", [(), (1,), (4,), (1, 3), (2, 4), (2, 3), (4, 6, 9)])
+def test_shares_of_steps_are_those_of_a_count(periods: tuple[int, ...]) -> None:
+    whole = math.lcm(*periods)
+    counted = Counter(frozenset(p for p in periods if step % p == 0) for step in range(whole))
+    shares = share_steps(frozenset(periods))
+    assert shares == pytest.approx({due: count / whole for due, count in counted.items()})

@@ -119,6 +119,7 @@ def test_another_seed_step_or_number_draws_other_tokens(
     assert sum(a == b for a, b in pairs) <= 3  # two sequences of one token may agree
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -131,9 +132,10 @@ def test_another_seed_step_or_number_draws_other_tokens(
     ids=str,
 )
 def test_recorded_logprobs_are_those_the_trainer_computes(
-    world: World, common: int, sampling: dict[str, float]
+    world: World, common: int, sampling: dict[str, float], evaluates: bool
 ) -> None:
-    model = load(world, sampling.get("temperature", 1.0))
+    # Evaluation may sample at another temperature than that of training.
+    model = load(world, 1.2 if evaluates else sampling.get("temperature", 1.0))
     batch = generate(model, prompts(), eos=common, **sampling)
     with torch.no_grad():
         rows = batch["sequences"]

@@ -10,10 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from realrl.algorithms.distillation.config import OfflineDistillationConfig
+from realrl.algorithms.distillation.distributions import DivergenceTrain, TopTeacher
 from realrl.algorithms.reward.method import PairInference, RewardTrain
 from realrl.algorithms.sft.method import SFTInference, SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import assign, partition_samples
+from realrl.dataflow.call import Candidates
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
@@ -49,6 +52,8 @@ SHAPES = {
 OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1, grad_clip=0.5, eps=1e-4)
 STEPS = 2
 ITEMS = 16
+CANDIDATES = 20
+"""More than a rank has of a vocabulary that many of them share."""
 GROUP = 4
 """Samples of a prompt, where prompts are shared."""
 MODELS: list[tuple[str, Head]] = [
@@ -101,25 +106,39 @@ def batch(head: Head, shape: ModelShape) -> Batch:
     tokens = rows(ITEMS)
     mask = torch.randint(0, 3, tokens.values.shape, generator=generator).clamp(max=1)
     mask[list(tokens.offsets[:-1])] = 0
-    return Batch(ids, {"tokens": tokens, "loss_mask": Ragged(mask, tokens.lengths)})
+    places = (len(mask), shape.vocab_size)
+    teacher = torch.randn(places, generator=generator).log_softmax(1).topk(CANDIDATES)
+    fields = {"loss_mask": mask, "teacher_ids": teacher.indices.int(), "teacher_top_logprobs": teacher.values}
+    return Batch(
+        ids, {"tokens": tokens, **{name: Ragged(values, tokens.lengths) for name, values in fields.items()}}
+    )
 
 
 def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:
-    """A few steps of training, then inference, then generation; metrics by name, equal on every rank."""
+    """A few steps of training, that of a language model ending with distillation, then inference, then generation;
+    metrics by name, equal on every rank."""
     head, strategy = model.head, model.layout.placement.strategy
     dp_index = model.groups.data.index
-    train = SFTTrain() if head == "lm" else RewardTrain()
+    methods = [RewardTrain()] * STEPS
+    if head == "lm":
+        methods = [SFTTrain(), DivergenceTrain(OfflineDistillationConfig(divergence="jsd"))]
     infer = SFTInference() if head == "lm" else PairInference()
     costs = [sum(field.lengths[i] for field in everything.fields.values()) for i in range(len(everything))]
     mine = assign(costs, minibatches=2, dp=strategy.dp)[dp_index]
     items = sorted(i for part in mine for i in part)
     local = everything.select(items)
     trainer, results = Trainer(model, OPTIMIZER), {}
-    for step in range(STEPS):
+    for step, train in enumerate(methods):
         positions = [[items.index(i) for i in part] for part in mine]
         budget = strategy.micro_batch_tokens
         metrics = trainer.train(
-            local, train, positions, lr=OPTIMIZER.lr, max_tokens=budget, recompute=strategy.recompute
+            local,
+            train,
+            positions,
+            lr=OPTIMIZER.lr,
+            max_tokens=budget,
+            recompute=strategy.recompute,
+            candidates=None if step == 0 or head == "scalar" else Candidates(CANDIDATES, "teacher_ids"),
         ).result()
         for name, value in metrics.items():
             results[f"{step}/{name}"] = torch.tensor(value)
@@ -129,6 +148,12 @@ def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:
         model, items, [float(r) for r in scored[key].rows()] if key in scored.fields else []
     )
     if head == "lm":
+        likeliest, _ = model.infer(
+            local, TopTeacher(), strategy.micro_batch_tokens, candidates=Candidates(CANDIDATES)
+        )
+        for name in ("teacher_ids", "teacher_top_logprobs"):
+            sums = [float(row.double().square().sum()) for row in likeliest[name].rows()]
+            results[name] = gathered(model, items, sums if model.shard.last else [])
         results |= sample(model, items, local, samples=1)
         # Every prompt GROUP times; one process prefills and caches each of them by itself.
         prompts = everything["tokens"].select([i // GROUP for i in range(ITEMS)])

@@ -36,14 +36,15 @@ def test_noise_matches_integer_arithmetic() -> None:
         assert got.item() == expected
 
 
-def test_noise_is_uniform_and_uncorrelated_over_neighbours() -> None:
+def test_noise_is_uniform_and_uncorrelated_over_neighbours_and_calls() -> None:
     ids = torch.arange(400).repeat_interleave(50)
     positions = torch.arange(50).repeat(400)
     noise = compute_uniform(1, 2, ids, positions).view(400, 50)
     counts = torch.histc(noise.float(), 20, 0, 1)
     assert ((counts - 1000).square() / 1000).sum() < 45  # chi-square of 19 degrees: 99.9 % lie below 43.8
     centred = noise - 0.5
-    for other in (centred.roll(1, 0), centred.roll(1, 1)):
+    of_another_call = compute_uniform(1, 2, ids, positions, call=1).view(400, 50) - 0.5
+    for other in (centred.roll(1, 0), centred.roll(1, 1), of_another_call):
         assert (centred * other).mean().abs() < 4 / 12 / 20_000**0.5
 
 

@@ -17,8 +17,8 @@ from realrl.cli.app import run_app
 from realrl.data.tokenizer import load_tokenizer
 from realrl.engine.model import make_unsharded_model
 from realrl.model.packing import Packing
+from realrl.testing.ranks import run_on_ranks
 from tests.conftest import World, read_metrics
-from tests.runtime.ranks import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
 SIZES = {

@@ -23,7 +23,7 @@ def test_chunked_logprobs_and_gradients_equal_the_direct_computation(
     hidden, weight = torch.randn(20, 8, requires_grad=True), torch.randn(vocab, 8, requires_grad=True)
     bias = torch.randn(vocab, requires_grad=True) if with_bias else None
     parameters = (hidden, weight) if bias is None else (hidden, weight, bias)
-    targets, factor = torch.randint(vocab, (20,)), torch.randn(20)
+    targets, factor = torch.randint(vocab, (20, 3)), torch.randn(20, 3)  # some of them twice in a row
     chosen, entropy = logprobs.compute_token_logprobs(
         hidden,
         weight,
@@ -37,12 +37,26 @@ def test_chunked_logprobs_and_gradients_equal_the_direct_computation(
     grads = torch.autograd.grad((chosen * factor).sum(), parameters)
     logits = hidden @ weight.T if bias is None else hidden @ weight.T + bias
     whole = (logits / temperature).log_softmax(-1)
-    expected = whole.gather(1, targets[:, None]).squeeze(1)
+    expected = whole.gather(1, targets)
     expected_grads = torch.autograd.grad((expected * factor).sum(), parameters, retain_graph=True)
     torch.testing.assert_close(chosen, expected)
     torch.testing.assert_close(entropy, -(whole.exp() * whole).sum(1))
     assert not entropy.requires_grad
     torch.testing.assert_close(grads, expected_grads)
+
+    again, tokens, best = logprobs.find_likeliest_tokens(
+        hidden,
+        weight,
+        targets,
+        count=5,
+        bias=bias,
+        temperature=temperature,
+        group=make_single_rank_group(),
+        rows=len(weight),
+        first=0,
+    )
+    torch.testing.assert_close(again, expected)
+    torch.testing.assert_close((best, tokens), tuple(whole.topk(5)))
 
 
 def test_each_token_gets_the_probability_its_predecessor_gives_it(twins: Callable) -> None:
@@ -52,18 +66,24 @@ def test_each_token_gets_the_probability_its_predecessor_gives_it(twins: Callabl
     tokens, lengths = pack(rows)
     packing = Packing.of(lengths, "cpu")
     hidden = model(tokens, packing)
-    found, entropy = model.compute_logprobs(hidden, tokens, packing, temperature=1.3, entropy=True)
+    again, likeliest, best = model.find_likeliest(hidden, tokens, packing, count=4, temperature=1.3)
+    found, entropy, others = model.compute_logprobs(
+        hidden, tokens, packing, temperature=1.3, entropy=True, candidates=likeliest
+    )
     assert found.dtype == torch.float32 and entropy.shape == found.shape
-    for row, piece, logp in zip(rows, hidden.split(lengths), found.split(lengths), strict=True):
+    torch.testing.assert_close((again, best), (found, others))
+    pieces = [values.split(lengths) for values in (hidden, found, others)]
+    for row, piece, logp, top in zip(rows, *pieces, strict=True):
         whole = (model.compute_logits(piece) / 1.3).log_softmax(-1)
-        assert logp[0] == 0
+        assert logp[0] == 0 and not top[0].any()
         torch.testing.assert_close(logp[1:], whole[:-1].gather(1, row[1:, None]).squeeze(1))
+        torch.testing.assert_close(top[1:], whole[:-1].topk(4).values)
     assert entropy[0] == 0 and (entropy[1:4] > 0).all()
 
 
 def test_a_batch_of_single_tokens_has_only_zeros(twins: Callable) -> None:
     model, _, _ = twins(SHAPES["plain"], "lm")
     tokens, packing = torch.tensor([3, 4]), Packing.of([1, 1], "cpu")
-    found, _ = model.compute_logprobs(model(tokens, packing), tokens, packing, temperature=1.0)
+    found, *_ = model.compute_logprobs(model(tokens, packing), tokens, packing, temperature=1.0)
     found.sum().backward()
     assert found.tolist() == [0, 0]

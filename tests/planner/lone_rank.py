@@ -2,17 +2,20 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from realrl.algorithms.distillation.config import OfflineDistillationConfig
+from realrl.algorithms.distillation.distributions import DivergenceInference, DivergenceTrain, TopTeacher
 from realrl.algorithms.method import InferenceMethod, TrainMethod
 from realrl.algorithms.reward.method import PairInference, RewardTrain
 from realrl.algorithms.sft.method import SFTInference, SFTTrain
 from realrl.data.batch import Batch, Ragged
+from realrl.dataflow.call import Candidates
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model
@@ -71,6 +74,19 @@ class Sequences:
     batch: Batch
     train: TrainMethod
     infer: InferenceMethod
+    candidates: Candidates | None = None
+
+    def distil(self, candidates: Candidates) -> "Sequences":
+        """The same rows, whose distributions are compared with a teacher's, or are the teacher's."""
+        if candidates.ids is None:
+            return replace(self, infer=TopTeacher(), candidates=candidates)
+        places = (len(self.batch["tokens"].values), candidates.count)
+        ids = torch.arange(candidates.count, dtype=torch.int32).expand(places).contiguous()
+        numbers = {"teacher_ids": ids, "teacher_top_logprobs": torch.full(places, -9.0)}
+        lengths = self.batch["tokens"].lengths
+        batch = self.batch.with_fields(**{name: Ragged(of, lengths) for name, of in numbers.items()})
+        config = OfflineDistillationConfig(divergence="jsd")
+        return Sequences(batch, DivergenceTrain(config), DivergenceInference(config), candidates)
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], model: StoredModel, samples: int = 1) -> "Sequences":
@@ -142,11 +158,17 @@ class LoneRank:
             lr=0.0,
             max_tokens=strategy.micro_batch_tokens,
             recompute=strategy.recompute,
+            candidates=sequences.candidates,
         )
 
     def infer(self, sequences: Sequences) -> None:
         """An inference call."""
-        self.model.infer(sequences.batch, sequences.infer, self.placement.strategy.micro_batch_tokens)
+        self.model.infer(
+            sequences.batch,
+            sequences.infer,
+            self.placement.strategy.micro_batch_tokens,
+            candidates=sequences.candidates,
+        )
 
     def generate(self, sequences: Sequences, new_tokens: int, samples: int = 1) -> None:
         """Continuations of all sequences, of which `samples` after each other are equal."""

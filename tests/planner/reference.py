@@ -90,7 +90,7 @@ def sampled_graph(rng: random.Random) -> DataflowGraph:
             _group,
             _two_models,
             _chain,
-            lambda: train_graph(minibatches=1, ref_ema=0.1),
+            lambda: train_graph(minibatches=1, averages=[MovingAverage("ref", "actor", 0.1)]),
             _ppo,
             _scored,
             _verified,
@@ -194,6 +194,17 @@ def _tools() -> DataflowGraph:
     ]
     keys = (*_keys("x", "s", "l"), Key("g", "float32", "x"))
     return DataflowGraph(calls, keys, [MovingAverage("k", "a", 0.1)])
+
+
+def late_lengths() -> DataflowGraph:
+    """Rows that wait for the lengths of later ones, by which the items of their reader are divided."""
+    calls = [
+        _call("k.inference", ("x",), ("g",)),
+        _call("c.train", ("x",)),
+        _call("a.generate", ("x",), ("s",)),
+        _call("a.train", ("s", "g")),
+    ]
+    return DataflowGraph(calls, (*_keys("x", "s"), Key("g", "float32", "x")))
 
 
 def function_table(call: Call, cluster: Cluster, seconds: float) -> list[Candidate]:

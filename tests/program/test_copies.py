@@ -19,7 +19,7 @@ from realrl.program.order import waves
 from realrl.program.validate import ProgramError, validate, validate_start
 
 PPO = train_graph(minibatches=1)
-FOLLOWING = train_graph(minibatches=1, ref_ema=0.1)
+FOLLOWING = train_graph(minibatches=1, averages=[MovingAverage("ref", "actor", 0.1)])
 KEYS = (*(Key(name, "int64") for name in "xyz"), Key("s", "float32", "one"), Key("t", "float32", "one"))
 TWICE = DataflowGraph(
     [

@@ -15,7 +15,7 @@ from realrl.program.lower import home_placements, lower, offloaded
 from realrl.program.text import format_program, parse_program
 from realrl.program.validate import ProgramError, validate
 
-GRAPH = train_graph(minibatches=2, ref_ema=0.125)
+GRAPH = train_graph(minibatches=2, averages=[MovingAverage("ref", "actor", 0.125)])
 ALL, HALF = Placement(Mesh(0, 4), Strategy(2, 2)), Placement(Mesh(0, 2), Strategy(1, 2))
 PLAN = Plan(
     Cluster(1, 4),

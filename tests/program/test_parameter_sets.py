@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from realrl.algorithms.ppo.graph import train_graph
+from realrl.dataflow.call import MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.sets import BASE, TUNED, WHOLE, TrainablePart
 from realrl.plan.cluster import Cluster
@@ -66,7 +67,7 @@ def test_every_set_is_offloaded_and_of_optimizers_that_of_the_trained_one() -> N
 
 @pytest.mark.parametrize(("same_start", "expected"), [(True, [TUNED]), (False, [BASE, TUNED])])
 def test_a_reference_follows_in_every_set_that_may_differ(same_start: bool, expected: list[str]) -> None:
-    graph = train_graph(minibatches=1, ref_ema=0.5, same_start=same_start)
+    graph = train_graph(minibatches=1, averages=[MovingAverage("ref", "actor", 0.5, same_start)])
     parts = PARTS | {"ref": PARTS["actor"]}
     _, step = compiled(plan(keep=("actor",)), graph, parts)
     mixed = [i for i in step.instructions if isinstance(i, Reallocate) and i.into == "ref"]

@@ -151,6 +151,41 @@ def test_validation_finds_a_call_before_its_parameters_arrive() -> None:
         check(chosen, late)
 
 
+def late_lengths() -> tuple[DataflowGraph, Plan]:
+    """Step in which the rows of `a` are there before the lengths by which the items of their reader are divided."""
+    graph = DataflowGraph(
+        [
+            Call("a.inference", "a", Kind.INFERENCE, ("x",), ("f",), ("x",)),
+            Call("c.inference", "c", Kind.INFERENCE, ("x",), ("g",), ("x",)),
+            Call("b.generate", "b", Kind.GENERATE, ("x",), ("s",), ("x",)),
+            Call("b.train", "b", Kind.TRAIN, ("s", "f", "g"), (), ("s",)),
+        ],
+        [Key("x", "int64"), Key("f", "float32", "one"), Key("g", "float32", "x"), Key("s", "int64")],
+    )
+    chosen = Plan(Cluster(1, 4), {c.name: place(0, 2) for c in graph.calls} | {"c.inference": place(2, 2)})
+    return graph, chosen
+
+
+def test_rows_wait_until_their_senders_know_how_the_readers_items_are_divided() -> None:
+    graph, chosen = late_lengths()
+    programs = lower(graph, chosen, home_placements(graph, chosen))
+    validate(programs, graph, home_placements(graph, chosen))
+    for program in programs[2:]:
+        kinds = [type(i) for i in program.instructions if isinstance(i, Run | ShareLengths | Send)]
+        assert kinds == [Run, ShareLengths, Send]
+
+
+def test_validation_finds_rows_sent_before_the_lengths_that_divide_their_readers_items() -> None:
+    graph, chosen = late_lengths()
+    programs = lower(graph, chosen, home_placements(graph, chosen))
+    early = list(programs[3].instructions)
+    share = next(i for i, instruction in enumerate(early) if isinstance(instruction, ShareLengths))
+    early[share], early[share + 1] = early[share + 1], early[share]
+    broken = [*programs[:3], replace(programs[3], instructions=tuple(early))]
+    with pytest.raises(ProgramError, match=r"rank 3 does not know how long s is, by .* b\.train"):
+        validate(broken, graph, home_placements(graph, chosen))
+
+
 def test_validation_finds_a_call_on_outdated_parameters() -> None:
     graph = DataflowGraph(
         [

@@ -20,10 +20,9 @@ def changes(world: World, algorithm: str, directory: Path) -> dict[str, object]:
     judge = f"{directory / 'judge.py'}:longer_is_better"
     return {
         "data__eval": str(world.root / f"{algorithm}.jsonl"),
-        "training__eval_every": 2,
+        "evaluation__every": 2,
         "training__save_every": 2,
-        "training__samples": 100,
-        **({"training__judge": judge} if algorithm == "ppo" else {}),
+        **({"evaluation__shown": 100, "evaluation__judge": judge} if algorithm == "ppo" else {}),
     }
 
 

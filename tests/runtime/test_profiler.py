@@ -31,7 +31,8 @@ from realrl.runtime.profiler.points.bench import Bench
 from realrl.runtime.profiler.points.clock import Clock
 from realrl.runtime.profiler.points.grid import Sizes
 from realrl.runtime.profiler.points.point import Measurer, Pace, Point, take_medians
-from tests.conftest import SHAPE, World
+from realrl.testing.shape import SHAPE
+from tests.conftest import World
 
 TINY = ModelShape.model_validate(SHAPE)
 CPU = torch.device("cpu")

@@ -21,13 +21,16 @@ class ModelOutput:
 
     logprobs: [T] for a language-model head: log p(token t | tokens before it), 0 at each sequence's first
     token, at the sampling temperature. entropy: [T] likewise, without gradient. values: [T] for a scalar
-    head.
+    head. candidates: [T, k] int64 ids of the call's `candidates`, in the place of token t; candidate_logprobs:
+    [T, k] log p of each, given the tokens before t, 0 at each sequence's first token.
     """
 
     lengths: tuple[int, ...]
     logprobs: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
+    candidates: Tensor | None = None
+    candidate_logprobs: Tensor | None = None
 
 
 @dataclass
@@ -137,7 +140,7 @@ class TrainMethod(Protocol):
 
     def weight(self, batch: Batch) -> float:
         """Weight of the terms that the loss of these items is a sum of, such as their number; the engine
-        divides by its global total."""
+        divides by its global total. A mini-batch without any makes no optimizer step."""
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
         """Compute the sum of the loss terms of a micro-batch, a scalar, and its metrics."""

@@ -66,12 +66,16 @@ def _check_rows(
     """Check the rows of one key; `fields` are all keys that are known of the items."""
     declared = graph.keys[key]
     wanted = f"a Ragged of {declared.dtype} with one row for each of {items} items"
+    if declared.width is not None:
+        wanted += f", {declared.width} numbers at each position"
     if not isinstance(rows, Ragged):
         return f"gave {_shown(rows)} as {key!r}; it must be {wanted}"
     if len(rows) != items:
         return f"gave {len(rows)} rows of {key!r}; it must be {wanted}"
     if rows.values.dtype != KEY_DTYPES[declared.dtype]:
         return f"gave {key!r} as {_name(rows.values.dtype)}; it must be {wanted}"
+    if rows.values.shape[1:] != ((declared.width,) if declared.width is not None else ()):
+        return f"gave values of shape {list(rows.values.shape)} as {key!r}; it must be {wanted}"
     length_key = graph.length_key(key)
     if length_key is None:
         row = next((i for i, length in enumerate(rows.lengths) if length != 1), None)
@@ -148,7 +152,7 @@ def check_loss(given: Any, output: ModelOutput) -> str | None:
     loss = given[0]
     if not isinstance(loss, Tensor) or loss.dim() > 0 or not loss.is_floating_point():
         return f"gave {_shown(loss)} as the loss; it must be a scalar: a sum over the micro-batch"
-    computed = (output.logprobs, output.values)
+    computed = (output.logprobs, output.values, output.candidate_logprobs)
     if not loss.requires_grad and any(tensor is not None and tensor.requires_grad for tensor in computed):
         return (
             "gave a loss without gradient; it must be computed from the model's output, by no detach(), item() or"

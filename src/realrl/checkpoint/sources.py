@@ -17,6 +17,9 @@ def check_directories(experiment: Experiment) -> None:
             path = getattr(getattr(experiment.models, role), field)
             if path is not None and is_local(path) and not local_path(path).is_dir():
                 raise UserError(f"models.{role}.{field}={path}: no such directory")
+    against = experiment.evaluation.against
+    if against is not None and is_local(against) and not local_path(against).is_dir():
+        raise UserError(f"evaluation.against={against}: no such directory")
 
 
 def check_trainable(experiment: Experiment) -> None:

@@ -9,6 +9,7 @@ import typer
 from realrl import __version__
 from realrl.cli.config import config
 from realrl.cli.data import data
+from realrl.cli.eval import eval
 from realrl.cli.generate import generate
 from realrl.cli.plan import plan
 from realrl.cli.profile import profile
@@ -26,7 +27,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train, plan, profile, show, data, config, generate, tokenizer, report):
+for command in (train, plan, profile, show, data, config, eval, generate, tokenizer, report):
     app.command()(command)
 
 
@@ -64,7 +65,8 @@ def run_app(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     try:
-        app(args=list(arguments), prog_name="realrl")
+        # Commands that start themselves again as ranks need them.
+        app(args=list(arguments), prog_name="realrl", obj=list(arguments))
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     return 0

@@ -1,24 +1,34 @@
 """`realrl generate`."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from realrl.cli.recipe import launch_ranks
+from realrl.config.files import check_file
+
 if TYPE_CHECKING:
     from realrl.data.sources.records import Record
+    from realrl.recipe.settings import GenerationConfig
 
 
 def generate(
+    context: typer.Context,
     model_dir: Annotated[str, typer.Argument(help="Hugging Face directory of a model.")],
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Records with prompts: a file, glob, directory or data set, as data.train of a recipe; may be "
+            "given several times. Rewards see their further fields.",
+        ),
+    ] = None,
     prompts: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE", help="A .txt with a prompt per line, or {prompt} or {messages} records."
-        ),
+        typer.Option(metavar="FILE", help="A .txt with a prompt per line; any other file is like --data."),
     ] = None,
     chat: Annotated[
         bool,
@@ -38,52 +48,106 @@ def generate(
     greedy: Annotated[bool, typer.Option("--greedy", help="Take the most likely token.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same samples.")] = 1,
     n: Annotated[int, typer.Option("--n", min=1, help="Samples per prompt.")] = 1,
+    reward: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REWARD",
+            help="Score answers: FILE.py:FUNCTION, or YAML as `reward` of a recipe, such as "
+            "'{verifier: {kind: numeric}}'.",
+        ),
+    ] = None,
+    reward_model: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Score answers by this reward model.")
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Keep the answer with the highest score to each prompt.")
+    ] = False,
+    cluster: Annotated[
+        str, typer.Option(help="Devices, as `cluster` of a recipe: 1x2 starts two local processes.")
+    ] = "1x1",
+    plan: Annotated[
+        str, typer.Option(help="Plan, as `plan` of a recipe: a preset, a plan file, or search.")
+    ] = "symmetric",
     family: Annotated[
         str | None,
         typer.Option(metavar="FILE.py", help="The file of a model family of your own that the model is of."),
     ] = None,
     out: Annotated[str | None, typer.Option(metavar="FILE", help="Write .jsonl records here.")] = None,
 ) -> None:
-    """Sample completions from a model."""
+    """Sample completions from a model, for prompts or a data set, and score them."""
+    from realrl.config.errors import UserError
+    from realrl.config.paths import local_path
+    from realrl.runtime.processes.environment import quiet_profiler, under_launcher
+
+    quiet_profiler()
+    sampling = _read_sampling(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        greedy=greedy,
+    )
+    records: list[Record] = [(f"--prompt {text!r}", {"prompt": text}) for text in prompt or []]
+    sources = [*(data or [])]
+    if prompts is not None and local_path(prompts).suffix == ".txt":
+        records += _read_lines(prompts)
+    elif prompts is not None:
+        sources.append(prompts)
+    if not records and not sources:
+        raise UserError(
+            "there is nothing to continue: give --prompt TEXT or --prompts FILE, or --data SOURCE"
+        )
+    if best and reward is None and reward_model is None:
+        raise UserError("--best chooses by a score; give --reward or --reward-model")
+    from realrl.runtime.sampling import SamplingJob, generate_answers, make_sampling_recipe
+
+    job = SamplingJob(
+        model_dir=model_dir,
+        prompts=records,
+        source=sources or None,
+        sampling=sampling,
+        seed=seed,
+        n=n,
+        chat=chat,
+        family=family,
+        reward=None if reward is None else _read_reward(reward),
+        reward_model=reward_model,
+        cluster=cluster,
+        plan=plan,
+    )
+    recipe = make_sampling_recipe(job)
+    if not under_launcher():
+        if out is not None:
+            check_file(str(local_path(out)), local_path(out))
+        launch_ranks(recipe, context.obj)
+    rows = generate_answers(job, recipe, best=best, say=lambda text: typer.echo(f"note: {text}", err=True))
+    if out is not None:
+        _write(local_path(out), rows)
+        return
+    for row in rows:
+        score = f"  [{row['score']:.4g}]" if "score" in row else ""
+        typer.echo(f"{typer.style(_shown(row['prompt'], chat), dim=True)}{row['completion']}{score}\n")
+
+
+def _read_sampling(**options: Any) -> "GenerationConfig":
     from pydantic import ValidationError
 
     from realrl.config.errors import UserError
     from realrl.config.explain import explain
-    from realrl.config.paths import local_path
     from realrl.recipe.settings import GenerationConfig
 
     try:
-        sampling = GenerationConfig(
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=min_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            greedy=greedy,
-        )
+        return GenerationConfig(**options)
     except ValidationError as error:
         raise UserError(explain(error, GenerationConfig)) from None
-    records = [(f"--prompt {text!r}", {"prompt": text}) for text in prompt or []]
-    records += _read_prompts(prompts) if prompts else []
-    if not records:
-        raise UserError("there is nothing to continue: give --prompt TEXT or --prompts FILE")
-    from realrl.runtime.sampling import generate_text
 
-    rows = generate_text(
-        model_dir,
-        records,
-        sampling,
-        seed,
-        n,
-        chat=chat,
-        family=family,
-        say=lambda text: typer.echo(f"note: {text}", err=True),
-    )
-    if out is None:
-        for row in rows:
-            typer.echo(f"{typer.style(_shown(row['prompt'], chat), dim=True)}{row['completion']}\n")
-    else:
-        _write(local_path(out), (json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+def _read_reward(text: str) -> Any:
+    """Read a reward as a recipe has it: the reference of a function, or YAML."""
+    from realrl.config.yaml_file import parse_yaml
+
+    return text if text.rpartition(":")[2].isidentifier() else parse_yaml(text, "--reward")
 
 
 def _shown(prompt: str | list[dict[str, Any]], chat: bool) -> str:
@@ -93,34 +157,30 @@ def _shown(prompt: str | list[dict[str, Any]], chat: bool) -> str:
     return "".join(f"{message['role']}: {message['content']}\n" for message in prompt)
 
 
-def _write(path: Path, lines: Iterable[str]) -> None:
-    """Open a file for atomic writing.
-
-    UserError, before the first line, where it cannot be written; RunError if there is no room for it.
-    """
+def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write rows to a file, atomically; RunError if there is no room for it."""
     from realrl.config.errors import RunError
-    from realrl.config.files import check_file, reason_of, whole_file
+    from realrl.config.files import reason_of
+    from realrl.runtime.output.rows import write_rows
+    from realrl.runtime.processes.environment import is_writer
 
-    check_file(str(path), path)
     try:
-        with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
-            file.writelines(lines)
+        if is_writer():
+            write_rows(path, rows)
+        else:
+            # It takes part, and has none.
+            assert not list(rows)
     except OSError as error:
         raise RunError(f"{path} cannot be written: {reason_of(error)}") from error
 
 
-def _read_prompts(path: str) -> "list[Record]":
-    """Read a record per line of a .txt file that is not blank, or the records of a data file."""
+def _read_lines(path: str) -> "list[Record]":
+    """Read a record per line of a .txt file that is not blank."""
     from realrl.config.errors import UserError
     from realrl.config.paths import local_path
-    from realrl.data.sources.records import read_records
-    from realrl.data.sources.rejects import Rejects
 
-    file = local_path(path)
-    if file.suffix == ".txt":
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} cannot be read: {error}") from None
-        return [(f"{path}:{i}", {"prompt": line}) for i, line in enumerate(lines, 1) if line.strip()]
-    return list(read_records(path, Rejects("fail")))
+    try:
+        lines = local_path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    return [(f"{path}:{i}", {"prompt": line}) for i, line in enumerate(lines, 1) if line.strip()]

@@ -1,5 +1,7 @@
 """Shared code of commands that take a recipe."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,3 +31,31 @@ def find_cluster(experiment: "Experiment") -> "Cluster":
     from realrl.runtime.processes.process import resolve_cluster
 
     return resolve_cluster(experiment.cluster, experiment.device)
+
+
+def launch_ranks(experiment: "Experiment", arguments: Sequence[str]) -> None:
+    """Run `realrl ARGUMENTS` in one process for each device of a recipe's cluster, and exit as they do.
+
+    Returns where there is one device, for this process to compute itself. Called before any launcher has started
+    this process. A plan that has to be searched is found first. UserError for a cluster that cannot be here.
+    """
+    from realrl.plan.presets import SEARCH
+    from realrl.recipe.graphs import build_graph
+    from realrl.runtime.prepare.devices import check_kind, search_spec
+    from realrl.runtime.prepare.functions import check_functions
+    from realrl.runtime.prepare.gpu import ask_machine
+    from realrl.runtime.prepare.search.cached_plan import cached_plan
+    from realrl.runtime.processes.launch import check_local, launch
+
+    cluster = find_cluster(experiment)
+    if cluster.size == 1:
+        return
+    check_local(cluster)
+    here = ask_machine(experiment.device)
+    check_kind(experiment, cluster, here)
+    plan = None
+    if experiment.plan == SEARCH:
+        check_functions(experiment)
+        found = cached_plan(experiment, search_spec(experiment, cluster, here), partial(typer.echo, err=True))
+        plan = found.to_text(build_graph(experiment))
+    raise typer.Exit(launch(cluster, arguments, plan))

@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
     """Run a recipe: start local processes, or take part as a rank when started by torchrun."""
+    from realrl.config.errors import UserError
+    from realrl.recipe.algorithm import get_spec
     from realrl.recipe.graphs import build_graph
     from realrl.recipe.load import load_experiment
     from realrl.runtime.processes.environment import quiet_profiler, under_launcher
 
     quiet_profiler()
     experiment = load_experiment(recipe, overrides or [])
+    if not get_spec(experiment).trains:
+        raise UserError(f"algorithm={experiment.algorithm} trains nothing; realrl eval runs it")
     with _tidied(experiment) as run_dir:
         if not under_launcher():
             cluster = find_cluster(experiment)

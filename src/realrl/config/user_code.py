@@ -23,7 +23,7 @@ class UserCode:
 
     def __init__(self, setting: str, reference: str) -> None:
         """Import the module. `setting` and `reference` are how error messages name it, for example
-        `training.judge` and `judge.py:rate`; what follows a last colon of the reference is not looked at.
+        `evaluation.judge` and `judge.py:rate`; what follows a last colon of the reference is not looked at.
 
         UserError where there is no such module, UserCodeError where it cannot be imported.
         """

@@ -7,19 +7,22 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-KEY_DTYPES = {"int64": torch.int64, "float32": torch.float32}
+KEY_DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
 """Types of the values of keys, by the names that a `Key` has for them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Jagged rows: of different lengths, stored back to back. values: [sum(lengths)]."""
+    """Jagged rows: of different lengths, stored back to back.
+
+    values: [sum(lengths)], or [sum(lengths), width] with several numbers at each position.
+    """
 
     values: Tensor
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        assert self.values.dim() == 1 and self.values.numel() == sum(self.lengths), (
+        assert self.values.dim() in (1, 2) and len(self.values) == sum(self.lengths), (
             "rows do not fill the values"
         )
 
@@ -35,7 +38,7 @@ class Ragged:
         return tuple(out)
 
     def row(self, i: int) -> Tensor:
-        """Return row i, a view. [lengths[i]]"""
+        """Return row i, a view. [lengths[i]] or [lengths[i], width]"""
         return self.values[self.offsets[i] : self.offsets[i + 1]]
 
     def rows(self) -> list[Tensor]:
@@ -44,6 +47,8 @@ class Ragged:
 
     def select(self, indices: Sequence[int]) -> "Ragged":
         """Copy the rows at `indices`, in that order."""
+        if not len(indices):
+            return Ragged(self.values[:0], ())
         return Ragged.of([self.row(i) for i in indices], dtype=self.values.dtype)
 
     @classmethod

@@ -15,6 +15,7 @@ from realrl.data.items import ItemReader
 from realrl.data.mismatch import mismatch_completions
 from realrl.data.numbers import NumberRows, type_code
 from realrl.data.sources.origins import Origins
+from realrl.data.sources.records import RecordReader, read_records
 from realrl.data.sources.rejects import Rejects
 from realrl.data.tokenization import Row, make_field
 from realrl.recipe.data import DataConfig
@@ -122,16 +123,17 @@ class Dataset:
         stop_token_ids: tuple[int, ...],
         keep: FieldFilter = keep_nothing,
         watch: Watch | None = None,
+        read: RecordReader = read_records,
     ) -> "Dataset":
         """Read and tokenise `source` (see `list_sources`), records of `form`, into the rows that `keys` name.
 
         `stop_token_ids` are the ids that end a sequence, at least one. `keep` says which fields of records
-        are kept that no key is made of; `watch` is called with each item. UserError where a source cannot be used,
-        nothing of it is left, or, under `config.on_error=fail` and `config.on_too_long=fail`, at the first record
-        that is malformed or too long.
+        are kept that no key is made of; `watch` is called with each item; `read` reads a source. UserError where a
+        source cannot be used, nothing of it is left, or, under `config.on_error=fail` and
+        `config.on_too_long=fail`, at the first record that is malformed or too long.
         """
         columns, further, origins, counts = _Columns(keys), FurtherFields(), Origins(), []
-        reader = ItemReader(form, keys, tokenizer, config, seed, stop_token_ids, keep)
+        reader = ItemReader(form, keys, tokenizer, config, seed, stop_token_ids, keep, read)
         for which, given in enumerate(list_sources(source)):
             rejects, before = Rejects(config.on_error, config.on_too_long), len(columns.records)
             for item in reader.read(given.path, rejects):

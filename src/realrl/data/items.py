@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from realrl.data.forms import Item, Reader, further_fields, is_plain_text, plain_text_note
 from realrl.data.further import FieldFilter
 from realrl.data.numbers import NumberRows, read_numbers
-from realrl.data.sources.records import read_records
+from realrl.data.sources.records import RecordReader, read_records
 from realrl.data.sources.rejects import BadRecordError, Rejects
 from realrl.data.tokenization import Row, find_excess, find_problem, tokenize
 from realrl.data.variants import find_field, rename_fields, rewrite
@@ -63,6 +63,7 @@ class ItemReader:
         seed: int,
         stop_token_ids: tuple[int, ...],
         keep: FieldFilter,
+        read: RecordReader = read_records,
     ) -> None:
         self._form = form
         self._keys = keys
@@ -70,6 +71,7 @@ class ItemReader:
         self._config = config
         self._stop_token_ids = stop_token_ids
         self._keep = keep
+        self._read_records = read
         self._reader = Reader(
             tokenizer=tokenizer,
             apply_chat_template=config.apply_chat_template,
@@ -105,7 +107,7 @@ class ItemReader:
                 )
 
     def _read_texts(self, source: str, rejects: Rejects) -> Iterator[TextItem]:
-        for origin, given in read_records(source, rejects):
+        for origin, given in self._read_records(source, rejects):
             self._number += 1
             try:
                 record = rewrite(self._form, self._rename(given))

@@ -50,10 +50,13 @@ class Order:
 
         These are `batch` indices; one whose source has no weight above 1 may recur only where two epochs meet.
         """
-        first = step * self.batch
+        return self.take(step * self.batch, self.batch)
+
+    def take(self, first: int, count: int) -> list[int]:
+        """List `count` items, at most an epoch, after the `first` items of all epochs laid end to end."""
         epoch, offset = divmod(first, self.size)
-        head = self._epoch(epoch)[offset : offset + self.batch]
-        rest = self.batch - len(head)
+        head = self._epoch(epoch)[offset : offset + count]
+        rest = count - len(head)
         return [*head.tolist(), *(self._epoch(epoch + 1)[:rest].tolist() if rest else ())]
 
     def _epoch(self, epoch: int) -> np.ndarray:

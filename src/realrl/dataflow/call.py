@@ -16,24 +16,47 @@ class Kind(StrEnum):
     FUNCTION = "function"
 
 
+_BYTES = {"int64": 8, "int32": 4, "float32": 4}
+
+
 @dataclass(frozen=True)
 class Key:
     """A named value of every item of a batch: a row of numbers, possibly of different length per item.
 
     `length` is `"own"` (rows have lengths of their own, which ranks must be told), `"one"` (one number per
-    item), or the name of another key with rows of the same lengths.
+    item), or the name of another key with rows of the same lengths. With a `width` there are that many numbers at
+    each position of a row, else one.
     """
 
     name: str
-    dtype: Literal["int64", "float32"]
+    dtype: Literal["int64", "int32", "float32"]
     length: str = "own"
+    width: int | None = None
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of one position of a row."""
+        return _BYTES[self.dtype] * (self.width or 1)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Tokens that a model gives log-probabilities of at each position, besides the token that stands there.
+
+    `ids` is the key that names them, `count` at each position; None for the `count` likeliest ones. `setting` is
+    what in the recipe says how many, for error messages.
+    """
+
+    count: int
+    ids: str | None = None
+    setting: str = "count"
 
 
 @dataclass(frozen=True)
 class MovingAverage:
-    """EMA of a trained role: after each training of `source`, `role` is updated.
+    """EMA of a trained role: after training of `source` in every `period`-th step, `role` is updated.
 
-    Its parameters become (1 - factor) * theirs + factor * those of `source`.
+    Its parameters become (1 - factor) * theirs + factor * those of `source`; with a factor of 1, those of `source`.
     """
 
     role: str
@@ -41,6 +64,13 @@ class MovingAverage:
     factor: float
     same_start: bool = False
     """Whether both start from the same values, so that what training leaves alone stays equal by itself."""
+    period: int = 1
+
+    def __post_init__(self) -> None:
+        if self.period < 1:
+            raise DescriptionError(
+                f"{self.role} follows {self.source} every {self.period} steps, not 1 or more"
+            )
 
 
 @dataclass(frozen=True)
@@ -56,6 +86,9 @@ class Call:
 
     A generate call has the keys `sequences`, `logprobs`, `prompt_length` and `finished` to offer, with `prefix` in
     front of each: so that a graph can have two of them.
+
+    With `candidates`, a language model gives log-probabilities of further tokens at each position of its one row
+    per item, the `work` of the call.
     """
 
     name: str
@@ -68,6 +101,7 @@ class Call:
     function: str | None = None
     record_fields: bool = False
     prefix: str = ""
+    candidates: Candidates | None = None
 
     def __post_init__(self) -> None:
         if (self.role is None) != (self.kind is Kind.FUNCTION):
@@ -84,6 +118,22 @@ class Call:
             )
         if self.minibatches > 1 and self.kind is not Kind.TRAIN:
             raise DescriptionError(f"call {self.name}: only training has mini-batches")
+        if self.candidates is not None:
+            self._check_candidates(self.candidates)
+
+    def _check_candidates(self, candidates: Candidates) -> None:
+        if self.kind not in (Kind.INFERENCE, Kind.TRAIN) or len(self.work) > 1:
+            raise DescriptionError(
+                f"call {self.name}: only inference and training have candidates, and one key as work"
+            )
+        if candidates.count < 1:
+            raise DescriptionError(f"call {self.name}: {candidates.count} candidates are less than one")
+        if candidates.ids is None and self.kind is Kind.TRAIN:
+            raise DescriptionError(f"call {self.name}: training needs a key with the ids of its candidates")
+        if candidates.ids is not None and candidates.ids not in self.inputs:
+            raise DescriptionError(
+                f"call {self.name}: candidates are {candidates.ids!r}, none of its inputs {self.inputs}"
+            )
 
     @property
     def is_function(self) -> bool:

@@ -1,6 +1,6 @@
 """The calls of one training step, and the edges between them."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cached_property
 
 from realrl.config.errors import DescriptionError
@@ -50,7 +50,28 @@ class DataflowGraph:
                 raise DescriptionError(
                     f"key {declared.name!r} has the length of unknown key {declared.length!r}"
                 )
+            if declared.width is not None and (
+                declared.width < 1 or self._producer.get(declared.name) is None
+            ):
+                raise DescriptionError(
+                    f"key {declared.name!r}: width={declared.width} is below 1, or it is not of a call's output"
+                )
+        for call in self.calls:
+            self._check_candidates(call)
         _ = self.order
+
+    def _check_candidates(self, call: Call) -> None:
+        """Check that the ids of a call's candidates are as many, and lie beside the tokens that it is run on."""
+        if call.candidates is None or call.candidates.ids is None:
+            return
+        key, (tokens,) = self.keys[call.candidates.ids], call.work
+        if not key.dtype.startswith("int") or key.width != call.candidates.count:
+            raise DescriptionError(
+                f"call {call.name}: key {key.name!r} must have {call.candidates.count} whole numbers at each"
+                " position"
+            )
+        if self.length_key(key.name) != self.length_key(tokens):
+            raise DescriptionError(f"call {call.name}: {key.name!r} has other lengths than {tokens!r}")
 
     def call(self, name: str) -> Call:
         """Find the call of that name; KeyError if there is none."""
@@ -95,6 +116,20 @@ class DataflowGraph:
         """Check whether a step updates the role's parameters."""
         return any(call.kind is Kind.TRAIN for call in self.calls if call.role == role)
 
+    @cached_property
+    def periods(self) -> frozenset[int]:
+        """Periods of the moving averages, in steps."""
+        return frozenset(average.period for average in self.averages)
+
+    def due(self, step: int) -> frozenset[int]:
+        """Find the periods of the moving averages that are due in a training step, the first of which is 1."""
+        return frozenset(period for period in self.periods if step % period == 0)
+
+    def with_due(self, periods: Collection[int]) -> "DataflowGraph":
+        """Make the graph of the steps in which the moving averages of these periods alone are due."""
+        averages = [average for average in self.averages if average.period in periods]
+        return DataflowGraph(self.calls, self.keys.values(), averages)
+
     def dependencies(self, call: Call) -> tuple[Call, ...]:
         """List the calls that must end before `call` starts, by data and by parameters."""
         before = dict.fromkeys(self._producer[key] for key in call.inputs if key in self._producer)
@@ -103,6 +138,19 @@ class DataflowGraph:
                 if other.role == call.role and other.kind is not Kind.TRAIN:
                     before[other] = None
         return tuple(before)
+
+    def upstream(self, key: str) -> "DataflowGraph":
+        """Select the calls that must run for `key` to be there, its producer included, without any training."""
+        needed: set[str] = set()
+        wanted = [key]
+        while wanted:
+            call = self.producer(wanted.pop())
+            if call is not None and call.name not in needed:
+                needed.add(call.name)
+                wanted += call.inputs
+        calls = [call for call in self.calls if call.name in needed]
+        used = {name for call in calls for name in (*call.inputs, *call.outputs)}
+        return DataflowGraph(calls, [declared for declared in self.keys.values() if declared.name in used])
 
     @cached_property
     def order(self) -> tuple[Call, ...]:

@@ -20,7 +20,9 @@ def format_graph(graph: DataflowGraph, trained: Collection[str]) -> str:
         lines += [f"   out    {', '.join(call.outputs)}"] if call.outputs else []
         for average in graph.averages if call.kind is Kind.TRAIN else ():
             if average.source == call.role:
-                lines.append(f"   then   {average.role} moves by {average.factor:g} towards {call.role}")
+                moves = f"moves by {average.factor:g} towards" if average.factor < 1 else "becomes"
+                every = f" every {average.period} steps" if average.period > 1 else ""
+                lines.append(f"   then   {average.role} {moves} {call.role}{every}")
         after = ", ".join(other.name for other in graph.dependencies(call))
         lines += [f"   after  {after}"] if after else []
     return "\n".join(lines) + "\n"
@@ -31,7 +33,13 @@ def _about(call: Call, trained: Collection[str]) -> str:
         return f"{call.kind} {call.function} on the host"
     frozen = "" if call.role in trained else " frozen"
     split = f" in {call.minibatches} mini-batches" if call.minibatches > 1 else ""
-    return f"{call.kind}{split},{frozen} role {call.role}"
+    candidates = call.candidates
+    tokens = ""
+    if candidates is not None:
+        tokens = (
+            f", {candidates.count} {'likeliest ' if candidates.ids is None else ''}tokens at each position"
+        )
+    return f"{call.kind}{split}{tokens},{frozen} role {call.role}"
 
 
 def _inputs(graph: DataflowGraph, call: Call) -> list[str]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from realrl.algorithms.method import InferenceMethod, Metrics, ModelOutput
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import even_micro_batches, micro_batches
+from realrl.dataflow.call import Candidates
 from realrl.engine.local_set import LocalSet, Parameters
 from realrl.engine.parallel_groups import ParallelGroups
 from realrl.engine.pipeline.messages import Pipeline, prefetch_receives
@@ -85,23 +86,52 @@ class Model:
         return self.transformer(x, packing, sequence_parallel=self.sequence_parallel, recompute=recompute)
 
     def compute_output(
-        self, hidden: Tensor, rows: Ragged, packing: Packing, *, entropy: bool = False
+        self,
+        hidden: Tensor,
+        rows: Ragged,
+        packing: Packing,
+        *,
+        entropy: bool = False,
+        candidates: Tensor | None = None,
+        likeliest: int = 0,
     ) -> ModelOutput:
-        """Compute the outputs of the last stage from the hidden states of the rows."""
+        """Compute the outputs of the last stage from the hidden states of the rows.
+
+        Further log-probabilities are those of `candidates` [T, k], or of as many of the `likeliest` tokens.
+        """
         if self.head == "scalar":
             values = self.transformer.compute_values(
                 hidden, packing, sequence_parallel=self.sequence_parallel
             )
             return ModelOutput(rows.lengths, values=values)
-        logprobs, entropies = self.transformer.compute_logprobs(
+        if likeliest:
+            logprobs, candidates, best = self.transformer.find_likeliest(
+                hidden,
+                rows.values,
+                packing,
+                count=likeliest,
+                temperature=self.temperature,
+                sequence_parallel=self.sequence_parallel,
+            )
+            return ModelOutput(
+                rows.lengths, logprobs=logprobs, candidates=candidates, candidate_logprobs=best
+            )
+        logprobs, entropies, others = self.transformer.compute_logprobs(
             hidden,
             rows.values,
             packing,
             temperature=self.temperature,
             entropy=entropy,
+            candidates=candidates,
             sequence_parallel=self.sequence_parallel,
         )
-        return ModelOutput(rows.lengths, logprobs=logprobs, entropy=entropies)
+        return ModelOutput(
+            rows.lengths,
+            logprobs=logprobs,
+            entropy=entropies,
+            candidates=candidates,
+            candidate_logprobs=others,
+        )
 
     def count_hidden_rows(self, tokens: int) -> int:
         """Count the rows of hidden states that stages exchange for a number of tokens."""
@@ -138,10 +168,11 @@ class Model:
         method: InferenceMethod,
         max_tokens: int,
         after_micro_batch: Callable[[], None] = lambda: None,
+        candidates: Candidates | None = None,
     ) -> tuple[Batch, Metrics]:
         """Run an inference call on this rank's items, in micro-batches of at most `max_tokens` tokens.
 
-        `after_micro_batch` is called after each of them.
+        `after_micro_batch` is called after each of them; `candidates` are those of the call.
 
         On the last stage, returns the batch with the call's outputs among its fields, and metrics added up
         over data-parallel ranks; on the others the batch as it was, and no metrics.
@@ -152,7 +183,7 @@ class Model:
         received = self.receive_activations([sum(costs[i] for i in positions) for positions in parts])
         for positions in parts:
             part = batch.select(positions).to(self.device)
-            outputs = self._infer_part(part, method, received)
+            outputs = self._infer_part(part, method, received, candidates)
             for key, field in outputs.items():
                 slots = collected.setdefault(key, [None] * len(batch))
                 for position, row in zip(positions, field.to(torch.device("cpu")).rows(), strict=True):
@@ -168,14 +199,21 @@ class Model:
         return batch, metrics
 
     def _infer_part(
-        self, part: Batch, method: InferenceMethod, received: Iterator[Tensor | None]
+        self,
+        part: Batch,
+        method: InferenceMethod,
+        received: Iterator[Tensor | None],
+        candidates: Candidates | None,
     ) -> dict[str, Ragged]:
         """Run a micro-batch of an inference call; its outputs on the last stage, none on the others."""
         rows = method.sequences(part)
         packing = Packing.of(rows.lengths, self.device)
         hidden = self.forward(rows, packing, next(received))
         if self.shard.last:
-            return method.outputs(part, self.compute_output(hidden, rows, packing))
+            likeliest = candidates.count if candidates is not None and candidates.ids is None else 0
+            ids = read_candidates(part, candidates)
+            output = self.compute_output(hidden, rows, packing, candidates=ids, likeliest=likeliest)
+            return method.outputs(part, output)
         self.pipeline.send(hidden)
         return {}
 
@@ -191,6 +229,13 @@ def make_unsharded_model(
     )
     layout = build_layout(shape, head, placement)
     return Model(layout, 0, groups, dtype=dtype, device=device, temperature=temperature)
+
+
+def read_candidates(batch: Batch, candidates: Candidates | None) -> Tensor | None:
+    """Read the ids of the candidates of a call from its inputs, [T, k] int64; None where no key has them."""
+    if candidates is None or candidates.ids is None:
+        return None
+    return batch[candidates.ids].values.long()
 
 
 def count_item_tokens(batch: Batch, rows: Ragged) -> Sequence[int]:

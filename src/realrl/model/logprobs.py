@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
@@ -27,8 +28,8 @@ class _TokenLogprobs(Function):
         chunk_elements = max_logits(cpu=hidden.device.type == "cpu")
         # The same on every rank, because chunks are summed over ranks one by one.
         size = max(1, chunk_elements // rows)
-        chosen = hidden.new_empty(len(hidden), dtype=torch.float32)
-        entropy = torch.empty_like(chosen) if with_entropy else None
+        chosen = hidden.new_empty(targets.shape, dtype=torch.float32)
+        entropy = chosen.new_empty(len(hidden)) if with_entropy else None
         ctx.size = size
         ctx.temperature = temperature
         ctx.group = group
@@ -60,12 +61,12 @@ class _TokenLogprobs(Function):
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for start in range(0, len(hidden), ctx.size):
             part = slice(start, start + ctx.size)
-            factor = scaled[part, None]
+            factor = scaled[part]
             if saved_logp is None:
                 grad_logits = _log_softmax(hidden[part], weight, bias, ctx.temperature, ctx.group).exp_()
             else:
                 grad_logits = saved_logp.exp()
-            grad_logits.mul_(-factor)
+            grad_logits.mul_(-factor.sum(1, keepdim=True))
             is_local, index = _localise_targets(targets[part], len(weight))
             if len(weight):
                 grad_logits.scatter_add_(1, index, factor * is_local)
@@ -98,17 +99,17 @@ def _log_softmax(
 
 
 def _localise_targets(targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Find whether each target is one of this rank's rows, as 0 or 1, and a valid index. [n] -> two of [n, 1]"""
+    """Find whether each target is one of this rank's rows, as 0 or 1, and a valid index. [n, m] -> two of [n, m]"""
     is_local = (targets >= 0) & (targets < rows)
-    return is_local[:, None], targets.masked_fill(~is_local, 0)[:, None]
+    return is_local, targets.masked_fill(~is_local, 0)
 
 
 def _select_targets(logp: Tensor, targets: Tensor) -> Tensor:
-    """Select log-probabilities at the targets, 0 where another rank has the target. [n, rows] -> [n]"""
+    """Select log-probabilities at the targets, 0 where another rank has the target. [n, rows] -> [n, m]"""
     if not logp.shape[1]:
-        return logp.new_zeros(len(logp))
+        return logp.new_zeros(targets.shape)
     is_local, index = _localise_targets(targets, logp.shape[1])
-    return logp.gather(1, index).masked_fill(~is_local, 0.0).squeeze(1)
+    return logp.gather(1, index).masked_fill(~is_local, 0.0)
 
 
 def compute_token_logprobs(
@@ -124,9 +125,58 @@ def compute_token_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log softmax((hidden @ weight.T + bias) / temperature) at the targets, and the entropy in nats.
 
-    hidden: [N, H], weight: [this rank's rows, H], bias: [this rank's rows] or None, targets: [N] int64, counted
-    from this rank's first row -> [N] float32, and [N] float32 without gradient; the same on every rank of `group`.
-    `rows` is the most rows that a rank of the group has. The gradient of `hidden` is this rank's part of a sum over
-    the group.
+    hidden: [N, H], weight: [this rank's rows, H], bias: [this rank's rows] or None, targets: [N, m] int64, counted
+    from this rank's first row -> [N, m] float32, and [N] float32 without gradient; the same on every rank of
+    `group`. `rows` is the most rows that a rank of the group has. The gradient of `hidden` is this rank's part of a
+    sum over the group.
     """
     return _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, entropy, group, rows)
+
+
+@torch.no_grad()
+def find_likeliest_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    count: int,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    group: Group,
+    rows: int,
+    first: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute log-probabilities of the targets and of the `count` likeliest tokens, the likeliest first.
+
+    Arguments as for `compute_token_logprobs`; `first` is the token of this rank's first row. -> [N, m] float32 at
+    the targets, [N, count] int64 tokens, and [N, count] float32, without gradient and the same on every rank.
+    """
+    size = max(1, max_logits(cpu=hidden.device.type == "cpu") // rows)
+    chosen = hidden.new_empty(targets.shape, dtype=torch.float32)
+    tokens = targets.new_empty(len(hidden), count)
+    best = chosen.new_empty(len(hidden), count)
+    logp: Tensor | None = None
+    for start in range(0, len(hidden), size):
+        part = slice(start, start + size)
+        logp = None  # frees the previous chunk first, so that there is one at a time
+        logp = _log_softmax(hidden[part], weight, bias, temperature, group)
+        chosen[part] = _select_targets(logp, targets[part])
+        tokens[part], best[part] = _select_likeliest(logp, count, group, rows, first)
+    return group.sum(chosen), tokens, best
+
+
+def _select_likeliest(logp: Tensor, count: int, group: Group, rows: int, first: int) -> tuple[Tensor, Tensor]:
+    """Select the likeliest tokens among all ranks' columns. logp: [n, this rank's rows] -> two of [n, count]
+
+    The likeliest of each rank, at most `count`, are gathered: those of the whole vocabulary are among them.
+    """
+    if group.size == 1:
+        best = logp.topk(count, dim=1)
+        return best.indices, best.values
+    most = min(count, rows)
+    local = logp.topk(min(most, logp.shape[1]), dim=1)
+    missing = (0, most - local.values.shape[1])  # on a rank with fewer rows than others
+    values = group.gather_columns(F.pad(local.values, missing, value=-torch.inf), most * group.size)
+    tokens = group.gather_columns(F.pad(local.indices + first, missing), most * group.size)
+    best = values.topk(count, dim=1)
+    return tokens.gather(1, best.indices), best.values

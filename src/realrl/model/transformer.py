@@ -16,7 +16,7 @@ from realrl.layout.shard import Shard
 from realrl.model.attention import split_heads, varlen_attention
 from realrl.model.cache import KVCache
 from realrl.model.group import Group
-from realrl.model.logprobs import compute_token_logprobs
+from realrl.model.logprobs import compute_token_logprobs, find_likeliest_tokens
 from realrl.model.ops import linear, matmul_nt, rms_norm, swiglu
 from realrl.model.packing import Packing
 from realrl.model.recompute import checkpoint_activations
@@ -283,22 +283,23 @@ class Transformer(nn.Module):
         *,
         temperature: float,
         entropy: bool = False,
+        candidates: Tensor | None = None,
         sequence_parallel: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute log p(token t | tokens before it) and, with `entropy`, the entropy of that distribution in nats.
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Compute log p(token t | tokens before it), and that of each candidate in its place.
 
-        Logits are divided by `temperature`. Both are 0 at the first token of each sequence. hidden: [T, H] as
-        `forward` returned it, tokens: [T] -> [T] float32, and [T] float32 without gradient or None; the same on
-        every TP rank.
+        With `entropy`, the entropy of that distribution in nats, too. Logits are divided by `temperature`. All are
+        0 at the first token of each sequence. hidden: [T, H] as `forward` returned it, tokens: [T], candidates:
+        [T, k] or None -> [T] float32, entropies [T] float32 without gradient or None, and those of candidates
+        [T, k] float32 or None; the same on every TP rank.
         """
-        targets = packing.target_indices
-        tp = TensorParallel(self.tensor_group, len(tokens), sequence_parallel)
-        # Position t - 1 predicts token t.
-        predicting = tp.copy_to_region(hidden).index_select(0, targets - 1)
-        target_logprobs, entropies = compute_token_logprobs(
+        targets, predicting, wanted = self._predict(hidden, tokens, packing, sequence_parallel)
+        if candidates is not None:
+            wanted = torch.cat([wanted, candidates[targets]], 1)
+        logprobs, entropies = compute_token_logprobs(
             predicting,
             self._vocabulary,
-            tokens[targets] - self.shard.vocabulary.start,
+            wanted.sub_(self.shard.vocabulary.start),
             bias=self._vocabulary_bias,
             temperature=temperature,
             entropy=entropy,
@@ -306,8 +307,55 @@ class Transformer(nn.Module):
             rows=padded_vocabulary(self.shape, self.shard.tp),
         )
         zeros = torch.zeros(len(tokens), dtype=torch.float32, device=hidden.device)
-        full = zeros.index_copy(0, targets, target_logprobs)
-        return full, None if entropies is None else zeros.index_copy(0, targets, entropies)
+        full = zeros.index_copy(0, targets, logprobs[:, 0])
+        entropies = None if entropies is None else zeros.index_copy(0, targets, entropies)
+        if candidates is None:
+            return full, entropies, None
+        return full, entropies, zeros.new_zeros(candidates.shape).index_copy(0, targets, logprobs[:, 1:])
+
+    def find_likeliest(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        packing: Packing,
+        *,
+        count: int,
+        temperature: float,
+        sequence_parallel: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute log-probabilities of tokens, and of the `count` likeliest ones in the place of each.
+
+        Arguments as for `compute_logprobs`, without gradient. -> [T] float32, [T, count] int64 tokens, and
+        [T, count] float32; all are 0 at the first token of each sequence, and the same on every TP rank.
+        """
+        targets, predicting, wanted = self._predict(hidden, tokens, packing, sequence_parallel)
+        logprobs, likeliest, best = find_likeliest_tokens(
+            predicting,
+            self._vocabulary,
+            wanted.sub_(self.shard.vocabulary.start),
+            count=count,
+            bias=self._vocabulary_bias,
+            temperature=temperature,
+            group=self.tensor_group,
+            rows=padded_vocabulary(self.shape, self.shard.tp),
+            first=self.shard.vocabulary.start,
+        )
+        full = logprobs.new_zeros(len(tokens)).index_copy_(0, targets, logprobs[:, 0])
+        places = (len(tokens), count)
+        ids = likeliest.new_zeros(places).index_copy_(0, targets, likeliest)
+        return full, ids, best.new_zeros(places).index_copy_(0, targets, best)
+
+    def _predict(
+        self, hidden: Tensor, tokens: Tensor, packing: Packing, sequence_parallel: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Select the N places that are predicted, the hidden states that predict them, and the tokens there.
+
+        -> [N], [N, H], [N, 1]
+        """
+        targets = packing.target_indices
+        tp = TensorParallel(self.tensor_group, len(tokens), sequence_parallel)
+        # Position t - 1 predicts token t.
+        return targets, tp.copy_to_region(hidden).index_select(0, targets - 1), tokens[targets, None]
 
     def compute_values(self, hidden: Tensor, packing: Packing, *, sequence_parallel: bool = False) -> Tensor:
         """Compute the scalar head's output at every position, equal on every TP rank. [T, H] -> [T] float32"""

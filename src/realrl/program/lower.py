@@ -1,6 +1,6 @@
 """Compile a dataflow graph and a plan into one program per rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from realrl.dataflow.call import Call, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
@@ -26,6 +26,7 @@ from realrl.program.order import (
     changed_sets,
     changes,
     collecting_wave,
+    dividing_keys,
     keys_between,
     length_readers,
     producers,
@@ -71,6 +72,7 @@ def lower(
     homes: Mapping[str, Placement],
     kept: Mapping[str, Sequence[Placement]] | None = None,
     parts: TrainableParts | None = None,
+    done: Collection[str] = (),
 ) -> list[Program]:
     """Compile one step into one program per rank of the plan's cluster.
 
@@ -80,10 +82,16 @@ def lower(
     roles have that are trained in part. Every rank's program is a part of one
     global order of instructions, and nothing waits for a later one, so programs cannot deadlock; `validate`
     proves it again for any programs.
+
+    `done`: calls that have run already, whose outputs are where they put them (see `SampledStep`); the programs
+    send them on, and run the others.
     """
-    step = _Lowering(graph, plan, homes, kept or {}, parts or {})
+    step = _Lowering(graph, plan, homes, kept or {}, parts or {}, done)
     step.emit(tuple(range(plan.cluster.size)), Feed(graph.sources))
-    collected = {f: collecting_wave(graph, step.waves, f) for f in graph.functions}
+    for call in graph.order:
+        if call.name in done:
+            step.share_outputs(call)
+    collected = {f: collecting_wave(graph, step.waves, f) for f in graph.functions if f.name not in done}
     # Collective steps of a wave come before its long calls, so that the calls run side by side on their meshes.
     for number, wave in enumerate(step.waves):
         models = [call for call in wave if not call.is_function]
@@ -128,14 +136,20 @@ class _Lowering:
         homes: Mapping[str, Placement],
         kept: Mapping[str, Sequence[Placement]],
         parts: TrainableParts,
+        done: Collection[str] = (),
     ) -> None:
         self.graph, self.plan, self.homes, self.kept = graph, plan, homes, kept
-        self.parts = parts
-        self.waves = waves(graph, plan)
+        self.parts, self.done = parts, frozenset(done)
+        left = (tuple(call for call in wave if call.name not in done) for wave in waves(graph, plan))
+        self.waves = tuple(wave for wave in left if wave)
         pairs = [(p.name, c.name) for c in graph.order for p in producers(graph, c)]
         self.numbers = {pair: number for number, pair in enumerate(pairs)}
         self._loaded: set[str] = set()
         """Roles of `plan.offload` whose parameters are in device memory now."""
+        self._shared: set[str] = set(graph.sources)
+        """Keys whose lengths are known where they are needed."""
+        self._unsent: list[tuple[Call, Call]] = []
+        """Producers and consumers of rows that wait for the lengths by which the consumer's items are divided."""
         self._programs: list[list[Instruction]] = [[] for _ in range(plan.cluster.size)]
 
     def programs(self) -> list[Program]:
@@ -203,17 +217,25 @@ class _Lowering:
             self.emit(placement.ranks, Offload(role, placement, "optimizer", name))
 
     def share_outputs(self, call: Call) -> None:
-        """Emit what follows a call: lengths, then the rows its consumers need."""
+        """Emit what follows a call: lengths, then the rows its consumers need.
+
+        Rows of earlier calls follow, too, if their senders know only now which ranks work on which items.
+        """
         output_ranks = self.plan[call.name].output_ranks
         for key in call.outputs:
             if self.graph.keys[key].length == "own":
                 readers = length_readers(self.graph, self.plan, key)
                 self.emit(_union(output_ranks, readers), ShareLengths(key, call.name, output_ranks, readers))
-        for consumer in self.graph.order:
-            if call in producers(self.graph, consumer):
-                keys = keys_between(self.graph, call, consumer)
-                number, ranks = self.numbers[call.name, consumer.name], self.plan[consumer.name].ranks
-                self.emit(output_ranks, Send(number, keys, call.name, consumer.name, ranks))
+                self._shared.add(key)
+        left = [consumer for consumer in self.graph.order if consumer.name not in self.done]
+        self._unsent += [(call, consumer) for consumer in left if call in producers(self.graph, consumer)]
+        ready = [pair for pair in self._unsent if self._shared.issuperset(dividing_keys(self.graph, pair[1]))]
+        for producer, consumer in ready:
+            keys = keys_between(self.graph, producer, consumer)
+            number, ranks = self.numbers[producer.name, consumer.name], self.plan[consumer.name].ranks
+            send = Send(number, keys, producer.name, consumer.name, ranks)
+            self.emit(self.plan[producer.name].output_ranks, send)
+        self._unsent = [pair for pair in self._unsent if pair not in ready]
 
     def put_parameters_back(self, models: Sequence[Call]) -> None:
         """Refresh copies after the calls of models in a wave, release borrowed ones and offload."""

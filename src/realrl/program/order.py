@@ -106,6 +106,12 @@ def keys_between(graph: DataflowGraph, producer: Call, consumer: Call) -> tuple[
     return tuple(key for key in consumer.inputs if graph.producer(key) == producer)
 
 
+def dividing_keys(graph: DataflowGraph, call: Call) -> tuple[str, ...]:
+    """List the keys by whose lengths the items of a call are divided over its ranks."""
+    found = (graph.length_key(key) for key in call.work)
+    return tuple(dict.fromkeys(key for key in found if key is not None))
+
+
 def length_readers(graph: DataflowGraph, plan: Plan, key: str) -> tuple[int, ...]:
     """List the ranks that must know the lengths of `key`: those of `length_calls`."""
     return tuple(sorted({rank for name in length_calls(graph, key) for rank in plan[name].ranks}))
@@ -118,7 +124,7 @@ def length_calls(graph: DataflowGraph, key: str) -> tuple[str, ...]:
     """
 
     def divided_by(call: Call) -> bool:
-        return key in map(graph.length_key, call.work)
+        return key in dividing_keys(graph, call)
 
     found = []
     for call in graph.calls:

@@ -21,7 +21,7 @@ from realrl.program.instructions import (
     ShareLengths,
     StateKind,
 )
-from realrl.program.order import TrainableParts, set_names, trained_sets
+from realrl.program.order import TrainableParts, dividing_keys, set_names, trained_sets
 from realrl.program.text import format_instruction, name_parameters
 
 
@@ -80,9 +80,10 @@ class _DryRun:
         parts: TrainableParts,
         *,
         copies_there: bool,
+        done: Mapping[str, Placement],
     ) -> None:
-        """`copies_there`: whether the copies that are kept are there already."""
-        self.graph, self.parts = graph, parts
+        """`copies_there`: whether the copies that are kept are there already. `done`: see `validate`."""
+        self.graph, self.parts, self.done = graph, parts, done
         self.ranks = [_Rank(program) for program in programs]
         self.versions = {(role, name): 0 for role in homes for name in set_names(role, parts)}
         """By role and parameter set."""
@@ -91,7 +92,10 @@ class _DryRun:
         self.promised: dict[MessageKey, set[int]] = {}
         """message -> ranks it was sent to"""
         self.received: dict[MessageKey, set[int]] = {}
-        self.ran: set[str] = set()
+        self.ran: set[str] = {*done}
+        for name, placement in done.items():
+            for r in placement.output_ranks:
+                self.ranks[r].produced |= set(graph.call(name).outputs)
         for role, home in homes.items():
             for rank in home.ranks:
                 self._place(self.ranks[rank], role, home, offloaded)
@@ -245,16 +249,15 @@ class _DryRun:
             self._need(rank, key in rank.produced, f"sends {key}, which it does not hold")
             length = self.graph.length_key(key)
             self._need(rank, length is None or length in rank.lengths, f"does not know how long {key} is")
+        self._need_items(rank, send)
         self._post((send.number, send.keys), rank, send.receivers)
 
-    def _need_items(self, rank: _Rank, message: Receive) -> None:
-        """Check that a rank can tell which items come from where: they are divided by lengths."""
-        for name in (message.producer, message.consumer):
-            for key in map(self.graph.length_key, self.graph.call(name).work):
-                known = key is None or key in rank.lengths
-                self._need(
-                    rank, known, f"does not know how long {key} is, by which the items of {name} are divided"
-                )
+    def _need_items(self, rank: _Rank, message: Send | Receive) -> None:
+        """Check that a rank can tell which items go from where to where: they are divided by lengths."""
+        for name in (n for n in (message.producer, message.consumer) if n not in self.done):
+            for key in dividing_keys(self.graph, self.graph.call(name)):
+                problem = f"does not know how long {key} is, by which the items of {name} are divided"
+                self._need(rank, key in rank.lengths, problem)
 
     def _receive(self, rank: _Rank, receive: Receive) -> bool:
         if not self._take((receive.number, receive.keys), rank, receive.senders):
@@ -312,14 +315,19 @@ def validate(
     offloaded: Collection[tuple[str, StateKind]] = (),
     kept: Kept | None = None,
     parts: TrainableParts | None = None,
+    done: Mapping[str, Placement] | None = None,
 ) -> None:
     """Dry-run `programs` of a step; ProgramError, with the position of every rank, when they cannot be run.
 
     Between steps the parameters of each role are where `homes` says and in the copies that are `kept`;
     `offloaded` says what of which role is in host memory then, `parts` which parameter sets roles have that are
-    trained in part.
+    trained in part. `done` are calls that have run already, and their placements: their outputs are there, and
+    every rank knows where each item is.
     """
-    _DryRun(programs, graph, homes, offloaded, kept or {}, parts or {}, copies_there=True).run()
+    run = _DryRun(
+        programs, graph, homes, offloaded, kept or {}, parts or {}, copies_there=True, done=done or {}
+    )
+    run.run()
 
 
 def validate_start(
@@ -331,4 +339,4 @@ def validate_start(
 ) -> None:
     """Dry-run programs that make the kept copies; ProgramError when they cannot be run."""
     empty = DataflowGraph((), ())
-    _DryRun(programs, empty, homes, offloaded, kept, parts or {}, copies_there=False).run()
+    _DryRun(programs, empty, homes, offloaded, kept, parts or {}, copies_there=False, done={}).run()

@@ -9,6 +9,7 @@ from realrl.config.errors import DescriptionError
 from realrl.config.words import join
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import Head
+from realrl.recipe.evaluation import JUDGE, AnswerReader
 from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.forms import FORMS
 from realrl.recipe.settings import GenerationConfig
@@ -85,13 +86,20 @@ class AlgorithmSpec:
     """Keys of the evaluation graph, one number per item, that samples of evaluations show beside their texts."""
     samples_per_prompt: Callable[[Any], int] = _one
     """Samples that training takes of each prompt, n: items i * n to i * n + n - 1 of a step have the i-th prompt,
-    which generation computes once for those that it decodes together. Evaluation takes one."""
+    which generation computes once for those that it decodes together. Evaluation takes `evaluation.samples`."""
+    sampling_rounds: Callable[[Any], int] = _one
+    """Most rounds in which a training step samples: prompts whose samples all have the same `score`, a key with a
+    number per item that a call produces, are replaced by others in the next round (dynamic sampling, DAPO)."""
     epochs: Callable[[Any], int] = _one
     """Passes of train calls over the items of a step."""
     experience_calls: tuple[str, ...] = ()
     """Train calls whose `prepare` makes experience of generated samples as PPO does: rewards with a KL penalty, and
     advantages or returns by GAE. The planner adds the time of this, which the profiler measures; preparation in
     other train calls counts as free."""
+    trains: bool = True
+    """Whether steps train; False for one that only samples, whose training graph is what plans are made for."""
+    answers: Callable[[Any], AnswerReader | None] | None = None
+    """Reader of the final answers of completions, for majority votes; None where rewards read none."""
     optional_calls: tuple[str, ...] = ()
     """Calls that only the graphs of some recipes have; headlines may name them all the same."""
     optional_metrics: tuple[str, ...] = ()
@@ -138,6 +146,8 @@ class AlgorithmSpec:
             )
         if self.generation is None and self.samples_per_prompt is not _one:
             found.append(("samples_per_prompt", "an algorithm that does not generate draws no samples"))
+        if self.generation is None and self.sampling_rounds is not _one:
+            found.append(("sampling_rounds", "an algorithm that does not generate samples nothing"))
         if self.generation is None and self.experience_calls:
             found.append(("experience_calls", "an algorithm that does not generate has no experience"))
         return found
@@ -226,11 +236,8 @@ class AlgorithmSpec:
         return {role: of for role, of in self.roles.items() if getattr(experiment.models, role) is not None}
 
     def eval_generation(self, experiment: Experiment) -> GenerationConfig | None:
-        """Find the sampling of evaluation: that of training but for `training.eval_min_new_tokens`."""
-        if self.generation is None:
-            return None
-        sampling, fewest = self.generation(experiment), experiment.training.eval_min_new_tokens
-        return sampling if fewest is None else sampling.model_copy(update={"min_new_tokens": fewest})
+        """Find the sampling of evaluation: that of training but for what the section `evaluation` changes."""
+        return None if self.generation is None else experiment.evaluation.change(self.generation(experiment))
 
 
 def get_spec(experiment: Experiment) -> AlgorithmSpec:
@@ -240,8 +247,21 @@ def get_spec(experiment: Experiment) -> AlgorithmSpec:
     return spec
 
 
-SAMPLE_FIELDS = ("prompt", "completion", "finished", "judge")
-"""Fields of samples of evaluations, whatever the algorithm; `judge` only where the recipe names one."""
+SCORE = "score"
+"""Key of the numbers by which samples of a prompt are compared, see `AlgorithmSpec.sampling_rounds`."""
+
+SAMPLE_FIELDS = (
+    "prompt",
+    "completion",
+    "finished",
+    "answer",
+    JUDGE,
+    "against",
+    "against_score",
+    "against_judge",
+)
+"""Fields of samples of evaluations, whatever the algorithm; those after `finished` only where the recipe's section
+`evaluation` asks for them."""
 
 _FUNCTIONS = {
     "train_graph": False,
@@ -249,7 +269,9 @@ _FUNCTIONS = {
     "generation": True,
     "methods": False,
     "samples_per_prompt": False,
+    "sampling_rounds": False,
     "epochs": False,
+    "answers": True,
 }
 """Fields that are functions -> whether they may be None."""
 

@@ -6,6 +6,7 @@ from realrl.config.errors import UserError
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec, get_spec
+from realrl.recipe.evaluation_checks import find_evaluation_problems, find_metric_problems
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.settings import GenerationConfig
@@ -40,35 +41,24 @@ def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
     if eval_graph is not None:
         for problem in _headline_problems(spec, (graph, eval_graph)):
             raise UserError(problem)
+        for problem in find_metric_problems(bound, eval_graph):
+            raise UserError(problem)
     return bound
 
 
 def _problems(experiment: Experiment) -> Iterator[str]:
-    spec, data, training = get_spec(experiment), experiment.data, experiment.training
-    for field in ("epochs", "samples_per_prompt"):
+    spec, data = get_spec(experiment), experiment.data
+    for field in ("epochs", "samples_per_prompt", "sampling_rounds"):
         number = getattr(spec, field)(experiment)
         if not isinstance(number, int) or number < 1:
             yield f"algorithm {spec.name}: {field}: {number} is not a whole number above 0"
-    if spec.generation is None:
-        if training.eval_min_new_tokens is not None:
-            yield (
-                f"training.eval_min_new_tokens is about generated text, and {spec.name} generates none;"
-                " leave it out"
-            )
-        if training.judge is not None:
-            yield f"training.judge scores generated text, and {spec.name} generates none; leave it out"
-        return
-    sampling = spec.generation(experiment)
-    if not isinstance(sampling, GenerationConfig):
+    sampling = None if spec.generation is None else spec.generation(experiment)
+    if spec.generation is not None and not isinstance(sampling, GenerationConfig):
         yield f"algorithm {spec.name}: generation: {type(sampling).__name__} is not a GenerationConfig"
+    yield from find_evaluation_problems(experiment, sampling)
+    if sampling is None:
+        return
     most = sampling.max_new_tokens
-    if training.eval_min_new_tokens is not None and training.eval_min_new_tokens > most:
-        yield (
-            f"training.eval_min_new_tokens={training.eval_min_new_tokens} is above"
-            f" generation.max_new_tokens={most}"
-        )
-    if training.judge is not None and data.eval is None:
-        yield "training.judge scores what evaluations generate; give data.eval or set training.judge=null"
     if data.max_prompt_tokens + most > data.max_tokens:
         yield (
             f"data.max_prompt_tokens={data.max_prompt_tokens} and generation.max_new_tokens={most} together are"
@@ -91,7 +81,7 @@ def _graph_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[st
             )
     for average in graph.averages:
         dtype = getattr(experiment.models, average.role).dtype
-        if dtype != "float32":
+        if dtype != "float32" and average.factor < 1:
             yield (
                 f"models.{average.role}.dtype={dtype}: {average.role} follows {average.source} by a moving average,"
                 " which needs float32; in bfloat16 small steps are rounded away"

@@ -2,10 +2,9 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from realrl.config.base import Settings
-from realrl.config.user_function import FunctionReference
 from realrl.recipe.sources import SourceList, list_sources
 
 
@@ -71,25 +70,15 @@ class DataConfig(Settings):
 
 
 class TrainingConfig(Settings):
-    """Length of training, and what is written on the way."""
+    """Length of training, and what is saved on the way."""
 
     epochs: float = Field(default=1.0, gt=0, le=1e6)
     """Passes over the training data."""
     steps: int | None = Field(default=None, gt=0, le=10**9)
     """Number of training steps; takes precedence over `epochs`."""
-    eval_every: PositiveInt | None = None
-    """Evaluate after every so many steps, besides at the start and at the end; null for only those."""
     save_every: PositiveInt | None = None
     """Save the trained models after every so many steps, besides at the end; null for only at the end."""
-    eval_min_new_tokens: NonNegativeInt | None = None
-    """What evaluation takes in place of `generation.min_new_tokens`; null for the same. With 0 the model is
-    evaluated as it will be used, where training keeps it from ending at once. For algorithms that generate text."""
     max_skipped: PositiveInt = 10
     """Stop the run when this many optimizer steps of a call in a row were skipped because their gradient was not
     finite, or some in each of this many training steps in a row. A run whose last training step skipped all of
     them, or every one some, ends with an error, too."""
-    samples: PositiveInt = 16
-    """Samples written per evaluation; applies to algorithms that generate text."""
-    judge: FunctionReference | None = None
-    """`FILE.py:FUNCTION`, a function from a list of completions to a list of numbers that scores samples
-    independently of training; for algorithms that generate text, with `data.eval`."""

@@ -9,6 +9,7 @@ from realrl.config.devices import check_cluster
 from realrl.config.units import check_size
 from realrl.config.words import join
 from realrl.recipe.data import DataConfig, TrainingConfig
+from realrl.recipe.evaluation import EvaluationConfig
 
 
 class DebugConfig(Settings):
@@ -76,6 +77,7 @@ class Experiment(Settings):
     file, or a search, says it for each call."""
     data: DataConfig
     training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     debug: DebugConfig = DebugConfig()
     models: Models
     """The model of each role."""

@@ -7,7 +7,7 @@ from typing import Any
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import get_spec
+from realrl.recipe.algorithm import SCORE, get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.forms import FORMS
 from realrl.recipe.model import TrainedModelConfig
@@ -80,16 +80,31 @@ def _problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
 def _train_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
     spec = get_spec(experiment)
     kinds = {call.kind for call in graph.calls}
-    if Kind.TRAIN not in kinds:
+    if spec.trains and Kind.TRAIN not in kinds:
         yield "no call trains"
+    if not spec.trains and Kind.TRAIN in kinds:
+        yield "a call trains, and the description has trains=False"
     if spec.generation is not None and Kind.GENERATE not in kinds:
         yield "no call generates, and the description says how to"
+    if spec.sampling_rounds(experiment) > 1:
+        yield from _rounds_problems(graph)
     for role in spec.roles_of(experiment):
         if role not in graph.roles:
             yield f"no call uses role {role}"
         elif graph.trained(role) is not isinstance(getattr(experiment.models, role), TrainedModelConfig):
             kind = "TrainedModelConfig" if graph.trained(role) else "ModelConfig"
             yield f"models.{role} must be a {kind}, to go with the calls of {role}"
+
+
+def _rounds_problems(graph: DataflowGraph) -> Iterator[str]:
+    if SCORE not in graph.keys or graph.producer(SCORE) is None or graph.length_key(SCORE) is not None:
+        yield f"no call produces {SCORE}, one number per item, by which samples are taken in rounds"
+        return
+    kinds = [call.kind for call in graph.upstream(SCORE).calls]
+    if Kind.GENERATE not in kinds:
+        yield f"{SCORE} depends on no samples, which would be taken in rounds"
+    if Kind.TRAIN in kinds:
+        yield f"{SCORE} depends on a call that trains, which must not run in every round"
 
 
 def _eval_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:

@@ -146,3 +146,8 @@ class TrainedModelConfig(ModelConfig):
 def trained_models(configs: Mapping[str, ModelConfig]) -> dict[str, TrainedModelConfig]:
     """Select the roles that are trained; `recipe.graphs` checks that these are those with train calls."""
     return {role: config for role, config in configs.items() if isinstance(config, TrainedModelConfig)}
+
+
+def freeze(config: ModelConfig) -> ModelConfig:
+    """Copy a role's settings without those of training."""
+    return ModelConfig.model_construct(**{name: getattr(config, name) for name in ModelConfig.model_fields})

@@ -49,7 +49,7 @@ def find_user_code(reference: str) -> UserCode | None:
     """Import the code behind an `algorithm` that is not of this package, once per process; None for one that is."""
     point = _installed().get(reference)
     if point is None:
-        return UserCode("algorithm", reference)
+        return None if is_own_module(reference) else UserCode("algorithm", reference)
     return None if is_own_module(point.module) else UserCode("algorithm", point.module)
 
 

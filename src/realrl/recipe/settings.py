@@ -30,6 +30,10 @@ class GenerationConfig(Settings):
         """Whether some tokens that have a probability are never drawn."""
         return self.greedy or self.top_k > 0 or self.top_p < 1 or self.min_new_tokens > 0
 
+    def skews(self, temperature: float) -> bool:
+        """Tell whether tokens are drawn otherwise than by their probabilities at a temperature."""
+        return self.restricted or self.temperature != temperature
+
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.min_new_tokens > self.max_new_tokens:

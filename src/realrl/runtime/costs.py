@@ -2,8 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from realrl.dataflow.call import Call, Kind
@@ -66,11 +66,12 @@ class Costs:
         functions = [call.function for call in graph.functions if call.function is not None]
         return "; ".join(describe_times(self._profile, path, self.spec, stored, functions))
 
-    @contextmanager
-    def step(self, store: Store) -> Iterator[None]:
-        """Measure the block, which executes one step with an empty `store`."""
-        with self.timer.step():
-            yield
+    def step(self) -> AbstractContextManager[None]:
+        """Measure the block, which executes one step."""
+        return self.timer.step()
+
+    def add_lengths(self, store: Store) -> None:
+        """Add the lengths of prompts and answers that a step has worked on."""
         if self._process.rank == self._source:
             prompts, answers = lengths(store)
             self._prompts.extend(prompts)

@@ -1,4 +1,4 @@
-"""Evaluation: metrics of the evaluation graph over all its records, and samples where it generates."""
+"""Evaluation: metrics of the evaluation graph over all its records, and answers where it generates."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +9,10 @@ from realrl.data.dataset import Dataset
 from realrl.data.order import split_eval_batches
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.program.lower import WRITER
+from realrl.recipe.algorithm import SCORE, get_spec
+from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import SAMPLED
-from realrl.runtime.output.metric_notes import JUDGE
+from realrl.runtime.evaluation.answers import Answer, AnswerMetrics, EvaluationResult
 from realrl.runtime.prepare.compile import Phase
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.store import Store
@@ -24,65 +26,89 @@ The noise is the same at every evaluation, so differences between them are the m
 
 
 class Evaluation:
-    """Runner of the evaluation graph over a data set, on every rank; metrics and samples arrive at the writer."""
+    """Runner of the evaluation graph over a data set, on every rank; the result arrives at the writer."""
 
     def __init__(
         self,
+        experiment: Experiment,
         process: Process,
         worker: Worker,
         phase: Phase,
         records: Dataset,
         *,
-        batch: int,
-        seed: int,
         tokenizer: Any,
-        judge: UserFunction | None,
-        sample_keys: Sequence[str],
     ) -> None:
-        """`sample_keys` are those that samples show, see `AlgorithmSpec.sample_keys`."""
+        """UserError where `evaluation.judge` cannot be used."""
         self._process, self._worker, self._phase, self._records = process, worker, phase, records
+        self._tokenizer, self._seed = tokenizer, experiment.seed
+        spec, self._settings = get_spec(experiment), experiment.evaluation
+        self._samples = self._settings.samples
         dp = max(placement.strategy.dp for placement in phase.plan.placements.values())
+        batch = experiment.data.eval_batch or experiment.data.batch
         self._batches = split_eval_batches(len(records), max(batch, 2 * dp))
-        self._seed, self._tokenizer, self._judge = seed, tokenizer, judge
-        self._sample_keys = tuple(sample_keys)
+        # Code of the user's runs once: on the rank that asks it.
+        reference = self._settings.judge if process.rank == WRITER else None
+        self._judge = None if reference is None else UserFunction("evaluation.judge", reference)
+        self._shown_keys = spec.sample_keys
+        reader = spec.answers(experiment) if spec.answers is not None and self._settings.majority_at else None
+        scored = phase.graph.producer(SCORE) is not None and phase.graph.length_key(SCORE) is None
+        self._keys = dict.fromkeys(
+            (
+                *spec.sample_keys,
+                *([SCORE] if scored else []),
+                *([reader.key] if reader is not None else []),
+            )
+        )
+        self._metrics = AnswerMetrics(self._settings, reader)
+        self._opponents: list[Answer] | None = None
 
-    def run(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Evaluate: metrics by `call/name`, and a row per sample; both empty except on the rank that writes."""
+    def face(self, others: EvaluationResult) -> None:
+        """Compare with another model's answers to the same prompts from now on."""
+        self._opponents = others.answers
+
+    def run(self) -> EvaluationResult:
+        """Evaluate. UserCodeError where a function or the judge fails."""
         totals: dict[str, Metrics] = {}
-        samples: list[dict[str, Any]] = []
+        answers: list[Answer] = []
         program = self._phase.programs[self._process.rank]
-        for indices in self._batches:
-            store = Store(self._phase.graph, self._phase.plan)
-            seed = SamplingSeed(self._seed, _NOISE_STEP, first_sequence=indices[0])
+        for records in self._batches:
+            store = Store(self._phase.graph, self._phase.plan, self._samples)
+            # Samples of a prompt are consecutive items, so that item // samples is the prompt.
+            indices = [i for i in records for _ in range(self._samples)]
             step = StepInput(
                 self._records.batch(indices),
-                seed,
+                SamplingSeed(self._seed, _NOISE_STEP, first_sequence=records[0] * self._samples),
                 {},
                 further=self._records.further_fields(indices),
                 origins=self._records.list_origins(indices),
+                samples=self._samples,
                 evaluation=True,
             )
             by_call = self._worker.run(program, store, step)
             for call, found in by_call.items():
                 totals.setdefault(call, Metrics()).update(found)
-            samples += self._samples(store)
-        if self._process.rank != WRITER:
-            totals, samples = {}, []
-        named = flatten(totals)
+            answers += self._collect(store)
+        result = EvaluationResult()
         with self._process.together():
-            if self._judge is not None and samples:
-                named[JUDGE] = _ask(self._judge, samples)
-        return named, samples
+            if self._process.rank == WRITER:
+                if self._judge is not None:
+                    _ask(self._judge, answers)
+                metrics = flatten(totals) | self._metrics.compute(answers, self._opponents)
+                rows = self._metrics.write_rows(answers, self._opponents, self._shown_keys)
+                result = EvaluationResult(metrics, answers, rows)
+        return result
 
-    def _samples(self, store: Store) -> list[dict[str, Any]]:
-        """List what this step generated, in the order of its items, on the rank that writes."""
+    def _collect(self, store: Store) -> list[Answer]:
+        """Collect what this step generated, in the order of its items, on the rank that writes."""
         if store.graph.producer("sequences") is None:
             return []
-        keys = (*SAMPLED, *self._sample_keys)
+        keys = (*SAMPLED, *self._keys)
         mine = {key: self._held(store, key) for key in keys}
         everyone = self._process.gather(mine)
+        if self._process.rank != WRITER:
+            return []
         rows = {key: {i: row for part in everyone for i, row in part[key].items()} for key in keys}
-        return [self._sample({key: rows[key][i] for key in keys}) for i in range(store.size)]
+        return [self._answer({key: rows[key][i] for key in keys}) for i in range(store.size)]
 
     def _held(self, store: Store, key: str) -> dict[int, list[float]]:
         """List the rows of a key that this rank produced."""
@@ -94,21 +120,24 @@ class Evaluation:
         ids = store.items(call, placement.dp_index(self._process.rank))
         return {i: row.tolist() for i, row in zip(ids, store.rows(key, ids).rows(), strict=True)}
 
-    def _sample(self, row: dict[str, list[Any]]) -> dict[str, Any]:
+    def _answer(self, row: dict[str, list[Any]]) -> Answer:
         length = int(row["prompt_length"][0])
         texts = [row["sequences"][:length], row["sequences"][length:]]
         prompt, completion = (self._tokenizer.decode(t, skip_special_tokens=True) for t in texts)
-        sample: dict[str, Any] = {"prompt": prompt, "completion": completion}
-        sample["finished"] = bool(row["finished"][0])
-        return sample | {key: row[key][0] for key in self._sample_keys}
+        return Answer(
+            prompt=prompt,
+            completion=completion,
+            tokens=row["sequences"][length:],
+            finished=bool(row["finished"][0]),
+            values={key: row[key][0] for key in self._keys},
+        )
 
 
-def _ask(judge: UserFunction, samples: list[dict[str, Any]]) -> float:
-    """Add the judge's scores to the samples; return their mean. UserCodeError when it gives no scores."""
-    scores = judge.numbers(len(samples), [sample["completion"] for sample in samples])
-    for sample, score in zip(samples, scores, strict=True):
-        sample["judge"] = score
-    return sum(scores) / len(scores)
+def _ask(judge: UserFunction, answers: Sequence[Answer]) -> None:
+    """Add the judge's scores to answers. UserCodeError when it gives no scores."""
+    scores = judge.numbers(len(answers), [answer.completion for answer in answers])
+    for answer, score in zip(answers, scores, strict=True):
+        answer.judge = score
 
 
 def flatten(by_call: dict[str, Metrics]) -> dict[str, float]:

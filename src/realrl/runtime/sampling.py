@@ -1,144 +1,195 @@
-"""Text generation from a saved model."""
+"""Answers of a saved model to prompts or to the records of a data set, scored by a reward."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from realrl.checkpoint import huggingface
+from realrl.checkpoint.sources import check_directories
 from realrl.config.errors import UserError
 from realrl.config.explain import shorten
-from realrl.data.batch import Batch, Ragged
-from realrl.data.conversation import Message
-from realrl.data.forms import Reader, Text, is_plain_text, plain_text_note
-from realrl.data.sources.records import Record
-from realrl.data.sources.rejects import BadRecordError
+from realrl.data.conversation import Conversation, Message
+from realrl.data.forms import Reader, Steps, Text
+from realrl.data.sources.records import Record, read_records
+from realrl.data.sources.rejects import BadRecordError, Rejects
 from realrl.data.tokenization import EMPTY_PROMPT, tokenize
 from realrl.data.tokenizer import load_tokenizer
 from realrl.data.variants import rewrite
-from realrl.engine.finite import NotFiniteLogitsError
-from realrl.engine.generation.generator import generate
-from realrl.engine.generation.sampling import SamplingSeed
-from realrl.engine.model import make_unsharded_model
+from realrl.engine.finite import NotFiniteError
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.load import parse_experiment
 from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.sources import list_sources
+from realrl.runtime.evaluation.answers import Answer
+from realrl.runtime.evaluation_run import evaluate_recipe
 from realrl.runtime.setup import check_length, check_top_k, read_stop_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+ALGORITHM = "realrl.algorithms.sampling.spec"
 CACHE_TOKENS = 65536
-"""Maximum tokens in the KV cache at a time."""
+"""Maximum tokens in the KV cache of a device at a time."""
+STEP_PROMPTS = 512
+"""Prompts that are answered in one step."""
 
+_GIVEN = "the prompts given"
+"""Source of prompts that are no data set."""
 _CHARACTERS = 64
 """Maximum characters of a token in meaningful text."""
 
 
-@dataclass(frozen=True)
-class _Limit:
-    """Limit of the tokens of prompts and of what is generated after them."""
+@dataclass(frozen=True, kw_only=True)
+class SamplingJob:
+    """Answers to generate."""
 
-    positions: int
-    max_new_tokens: int
+    model_dir: str
+    prompts: Sequence[Record]
+    """Records that are no data set, {prompt} or {messages}."""
+    source: Any
+    """Data set whose records follow them, as `data.eval` of a recipe; None for none."""
+    sampling: GenerationConfig
+    seed: int
+    n: int
+    """Answers to each prompt."""
+    chat: bool
+    """Whether prompts of plain text become one user turn in the tokenizer's chat template."""
+    family: str | None
+    """See `checkpoint.directory.read_shape`."""
+    reward: Any
+    """Reward of answers, as `reward` of a recipe; None for none, or for `reward_model` alone."""
+    reward_model: str | None
+    """Directory of a reward model."""
+    cluster: str
+    plan: str
 
-    def check(self, origin: str, tokens: int) -> None:
-        """Check that a prompt of at least `tokens` tokens leaves room; else UserError."""
-        what = (
-            f"{shorten(origin)}: the prompt has at least {tokens} tokens, which with"
-            f" max_new_tokens={self.max_new_tokens}"
-        )
-        check_length(what, tokens + self.max_new_tokens, self.positions, "the model")
 
-
-def generate_text(
-    model_dir: str,
-    prompts: Sequence[Record],
-    sampling: GenerationConfig,
-    seed: int,
-    n: int,
-    *,
-    chat: bool = False,
-    family: str | None = None,
-    say: Callable[[str], None] = lambda text: None,
-) -> Iterator[dict[str, Any]]:
-    """Continue the prompt of each record, {prompt} or {messages}, `n` times.
-
-    Yields {prompt, completion, tokens, finished}, in the order of prompts; a prompt that is a conversation is a
-    list of messages.
-
-    Prompts of plain text are used as they stand, or with `chat` as one user turn in the tokenizer's chat template;
-    `say` is called with the one used, where there is a choice. `family`: see `checkpoint.directory.read_shape`.
-    UserError when the directory holds no model that can be loaded, or a record has no prompt, or one that is too
-    long for the model.
-    """
-    shape = huggingface.read_shape(model_dir, family)
-    check_top_k("top_k", sampling.top_k, shape.vocab_size)
-    tokenizer = load_tokenizer(model_dir)
-    stop_token_ids = read_stop_token_ids(tokenizer, model_dir, shape.vocab_size)
-    limit = _Limit(shape.max_positions, sampling.max_new_tokens)
-    given, encoded = _encode(prompts, tokenizer, stop_token_ids, chat, say, limit)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def make_sampling_recipe(job: SamplingJob) -> Experiment:
+    """Make the recipe of a job; UserError when the directory holds no model, or an option is wrong."""
+    shape = huggingface.read_shape(job.model_dir, job.family)
+    check_top_k("top_k", job.sampling.top_k, shape.vocab_size)
+    new = job.sampling.max_new_tokens
+    check_length(f"a prompt with max_new_tokens={new}", new + 1, shape.max_positions, "the model")
     # A CPU is no faster at bfloat16, and float32 repeats what training computed.
-    dtype = huggingface.read_dtype(model_dir) if device.type == "cuda" else torch.float32
-    model = make_unsharded_model(shape, "lm", dtype=dtype, device=device)
-    huggingface.load(model_dir, shape, model.layout.specs, model.parameters)
-    rows = Ragged.of([ids for ids in encoded for _ in range(n)], dtype=torch.int64)
-    try:
-        batch = generate(
-            model,
-            Batch(tuple(range(len(rows))), {"prompts": rows}),
-            "prompts",
-            sampling=sampling,
-            stop_token_ids=stop_token_ids,
-            seed=SamplingSeed(seed, 0),
-            kv_capacity=CACHE_TOKENS,
-            samples=n,
-        )
-    except NotFiniteLogitsError as error:
-        origin, _ = prompts[error.item // n]
-        raise UserError(f"{model_dir} cannot generate: {error.describe(shorten(origin))}") from None
-    for i, prompt in enumerate(prompt for prompt in given for _ in range(n)):
-        tokens = batch["sequences"].row(i)[len(rows.row(i)) :].tolist()
-        yield {
-            "prompt": prompt,
-            "completion": tokenizer.decode(tokens, skip_special_tokens=True),
-            "tokens": tokens,
-            "finished": bool(batch["finished"].row(i)),
+    dtype = huggingface.read_dtype(job.model_dir) if torch.cuda.is_available() else torch.float32
+    dtypes = {"dtype": str(dtype).removeprefix("torch.")}
+    sources = [_GIVEN] if job.prompts else []
+    sources += [source.path for source in list_sources(job.source)] if job.source is not None else []
+    models: dict[str, Any] = {"actor": {"path": job.model_dir, "family": job.family, **dtypes}}
+    if job.reward_model is not None:
+        models["reward"] = {"path": job.reward_model, **dtypes}
+    recipe = parse_experiment(
+        {
+            "algorithm": ALGORITHM,
+            "run_dir": ".",
+            "seed": job.seed,
+            "cluster": job.cluster,
+            "plan": job.plan,
+            "micro_batch_tokens": CACHE_TOKENS,
+            "models": models,
+            "reward": job.reward,
+            "generation": job.sampling.model_dump(),
+            # Greedy answers are all the same, so that one is enough.
+            "evaluation": {"samples": 1 if job.sampling.greedy else job.n},
+            "data": {
+                "train": sources,
+                "eval": sources,
+                "batch": STEP_PROMPTS,
+                "apply_chat_template": job.chat,
+                "max_tokens": shape.max_positions,
+                "max_prompt_tokens": shape.max_positions - new,
+            },
         }
+    )
+    check_directories(recipe)
+    return recipe
 
 
-def _encode(
-    prompts: Sequence[Record],
-    tokenizer: "PreTrainedTokenizerFast",
-    stop_token_ids: tuple[int, ...],
-    chat: bool,
-    say: Callable[[str], None],
-    limit: "_Limit",
-) -> tuple[list[str | list[Message]], list[list[int]]]:
-    """Encode the prompts of records, by the rule that training has; returned as given, and as tokens."""
-    reader = Reader(tokenizer, apply_chat_template=chat)
-    given, texts, plain = [], [], []
-    for origin, record in prompts:
-        try:
-            written = rewrite("prompt", record)
-            given.append(reader.prompt(written))
-            plain.append(is_plain_text(written))
-            texts += [text for item in reader.read("prompt", written) for text in item]
-        except BadRecordError as error:
-            raise UserError(f"{origin}: {error}") from None
-    note = plain_text_note(tokenizer, chat, "--chat")
-    if note is not None and any(plain):
-        say(note)
-    # Of a text of megabytes the beginning is too long already, and takes no seconds to tokenise.
-    long = _CHARACTERS * limit.positions
-    for (origin, _), text in zip(prompts, texts, strict=True):
-        if len(text.prompt) > long:
-            limit.check(
-                origin, len(tokenize([Text(text.prompt[:long], None)], tokenizer, stop_token_ids)[0].ids)
-            )
-    rows = [row.ids for row in tokenize(texts, tokenizer, stop_token_ids)]
-    for (origin, _), ids in zip(prompts, rows, strict=True):
-        if not ids:
+def generate_answers(
+    job: SamplingJob, recipe: Experiment, *, best: bool, say: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
+    """Answer prompts as one rank of the recipe's cluster; yields nothing except on the rank that writes.
+
+    A row per answer: {prompt, completion, tokens, finished}, and `score` where there is a reward, in the order of
+    prompts; a prompt that is a conversation is a list of messages. With `best` only the answer of each prompt that
+    has the highest score. `say` is called with notes. UserError where a record has no prompt, or one that is too
+    long for the model, or the model cannot be used.
+    """
+    prompts = _Prompts(job)
+    try:
+        # What is a setting of recipes there is an option here.
+        report = evaluate_recipe(
+            recipe, lambda note: say(note.replace("data.apply_chat_template=true", "--chat")), prompts.read
+        )
+    except NotFiniteError as error:
+        reason = str(error).removeprefix("actor.generate: ")
+        raise UserError(f"{job.model_dir} cannot generate: {reason}") from None
+    if report is None:
+        return
+    answers, samples = report.result.answers, recipe.evaluation.samples
+    for i, origin in enumerate(report.origins):
+        mine = answers[i * samples : (i + 1) * samples]
+        mine = mine * (job.n // samples)
+        for answer in [choose_best(mine)] if best else mine:
+            yield _write_row(prompts.given[origin], answer)
+
+
+def choose_best(answers: Sequence[Answer]) -> Answer:
+    """Choose the answer with the highest score, the first of equal ones; one without a score comes last."""
+    return max(answers, key=lambda answer: _rank(answer.values["score"]))
+
+
+def _rank(score: float) -> tuple[bool, float]:
+    return (isfinite(score), score if isfinite(score) else 0.0)
+
+
+def _write_row(prompt: str | list[Message], answer: Answer) -> dict[str, Any]:
+    row = {
+        "prompt": prompt,
+        "completion": answer.completion,
+        "tokens": answer.tokens,
+        "finished": answer.finished,
+    }
+    return row | {"score": answer.values["score"]} if "score" in answer.values else row
+
+
+class _Prompts:
+    """Reader of the prompts of a job, by the rule that training has, which keeps them as they were given."""
+
+    def __init__(self, job: SamplingJob) -> None:
+        self._job = job
+        self._tokenizer: PreTrainedTokenizerFast = load_tokenizer(job.model_dir)
+        self._reader = Reader(self._tokenizer, apply_chat_template=job.chat)
+        self._shape = huggingface.read_shape(job.model_dir, job.family)
+        self._stop_token_ids = read_stop_token_ids(self._tokenizer, job.model_dir, self._shape.vocab_size)
+        self.given: dict[str, str | list[Message]] = {}
+        """Prompts by the origin of their records: texts, or lists of messages."""
+
+    def read(self, source: str, rejects: Rejects) -> Iterator[Record]:
+        """Yield the records of a source; UserError for one whose prompt cannot be answered."""
+        records: Iterable[Record] = self._job.prompts if source == _GIVEN else read_records(source, rejects)
+        for origin, record in records:
+            try:
+                written = rewrite("prompt", record)
+                self.given[origin] = self._reader.prompt(written)
+                (item,) = self._reader.read("prompt", written)
+            except BadRecordError as error:
+                raise UserError(f"{origin}: {error}") from None
+            (text,) = item
+            self._check(origin, text)
+            yield origin, record
+
+    def _check(self, origin: str, text: Text | Conversation | Steps) -> None:
+        """Check that a prompt is not empty, and leaves room for an answer."""
+        # Of a text of megabytes the beginning is too long already, and takes no seconds to tokenise.
+        long = _CHARACTERS * self._shape.max_positions
+        start = text if len(text.prompt) <= long else Text(text.prompt[:long], None)
+        (row,) = tokenize([start], self._tokenizer, self._stop_token_ids)
+        if not row.ids:
             raise UserError(f"{origin}: {EMPTY_PROMPT}")
-        limit.check(origin, len(ids))
-    return given, rows
+        new = self._job.sampling.max_new_tokens
+        what = f"{shorten(origin)}: the prompt has at least {len(row.ids)} tokens, which with max_new_tokens={new}"
+        check_length(what, len(row.ids) + new, self._shape.max_positions, "the model")

@@ -1,6 +1,6 @@
 """Tokenizer and records of a run, with the mistakes that only they show."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from realrl.algorithms.method import Algorithm, FunctionMethod
@@ -9,14 +9,16 @@ from realrl.checkpoint.origin import read_origin
 from realrl.checkpoint.special_tokens import list_stop_token_ids
 from realrl.config.errors import UserError
 from realrl.data.dataset import Dataset
+from realrl.data.sources.records import RecordReader, read_records
 from realrl.data.tokenization import check_tokenizer
 from realrl.data.tokenizer import load_tokenizer
 from realrl.dataflow.call import Kind
+from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.sources import name_sources
-from realrl.runtime.prepare.compile import Compiled, Phase, models
+from realrl.runtime.prepare.compile import Phase, models
 
 
 def load_shared_tokenizer(experiment: Experiment) -> Any:
@@ -75,11 +77,11 @@ def read_stop_token_ids(tokenizer: Any, path: str | None, vocabulary: int) -> tu
     return list_stop_token_ids(tokenizer, None if path is None else read_origin(path), vocabulary)
 
 
-def load_functions(algorithm: Algorithm, compiled: Compiled, rank: int) -> dict[str, FunctionMethod]:
+def load_functions(algorithm: Algorithm, phases: Iterable[Phase], rank: int) -> dict[str, FunctionMethod]:
     """Methods of the functions that a rank calls in steps of any kind, ready to be called; UserError where one
     cannot be."""
     found: dict[str, FunctionMethod] = {}
-    for phase in compiled.phases.values():
+    for phase in phases:
         for call in phase.graph.functions:
             if rank in phase.plan[call.name].ranks and call.name not in found:
                 found[call.name] = cast(FunctionMethod, algorithm.method(call.name))
@@ -87,54 +89,72 @@ def load_functions(algorithm: Algorithm, compiled: Compiled, rank: int) -> dict[
     return found
 
 
-def load_data(
-    experiment: Experiment,
-    compiled: Compiled,
-    tokenizer: Any,
-    stop_token_ids: tuple[int, ...],
-    functions: Mapping[str, FunctionMethod],
-) -> tuple[Dataset, Dataset | None]:
-    """Load training and evaluation records, tokenized.
+class RecordLoader:
+    """Loader of the records of a recipe, with the mistakes that only they show."""
 
-    `stop_token_ids` are the ids that end a sequence, `functions` those that this rank calls.
+    def __init__(
+        self,
+        experiment: Experiment,
+        tokenizer: Any,
+        stop_token_ids: tuple[int, ...],
+        functions: Mapping[str, FunctionMethod],
+        read: RecordReader = read_records,
+    ) -> None:
+        """`stop_token_ids` are the ids that end a sequence, `functions` those that this rank calls; `read` reads
+        the records of a source.
 
-    UserError names the record that is wrong, or the role whose model is declared for shorter sequences, or what a
-    function needs of records that they do not have.
-    """
-    _check_positions(experiment)
-    _check_top_k(experiment, compiled)
-    data, seed = experiment.data, experiment.seed
+        UserError names the role whose model is declared for shorter sequences.
+        """
+        _check_positions(experiment)
+        self._experiment, self._tokenizer = experiment, tokenizer
+        self._stop_token_ids, self._functions, self._read = stop_token_ids, functions, read
 
-    def load(source: Any, phase: Phase) -> Dataset:
+    def load_train(self, phase: Phase) -> Dataset:
+        """Load training records, tokenized. UserError names the record that is wrong, or what a function needs of
+        records that they do not have."""
+        return self._load(self._experiment.data.train, phase)
+
+    def load_eval(self, phase: Phase) -> Dataset:
+        """Load evaluation records likewise; UserError, too, where they are fewer than ranks."""
+        source = self._experiment.data.eval
+        records = self._load(source, phase)
+        dp = max(p.strategy.dp for p in phase.plan.placements.values())
+        if len(records) < dp:
+            raise UserError(
+                f"data.eval={name_sources(source)} has {len(records)} records, fewer than the {dp}"
+                " data-parallel ranks"
+            )
+        return records
+
+    def _load(self, source: Any, phase: Phase) -> Dataset:
+        experiment = self._experiment
+        _check_top_k(experiment, phase.graph)
         names = [call.name for call in phase.graph.functions if call.record_fields]
-        seeing = [functions[name] for name in names if name in functions]
+        seeing = [self._functions[name] for name in names if name in self._functions]
 
         def wanted(field: str) -> bool:
             return any(function.wants(field) for function in seeing)
 
-        form, keys = get_spec(experiment).form, phase.graph.sources
-        records = Dataset.load(source, form, keys, tokenizer, data, seed, stop_token_ids, wanted)
+        records = Dataset.load(
+            source,
+            get_spec(experiment).form,
+            phase.graph.sources,
+            self._tokenizer,
+            experiment.data,
+            experiment.seed,
+            self._stop_token_ids,
+            wanted,
+            read=self._read,
+        )
         for function in seeing:
             function.check_fields(name_sources(source), records.further.keys())
         return records
 
-    train = load(data.train, compiled.train)
-    if compiled.evaluation is None or data.eval is None:
-        return train, None
-    evaluation = load(data.eval, compiled.evaluation)
-    dp = max(p.strategy.dp for p in compiled.evaluation.plan.placements.values())
-    if len(evaluation) < dp:
-        raise UserError(
-            f"data.eval={name_sources(data.eval)} has {len(evaluation)} records, fewer than the {dp}"
-            " data-parallel ranks"
-        )
-    return train, evaluation
 
-
-def _check_top_k(experiment: Experiment, compiled: Compiled) -> None:
+def _check_top_k(experiment: Experiment, graph: DataflowGraph) -> None:
     """Check that top-k is at most the vocabulary; else UserError."""
     generation, configs = get_spec(experiment).generation, models(experiment)
-    for call in compiled.train.graph.calls:
+    for call in graph.calls:
         if generation is not None and call.kind is Kind.GENERATE:
             vocabulary = find_model_shape(configs[call.model_role]).vocab_size
             check_top_k("generation.top_k", generation(experiment).top_k, vocabulary)

@@ -10,12 +10,9 @@ from realrl.algorithms.build import build_algorithm
 from realrl.checkpoint.notes import list_saving_notes
 from realrl.checkpoint.sources import check_trainable
 from realrl.config.errors import RunError, UserCodeError
-from realrl.config.user_function import UserFunction
-from realrl.data.order import Order
+from realrl.data.dataset import Dataset
 from realrl.dataflow.call import Kind
-from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.parallel_groups import list_rank_sets
-from realrl.engine.training.learning_rate import compute_learning_rate
 from realrl.engine.training.skipped_steps import SkippedStepsError
 from realrl.plan.presets import SEARCH
 from realrl.planner.calibration.comparison import COSTS, Comparison
@@ -24,12 +21,13 @@ from realrl.program.lower import WRITER
 from realrl.program.trace_file import write_trace
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.model import trained_models
 from realrl.runtime.costs import Costs
-from realrl.runtime.evaluate import Evaluation, flatten
+from realrl.runtime.evaluate import Evaluation
+from realrl.runtime.evaluation.best import BestEvaluation
+from realrl.runtime.evaluation_run import Opponent, make_opponent
 from realrl.runtime.output.notes import StepNotes, list_data_notes, list_model_notes
 from realrl.runtime.output.rundir import RunDirectory
-from realrl.runtime.output.saved import find_saved
+from realrl.runtime.output.saved import BEST, Checkpoint, find_saved
 from realrl.runtime.output.stopped import make_stop_error
 from realrl.runtime.prepare.compile import Compiled, compile_recipe, models, stored_models, with_sizes
 from realrl.runtime.prepare.devices import check_kind
@@ -37,11 +35,11 @@ from realrl.runtime.prepare.fit.check import check_fit
 from realrl.runtime.prepare.trained_parts import list_trained_parts
 from realrl.runtime.processes.process import Process, connect, resolve_cluster
 from realrl.runtime.processes.startup import agree_on_plan, find_least_device
-from realrl.runtime.setup import load_data, load_functions, load_shared_tokenizer, load_stop_token_ids
+from realrl.runtime.setup import RecordLoader, load_functions, load_shared_tokenizer, load_stop_token_ids
+from realrl.runtime.step import TrainingSteps
 from realrl.runtime.worker.roles import Roles
-from realrl.runtime.worker.store import Store
 from realrl.runtime.worker.trace_recorder import Trace
-from realrl.runtime.worker.worker import StepInput, Worker
+from realrl.runtime.worker.worker import Worker
 
 COLLECT_EVERY = 100
 """Steps between writes of the measured costs, if evaluations and checkpoints are further apart."""
@@ -80,8 +78,10 @@ class RunObserver(Protocol):
         """End, after the last step."""
 
 
-def train(experiment: Experiment, observer: RunObserver) -> None:
-    """Run a recipe as one rank of its cluster.
+def train(
+    experiment: Experiment, observer: RunObserver, run_class: "type[TrainingRun] | None" = None
+) -> None:
+    """Run a recipe as one rank of its cluster, by a `run_class` derived from TrainingRun if one is given.
 
     UserError for a mistake that the user can correct, RunError for a failure that is no bug.
     """
@@ -109,8 +109,10 @@ def train(experiment: Experiment, observer: RunObserver) -> None:
                 check_fit(experiment, with_sizes(experiment, compiled, plan), here)
         # Every rank has read everything before the directory of an earlier run may be deleted.
         with process.together():
-            run = TrainingRun(experiment, compiled, process, observer if process.rank == WRITER else None)
+            make = run_class or TrainingRun
+            run = make(experiment, compiled, process, observer if process.rank == WRITER else None)
         # Mistakes that show without weights are found before any rank takes minutes to load some.
+        run.face_opponent()
         with process.together():
             run.load()
         with process.together():
@@ -155,40 +157,33 @@ class TrainingRun:
         self.saving_notes = [
             f"models.{role}: {text}" for role in self.trained for text in self._saving_notes(role)
         ]
-        functions = load_functions(algorithm, compiled, process.rank)
-        self.records, self.eval_records = load_data(
-            experiment, compiled, self.tokenizer, self.stop_token_ids, functions
-        )
-        data = experiment.data
-        self.order = Order(
-            len(self.records),
-            data.batch,
-            experiment.seed,
-            data.shuffle,
-            sources=[(source.items, source.weight) for source in self.records.sources],
-        )
-        self.steps = experiment.training.steps or max(1, self.order.steps(experiment.training.epochs))
-        # Code of the user's runs once: on the rank that asks it.
-        reference = experiment.training.judge if process.rank == WRITER else None
-        judge = None if reference is None else UserFunction("training.judge", reference)
+        functions = load_functions(algorithm, compiled.phases.values(), process.rank)
+        loader = RecordLoader(experiment, self.tokenizer, self.stop_token_ids, functions)
+        self.records = loader.load_train(compiled.train)
         say: Callable[[str], None] = observer.note if observer is not None else lambda text: None
         self.costs = Costs(experiment, compiled, process, self.roles, profile, say)
         self.trace = Trace(process.rank)
         self.worker = Worker(process, self.roles, algorithm, self.stop_token_ids, self.trace, self.tokenizer)
+        self.training = TrainingSteps(experiment, compiled, process, self.worker, self.costs, self.records)
+        self.steps = self.training.count
         self.evaluation: Evaluation | None = None
-        if compiled.evaluation is not None and self.eval_records is not None:
+        self.eval_records: Dataset | None = None
+        self._opponent: Opponent | None = None
+        if compiled.evaluation is not None:
+            self.eval_records = records = loader.load_eval(compiled.evaluation)
             self.evaluation = Evaluation(
-                process,
-                self.worker,
-                compiled.evaluation,
-                self.eval_records,
-                batch=data.eval_batch or data.batch,
-                seed=experiment.seed,
-                tokenizer=self.tokenizer,
-                judge=judge,
-                sample_keys=get_spec(experiment).sample_keys,
+                experiment, process, self.worker, compiled.evaluation, records, tokenizer=self.tokenizer
             )
+            origins = records.list_origins(range(len(records)))
+            self._opponent = make_opponent(experiment, compiled.train.plan, process, groups, origins)
+        self.best = BestEvaluation(experiment.evaluation.best)
         self.notes = StepNotes(algorithm, get_spec(experiment))
+
+    def face_opponent(self) -> None:
+        """Have the model of `evaluation.against` answer, before any other is loaded."""
+        if self._opponent is not None and self.evaluation is not None:
+            self.evaluation.face(self._opponent.answer())
+            self._opponent = None
 
     def load(self) -> None:
         """Load the weights; UserError when they cannot be used."""
@@ -222,13 +217,13 @@ class TrainingRun:
 
     def execute(self, started: float) -> None:
         """Train from the first step to the last; `started` is when the run began, by the monotonic clock."""
-        every = self.experiment.training
+        every, evaluation = self.experiment.training, self.experiment.evaluation
         self.worker.start(self.compiled.start[self.process.rank])
         self._evaluate(0)
         for step in range(self.steps):
             self._train_step(step)
             done, last = step + 1, step + 1 == self.steps
-            evaluates = last or (every.eval_every and done % every.eval_every == 0)
+            evaluates = last or (evaluation.every and done % evaluation.every == 0)
             saves = not last and every.save_every and done % every.save_every == 0
             if not last and (evaluates or saves or done % COLLECT_EVERY == 0):
                 self._collect(last=False)
@@ -243,31 +238,12 @@ class TrainingRun:
 
     def _train_step(self, step: int) -> None:
         start = time.monotonic()
-        phase = self.compiled.train
-        samples = get_spec(self.experiment).samples_per_prompt(self.experiment)
-        store = Store(phase.graph, phase.plan, samples)
-        # Samples of a prompt are consecutive items, so that item // samples is the prompt.
-        indices = [i for i in self.order.indices(step) for _ in range(samples)]
-        rates = {
-            role: compute_learning_rate(config.optimizer, step, self.steps)
-            for role, config in trained_models(models(self.experiment)).items()
-        }
-        inputs = StepInput(
-            records=self.records.batch(indices),
-            sampling_seed=SamplingSeed(self.experiment.seed, step),
-            rates=rates,
-            further=self.records.further_fields(indices),
-            origins=self.records.list_origins(indices),
-            samples=samples,
-        )
-        with self.costs.step(store):
-            program = phase.programs[self.process.rank]
-            try:
-                metrics = flatten(self.worker.run(program, store, inputs, self.costs.timer))
-            except SkippedStepsError as error:
-                raise self._stopped(error, step + 1) from None
-            except UserCodeError as error:
-                raise self._saying_what_is_saved(error) from error
+        try:
+            metrics = self.training.run(step)
+        except SkippedStepsError as error:
+            raise self._stopped(error, step + 1) from None
+        except UserCodeError as error:
+            raise self._saying_what_is_saved(error) from error
         self._record(MetricsRecord(step + 1, "train", time.monotonic() - start, metrics))
         if self.observer is not None:
             for note in self.notes.describe_step(step + 1, metrics):
@@ -299,13 +275,30 @@ class TrainingRun:
             return
         start = time.monotonic()
         try:
-            metrics, samples = self.evaluation.run()
+            result = self.evaluation.run()
         except UserCodeError as error:
             raise self._saying_what_is_saved(error) from error
-        self.notes.take_evaluation(metrics)
-        if self.observer is not None and samples:
-            self.directory.write_samples(done, samples[: self.experiment.training.samples])
-        self._record(MetricsRecord(done, "eval", time.monotonic() - start, metrics))
+        self.notes.take_evaluation(result.metrics)
+        settings = self.experiment.evaluation
+        if self.observer is not None and result.rows:
+            self.directory.write_samples(done, result.rows[: settings.shown * settings.samples])
+        self._record(MetricsRecord(done, "eval", time.monotonic() - start, result.metrics))
+        self._keep_best(done, result.metrics)
+
+    def _keep_best(self, done: int, metrics: Mapping[str, float]) -> None:
+        """Save the trained models where this evaluation is the best one so far."""
+        if self.best.settings is None:
+            return
+        better = False
+        with self.process.together():
+            if self.observer is not None:
+                better = self.best.take(done, metrics)
+        if self.process.gather(better)[WRITER]:
+            if self.observer is not None:
+                self.directory.drop_best()
+            self._save(BEST)
+            if self.observer is not None:
+                self.directory.write_best(self.best.to_json())
 
     def _saying_what_is_saved(self, error: UserCodeError) -> UserCodeError:
         """A mistake in a function or in the judge. What was trained before is not lost."""
@@ -318,7 +311,7 @@ class TrainingRun:
             self.directory.log(record.step, record.kind, record.seconds, record.metrics)
             self.observer.record(record)
 
-    def _save(self, done: int | None) -> None:
+    def _save(self, done: Checkpoint) -> None:
         """Write every trained role as a Hugging Face directory; the first rank of a role's home does it.
 
         The graph's first trained role has the checkpoint's name, others have theirs appended to it. What the
@@ -354,7 +347,8 @@ class TrainingRun:
                 write_trace(trace, events, "measured")
             seconds = time.monotonic() - started
             summary: dict[str, Any] = {"algorithm": get_spec(self.experiment).name, "steps": self.steps}
-            self.directory.finish(
-                summary | {"seconds": round(seconds, 2), "skipped_steps": self.notes.skipped}
-            )
+            summary |= {"seconds": round(seconds, 2), "skipped_steps": self.notes.skipped}
+            if self.best.settings is not None:
+                summary["best"] = self.best.to_json()
+            self.directory.finish(summary)
             self.observer.end(self.experiment.run_dir, seconds)

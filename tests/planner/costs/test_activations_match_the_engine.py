@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from realrl.dataflow.call import Call, Kind
+from realrl.dataflow.call import Call, Candidates, Kind
 from realrl.families.shape import ModelShape
 from realrl.layout.sets import TrainablePart
 from realrl.model.packing import Packing
@@ -53,15 +53,23 @@ def place(words: Sequence[str], tokens: int = 1 << 20) -> Placement:
 
 
 def check(
-    kind: str, model: StoredModel, placement: Placement, lengths: tuple[int, ...], samples: int = 1
+    kind: str,
+    model: StoredModel,
+    placement: Placement,
+    lengths: tuple[int, ...],
+    samples: int = 1,
+    candidates: Candidates | None = None,
 ) -> None:
     """Predicted and allocated bytes agree on the first and on the last stage. `lengths` are those of prompts."""
     answers = (0, NEW_TOKENS) if kind == "generate" else (0, 0)
     pairs = 2 if model.head == "scalar" else 1
     workload = Workload(len(lengths) // pairs * samples, lengths, (answers[1],), answers[1], samples=samples)
-    call = replace(CALLS[kind], inputs=("tokens", "other"), work=("tokens", "other")[:pairs])
+    inputs = ("tokens", "other", "teacher_ids")
+    call = replace(CALLS[kind], inputs=inputs, work=inputs[:pairs], candidates=candidates)
     predicted = MemoryModel(SPEC).stages(call, model, placement, workload)
     sequences = Sequences.of(lengths, model, samples)
+    if candidates is not None:
+        sequences = sequences.distil(candidates)
     for stage in {0, placement.strategy.pp - 1}:
         # Of uneven shares the last ones are the larger.
         rank = LoneRank(model, placement, placement.rank(dp=0, tp=placement.strategy.tp - 1, pp=stage))
@@ -122,6 +130,14 @@ def test_one_rank_allocates_the_predicted_bytes(case: str, kind: str) -> None:
 def test_a_scalar_head_allocates_the_predicted_bytes(kind: str) -> None:
     name, *flags = kind.split()
     check(name, StoredModel(GROUPED, "scalar", 4, True), place(["1 1 1", *flags]), EVEN)
+
+
+@pytest.mark.parametrize("strategy", ["1 1 1", "1 2 1", "1 1 2"])
+@pytest.mark.parametrize("kind", ["inference", "inference given", "train given"])
+def test_candidates_allocate_the_predicted_bytes(kind: str, strategy: str) -> None:
+    kind, _, given = kind.partition(" ")
+    candidates = Candidates(1000, "teacher_ids" if given else None)
+    check(kind, StoredModel(GROUPED, "lm", 4, True), place([strategy]), EVEN, candidates=candidates)
 
 
 PARTS = {

@@ -8,7 +8,7 @@ import pytest
 
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.config.errors import UserError
-from realrl.dataflow.call import Kind
+from realrl.dataflow.call import Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.published import SHAPES
 from realrl.layout.sets import WHOLE, TrainablePart
@@ -26,7 +26,7 @@ from realrl.planner.space.build import build_problem
 from realrl.planner.space.problem import Problem
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
-from tests.planner.reference import sampled_graph
+from tests.planner.reference import late_lengths, sampled_graph
 from tests.rewards import function_reward
 
 SIZES = ("llama-3.2-1b", "llama-2-7b", "llama-2-13b")
@@ -76,10 +76,10 @@ def sampled_choices(rng: random.Random, problem: Problem, most: int) -> list[dic
     return [{name: rng.randrange(len(problem.candidates[name])) for name in names} for _ in range(most)]
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_search_and_simulation_agree_about_sampled_plans(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "graph"), [*((i, None) for i in range(10)), (39, late_lengths())])
+def test_search_and_simulation_agree_about_sampled_plans(seed: int, graph: DataflowGraph | None) -> None:
     rng = random.Random(seed)
-    of = sampled_scenario(rng, sampled_graph(rng))
+    of = sampled_scenario(rng, graph or sampled_graph(rng))
     everywhere = Placement(Mesh(0, 2), Strategy(1, 2))
     hosts = function_placement(everywhere.mesh)
     careless = Plan(
@@ -113,7 +113,8 @@ def test_search_and_simulation_agree_about_presets(
     name: str, averaging: float | None, reward: str | None
 ) -> None:
     scored_by = None if reward is None else function_reward(reward)
-    graph = train_graph(minibatches=4, ref_ema=averaging, reward=scored_by)
+    averages = [] if averaging is None else [MovingAverage("ref", "actor", averaging)]
+    graph = train_graph(minibatches=4, averages=averages, reward=scored_by)
     of = sampled_scenario(random.Random(1), graph)
     of = replace(of, spec=ClusterSpec.parse("a100-80g:2x4"))
     times = (FunctionTime(function="judge.py:score", seconds=0.5, steps=1),)

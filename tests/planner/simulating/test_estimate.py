@@ -8,7 +8,7 @@ import pytest
 
 from realrl.algorithms.policy.graph import make_eval_graph
 from realrl.algorithms.ppo.graph import train_graph
-from realrl.dataflow.call import Kind
+from realrl.dataflow.call import Kind, MovingAverage
 from realrl.families.published import SHAPES
 from realrl.layout.layout import build_layout
 from realrl.layout.routing.routes import reallocate
@@ -34,7 +34,7 @@ from realrl.program.text import format_instruction
 SMALL, LARGE = SHAPES["llama-3.2-1b"], SHAPES["llama-2-7b"]
 
 
-def scenario(cluster: str = "a100-80g:1x4", *, ref_ema: float | None = None) -> Scenario:
+def scenario(cluster: str = "a100-80g:1x4", *, ref_ema: float | None = None, ref_every: int = 1) -> Scenario:
     """PPO with a critic that is smaller than the actor, and embeddings that are tied."""
     spec = ClusterSpec.parse(cluster)
     models = {
@@ -43,7 +43,8 @@ def scenario(cluster: str = "a100-80g:1x4", *, ref_ema: float | None = None) -> 
         "critic": StoredModel(SMALL, "scalar", 2, True),
         "reward": StoredModel(SMALL, "scalar", 2, False),
     }
-    graph = train_graph(minibatches=2, ref_ema=ref_ema)
+    averages = [] if ref_ema is None else [MovingAverage("ref", "actor", ref_ema, period=ref_every)]
+    graph = train_graph(minibatches=2, averages=averages)
     workload = Workload(32, (100, 200), (50, 100, 300), 400)
     return Scenario(
         graph=graph,
@@ -112,6 +113,16 @@ def test_mfu_relates_each_call_to_the_peak_of_its_own_type(slow: str, factor: fl
 def test_a_step_ends_with_the_last_slice(found: Estimate) -> None:
     assert max(row[-1].start + row[-1].seconds for row in found.slices) == pytest.approx(found.step_seconds)
     assert found.repeated_seconds <= found.step_seconds * (1 + 1e-9)
+
+
+def test_steps_in_a_row_take_the_mean_over_steps_with_and_without_the_average() -> None:
+    always, seldom, never = (scenario(ref_ema=0.1, ref_every=n) for n in (1, 4, 10**9))
+    plan = preset("disjoint", always)
+    with_it, mean, without = (estimate_plan(of, plan) for of in (always, seldom, never))
+    assert mean.step_seconds == with_it.step_seconds
+    assert with_it.repeated_seconds > without.repeated_seconds
+    expected = 0.25 * with_it.repeated_seconds + 0.75 * without.repeated_seconds
+    assert mean.repeated_seconds == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("seed", range(6))

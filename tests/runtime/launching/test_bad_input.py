@@ -8,7 +8,8 @@ import pytest
 
 from realrl.cli.app import run_app
 from realrl.data.tokenizer import save_tokenizer, train_bpe
-from tests.conftest import World, sentence
+from realrl.testing.records import write_sentence
+from tests.conftest import World
 from tests.runtime.processes import end, start
 
 Fields = dict[str, object]
@@ -23,7 +24,7 @@ def truncated(world: World, directory: Path) -> str:
 
 
 def larger_tokenizer(world: World, directory: Path) -> str:
-    texts = [sentence(i, mood) for i in range(40) for mood in ("good", "bad")]
+    texts = [write_sentence(i, mood) for i in range(40) for mood in ("good", "bad")]
     save_tokenizer(train_bpe(texts, 340), directory / "larger")
     return str(directory / "larger")
 

@@ -132,7 +132,7 @@ FAILURES = {
     "a judge that fails": (
         "",
         2,
-        "realrl: training.judge=DIR/judge.py:judge raised ZeroDivisionError: division by zero"
+        "realrl: evaluation.judge=DIR/judge.py:judge raised ZeroDivisionError: division by zero"
         " (DIR/judge.py:8)",
         "in judge\n",
     ),
@@ -169,7 +169,10 @@ def test_the_first_cause_is_the_last_line_and_printed_once(
         lines += ["if rank is not None:", *(f"    {line}" for line in patch)]
     (patches / "sitecustomize.py").write_text("\n".join(lines))
     (tmp_path / "judge.py").write_text(JUDGE)
-    more = {"data__eval": str(world.root / "ppo.jsonl"), "training__judge": f"{tmp_path / 'judge.py'}:judge"}
+    more = {
+        "data__eval": str(world.root / "ppo.jsonl"),
+        "evaluation__judge": f"{tmp_path / 'judge.py'}:judge",
+    }
     recipe = world.recipe("ppo", tmp_path, cluster="1x2", **more)
     path = os.pathsep.join([str(patches), *filter(None, [os.environ.get("PYTHONPATH")])])
     found, error = end(start("train", str(recipe), TMPDIR=str(temporary), PYTHONPATH=path))

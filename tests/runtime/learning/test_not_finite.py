@@ -16,9 +16,9 @@ from realrl.config.errors import RunError
 from realrl.data.batch import Ragged
 from realrl.recipe.load import load_experiment
 from realrl.runtime.train import train
+from realrl.testing.ranks import Silent
 from tests.conftest import World, read_metrics
 from tests.runtime.processes import end, start
-from tests.runtime.ranks import Silent
 
 
 class Listener(Silent):

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import NOUNS, PPO_CALLS, World, build_world, read_metrics, write_jsonl
-from tests.runtime.ranks import Tokens, run_on_ranks, sampled
+from realrl.testing.ranks import Tokens, run_on_ranks, sampled
+from realrl.testing.records import NOUNS
+from tests.conftest import PPO_CALLS, World, build_world, read_metrics, write_jsonl
 
 STEPS = 3
 TOLERANCE = 1e-4

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from realrl.recipe.load import load_experiment
+from realrl.testing.ranks import Tokens, run_on_ranks, sampled
 from tests.conftest import PPO_CALLS, World
 from tests.runtime.ppo_in_transformers import Reference, Sample, Setting
-from tests.runtime.ranks import Tokens, run_on_ranks, sampled
 
 STEPS, BATCH = 3, 12
 PLANS = {

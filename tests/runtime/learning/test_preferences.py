@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
+from realrl.testing.ranks import run_on_ranks
 from tests.conftest import World, read_metrics
-from tests.runtime.ranks import run_on_ranks
 
 RECIPES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("dpo", {"preference": {"ref_ema": 0.3}}),
@@ -25,9 +25,22 @@ RECIPES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "reward": ("reward", {"loss": {"center_rewards_coefficient": 0.01, "margins": True}}),
     "ranked_reward": ("ranked_reward", {"loss": {"answers": 3}}),
     "process_reward": ("process_reward", {}),
-    "distillation": ("distillation", {"distillation": {"divergence": "jsd", "minibatches": 2, "samples": 2}}),
+    "drawn": (
+        "distillation",
+        {"distillation": {"divergence": "jsd", "top_k": None, "minibatches": 2, "samples": 2}},
+    ),
+    "distillation": ("distillation", {"distillation": {"divergence": "jsd", "top_k": 20, "samples": 2}}),
+    "offline_distillation": ("offline_distillation", {"distillation": {"divergence": "forward_kl"}}),
 }
-PLANS = {"symmetric": "symmetric", "two TP ranks": "d1 t2 p1", "two stages": "d1 t1 p2"}
+PLANS = {
+    "symmetric": "symmetric",
+    "two TP ranks": "d1 t2 p1",
+    "two stages": "d1 t1 p2",
+    "disjoint": "disjoint",
+}
+EVERYWHERE = ("symmetric", "two TP ranks", "two stages")
+PLANS_OF = {"drawn": EVERYWHERE[:1], "distillation": tuple(PLANS), "offline_distillation": tuple(PLANS)}
+"""Which of PLANS some of RECIPES are run under, the others EVERYWHERE."""
 TOLERANCE = 1e-4
 STEPS, BATCH = 2, 8
 
@@ -45,7 +58,7 @@ def recipe(world: World, directory: Path, name: str, *, size: int = 1, plan: str
         if role != "teacher":
             model["optimizer"] = {"lr": 1e-3, "eps": 1e-5, "schedule": "constant"}
     file.write_text(yaml.safe_dump(document))
-    if plan.startswith("d"):
+    if " " in plan:
         dp, tp, pp = (int(part[1:]) for part in plan.split())
         entry = {"mesh": f"0-{size - 1}", "dp": dp, "tp": tp, "pp": pp}
         calls = {call.name: entry for call in build_graph(load_experiment(str(file))).calls}
@@ -70,6 +83,7 @@ def test_all_learn_the_same_under_every_plan(
         (name, plan): recipe(world, tmp_path_factory.mktemp("plans") / name, name, size=2, plan=of)
         for name in RECIPES
         for plan, of in PLANS.items()
+        if plan in PLANS_OF.get(name, EVERYWHERE)
     }
     run_on_ranks(2, list(files.values()))
     for (name, plan), file in files.items():
@@ -95,35 +109,68 @@ def test_losses_fall(alone: Mapping[str, Path]) -> None:
         assert better, f"{name}: {key} {first[key]} {last[key]}"
 
 
-def test_a_step_of_dpo_ends_with_the_weights_of_an_independent_implementation(
-    world: World, tmp_path: Path
+def compute_logprobs(
+    model: Any, tokenizer: Any, answer: str, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Tokens of an answer after the first, and the log-probabilities of all tokens in their places."""
+    tokens = torch.tensor([*tokenizer(answer)["input_ids"], tokenizer.eos_token_id])
+    return tokens[1:], (model(tokens[None]).logits[0, :-1] / temperature).log_softmax(-1)
+
+
+def compute_dpo(actor: Any, ref: Any, tokenizer: Any, record: dict[str, str]) -> Tensor:
+    """The loss of a pair."""
+
+    def logprob(model: Any, answer: str) -> Tensor:
+        tokens, found = compute_logprobs(model, tokenizer, answer)
+        return found.gather(-1, tokens[:, None]).sum()
+
+    answers = record["chosen"], record["rejected"]
+    ours = [logprob(actor, answer) for answer in answers]
+    with torch.no_grad():
+        theirs = [logprob(ref, answer) for answer in answers]
+    difference = (ours[0] - theirs[0]) - (ours[1] - theirs[1])
+    return (1 + (-0.1 * difference).exp()).log()[None]
+
+
+def compute_jsd(actor: Any, teacher: Any, tokenizer: Any, record: dict[str, str]) -> Tensor:
+    """The divergence at each token of an answer, over the whole vocabulary."""
+    logp, logq = (compute_logprobs(m, tokenizer, record["answer"], 0.7)[1] for m in (actor, teacher))
+    p, q = logp.exp(), logq.exp().detach()
+    m = (0.3 * q + 0.7 * p).log()
+    return (0.3 * q * (logq.detach() - m) + 0.7 * p * (logp - m)).sum(-1)
+
+
+ONE_STEP: Mapping[str, tuple[dict[str, Any], Any]] = {
+    "dpo": ({}, compute_dpo),
+    "offline_distillation": (
+        {"distillation": {"divergence": "jsd", "jsd_beta": 0.3, "temperature": 0.7, "top_k": 320}},
+        compute_jsd,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONE_STEP)
+def test_a_step_ends_with_the_weights_of_an_independent_implementation(
+    name: str, world: World, alone: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    file = recipe(world, tmp_path / "dpo", "dpo")
-    document = yaml.safe_load(file.read_text())
+    changes, compute_losses = ONE_STEP[name]
+    file = recipe(world, tmp_path / name, name)
+    document = yaml.safe_load(file.read_text()) | changes
     document["data"] |= {"shuffle": False, "eval": None}
     document["training"]["steps"] = 1
+    other = world.actor
+    if "teacher" in document["models"]:
+        other = str(alone["simpo"].parent / "run" / "final")
+        document["models"]["teacher"] = {"path": other}
     file.write_text(yaml.safe_dump(document))
     run_on_ranks(1, [file])
 
-    actor, ref = (AutoModelForCausalLM.from_pretrained(world.actor).float() for _ in range(2))
+    actor, frozen = (AutoModelForCausalLM.from_pretrained(path).float() for path in (world.actor, other))
     tokenizer = AutoTokenizer.from_pretrained(world.tokenizer)
     before = {name: weights.detach().clone() for name, weights in actor.named_parameters()}
     optimizer = torch.optim.AdamW(actor.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
-
-    def logprob(model: Any, answer: str) -> Tensor:
-        tokens = torch.tensor([*tokenizer(answer)["input_ids"], tokenizer.eos_token_id])
-        found = model(tokens[None]).logits[0, :-1].log_softmax(-1)
-        return found.gather(-1, tokens[1:, None]).sum()
-
-    losses = []
-    for line in Path(document["data"]["train"]).read_text().splitlines()[:BATCH]:
-        answers = [json.loads(line)[side] for side in ("chosen", "rejected")]
-        ours = [logprob(actor, answer) for answer in answers]
-        with torch.no_grad():
-            theirs = [logprob(ref, answer) for answer in answers]
-        difference = (ours[0] - theirs[0]) - (ours[1] - theirs[1])
-        losses.append((1 + (-0.1 * difference).exp()).log())
-    torch.stack(losses).mean().backward()
+    records = map(json.loads, Path(document["data"]["train"]).read_text().splitlines()[:BATCH])
+    torch.cat([compute_losses(actor, frozen, tokenizer, record) for record in records]).mean().backward()
     torch.nn.utils.clip_grad_norm_(actor.parameters(), 1.0)
     optimizer.step()
     trained = AutoModelForCausalLM.from_pretrained(file.parent / "run" / "final")

@@ -115,10 +115,14 @@ def test_a_step_with_everything_offloaded_learns_the_same(
         assert tensor.untyped_storage().nbytes() == 0
 
 
-def test_the_reference_is_an_ema_of_the_actor(world: World, tmp_path: Path) -> None:
-    run = prepared(recipe(world, tmp_path, None))
+@pytest.mark.parametrize("every", [None, 2])
+def test_the_reference_is_an_ema_of_the_actor(world: World, tmp_path: Path, every: int | None) -> None:
+    run = prepared(recipe(world, tmp_path, None, ppo__ref_every=every))
     before = copy_of(run, "ref")
     run._train_step(0)
+    if every == 2:
+        assert torch.equal(copy_of(run, "ref"), before)
+        run._train_step(1)
     assert not torch.equal(copy_of(run, "actor"), before)
     torch.testing.assert_close(copy_of(run, "ref"), 0.25 * copy_of(run, "actor") + 0.75 * before)
 
@@ -132,10 +136,14 @@ def test_a_reference_of_another_size_cannot_be_an_ema(world: World, tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The same run in one process and in four, where every call has a layout of its own."""
+    """The same run in one process and in four, where every call has a layout of its own.
+
+    The actor replaces the reference after every second step.
+    """
+    changes = {"ppo__ref_ema": None, "ppo__ref_every": 2}
     root = tmp_path_factory.mktemp("runs")
     for name, plan in (("alone", None), ("mixed", MIXED)):
-        assert run_app(["train", str(recipe(world, root / name, plan))]) == 0
+        assert run_app(["train", str(recipe(world, root / name, plan, **changes))]) == 0
     return root / "alone" / "run", root / "mixed" / "run"
 
 
@@ -145,6 +153,12 @@ def test_layouts_offloading_and_averages_do_not_change_learning(runs: tuple[Path
         for name in expected:
             if name.endswith(("loss", "score", "kl", "response_tokens", "grad_norm")):
                 assert ours[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+
+
+def test_the_divergence_is_zero_after_the_reference_has_been_replaced(runs: tuple[Path, Path]) -> None:
+    for run in runs:
+        first, second, third = (step["actor.train/kl"] for step in read_metrics(run))
+        assert abs(second) > 1e-3 and max(abs(first), abs(third)) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["final", "final-critic"])

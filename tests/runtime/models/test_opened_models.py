@@ -16,8 +16,8 @@ from realrl.config.errors import UserError
 from realrl.engine.finite import NotFiniteError
 from realrl.recipe.load import load_experiment
 from realrl.runtime.train import train
+from realrl.testing.ranks import Silent
 from tests.conftest import World, read_metrics, write_jsonl
-from tests.runtime.ranks import Silent
 
 NORM = "model.norm.weight"
 

@@ -13,9 +13,10 @@ from realrl.data.batch import Ragged
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.shape import Head
 from realrl.model.packing import Packing
-from tests.conftest import World, read_metrics, sentence
+from realrl.testing.records import write_sentence
+from tests.conftest import World, read_metrics
 
-TEXTS = [sentence(i, mood) for i in range(25) for mood in ("good", "bad")]
+TEXTS = [write_sentence(i, mood) for i in range(25) for mood in ("good", "bad")]
 
 
 def load(path: Path, head: Head) -> Model:

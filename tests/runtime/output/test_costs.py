@@ -27,9 +27,9 @@ from realrl.runtime.measure.step_timer import StepTimer, StepTimes, TimedSpan, e
 from realrl.runtime.measure.timing_log import KEPT_STEPS, TimingLog
 from realrl.runtime.train import MetricsRecord, train
 from realrl.runtime.worker.store import Store
+from realrl.testing.ranks import Silent
 from tests.conftest import World
 from tests.runtime.conftest import changes, run
-from tests.runtime.ranks import Silent
 
 CPU = torch.device("cpu")
 PLACE = Placement(Mesh(0, 1), Strategy(1))

@@ -103,7 +103,7 @@ def test_sample_scores_average_to_the_metrics(finished: Mapping[str, Path]) -> N
 
 
 def test_only_as_many_samples_are_written_as_asked_for(world: World, tmp_path: Path) -> None:
-    run_dir = run(world, "ppo", tmp_path, training__samples=3, training__steps=1)
+    run_dir = run(world, "ppo", tmp_path, evaluation__shown=3, training__steps=1)
     assert len(lines(run_dir / "samples" / "step-000000.jsonl")) == 3
 
 
@@ -210,7 +210,7 @@ def test_a_judge_that_cannot_be_used_is_named(tmp_path: Path, case: str) -> None
     code, sentence = JUDGES[case]
     (tmp_path / "judge.py").write_text(code)
     with pytest.raises(UserError, match=sentence):
-        UserFunction("training.judge", f"{tmp_path / 'judge.py'}:judge")
+        UserFunction("evaluation.judge", f"{tmp_path / 'judge.py'}:judge")
 
 
 def test_a_judge_must_give_a_number_for_each_completion(
@@ -218,7 +218,7 @@ def test_a_judge_must_give_a_number_for_each_completion(
 ) -> None:
     (tmp_path / "short.py").write_text("def judge(completions):\n    return [1.0]\n")
     judge = {"judge": f"{tmp_path / 'short.py'}:judge"}
-    recipe = world.recipe("ppo", tmp_path, data__eval=str(world.root / "ppo.jsonl"), training=judge)
+    recipe = world.recipe("ppo", tmp_path, data__eval=str(world.root / "ppo.jsonl"), evaluation=judge)
     assert run_app(["train", str(recipe)]) == 2
     assert "gave 1 numbers for 80 completions" in capsys.readouterr().err
 
@@ -309,11 +309,11 @@ def test_code_and_a_plan_inside_the_run_directory_are_not_deleted(world: World, 
     run_dir = tmp_path / "run"
     earlier_run(run_dir)
     (run_dir / "judge.py").write_text("precious")
-    judge = {"data__eval": "e.jsonl", "training__judge": f"{run_dir}/judge.py:f"}
+    judge = {"data__eval": "e.jsonl", "evaluation__judge": f"{run_dir}/judge.py:f"}
     (run_dir / "family.py").write_text("from realrl.families.qwen2 import FAMILY")
     actor = {"path": "x", "family": f"{run_dir}/family.py"}
     for field, fields in {
-        "training.judge": judge,
+        "evaluation.judge": judge,
         "plan": {"plan": f"{run_dir}/plan.yaml"},
         "models.actor.family": {"models__actor": actor},
     }.items():

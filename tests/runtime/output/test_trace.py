@@ -13,8 +13,8 @@ from realrl.planner.simulate.predicted_trace import predict_trace
 from realrl.program.trace_file import write_trace
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.scenarios import make_scenario
+from realrl.testing.ranks import run_on_ranks
 from tests.conftest import World
-from tests.runtime.ranks import run_on_ranks
 
 STEPS = 3
 PLAN = {

@@ -9,8 +9,8 @@ from realrl.config.errors import UserCodeError, UserError
 from realrl.config.user_function import UserFunction
 from realrl.recipe.load import load_experiment
 from realrl.runtime.train import train
+from realrl.testing.ranks import Silent
 from tests.conftest import World
-from tests.runtime.ranks import Silent
 
 CODE = """
 import sys
@@ -82,7 +82,7 @@ FAILURES = {
 
 
 def rate(reference: str) -> list[float]:
-    return UserFunction("training.judge", reference).numbers(2, ["a", "b"])
+    return UserFunction("evaluation.judge", reference).numbers(2, ["a", "b"])
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def file(tmp_path: Path) -> Path:
 def test_errors_of_a_judge_are_described(file: Path, name: str) -> None:
     with pytest.raises(UserError) as raised:
         rate(f"{file}:{name}")
-    assert str(raised.value) == f"training.judge={file}:{name} {FAILURES[name].replace('FILE', str(file))}"
+    assert str(raised.value) == f"evaluation.judge={file}:{name} {FAILURES[name].replace('FILE', str(file))}"
     if "raised" not in FAILURES[name]:
         return
     assert isinstance(raised.value, UserCodeError)
@@ -123,7 +123,8 @@ def test_a_judge_that_fails_at_the_end_loses_no_model(world: World, tmp_path: Pa
         "ppo",
         tmp_path,
         data__eval=str(world.root / "ppo.jsonl"),
-        training={"steps": 1, "judge": f"{judge}:second"},
+        training__steps=1,
+        evaluation__judge=f"{judge}:second",
     )
     with pytest.raises(UserCodeError) as error:
         train(load_experiment(str(recipe)), Silent())

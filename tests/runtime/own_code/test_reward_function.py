@@ -13,9 +13,10 @@ from realrl.data.order import Order
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import dump_experiment, load_experiment
 from realrl.runtime.train import train
-from tests.conftest import SHAPE, World, read_metrics, write_jsonl
+from realrl.testing.ranks import Silent, run_on_ranks
+from realrl.testing.shape import SHAPE
+from tests.conftest import World, read_metrics, write_jsonl
 from tests.runtime.processes import end, start
-from tests.runtime.ranks import Silent, run_on_ranks
 
 CODE = """
 import math
@@ -254,7 +255,7 @@ def test_a_saved_recipe_finds_code_of_the_user_from_any_directory(
         world,
         tmp_path,
         "rewards.py:agreement",
-        training__judge="rewards.py:too_few",
+        evaluation__judge="rewards.py:too_few",
         models__actor__family="family.py",
         models__ref={"shape": {**SHAPE, "family": "family.py"}},
     )

@@ -9,9 +9,9 @@ import pytest
 
 from realrl.recipe.load import load_experiment
 from realrl.runtime.train import train
+from realrl.testing.ranks import Silent, run_on_ranks
 from tests.conftest import World, read_metrics, write_jsonl
 from tests.runtime.processes import end, start
-from tests.runtime.ranks import Silent, run_on_ranks
 
 CODE = """
 import os, time

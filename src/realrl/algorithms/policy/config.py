@@ -2,12 +2,30 @@
 
 from typing import Literal
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from realrl.config.base import Settings
 
 KLEstimator = Literal["k1", "k2", "k3"]
 """Estimator of a KL divergence from samples (Schulman 2020, "Approximating KL divergence")."""
+
+
+class ReferenceConfig(Settings):
+    """Settings of algorithms whose reference may follow the actor."""
+
+    ref_ema: float | None = Field(default=None, gt=0, le=1)
+    """After each step, move the reference this fraction of the way to the actor; null keeps it frozen, unless
+    `ref_every` is given."""
+    ref_every: PositiveInt | None = None
+    """Move the reference only after every so many steps: as far as `ref_ema` says or, where that is null, all the
+    way, so that the actor as it is then becomes the reference. Null for every step."""
+
+    @property
+    def following(self) -> str | None:
+        """Setting by which the reference follows the actor, with its value; None where it is frozen."""
+        if self.ref_ema is not None:
+            return f"ref_ema={self.ref_ema:g}"
+        return None if self.ref_every is None else f"ref_every={self.ref_every}"
 
 
 class KLConfig(Settings):

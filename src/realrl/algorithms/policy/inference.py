@@ -31,7 +31,7 @@ class RefInference(LogprobsInference):
     """Log-probabilities of each sequence under the reference, `ref_logprobs`."""
 
     def __init__(self, *, restricted: bool = False) -> None:
-        """`restricted`: whether sampling leaves tokens out."""
+        """`restricted`: whether evaluation leaves tokens out, or draws at another temperature."""
         super().__init__("ref_logprobs")
         self._restricted = restricted
 

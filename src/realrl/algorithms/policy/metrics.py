@@ -37,8 +37,12 @@ class UpdateMetrics:
             "approx_kl", approximate_kl(logprobs=new, old_logprobs=old_logprobs).double().sum(), count
         )
         metrics.mean("entropy", entropy.double().sum(), count)
+        self.add_mismatch(metrics, logprobs=new, old_logprobs=old_logprobs)
+        return metrics
+
+    def add_mismatch(self, metrics: Metrics, *, logprobs: Tensor, old_logprobs: Tensor) -> None:
+        """Add the largest change of a log-probability before the first update. logprobs, old_logprobs: [A]"""
         if not self._updated:
             # Before the first update the trainer holds the sampler's weights: any difference is numerical.
-            change = (new - old_logprobs).abs()
-            metrics.max("sampler_trainer_mismatch", change.max() if count else new.new_zeros(()))
-        return metrics
+            change = (logprobs.detach() - old_logprobs).abs()
+            metrics.max("sampler_trainer_mismatch", change.max() if len(change) else change.new_zeros(()))

@@ -4,10 +4,9 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from realrl.algorithms.policy.config import KLConfig, KLEstimator
+from realrl.algorithms.policy.config import KLConfig, KLEstimator, ReferenceConfig
 from realrl.algorithms.policy.reference import complete_reference
 from realrl.algorithms.rewards.config import RewardSetting, check_models
-from realrl.config.base import Settings
 from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
 from realrl.recipe.settings import GenerationConfig
@@ -33,11 +32,15 @@ class PolicyKLConfig(KLConfig):
         return self
 
 
-class PolicyGradientConfig(Settings):
+class PolicyGradientConfig(ReferenceConfig):
     """Policy gradient without a critic: advantages of sampled answers from their rewards alone."""
 
     samples: PositiveInt = 8
     """Answers sampled for each prompt, a group."""
+    sampling_rounds: PositiveInt = 1
+    """Dynamic sampling: prompts whose answers all have the same score, which teach nothing, are replaced by the
+    next ones of the data, sampled in another round, until the batch is full or this many rounds are over; what is
+    then still missing is filled up with such prompts. 1 takes all answers as they come."""
     baseline: Literal["group_mean", "leave_one_out", "greedy", "none"] = "group_mean"
     """Subtracted from the reward of each answer: the mean reward of its group (`group_mean`), of the others of its
     group (`leave_one_out`), or the reward of the prompt's greedy answer, which is generated besides (`greedy`)."""
@@ -59,8 +62,6 @@ class PolicyGradientConfig(Settings):
     dual_clip: float | None = Field(default=None, gt=1)
     """Highest ratio that counts where the advantage is negative; null for no bound."""
     kl: PolicyKLConfig = PolicyKLConfig(coef=0.0)
-    ref_ema: float | None = Field(default=None, gt=0, le=1)
-    """After each step, move the reference this fraction of the way to the actor; null keeps it frozen."""
     minibatches: PositiveInt = 1
     """Optimizer steps per pass over a batch; must divide `data.batch`."""
     epochs: PositiveInt = 1
@@ -94,6 +95,11 @@ class PolicyGradientConfig(Settings):
             )
         if self.scale == "group_std" and self.samples < 2:
             raise ValueError("scale=group_std is the deviation within a group; samples must be at least 2")
+        if self.sampling_rounds > 1 and self.samples < 2:
+            raise ValueError(
+                f"sampling_rounds={self.sampling_rounds} compares the answers of a group; samples must be"
+                " at least 2"
+            )
         if self.baseline == "greedy" and self.samples > 1:
             raise ValueError(
                 f"baseline=greedy takes one answer of each prompt beside the greedy one; set samples=1, not"
@@ -134,7 +140,7 @@ class PolicyGradientExperiment(Experiment):
 
     @model_validator(mode="after")
     def _reference(self) -> Self:
-        return complete_reference(self, "policy", self.policy.kl.coef, self.policy.ref_ema)
+        return complete_reference(self, "policy", self.policy.kl.coef, self.policy)
 
     @model_validator(mode="after")
     def _one_reward(self) -> Self:

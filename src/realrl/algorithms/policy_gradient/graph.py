@@ -1,9 +1,10 @@
 """Policy gradient without a critic: sample, score, train; perhaps a reference and greedy answers. No torch."""
 
 from realrl.algorithms.policy.graph import GENERATE, KEYS, infer_on_sequences, make_graph
+from realrl.algorithms.policy.reference import list_averages
 from realrl.algorithms.policy_gradient.config import PolicyGradientExperiment
 from realrl.algorithms.rewards.graph import list_score_keys, score_sequences
-from realrl.dataflow.call import Call, Key, Kind, MovingAverage
+from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 
 GREEDY = "greedy_"
@@ -54,8 +55,6 @@ def make_policy_gradient_graph(experiment: PolicyGradientExperiment) -> Dataflow
             minibatches=config.minibatches,
         )
     )
-    averages = []
-    if config.ref_ema is not None and models.ref is not None:
-        averages.append(MovingAverage("ref", "actor", config.ref_ema, models.ref.starts_like(models.actor)))
+    averages = list_averages(config, models.actor, models.ref)
     scores = [key for prefix in ("", GREEDY) for key in list_score_keys(experiment.reward, prefix)]
     return make_graph(calls, (*KEYS, OLD_LOGPROBS, *GREEDY_KEYS, *scores), averages)

@@ -36,7 +36,7 @@ class PolicyGradientAlgorithm(StatelessAlgorithm):
             "actor.generate": GenerateMethod(generation, evaluated),
             "actor.generate_greedy": GenerateMethod(greedy, greedy),
             "actor.inference": LogprobsInference("old_logprobs"),
-            "ref.inference": RefInference(restricted=evaluated.restricted),
+            "ref.inference": RefInference(restricted=evaluated.skews(generation.temperature)),
             "actor.train": self._train,
             **make_reward_methods(reward),
             **make_reward_methods(reward, prefix=GREEDY),

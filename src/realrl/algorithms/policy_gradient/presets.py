@@ -32,9 +32,9 @@ PRESETS: Mapping[str, PolicyPreset] = MappingProxyType(
             {"scale": "none", "aggregate": "constant"},
         ),
         "dapo": PolicyPreset(
-            "DAPO: GRPO with a higher upper clip bound, every token weighing the same, and no reference",
+            "DAPO: GRPO with dynamic sampling, a higher upper clip bound, token-level loss, and no reference",
             "Yu et al. 2025, arXiv 2503.14476",
-            {"aggregate": "token_mean", "clip_high": 0.28},
+            {"sampling_rounds": 4, "aggregate": "token_mean", "clip_high": 0.28},
         ),
         "gspo": PolicyPreset(
             "GSPO: GRPO with one importance ratio per answer",

@@ -5,6 +5,7 @@ from realrl.algorithms.policy.report import CURVES, HEADLINES, OPTIONAL_CALLS, O
 from realrl.algorithms.policy_gradient.config import PolicyGradientConfig, PolicyGradientExperiment
 from realrl.algorithms.policy_gradient.graph import make_policy_gradient_graph
 from realrl.algorithms.policy_gradient.presets import PRESETS
+from realrl.algorithms.rewards.answers import find_answer_reader
 from realrl.config.derive import derive_settings
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec
@@ -45,8 +46,10 @@ def make_policy_gradient_spec(name: str) -> AlgorithmSpec:
         ),
         generation=lambda experiment: experiment.generation,
         samples_per_prompt=lambda experiment: experiment.policy.samples,
+        sampling_rounds=lambda experiment: experiment.policy.sampling_rounds,
         epochs=lambda experiment: experiment.policy.epochs,
         methods=lambda experiment, graph, eval_graph: _make_methods(spec, experiment, graph, eval_graph),
+        answers=lambda experiment: find_answer_reader(experiment.reward),
         optional_calls=OPTIONAL_CALLS,
         optional_metrics=OPTIONAL_METRICS,
         headlines=(*HEADLINES, "judge"),

@@ -4,21 +4,18 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from realrl.algorithms.policy.config import KLConfig
+from realrl.algorithms.policy.config import KLConfig, ReferenceConfig
 from realrl.algorithms.policy.reference import complete_reference
 from realrl.algorithms.rewards.config import RewardSetting, check_models
-from realrl.config.base import Settings
 from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
 from realrl.recipe.settings import GenerationConfig
 
 
-class PPOConfig(Settings):
+class PPOConfig(ReferenceConfig):
     """Proximal policy optimisation (Schulman et al. 2017) for language models."""
 
     kl: KLConfig = KLConfig()
-    ref_ema: float | None = Field(default=None, gt=0, le=1)
-    """After each step, move the reference this fraction of the way to the actor; null keeps it frozen."""
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount per token."""
     lam: float = Field(default=0.95, ge=0, le=1)
@@ -84,7 +81,7 @@ class PPOExperiment(Experiment):
 
     @model_validator(mode="after")
     def _reference(self) -> Self:
-        return complete_reference(self, "ppo", self.ppo.kl.coef, self.ppo.ref_ema)
+        return complete_reference(self, "ppo", self.ppo.kl.coef, self.ppo)
 
     @model_validator(mode="after")
     def _one_reward(self) -> Self:

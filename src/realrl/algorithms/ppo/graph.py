@@ -3,6 +3,8 @@
 `values[t]` is the critic's value of the state after token t.
 """
 
+from collections.abc import Iterable
+
 from realrl.algorithms.policy.graph import GENERATE, KEYS, infer_on_sequences, make_graph
 from realrl.algorithms.rewards.config import Rewards
 from realrl.algorithms.rewards.graph import list_score_keys, score_sequences
@@ -15,15 +17,14 @@ VALUES = Key("values", "float32", "sequences")
 def train_graph(
     *,
     minibatches: int,
-    ref_ema: float | None = None,
-    same_start: bool = False,
+    averages: Iterable[MovingAverage] = (),
     reward: Rewards | None = None,
     reference: bool = True,
 ) -> DataflowGraph:
     """One step: sample, score, train.
 
-    `minibatches` are optimizer steps per pass over the samples; with `ref_ema` the reference follows the actor at
-    this rate, from the same weights on if they have the `same_start`; `reward` are its terms, None for a reward
+    `minibatches` are optimizer steps per pass over the samples; `averages` say how the reference follows the actor,
+    if it does; `reward` are its terms, None for a reward
     model alone; `reference` says whether there is a reference model.
     """
     scoring = score_sequences(reward)
@@ -42,7 +43,6 @@ def train_graph(
         Call(f"{role}.train", role, Kind.TRAIN, experience, work=("sequences",), minibatches=minibatches)
         for role in ("actor", "critic")
     ]
-    averages = [] if ref_ema is None else [MovingAverage("ref", "actor", ref_ema, same_start)]
     return make_graph(
         [GENERATE, *scoring, *inference, *train], (*KEYS, VALUES, *list_score_keys(reward)), averages
     )

@@ -38,7 +38,7 @@ class PPOAlgorithm(StatelessAlgorithm):
         skips = may_skip(reward)
         actor = ActorTrain(config, restricted=restricted, skips=skips)
         critic = CriticTrain(config, restricted=restricted, skips=skips)
-        evaluated = (eval_generation or generation).restricted
+        evaluated = (eval_generation or generation).skews(generation.temperature)
         methods: dict[str, Method] = {
             "actor.generate": GenerateMethod(generation, eval_generation or generation),
             # Its metrics are those of evaluation; in training `actor.train` reports the divergence.

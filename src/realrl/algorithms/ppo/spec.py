@@ -1,9 +1,11 @@
 """Description of PPO. No torch."""
 
 from realrl.algorithms.policy.graph import make_eval_graph
+from realrl.algorithms.policy.reference import list_averages
 from realrl.algorithms.policy.report import CURVES, HEADLINES, OPTIONAL_CALLS, OPTIONAL_METRICS, SUMMARY
 from realrl.algorithms.ppo.config import PPOExperiment
 from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.rewards.answers import find_answer_reader
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec
 
@@ -12,8 +14,7 @@ def _train_graph(experiment: PPOExperiment) -> DataflowGraph:
     models = experiment.models
     return train_graph(
         minibatches=experiment.ppo.minibatches,
-        ref_ema=experiment.ppo.ref_ema,
-        same_start=models.ref is not None and models.ref.starts_like(models.actor),
+        averages=list_averages(experiment.ppo, models.actor, models.ref),
         reward=experiment.reward,
         reference=models.ref is not None,
     )
@@ -50,6 +51,7 @@ ALGORITHM = AlgorithmSpec(
     epochs=lambda experiment: experiment.ppo.epochs,
     experience_calls=("actor.train", "critic.train"),
     methods=_methods,
+    answers=lambda experiment: find_answer_reader(experiment.reward),
     optional_calls=OPTIONAL_CALLS,
     optional_metrics=OPTIONAL_METRICS,
     headlines=(*HEADLINES, "critic.train/value_loss", "judge"),

@@ -4,14 +4,15 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
+from realrl.algorithms.policy.config import ReferenceConfig
 from realrl.algorithms.preference.reference import PreferenceModels, leave_out_reference
-from realrl.config.base import Settings
 from realrl.recipe.experiment import Experiment
 
 
-class PreferenceConfig(Settings):
+class PreferenceConfig(ReferenceConfig):
     """Loss of preference pairs. The score of an answer is its log-probability, minus that under the reference if
-    there is one; the reward is `beta` times the score."""
+    there is one; the reward is `beta` times the score. A reference that follows the actor is that of TR-DPO
+    (Gorbatovski et al. 2024)."""
 
     loss: Literal["sigmoid", "robust", "hinge", "ipo", "odds_ratio"] = "sigmoid"
     """With d the score of the chosen answer minus that of the rejected one, `sigmoid`:
@@ -35,9 +36,6 @@ class PreferenceConfig(Settings):
     """Weight of the negative log-likelihood of chosen answers, mean per token, which is added to the loss."""
     nll_prompts: bool = False
     """Whether that likelihood is of the prompt as well."""
-    ref_ema: float | None = Field(default=None, gt=0, le=1)
-    """After each step, move the reference this fraction of the way to the actor (Gorbatovski et al. 2024); null
-    keeps it frozen."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -55,8 +53,8 @@ class PreferenceConfig(Settings):
                 "loss=odds_ratio compares mean log-probabilities of the actor alone; set reference=none and"
                 " length_normalization=true"
             )
-        if self.ref_ema is not None and self.reference != "model":
-            raise ValueError(f"ref_ema={self.ref_ema:g} moves models.ref, and reference={self.reference}")
+        if self.following is not None and self.reference != "model":
+            raise ValueError(f"{self.following} moves models.ref, and reference={self.reference}")
         return self
 
 

@@ -1,5 +1,6 @@
 """Learning from preference pairs: perhaps a reference, then the actor. No torch."""
 
+from realrl.algorithms.policy.reference import list_averages
 from realrl.algorithms.preference.config import PreferenceExperiment
 from realrl.dataflow.call import Call, Key, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
@@ -36,12 +37,10 @@ def _make_graph(
 
 def make_preference_graph(experiment: PreferenceExperiment) -> DataflowGraph:
     """Make the calls of one training step; a pair weighs 1 / `pairs_of_prompt`."""
-    models, ema = experiment.models, experiment.preference.ref_ema
-    averages = []
-    if ema is not None and models.ref is not None:
-        averages.append(MovingAverage("ref", "actor", ema, models.ref.starts_like(models.actor)))
+    models = experiment.models
+    averages = list_averages(experiment.preference, models.actor, models.ref)
     train = Call("actor.train", "actor", Kind.TRAIN, _make_inputs(experiment), work=SIDES)
-    return _make_graph(experiment, train, tuple(averages))
+    return _make_graph(experiment, train, averages)
 
 
 def make_preference_eval_graph(experiment: PreferenceExperiment) -> DataflowGraph:

@@ -88,7 +88,8 @@ class Progress:
         self._console.print(line, soft_wrap=True)
 
     def _describe(self, record: "MetricsRecord") -> str:
-        shown = [name for name in self._headlines if name in record.metrics]
+        others = [name for name in record.metrics if "/" not in name and name not in self._headlines]
+        shown = [*(name for name in self._headlines if name in record.metrics), *others]
         uses = Counter(_last_part(name) for name in shown)
         labels = {name: name if uses[_last_part(name)] > 1 else _last_part(name) for name in shown}
         return "  ".join(f"{labels[name]} {record.metrics[name]:.4g}" for name in shown)

@@ -7,7 +7,7 @@ from typing import Any
 from realrl.cli.reporting.runs import FinishedRun
 from realrl.config.files import whole_file
 
-_COLUMNS = 4
+_MOST_COLUMNS = 4
 
 
 def draw_picture(runs: Mapping[str, FinishedRun], path: Path) -> None:
@@ -21,11 +21,12 @@ def draw_picture(runs: Mapping[str, FinishedRun], path: Path) -> None:
         for metric, label in run.algorithm.curves.items()
         if run.series("train", metric)[0] or run.series("eval", metric)[0]
     ]
-    rows = max(1, -(-len(panels) // _COLUMNS))
-    picture = Figure(figsize=(4 * _COLUMNS, 3 * rows), layout="constrained")
+    columns = max(1, min(len(panels), _MOST_COLUMNS))
+    rows = max(1, -(-len(panels) // columns))
+    picture = Figure(figsize=(4 * columns, 3 * rows), layout="constrained")
     FigureCanvasAgg(picture)
     for number, (run, metric, label) in enumerate(panels, 1):
-        _draw_panel(picture.add_subplot(rows, _COLUMNS, number), run, metric, label)
+        _draw_panel(picture.add_subplot(rows, columns, number), run, metric, label)
     with whole_file(path) as partial:
         picture.savefig(partial, format="png", dpi=120)
 

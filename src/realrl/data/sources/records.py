@@ -1,7 +1,7 @@
 """Sources of records: files, directories of files, and Hugging Face data sets."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from glob import glob
 from itertools import chain
 from pathlib import Path
@@ -21,6 +21,10 @@ _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 """Words that files of a directory begin with where it holds several splits."""
 _NAMED = re.compile(r"(.+):([^:/\[\]]+(?:\[[^\]]*\])?)")
 """Name and split of a data set, `name:split`; a split may be a slice, such as `train[:10%]`."""
+
+
+RecordReader = Callable[[str, Rejects], Iterator[Record]]
+"""Function that yields the records of a source; `read_records` where nothing else is said."""
 
 
 def read_records(source: str, rejects: Rejects) -> Iterator[Record]:

@@ -165,11 +165,14 @@ class DecodeBatch:
             allowed = logits.index_fill(-1, self.stop_token_ids, -torch.inf)
         sequences = self.seed.first_sequence + self.ids[rows]
         positions = torch.full_like(rows, position)
-        noise = compute_uniform(self.seed.seed, self.seed.step, sequences, positions)
+        seed = self.seed
+        noise = compute_uniform(seed.seed, seed.step, sequences, positions, call=seed.call)
         tokens, logprobs = sample(allowed, self.sampling, noise)
-        if allowed is not logits:
-            # Training knows of no forbidden tokens: log-probabilities are those of the whole vocabulary.
-            scaled = (logits / self.sampling.temperature).log_softmax(-1)
+        temperature = self.model.temperature
+        if allowed is not logits or self.sampling.temperature != temperature:
+            # Training knows of no forbidden tokens, nor of another temperature in evaluation: log-probabilities are
+            # those of the whole vocabulary at the temperature of the model.
+            scaled = (logits / temperature).log_softmax(-1)
             logprobs = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         self.logprobs[rows, position] = logprobs
         return tokens

@@ -18,6 +18,8 @@ class SamplingSeed:
     step: int
     first_sequence: int = 0
     """Number of the sequence whose item is 0; the others follow."""
+    call: int = 0
+    """Number of the generate call among those of its graph, so that two of them draw different answers."""
 
 
 def _signed(value: int) -> int:
@@ -37,14 +39,17 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ shift_right(x, 31)
 
 
-def compute_uniform(seed: int, step: int, sequences: Tensor, positions: Tensor) -> Tensor:
+def compute_uniform(seed: int, step: int, sequences: Tensor, positions: Tensor, *, call: int = 0) -> Tensor:
     """Compute uniform numbers in [0, 1), float64, of the shape of `sequences` and `positions` (int64).
 
-    A function of (seed, step, sequence, position) alone: the same under every plan, batch split and restart.
+    A function of (seed, step, sequence, position, call) alone: the same under every plan, batch split and restart.
     """
     golden = _signed(0x9E3779B97F4A7C15)
     key = _mix(torch.tensor([seed], dtype=torch.int64, device=sequences.device) + golden)
-    for part in (torch.full_like(sequences, step), sequences, positions):
+    parts = [torch.full_like(sequences, step), sequences, positions]
+    if call:
+        parts.append(torch.full_like(sequences, call))
+    for part in parts:
         key = _mix((key ^ part) + golden)
     return ((key >> 11) & _MASK53).double() * 2.0**-53
 

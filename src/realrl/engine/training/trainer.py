@@ -9,8 +9,9 @@ from torch import Tensor
 
 from realrl.algorithms.method import Metrics, TrainMethod
 from realrl.data.batch import Batch
+from realrl.dataflow.call import Candidates
 from realrl.engine.flat import FlatBuffer
-from realrl.engine.model import Model, count_item_tokens
+from realrl.engine.model import Model, count_item_tokens, read_candidates
 from realrl.engine.offload import Offloadable
 from realrl.engine.pipeline.schedule import make_1f1b_schedule
 from realrl.engine.reduced_metrics import reduce_metrics
@@ -80,17 +81,20 @@ class Trainer:
         recompute: bool = False,
         after_pass: Callable[[], None] = lambda: None,
         call: str = "train",
+        candidates: Candidates | None = None,
     ) -> Metrics:
         """Run a train call on this rank's items.
 
         `minibatches` are positions in `batch`, as many and in the same order on every rank of the group.
         `max_tokens` is the limit of a micro-batch; with `recompute` only inputs of layers are kept of it.
         `after_pass` is called after each forward and each backward pass of a micro-batch. `call` is the name of the
-        call, for errors.
+        call, for errors, and `candidates` are its own.
         Losses are sums divided by their global weight, so neither micro-batches nor any parallelism change
-        them. An optimizer step whose gradient is not finite is skipped. Returns metrics added up over data-parallel
-        ranks: the method's own, `grad_norm` (mean over the steps that were not skipped), `skipped_steps` (their
-        number), `skipped_for/QUANTITY` (by what was not finite first) and `learning_rate`.
+        them. An optimizer step whose gradient is not finite is skipped; that of a mini-batch without weight, which
+        has nothing to learn, is left out, so that neither momentum nor weight decay changes anything. Returns
+        metrics added up over data-parallel ranks: the method's own, `grad_norm` (mean over the steps that were not
+        skipped), `skipped_steps` (their number), `skipped_for/QUANTITY` (by what was not finite first),
+        `empty_steps` (how many were left out, if any were) and `learning_rate`.
 
         Raises SkippedStepsError, on every rank, when too many steps in a row were skipped.
         """
@@ -100,12 +104,17 @@ class Trainer:
         reduce_metrics(metrics, data, model.device)
         steps = [positions for _ in range(method.epochs) for positions in minibatches]
         self._skipped.begin_call(call)
+        empty = 0
         for positions in steps:
             minibatch = batch.select(positions)
-            minibatch_metrics = self._accumulate_gradients(
-                minibatch, method, max_tokens, recompute, after_pass
+            minibatch_metrics, learns = self._accumulate_gradients(
+                minibatch, method, max_tokens, recompute, after_pass, candidates
             )
             metrics.update(minibatch_metrics)
+            if not learns:
+                self.optimizer.discard()
+                empty += 1
+                continue
             if method.stop(minibatch_metrics.result()):
                 self.optimizer.discard()
                 break
@@ -120,6 +129,8 @@ class Trainer:
                 self._skipped.count_skipped(quantity, self._copy_for_report(minibatch))
         for name, count in self._skipped.end_call().items():
             metrics.mean(name, torch.tensor(float(count)), 1)
+        if empty:
+            metrics.mean("empty_steps", torch.tensor(float(empty)), 1)
         metrics.mean("learning_rate", torch.tensor(lr), 1)
         metrics.update(method.finish())
         return metrics
@@ -140,11 +151,16 @@ class Trainer:
         max_tokens: int,
         recompute: bool,
         after_pass: Callable[[], None],
-    ) -> Metrics:
-        """Accumulate the gradient of one mini-batch; its metrics over data-parallel ranks, on every stage."""
+        candidates: Candidates | None,
+    ) -> tuple[Metrics, bool]:
+        """Accumulate the gradient of one mini-batch.
+
+        Its metrics over data-parallel ranks, and whether it has any weight, on every stage.
+        """
         model = self.model
         weight = torch.tensor(float(method.weight(batch)), device=model.device)
         weight = model.groups.data.sum(weight)
+        learns = bool(weight != 0)
         weight = torch.where(weight > 0, weight, 1.0)  # without weight, all losses are 0
         costs = count_item_tokens(batch, method.sequences(batch))
         parts = model.split_micro_batches(costs, max_tokens)
@@ -161,7 +177,7 @@ class Trainer:
                 self._grad_reduce.start_last_backward()
             if action.kind == "F":
                 part = batch.select(parts[action.micro_batch])
-                done = self._forward(part, method, next(received), weight, metrics, recompute)
+                done = self._forward(part, method, next(received), weight, metrics, recompute, candidates)
                 if self._has_backward:
                     passes[action.micro_batch] = done
                 del done  # without a backward pass nothing needs it; it is freed before the next micro-batch
@@ -170,7 +186,7 @@ class Trainer:
             after_pass()
         model.pipeline.wait_sends()
         reduce_metrics(metrics, model.groups.data, model.device)
-        return model.pipeline.broadcast_metrics(metrics)
+        return model.pipeline.broadcast_metrics(metrics), learns
 
     def _forward(
         self,
@@ -180,6 +196,7 @@ class Trainer:
         weight: Tensor,
         metrics: Metrics,
         recompute: bool,
+        candidates: Candidates | None,
     ) -> "_Pass":
         model = self.model
         rows = method.sequences(part)
@@ -190,7 +207,8 @@ class Trainer:
         if not model.shard.last:
             model.pipeline.send(hidden)
             return _Pass(received, hidden)
-        output = model.compute_output(hidden, rows, packing, entropy=method.entropy)
+        ids = read_candidates(part, candidates)
+        output = model.compute_output(hidden, rows, packing, entropy=method.entropy, candidates=ids)
         loss, part_metrics = method.loss(part, output)
         metrics.update(part_metrics)
         return _Pass(received, loss / weight)

@@ -55,6 +55,9 @@ class Efficiency:
     sampled_logit_bytes: float = 60.0
     """Bytes of traffic per logit of a sampled token: softmax and probabilities in float32, cumulative sum in
     float64."""
+    likeliest_bytes: float = 24.0
+    """Bytes of traffic per logit to select the likeliest tokens: a radix select reads float32 numbers four times,
+    and collects what it has found in two further passes."""
     gradient_bytes: float = 10.0
     """Bytes of traffic per parameter and micro-batch to accumulate a bfloat16 gradient in float32."""
     clear_bytes: float = 4.0

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from math import ceil
 
+from realrl.dataflow.call import Candidates
 from realrl.layout.limits import max_logits
 from realrl.layout.padding import bucket_lengths
 from realrl.layout.ranges import stage_layers
@@ -21,6 +22,8 @@ class CallContext:
     network: Network
     strategy: Strategy
     work: CallWork
+    candidates: Candidates | None = None
+    """Those of the call."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -72,14 +75,19 @@ class CallContext:
     def head_communication(self, tokens: float) -> float:
         """Time the TP communication of the head forward.
 
-        The maximum and the sum of each row of logits are all-reduced chunk by chunk, log-probabilities at once.
+        The maximum and the sum of each row of logits are all-reduced chunk by chunk, log-probabilities at once. Of
+        the likeliest tokens, those of each rank are gathered chunk by chunk: ids in int64 and float32 numbers.
         """
         if self._head_is_local:
             return 0.0
+        group, further = self.network.tp_group, self.candidates
         rows, count = self._logit_chunks(tokens)
-        return 2 * count * self.network.tp_group.all_reduce(4 * rows) + self.network.tp_group.all_reduce(
-            4 * tokens
-        )
+        seconds = 2 * count * group.all_reduce(4 * rows)
+        if further is None or further.ids is not None:
+            return seconds + group.all_reduce(4 * tokens * (1 + (further.count if further else 0)))
+        each = rows * further.count * self.strategy.tp
+        gathered = group.all_gather(8 * each) + group.all_gather(4 * each)
+        return seconds + count * gathered + group.all_reduce(4 * tokens)
 
     def head_backward_communication(self, tokens: float) -> float:
         """Time the TP communication of the head backward: the hidden gradient, and logits that are recomputed."""

@@ -192,7 +192,7 @@ class CostModel:
         where = (self.spec.group_index(placement.mesh.first), strategy.dp, strategy.tp, strategy.pp)
         if (network := self._networks.get(where)) is None:
             network = self._networks[where] = Network.of(group, placement, self.efficiency, profile)
-        return CallContext(timing, network, strategy, workload.work(call))
+        return CallContext(timing, network, strategy, workload.work(call), call.candidates)
 
     def _transfers_of(
         self, model: StoredModel, source: Placement, target: Placement, parameter_set: str

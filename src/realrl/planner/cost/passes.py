@@ -149,9 +149,10 @@ def cost_inference(context: CallContext) -> Mapping[str, float]:
     strategy = context.strategy
     chunks = split_work(context.work, strategy, timing.efficiency.pass_chunks_per_stage)
     size = context.size(chunks)
+    selects = context.candidates is not None and context.candidates.ids is None
     outside = OutsideLayers(
         every=timing.embed(size),
-        last=timing.head(size),
+        last=timing.head(size) + (timing.likeliest(size) if selects else 0.0),
         comm_first=context.layer_communication(chunks.tokens).device / 2,
         comm_last=context.head_communication(chunks.tokens),
     )

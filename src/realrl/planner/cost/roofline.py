@@ -56,6 +56,10 @@ class Roofline:
         logits = self.traffic(self.efficiency.logit_bytes * tokens * rows)
         return self.matmul(tokens, rows, self.sizes.shape.hidden_size) + logits
 
+    def likeliest(self, tokens: float) -> float:
+        """Time the selection of the likeliest tokens at all positions."""
+        return self.traffic(self.efficiency.likeliest_bytes * tokens * self.sizes.padded_vocab)
+
     def head_backward(self, tokens: float) -> float:
         """Time the gradients of log-probabilities, or values; logits are recomputed."""
         if self.sizes.head == "scalar":

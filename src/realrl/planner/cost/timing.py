@@ -93,6 +93,10 @@ class Timing:
         measured = self._measured_of("scalar" if self._scalar else "head", size)
         return self.roofline.head(size.tokens) if measured is None else measured
 
+    def likeliest(self, size: BatchSize) -> float:
+        """Time the selection of the likeliest tokens after the head, which no profile has."""
+        return self.roofline.likeliest(size.tokens)
+
     def head_backward(self, size: BatchSize) -> float:
         """Time the head backward."""
         measured = self._measured_of("scalar_backward" if self._scalar else "head_backward", size)

@@ -120,8 +120,9 @@ class Activities:
     """Activities of plans: [activities, plans], or [activities, points, plans] by location.
 
     A point is the first device of a call's mesh. For every device there is a point that lies on all meshes of that
-    device, so that the latest end and the peak memory occur at points. Activities that a plan does not contain are
-    nowhere.
+    device, so that the latest end and the peak memory occur at points. Where rows wait for lengths (`LateRows`),
+    the first devices behind meshes follow, so that every device is on the meshes of just the last point that is not
+    behind it. Activities that a plan does not contain are nowhere.
     """
 
     where: Bools
@@ -142,7 +143,10 @@ class Facts:
     def __init__(self, tables: Tables, columns: Columns) -> None:
         self.tables = tables
         self.columns = columns
-        point = columns.first
+        self.point = point = columns.first
+        """Device of each point, [points, plans]."""
+        if tables.late_lengths:
+            self.point = point = np.concatenate([columns.first, columns.end])
         first = columns.first[:, None]
         end = columns.end[:, None]
         self.inside: Bools = (first <= point) & (point < end)

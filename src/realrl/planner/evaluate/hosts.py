@@ -15,11 +15,11 @@ class Hosts:
     has the number of the call. Times are [points, plans].
     """
 
-    def __init__(self, functions: Mapping[int, int], seconds: Floats) -> None:
+    def __init__(self, functions: Mapping[int, int], seconds: Floats, points: int) -> None:
         """seconds: [calls, plans], of functions among others."""
         self._functions, self._seconds = functions, seconds
-        self._free = np.zeros(seconds.shape)
-        self._ends = {call: np.zeros(seconds.shape) for call in functions}
+        self._free = np.zeros((points, seconds.shape[1]))
+        self._ends = {call: np.zeros_like(self._free) for call in functions}
 
     def advance(self, activity: Ints, where: Bools, clock: Floats) -> Floats:
         """Clocks of devices after an activity of each plan; it took place there by those clocks.

@@ -9,7 +9,7 @@ from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.planner.moves.transfers import Floats, Ints, Layouts, TransferTable, name_mixing
 from realrl.planner.space.problem import Candidate, Problem
-from realrl.program.order import changes, dependents, length_calls, producers
+from realrl.program.order import changes, dependents, dividing_keys, length_calls, producers
 
 Bools = NDArray[np.bool_]
 
@@ -153,6 +153,9 @@ class Tables:
         """Whether a call follows another in every plan."""
         self.feeds = [tuple(self.number[p.name] for p in producers(graph, call)) for call in self.calls]
         """Producers of each call's inputs, in the order in which it receives them."""
+        self.late_lengths = self._late_lengths(graph)
+        """(consumer, producer) -> calls whose row lengths may come after the producer's rows, which then wait for
+        them: the consumer's items are divided by these lengths."""
         self.length_receivers = [self._length_receivers(graph, call) for call in self.calls]
         """Calls whose ranks receive row lengths from a call."""
         self.knows_lengths = np.zeros((n, n), dtype=bool)
@@ -169,6 +172,27 @@ class Tables:
         own = [key for key in call.outputs if graph.keys[key].length == "own"]
         names = {name for key in own for name in length_calls(graph, key)}
         return sorted({self.number[name] for name in names} | ({self.number[call.name]} if own else set()))
+
+    def _late_lengths(self, graph: DataflowGraph) -> dict[tuple[int, int], list[int]]:
+        known: list[set[int]] = []
+        earliest: list[int] = []  # wave that a call is in, at least; at most it is its place in the order
+        for call in self.calls:
+            before = {self.number[other.name] for other in graph.dependencies(call)}
+            known.append(before.union(*(known[p] for p in before)))
+            earliest.append(max((earliest[p] + 1 for p in before), default=0))
+
+        def may_be_late(q: int, p: int) -> bool:
+            in_earlier_wave = q < earliest[p] and q not in self.functions
+            return q != p and q not in known[p] and not in_earlier_wave
+
+        late = {}
+        for c, call in enumerate(self.calls):
+            made = [graph.producer(key) for key in dividing_keys(graph, call)]
+            dividing = [self.number[other.name] for other in made if other is not None]
+            for p in self.feeds[c]:
+                if found := [q for q in dividing if may_be_late(q, p)]:
+                    late[c, p] = found
+        return late
 
     def exchanged(self, columns: Columns, c: int) -> list[Floats]:
         """Compute the seconds of receiving the outputs of each of a call's `feeds`, per plan."""

@@ -16,6 +16,7 @@ from realrl.planner.evaluate.activities import (
     takes_time,
 )
 from realrl.planner.evaluate.hosts import Hosts
+from realrl.planner.evaluate.late_rows import LateRows
 from realrl.planner.evaluate.tables import Columns, Tables
 from realrl.planner.moves.transfers import Floats, Ints
 from realrl.planner.space.problem import Assignment, Problem
@@ -94,6 +95,7 @@ class Timeline:
         # Row lengths are shared when the call has ended.
         sharing = (WavePhase.SHARE_LENGTHS, WavePhase.SHARE_COLLECTED_LENGTHS)
         sharing_lengths = [kind.phase in sharing for kind in self._kinds]
+        self._sharing = {a: kind.call for a, kind in enumerate(self._kinds) if kind.phase in sharing}
         same = self._owner == np.arange(len(tables.calls))[:, None]
         self._wait = np.where(same & sharing_lengths, 0.0, _NEVER)
         self._functions = {k.call: a for a, k in enumerate(self._kinds) if k.phase is WavePhase.COLLECT}
@@ -134,15 +136,16 @@ class Timeline:
         facts = Facts(self.tables, columns)
         activities = facts.activities(self._kinds)
         key = facts.waves_of(self._kinds) * len(self._kinds) + self._place
-        end, clock = self._times(columns, activities, _ordered(key, self._timed))
+        end, clock = self._times(facts, activities, _ordered(key, self._timed))
         fill = self._peak_bytes(facts, activities, _ordered(key, self._storing)) / columns.limit
         return _Steps(activities=activities, start=end - columns.seconds, end=end, clock=clock, fill=fill)
 
-    def _times(self, columns: Columns, activities: Activities, order: Ints) -> tuple[Floats, Floats]:
+    def _times(self, facts: Facts, activities: Activities, order: Ints) -> tuple[Floats, Floats]:
         """End of calls, [calls, plans], and end of the step at points, [points, plans].
 
         `order`: indices of activities in order of execution, [numbers, plans].
         """
+        columns = facts.columns
         delay, wait = self._receiving(columns)
         n = len(self.tables.calls)
         plans = order.shape[1]
@@ -153,16 +156,20 @@ class Timeline:
         seconds = activities.seconds.take(places)
         # Reallocations that send nothing do not synchronise ranks.
         together = self._together[order] & ((order < n) | (seconds > 0))
-        hosts = Hosts(self._functions, columns.seconds)
-        clock = np.zeros((n, plans))
+        points = facts.inside.shape[1]
+        hosts = Hosts(self._functions, columns.seconds, points)
+        late = LateRows(facts, self._sharing)
+        clock = np.zeros((points, plans))
         end = np.zeros((len(self._kinds), plans))
         for k, place in enumerate(places):
             where = everywhere[k]
-            arrival = (end[:n] + wait.take(place, axis=1)).max(axis=0)
+            waits = wait.take(place, axis=1)
+            arrival = late.delay(order[k], (end[:n] + waits).max(axis=0), waits)
             ready = np.maximum((clock * where).max(axis=0) + delays[k], arrival) + seconds[k]
             alone = np.maximum(clock + delays[k], arrival) + seconds[k]
             clock = np.where(where, np.where(together[k], ready, alone), clock)
             end.put(place, ready)
+            late.advance(order[k], clock)
             if self._functions:
                 clock = hosts.advance(order[k], where, clock)
                 for call, among, last in hosts.handed_on(order[k], where, clock):
@@ -173,10 +180,10 @@ class Timeline:
         return end[:n], clock
 
     def _peak_bytes(self, facts: Facts, activities: Activities, order: Ints) -> Floats:
-        """Peak bytes of each point, [points, plans]."""
+        """Peak bytes of the first device of each call's mesh, [calls, plans]."""
         columns = facts.columns
         tables = self.tables
-        held = np.zeros(columns.first.shape)
+        held = np.zeros(facts.inside.shape[1:])
         for home in dict.fromkeys(tables.home):
             held += facts.inside[home] * columns.resident[home]
         peak = held.copy()
@@ -196,7 +203,7 @@ class Timeline:
                 peak += np.where(
                     alike & (columns.sequence_parallel[p] != columns.sequence_parallel[c]), np.inf, 0.0
                 )
-        return peak
+        return peak[: len(tables.calls)]
 
     def _receiving(self, columns: Columns) -> tuple[Floats, Floats]:
         """Delays from receiving inputs.

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from realrl.dataflow.call import Candidates
 from realrl.layout.limits import SENDS_PER_STAGE
 from realrl.plan.placement import Strategy
 from realrl.planner.memory.kv_cache import kv_cache_bytes
@@ -33,6 +34,8 @@ class Activations:
     element_bytes: int
     cpu: bool
     lengths: tuple[int, ...]
+    candidates: Candidates | None = None
+    """Those of the call."""
 
     def inferring(self, tokens: float, *, stage: int, chunks: int) -> Parts:
         """Compute the peak of an inference call: in a layer, or at the logits."""
@@ -136,7 +139,7 @@ class Activations:
     @cached_property
     def logits(self) -> Logits:
         """Activation sizes of the output head."""
-        return Logits(self.sizes, self.element_bytes, self.cpu)
+        return Logits(self.sizes, self.element_bytes, self.cpu, self.candidates)
 
     def _forward(self, tokens: float, stage: int, chunks: int) -> int:
         """Bytes in a stage's layers without gradients, when all chunks but one have been sent on."""

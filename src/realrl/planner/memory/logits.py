@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from realrl.dataflow.call import Candidates
 from realrl.layout.limits import max_logits
 from realrl.planner.workload.shard_sizes import LocalSizes
 
@@ -9,6 +10,14 @@ SAMPLED_LOGIT_BYTES = 28
 """Bytes per logit of a sampled token without top-k and top-p (`engine.generation.sampling`).
 
 Logits, log-probabilities and probabilities in float32; probabilities and their cumulative sums in float64."""
+_FOUND_BYTES = 12
+"""Bytes per likeliest token: its id in int64, and its log-probability in float32."""
+_GIVEN_BYTES = 16
+"""Bytes per given token: ids in int64 at all tokens and, beside each token's own, at predicted ones."""
+_DIVERGENCE_BYTES = 32
+"""Bytes per given token of a Jensen-Shannon divergence, without gradient: eight float32 numbers."""
+_LOSS_BYTES = 60
+"""The same with what is kept for the backward pass: fifteen numbers."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +27,8 @@ class Logits:
     sizes: LocalSizes
     element_bytes: int
     cpu: bool
+    candidates: Candidates | None = None
+    """Those of the call."""
 
     @property
     def table_bytes(self) -> int:
@@ -33,7 +44,19 @@ class Logits:
         float32."""
         if self._scalar:
             return int(self._float32 * tokens * self.sizes.shape.hidden_size)
-        return int(self._log_softmax * self._chunk(tokens))
+        chunk = self._log_softmax * self._chunk(tokens)
+        if self.candidates is None:
+            return int(chunk)
+        numbers, tp = self.candidates.count * tokens, self.sizes.tp
+        in_chunk = numbers * self._chunk(tokens) / (tokens * self.sizes.padded_vocab)
+        if self.candidates.ids is None:
+            # Of all TP ranks log-probabilities are gathered, then ids, which are put side by side.
+            selection = _FOUND_BYTES + (8 + (4 + 2 * 8) * tp if tp > 1 else 0)
+            # At last they are found for predicted tokens, and copied to the places of all tokens.
+            return int(_FOUND_BYTES * numbers + max(chunk + selection * in_chunk, _FOUND_BYTES * numbers))
+        # In a chunk: which are on this rank, their ids there, and log-probabilities twice.
+        computed = 4 * numbers + max(chunk + 17 * in_chunk, _DIVERGENCE_BYTES * numbers - 8 * numbers)
+        return int(computed + _GIVEN_BYTES * numbers)
 
     def backward(self, tokens: float) -> int:
         """Compute the bytes of one logit chunk in the backward pass, with the gradient of the head.
@@ -48,7 +71,13 @@ class Logits:
         table = self.table_bytes if self.sizes.trains_head else 0
         kept = 4 * chunk if chunk == tokens * self.sizes.padded_vocab else 0
         added = table * self.element_bytes / 4 + (table if self.cpu and self._narrow else 0)
-        return int(kept + max(self._log_softmax * chunk, self.element_bytes * chunk + added) + table)
+        inside = max(self._log_softmax * chunk, self.element_bytes * chunk + added) + table
+        if self.candidates is None:
+            return int(kept + inside)
+        numbers = self.candidates.count * tokens
+        # The gradient of log-probabilities comes twice: as it is, and divided by the temperature.
+        inside = max(inside + 2 * 4 * numbers, _LOSS_BYTES * numbers)
+        return int(kept + inside + _GIVEN_BYTES * numbers)
 
     @property
     def _log_softmax(self) -> int:

@@ -16,6 +16,7 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.memory.activations import Activations, Parts
+from realrl.planner.memory.candidates import add_candidates
 from realrl.planner.workload.batching import split_work
 from realrl.planner.workload.shard_sizes import LocalSizes, SetSizes
 from realrl.planner.workload.workload import Workload
@@ -150,12 +151,17 @@ class MemoryModel:
         lengths = chunks.peak.lengths
         sizes = self._local(model, placement)
         activations = Activations(
-            sizes=sizes, strategy=strategy, element_bytes=width, cpu=cpu, lengths=lengths
+            sizes=sizes,
+            strategy=strategy,
+            element_bytes=width,
+            cpu=cpu,
+            lengths=lengths,
+            candidates=call.candidates,
         )
         updated = sizes.trained.stage_layers(strategy.pp)
         for stage, layers in enumerate(map(len, stage_layers(model.shape.layers, strategy.pp))):
             if call.kind is Kind.TRAIN:
-                yield activations.training(
+                parts: Parts = activations.training(
                     tokens,
                     layers=updated[stage],
                     stage=stage,
@@ -163,10 +169,10 @@ class MemoryModel:
                     frozen_layers=layers - updated[stage],
                 )
             elif call.kind is Kind.INFERENCE:
-                yield activations.inferring(tokens, stage=stage, chunks=chunks.count)
+                parts = activations.inferring(tokens, stage=stage, chunks=chunks.count)
             else:
                 assert call.kind is Kind.GENERATE, f"{call.name} is a function, which uses no device memory"
-                yield activations.generating(
+                parts = activations.generating(
                     tokens,
                     rows=chunks.peak.rows,
                     # All prompts have room for the longest, all rows for the longest answer.
@@ -175,6 +181,8 @@ class MemoryModel:
                     stage=stage,
                     chunks=chunks.count,
                 )
+            last = stage == strategy.pp - 1
+            yield add_candidates(parts, call, work, strategy, tokens, cpu=cpu, last=last)
 
     def _elements(self, model: StoredModel, placement: Placement) -> dict[str, list[int]]:
         """Elements that each stage stores of each parameter set."""

@@ -73,13 +73,13 @@ def count_exchanged_bytes(graph: DataflowGraph, workload: Workload) -> dict[tupl
 
 def _row_bytes(graph: DataflowGraph, workload: Workload, key: str) -> float:
     """Mean bytes of a row."""
-    width = 8 if graph.keys[key].dtype == "int64" else 4
+    each = graph.keys[key].position_bytes
     length = graph.length_key(key)
     if length is None:
-        return width
+        return each
     made_by = graph.producer(length)
     tokens = sum(workload.prompts) / len(workload.prompts)
     # What a function writes is not known; it is taken to be no longer than what is generated.
     if made_by is not None and made_by.kind in (Kind.GENERATE, Kind.FUNCTION):
         tokens += sum(workload.answers) / len(workload.answers)
-    return width * tokens
+    return each * tokens

@@ -105,7 +105,9 @@ class Estimate:
     step_seconds: float
     """Seconds of one isolated step, from its start until the last rank has finished it."""
     repeated_seconds: float
-    """Steady-state seconds per step, where ranks start the next step as soon as they finish one."""
+    """Steady-state seconds per step, where ranks start the next step as soon as they finish one.
+
+    The mean over steps in which different moving averages are due."""
     tokens: float
     """Tokens of a step, prompts and answers together."""
     calls: Mapping[str, CallEstimate]

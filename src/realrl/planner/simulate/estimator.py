@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from realrl.dataflow.periods import share_steps
 from realrl.plan.plan import Plan
 from realrl.planner.simulate.durations import Durations
 from realrl.planner.simulate.estimate import CallEstimate, Estimate, MoveEstimate, Slice
@@ -15,7 +16,7 @@ from realrl.program.memory import Memory
 
 
 def estimate_plan(scenario: Scenario, plan: Plan) -> Estimate:
-    """Predict a step under a plan that `Plan.check` accepts.
+    """Predict a step under a plan that `Plan.check` accepts, in which all moving averages are due.
 
     UserError if a call has fewer records than DP ranks, or if a mesh spans heterogeneous nodes.
     """
@@ -25,11 +26,17 @@ def estimate_plan(scenario: Scenario, plan: Plan) -> Estimate:
     programs = lower(graph, plan, homes, kept, scenario.parts)
     durations = Durations(scenario, plan)
     simulation = simulate(programs, durations)
+    repeated = 0.0
+    for due, share in share_steps(graph.periods).items():
+        steps = simulation
+        if due != graph.periods:
+            steps = simulate(lower(graph.with_due(due), plan, homes, kept, scenario.parts), durations)
+        repeated += share * steps.repeated_seconds
     memory = Memory(scenario.models, homes, offloaded(plan), kept)
     return Estimate(
         plan=plan,
         step_seconds=simulation.step_seconds,
-        repeated_seconds=simulation.repeated_seconds,
+        repeated_seconds=repeated,
         tokens=scenario.workload.tokens(graph),
         calls=_calls(scenario, plan, durations, simulation),
         moves=tuple(_moves(scenario, programs, simulation)),

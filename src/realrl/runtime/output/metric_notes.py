@@ -6,9 +6,7 @@ from realrl.config.explain import nearest
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec
-
-JUDGE = "judge"
-"""Metric of evaluations with `training.judge`, the only one that no call gives."""
+from realrl.recipe.evaluation import JUDGE
 
 
 def list_metric_notes(

@@ -21,7 +21,7 @@ def list_data_notes(sets: Mapping[str, Dataset | None]) -> Iterator[str]:
         if records.skipped:
             long = f", {records.too_long} of them too long" if records.too_long else ""
             yield f"data.{name}: skipped {records.skipped} records{long}, first {records.reasons[0]}"
-    if any(source.weight != 1 for source in known["train"].sources):
+    if "train" in known and any(source.weight != 1 for source in known["train"].sources):
         yield f"data.train: an epoch takes {describe_mixture(known['train'].sources)}"
     yield from dict.fromkeys(note for records in known.values() for note in records.notes)
 

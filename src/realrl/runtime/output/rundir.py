@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import glob
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,18 @@ from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import dump_experiment
 from realrl.recipe.sources import list_sources
 from realrl.runtime.output.algorithm_record import AlgorithmRecord
-from realrl.runtime.output.saved import METRICS, checkpoint_path, find_saved
+from realrl.runtime.output.rows import replace_infinite, write_rows
+from realrl.runtime.output.saved import BEST, METRICS, Checkpoint, checkpoint_path, find_saved
 
 CONFIG, PLAN, PROGRAMS = "config.yaml", "plan.yaml", "programs"
 """Files of every run's directory. A directory without them is not ours and never deleted."""
 CODE = "code"
 """Directory of copies of the files with code that the recipe names, each by the name of its setting."""
 BOARD = "tensorboard"
+BEST_NOTE = f"{BEST}.json"
+"""File that says which evaluation the best models are of."""
+EVALUATIONS = "eval"
+"""Directory of what `realrl eval` writes, which is no part of a run."""
 
 
 class RunDirectory:
@@ -54,7 +58,7 @@ class RunDirectory:
             return
         if not self.path.is_dir():
             raise UserError(f"run_dir={self.path} is a file; choose a directory")
-        if not any(self.path.iterdir()):
+        if not self._of_run():
             return
         if not all((self.path / name).exists() for name in (CONFIG, PLAN, PROGRAMS)):
             raise UserError(f"run_dir={self.path} holds something other than a run; choose another directory")
@@ -86,8 +90,11 @@ class RunDirectory:
         """
         self.check(experiment)
         try:
-            if self.path.exists():
-                shutil.rmtree(self.path)
+            for entry in self._of_run():
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                else:
+                    entry.unlink()
             (self.path / PROGRAMS).mkdir(parents=True)
             write_whole(self.path / CONFIG, dump_experiment(experiment))
             AlgorithmRecord.of(get_spec(experiment), self._trained).save(self.path)
@@ -102,6 +109,11 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"run_dir={self.path} cannot be written: {reason_of(error)}") from None
 
+    def _of_run(self) -> list[Path]:
+        """List what lies in the directory but for what `realrl eval` has written."""
+        entries = self.path.iterdir() if self.path.exists() else ()
+        return [entry for entry in entries if entry.name != EVALUATIONS]
+
     def open_tensorboard(self) -> None:
         """Write metrics for TensorBoard, too, from now on."""
         from torch.utils.tensorboard.writer import SummaryWriter
@@ -113,7 +125,12 @@ class RunDirectory:
 
         RunError, with no part of the line left, when it cannot be written.
         """
-        line = {"step": step, "kind": kind, "seconds": round(seconds, 4), "metrics": _finite(metrics)}
+        line = {
+            "step": step,
+            "kind": kind,
+            "seconds": round(seconds, 4),
+            "metrics": replace_infinite(metrics),
+        }
         rest = (json.dumps(line) + "\n").encode()
         # A buffer would be written once more when the file is closed.
         with self.writing(self._metrics), self._metrics.open("ab", buffering=0) as file:
@@ -131,10 +148,9 @@ class RunDirectory:
 
     def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write what an evaluation generated, one JSON object per line; RunError when that fails."""
-        lines = "".join(json.dumps(_finite(row), ensure_ascii=False) + "\n" for row in rows)
         file = self.path / "samples" / f"step-{step:06}.jsonl"
         with self.writing(file):
-            write_whole(file, lines)
+            write_rows(file, rows)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the summary, which marks a run that ended well; RunError when that fails."""
@@ -144,16 +160,26 @@ class RunDirectory:
             if self._board is not None:
                 self._board.close()
 
-    def write_state(self, step: int | None, state: Mapping[str, float]) -> None:
-        """Write an algorithm's own state beside a checkpoint, or the final one; RunError when that fails."""
-        path = self.checkpoint(step)
+    def write_state(self, which: Checkpoint, state: Mapping[str, float]) -> None:
+        """Write an algorithm's own state beside saved models; RunError when that fails."""
+        path = self.checkpoint(which)
         file = path.with_name(f"{path.name}-state.json")
         with self.writing(file):
             write_whole(file, json.dumps(state, indent=2) + "\n")
 
-    def checkpoint(self, step: int | None, role: str = "") -> Path:
-        """Find the directory of a checkpoint, see `checkpoint_path`."""
-        return checkpoint_path(self.path, step, role)
+    def drop_best(self) -> None:
+        """Remove the note on the best evaluation while its models are replaced."""
+        (self.path / BEST_NOTE).unlink(missing_ok=True)
+
+    def write_best(self, best: Mapping[str, Any]) -> None:
+        """Write which evaluation the best models are of; RunError when that fails."""
+        file = self.path / BEST_NOTE
+        with self.writing(file):
+            write_whole(file, json.dumps(best, indent=2) + "\n")
+
+    def checkpoint(self, which: Checkpoint, role: str = "") -> Path:
+        """Find the directory of saved models, see `checkpoint_path`."""
+        return checkpoint_path(self.path, which, role)
 
     @contextmanager
     def writing(self, what: Path) -> Iterator[None]:
@@ -184,6 +210,8 @@ def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
     for name, given in (("data.train", data.train), ("data.eval", data.eval)):
         if given is not None:
             yield from ((name, source.path) for source in list_sources(given))
+    if experiment.evaluation.against is not None:
+        yield "evaluation.against", experiment.evaluation.against
     yield "plan", experiment.plan
     yield "cluster", experiment.cluster
     if experiment.profile is not None:
@@ -197,15 +225,10 @@ def _find_code(experiment: Experiment) -> dict[str, Path]:
         for call in build_graph(experiment).functions
         if call.function is not None and not is_own_module(call.function)
     }
-    references |= {"algorithm": experiment.algorithm, "training.judge": experiment.training.judge}
+    references |= {"algorithm": experiment.algorithm, "evaluation.judge": experiment.evaluation.judge}
     for role in get_spec(experiment).roles_of(experiment):
         config = getattr(experiment.models, role)
         references[f"models.{role}.family"] = config.shape.family if config.shape else config.family
     # Installed algorithms and families have names without a dot.
     files = {name: find_source(given) for name, given in references.items() if given and "." in given}
     return {name: file for name, file in files.items() if file is not None}
-
-
-def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace numbers that JSON does not have by null."""
-    return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}

@@ -5,10 +5,16 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from realrl.config.files import PARTIAL
 
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
+
+BEST: Literal["best"] = "best"
+"""Models of the best evaluation, and the start of the names of what lies beside them."""
+Checkpoint = int | Literal["best"] | None
+"""Saved models: those after a step, those of the best evaluation, or for None the final ones."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +42,13 @@ class Saved:
         return f"after step {self.step}{of}; {models}; metrics up to step {self.step} in {self.metrics}"
 
 
-def checkpoint_path(run_dir: Path, step: int | None, role: str = "") -> Path:
-    """Name the directory of a checkpoint, or of the final one for None.
+def checkpoint_path(run_dir: Path, which: Checkpoint, role: str = "") -> Path:
+    """Name the directory of saved models.
 
     The first trained role's has this name; other roles' have theirs appended to it.
     """
-    top = run_dir / "final" if step is None else run_dir / CHECKPOINTS / f"step-{step:06}"
+    name = f"{CHECKPOINTS}/step-{which:06}" if isinstance(which, int) else which or "final"
+    top = run_dir / name
     return top.with_name(f"{top.name}-{role}") if role else top
 
 
@@ -49,8 +56,9 @@ def find_saved(run_dir: Path, trained: Sequence[str]) -> Saved:
     """Find the last complete checkpoint and step in a run's directory, for the roles that it trains."""
     steps = [int(path.name[5:]) for path in (run_dir / CHECKPOINTS).glob("step-*") if path.name[5:].isdigit()]
     found = None
-    for step in (*sorted(steps), None):
-        paths = [checkpoint_path(run_dir, step, role) for role in ("", *trained[1:])]
+    which: tuple[Checkpoint, ...] = (BEST, *sorted(steps), None)
+    for checkpoint in which:
+        paths = [checkpoint_path(run_dir, checkpoint, role) for role in ("", *trained[1:])]
         # A model's directory appears whole or not at all.
         if all(path.is_dir() for path in paths):
             found = paths[0]

@@ -1,12 +1,13 @@
 """Compilation of a recipe to validated programs, without torch."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from realrl.checkpoint.directory import find_model_shape, known_shape
 from realrl.config.errors import UserError
 from realrl.dataflow.call import MovingAverage
 from realrl.dataflow.graph import DataflowGraph
+from realrl.dataflow.periods import share_steps
 from realrl.families.shape import ModelShape
 from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.cluster import Cluster
@@ -18,7 +19,7 @@ from realrl.program.lower import home_placements, kept_copies, lower, lower_star
 from realrl.program.memory import Memory, StoredModel
 from realrl.program.order import TrainableParts
 from realrl.program.validate import validate, validate_start
-from realrl.recipe.algorithm import get_spec
+from realrl.recipe.algorithm import SCORE, get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.model import ModelConfig, trained_models
@@ -26,11 +27,32 @@ from realrl.recipe.model import ModelConfig, trained_models
 
 @dataclass(frozen=True)
 class Phase:
-    """One kind of step: its graph, its plan, and the program of every rank."""
+    """One kind of step: its graph, its plan, and the program of every rank.
+
+    `programs` have all moving averages of the graph. `partial` are those of steps in which some are not due, by the
+    periods of those that are.
+    """
 
     graph: DataflowGraph
     plan: Plan
     programs: list[Program]
+    partial: Mapping[frozenset[int], list[Program]]
+
+    def programs_of(self, step: int) -> list[Program]:
+        """Find the programs of a training step, the first of which is 1."""
+        return self.partial.get(self.graph.due(step), self.programs)
+
+
+@dataclass(frozen=True)
+class SampledStep:
+    """A training step in two parts, where samples are taken in rounds (`AlgorithmSpec.sampling_rounds`)."""
+
+    rounds: int
+    """Most rounds."""
+    sampling: Phase
+    """The calls that `score` depends on, which run in every round."""
+    learning: Phase
+    """The whole graph, with programs of the other calls, which begin with what the rounds have put out."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +68,8 @@ class Compiled:
     kept: Mapping[str, tuple[Placement, ...]]
     start: list[Program]
     memory: Memory
+    sampled: SampledStep | None = None
+    """The training step in parts, where it samples in rounds."""
 
     @property
     def phases(self) -> dict[str, Phase]:
@@ -59,9 +83,20 @@ class Compiled:
 
     @property
     def programs(self) -> dict[str, list[Program]]:
-        """Programs of all ranks: `start`, if there is anything to do, and each kind of step."""
+        """Programs of all ranks: `start`, if there is anything to do, and each kind of step.
+
+        `train-due-2` are those of steps in which, of all moving averages, just those of period 2 are due.
+        """
         starts = any(program.instructions for program in self.start)
-        return ({"start": self.start} if starts else {}) | {n: p.programs for n, p in self.phases.items()}
+        found = {"start": self.start} if starts else {}
+        phases = self.phases
+        if self.sampled is not None:
+            phases |= {"sampling": self.sampled.sampling, "learning": self.sampled.learning}
+        for name, phase in phases.items():
+            found[name] = phase.programs
+            for due, programs in phase.partial.items():
+                found[f"{name}-due-{'-'.join(map(str, sorted(due))) or 'none'}"] = programs
+        return found
 
 
 def models(experiment: Experiment) -> dict[str, ModelConfig]:
@@ -84,8 +119,9 @@ def stored_models(
 ) -> dict[str, StoredModel]:
     """Describe the storage of roles whose shapes are given.
 
-    UserError where more layers are to be trained than there are.
+    UserError where more layers are to be trained than there are, or models disagree on what tokens there are.
     """
+    _check_candidates(graph, shapes)
     configs = models(experiment)
     heads = get_spec(experiment).heads
     parts = find_trainable_parts(configs, graph.averages)
@@ -109,6 +145,28 @@ def stored_models(
     }
 
 
+def _check_candidates(graph: DataflowGraph, shapes: Mapping[str, ModelShape]) -> None:
+    """Check that vocabularies have as many tokens as there are candidates, and the same ones; else UserError."""
+    for call in graph.calls:
+        if call.candidates is None or call.model_role not in shapes:
+            continue
+        vocabulary, candidates = shapes[call.model_role].vocab_size, call.candidates
+        if candidates.count > vocabulary:
+            raise UserError(
+                f"{candidates.setting}={candidates.count} is more than the {vocabulary} tokens of the vocabulary of"
+                f" models.{call.model_role}"
+            )
+        source = graph.producer(candidates.ids) if candidates.ids is not None else None
+        if source is None or source.is_function or source.model_role not in shapes:
+            continue
+        other = shapes[source.model_role].vocab_size
+        if other != vocabulary:
+            raise UserError(
+                f"models.{source.model_role} has a vocabulary of {other} tokens and models.{call.model_role} one of"
+                f" {vocabulary}; {call.name} compares their distributions, which takes the same one"
+            )
+
+
 def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None = None) -> Compiled:
     """Compile a recipe to graph, plan and validated programs; UserError for a plan that cannot be run.
 
@@ -116,15 +174,11 @@ def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None =
     models is checked for those whose sizes are known without the network; what they need of memory is not.
     """
     graph = build_graph(experiment)
-    known = {role: known_shape(config) for role, config in models(experiment).items()}
-    stored = stored_models(experiment, graph, {role: shape for role, shape in known.items() if shape})
-    shapes = {role: of.shape for role, of in stored.items()}
+    stored = _known_models(experiment, graph)
     if plan is None:
-        assert experiment.plan != SEARCH, "the plan must be resolved before compile_recipe"
-        tokens, recompute = experiment.micro_batch_tokens, experiment.recompute
-        plan = make_plan(experiment.plan, graph, cluster, tokens, shapes, recompute=recompute)
+        plan = make_written_plan(experiment, cluster)
     else:
-        plan.check(graph, shapes)
+        plan.check(graph, {role: of.shape for role, of in stored.items()})
     homes = home_placements(graph, plan)
     kept = kept_copies(graph, plan, homes)
     _check_batch(experiment, graph, plan)
@@ -139,7 +193,47 @@ def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None =
     if eval_graph is not None:
         evaluation = _phase(eval_graph, plan.evaluation(eval_graph, graph), homes, kept, parts)
     memory = Memory(stored, homes, offloaded(plan), kept)
-    return Compiled(train, evaluation, homes, kept, start, memory)
+    rounds = get_spec(experiment).sampling_rounds(experiment)
+    sampled = None if rounds == 1 else _sampled_step(rounds, train, homes, kept, parts)
+    return Compiled(train, evaluation, homes, kept, start, memory, sampled)
+
+
+@dataclass(frozen=True)
+class CompiledEvaluation:
+    """Evaluation of a recipe alone, compiled for a cluster: its steps, and homes of parameters in between."""
+
+    evaluation: Phase
+    homes: Mapping[str, Placement]
+
+
+def make_written_plan(experiment: Experiment, cluster: Cluster) -> Plan:
+    """Make the plan that a recipe names, a preset or a plan file; UserError for one that does not fit."""
+    assert experiment.plan != SEARCH, "a searched plan must be found first"
+    graph, tokens = build_graph(experiment), experiment.micro_batch_tokens
+    shapes = {role: of.shape for role, of in _known_models(experiment, graph).items()}
+    return make_plan(experiment.plan, graph, cluster, tokens, shapes, recompute=experiment.recompute)
+
+
+def compile_evaluation(experiment: Experiment, plan: Plan) -> CompiledEvaluation:
+    """Compile the evaluation of a recipe alone, on its plan.
+
+    There is nothing of training: no roles that evaluation does not use, no optimizer state, no copies that are
+    kept. UserError where the recipe has no evaluation, or the plan does not fit its models.
+    """
+    graph, eval_graph = build_graph(experiment), build_eval_graph(experiment)
+    if eval_graph is None:
+        raise UserError("data.eval: missing; give the records to evaluate on")
+    plan.check(graph, {role: of.shape for role, of in _known_models(experiment, graph).items()})
+    plan = replace(plan.evaluation(eval_graph, graph), offload_optimizer=(), keep=())
+    homes = home_placements(eval_graph, plan)
+    phase = _phase(eval_graph, plan, homes, {}, dict.fromkeys(eval_graph.roles, WHOLE))
+    return CompiledEvaluation(phase, homes)
+
+
+def _known_models(experiment: Experiment, graph: DataflowGraph) -> dict[str, StoredModel]:
+    """Describe the storage of roles whose sizes are known without the network."""
+    known = {role: known_shape(config) for role, config in models(experiment).items()}
+    return stored_models(experiment, graph, {role: shape for role, shape in known.items() if shape})
 
 
 def with_sizes(experiment: Experiment, compiled: Compiled, plan: Plan | None) -> Compiled:
@@ -164,12 +258,31 @@ def _phase(
     homes: Mapping[str, Placement],
     kept: Mapping[str, tuple[Placement, ...]],
     parts: TrainableParts,
+    done: Mapping[str, Placement] | None = None,
 ) -> Phase:
     homes = {role: homes[role] for role in graph.roles}
     kept = {role: kept[role] for role in graph.roles if role in kept}
-    programs = lower(graph, plan, homes, kept, parts)
-    validate(programs, graph, homes, offloaded(plan), kept, parts)
-    return Phase(graph, plan, programs)
+
+    def build(graph: DataflowGraph) -> list[Program]:
+        programs = lower(graph, plan, homes, kept, parts, done or {})
+        validate(programs, graph, homes, offloaded(plan), kept, parts, done)
+        return programs
+
+    partial = [due for due in share_steps(graph.periods) if due != graph.periods]
+    return Phase(graph, plan, build(graph), {due: build(graph.with_due(due)) for due in partial})
+
+
+def _sampled_step(
+    rounds: int,
+    train: Phase,
+    homes: Mapping[str, Placement],
+    kept: Mapping[str, tuple[Placement, ...]],
+    parts: TrainableParts,
+) -> SampledStep:
+    graph, plan = train.graph, train.plan
+    sampling = _phase(graph.upstream(SCORE), plan, homes, kept, parts)
+    done = {call.name: plan[call.name] for call in sampling.graph.calls}
+    return SampledStep(rounds, sampling, _phase(graph, plan, homes, kept, parts, done))
 
 
 def _check_batch(experiment: Experiment, graph: DataflowGraph, plan: Plan) -> None:

@@ -18,8 +18,8 @@ def check_functions(experiment: Experiment) -> None:
         # Those of this package are there, and are no functions but methods.
         if reference is not None and not is_own_module(reference.partition(":")[0]):
             UserFunction(settings.get(reference, name), reference, awaits=True)
-    if experiment.training.judge is not None:
-        UserFunction("training.judge", experiment.training.judge)
+    if experiment.evaluation.judge is not None:
+        UserFunction("evaluation.judge", experiment.evaluation.judge)
 
 
 def _list_references(experiment: Experiment) -> Iterator[tuple[str, str]]:

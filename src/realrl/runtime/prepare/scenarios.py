@@ -63,7 +63,8 @@ def phase_scenarios(experiment: Experiment, compiled: Compiled, spec: ClusterSpe
             # As `Evaluation` has it: with fewer records a rank could be left without any.
             dp = max(place.strategy.dp for place in phase.plan.placements.values())
             items = experiment.data.eval_batch or experiment.data.batch
-            workload = replace(workload, items=max(items, 2 * dp), samples=1)
+            samples = experiment.evaluation.samples
+            workload = replace(workload, items=max(items, 2 * dp) * samples, samples=samples)
         found[name] = Scenario(
             graph=phase.graph,
             models=compiled.memory.stored,

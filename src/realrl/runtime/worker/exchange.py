@@ -36,7 +36,8 @@ class Exchange:
         for receiver in send.receivers:
             ids = self._moving(store, producer, source, consumer, receiver)
             if receiver != self._process.rank and ids:
-                message = torch.cat([store.rows(key, ids).values.view(torch.uint8) for key in send.keys])
+                rows = [store.rows(key, ids).values for key in send.keys]
+                message = torch.cat([values.flatten().view(torch.uint8) for values in rows])
                 self._post(message, receiver, send.number)
 
     def receive(self, receive: Receive, store: Store) -> None:
@@ -48,25 +49,31 @@ class Exchange:
             if sender == rank or not ids:
                 continue
             lengths = {key: store.row_lengths(key, ids) for key in receive.keys}
-            sizes = [sum(lengths[key]) * _width(store, key) for key in receive.keys]
+            declared = [store.graph.keys[key] for key in receive.keys]
+            sizes = [sum(lengths[key.name]) * key.position_bytes for key in declared]
             message = torch.empty(sum(sizes), dtype=torch.uint8)
             self._take(message, sender, receive.number)
-            for key, part in zip(receive.keys, message.split(sizes), strict=True):
-                values = part.clone().view(KEY_DTYPES[store.graph.keys[key].dtype])
-                store.put(key, ids, Ragged(values, lengths[key]))
+            for key, part in zip(declared, message.split(sizes), strict=True):
+                values = part.clone().view(KEY_DTYPES[key.dtype])
+                if key.width is not None:
+                    values = values.view(-1, key.width)
+                store.put(key.name, ids, Ragged(values, lengths[key.name]))
 
     def share_lengths(self, share: ShareLengths, store: Store) -> None:
         """Gather the lengths of the output ranks on the first of them; it broadcasts to all readers."""
         rank, first = self._process.rank, share.output_ranks[0]
         call = store.graph.call(share.call)
         items = [store.items(call, dp) for dp in range(len(share.output_ranks))]
-        if rank != first and rank in share.output_ranks:
-            mine = items[share.output_ranks.index(rank)]
-            self._post(torch.tensor(store.rows(share.key, mine).lengths), first, _LENGTHS_TAG)
+        mine = items[share.output_ranks.index(rank)] if rank in share.output_ranks else []
+        known = torch.tensor(store.rows(share.key, mine).lengths if mine else (), dtype=torch.int64)
+        if rank != first and mine:
+            self._post(known, first, _LENGTHS_TAG)
         everything = torch.zeros(store.size, dtype=torch.int64)
         if rank == first:
-            everything[items[0]] = torch.tensor(store.rows(share.key, items[0]).lengths)
+            everything[mine] = known
             for source, ids in zip(share.output_ranks[1:], items[1:], strict=True):
+                if not ids:
+                    continue
                 lengths = torch.empty(len(ids), dtype=torch.int64)
                 self._take(lengths, source, _LENGTHS_TAG)
                 everything[ids] = lengths
@@ -110,7 +117,3 @@ class Exchange:
 
     def _take(self, message: Tensor, sender: int, tag: int) -> None:
         dist.recv(message, sender, group=self._process.control, tag=tag)
-
-
-def _width(store: Store, key: str) -> int:
-    return KEY_DTYPES[store.graph.keys[key].dtype].itemsize

@@ -34,6 +34,10 @@ class Store:
         """Add rows of the items `ids`."""
         self._rows.setdefault(key, {}).update(zip(ids, rows.rows(), strict=True))
 
+    def place(self, call: Call, assignment: list[list[int]]) -> None:
+        """Say where the items of a call are that has run already: [dp] -> ids."""
+        self._assignments[call.name] = [[sorted(ids)] for ids in assignment]
+
     def rows(self, key: str, ids: list[int]) -> Ragged:
         """Select rows of the items `ids`, which this rank must hold."""
         held = self._rows[key]

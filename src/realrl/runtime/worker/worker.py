@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from realrl.algorithms.method import (
@@ -18,7 +18,7 @@ from realrl.algorithms.method import (
 from realrl.config.errors import UserCodeError
 from realrl.data.batch import Batch
 from realrl.dataflow.call import Call, Kind
-from realrl.engine.finite import NotFiniteError
+from realrl.engine.finite import NotFiniteError, NotFiniteLogitsError
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.reduced_metrics import DifferentMetricsError
@@ -104,6 +104,10 @@ class Worker:
             Offload: roles.offload,
             Load: roles.load,
         }
+
+    def use(self, algorithm: Algorithm) -> None:
+        """Take the methods of another object of the same algorithm from now on."""
+        self._algorithm = algorithm
 
     def start(self, program: Program) -> None:
         """Execute a program that only moves parameters, before the first step."""
@@ -204,6 +208,7 @@ class Worker:
         method = self._algorithm.method(call.name)
         if call.kind is Kind.GENERATE:
             assert isinstance(method, GenerateMethod)
+            number = [other for other in store.graph.calls if other.kind is Kind.GENERATE].index(call)
             try:
                 batch = generate(
                     model,
@@ -211,16 +216,18 @@ class Worker:
                     method.prompts,
                     sampling=method.eval_sampling if step.evaluation else method.sampling,
                     stop_token_ids=self._stop_token_ids,
-                    seed=step.sampling_seed,
+                    seed=replace(step.sampling_seed, call=number),
                     kv_capacity=max_tokens,
                     samples=store.samples,
                     after_step=now.after_pass,
                 )
-            except NotFiniteError as error:
-                raise NotFiniteError(f"{call.name}: {error}") from None
+            except NotFiniteLogitsError as error:
+                raise NotFiniteError(f"{call.name}: {_describe_logits(error, step)}") from None
         elif call.kind is Kind.INFERENCE:
             metrics: Metrics
-            batch, metrics = model.infer(batch, cast(InferenceMethod, method), max_tokens, now.after_pass)
+            batch, metrics = model.infer(
+                batch, cast(InferenceMethod, method), max_tokens, now.after_pass, call.candidates
+            )
             now.metrics[call.name] = metrics
         else:
             assert call.kind is Kind.TRAIN, f"{call.name} is a function"
@@ -240,4 +247,12 @@ class Worker:
             recompute=run.placement.strategy.recompute,
             after_pass=now.after_pass,
             call=call.name,
+            candidates=call.candidates,
         )
+
+
+def _describe_logits(error: NotFiniteLogitsError, step: StepInput) -> str:
+    """Describe logits that are not finite; of evaluations by the record of the prompt."""
+    if not (step.evaluation and step.origins):
+        return str(error)
+    return error.describe(step.origins[error.item - step.sampling_seed.first_sequence])

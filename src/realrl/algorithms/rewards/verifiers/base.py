@@ -57,6 +57,15 @@ class AnswerVerifier(Verifier):
         """Compare each completion with its answer."""
         return self.verify_by(self.compare, completions, fields)
 
+    @property
+    def reads_answers(self) -> bool:
+        """Whether `read_answer` tells answers apart that are not equal."""
+        return True
+
+    def read_answer(self, completion: str) -> str | None:
+        """Read the answer out of a completion, equal texts for equal answers; None where it has none."""
+        return completion if self.extract is None else extract(completion, self.extract)
+
     def compare(self, text: str, right: str) -> Score:
         """Score what counts of a completion against what counts of its answer."""
         raise NotImplementedError
@@ -79,7 +88,7 @@ class AnswerVerifier(Verifier):
         expected = str(right)
         if self.extract is not None:
             expected = extract(expected, self.extract) or expected
-        found = extract(completion, self.extract) if self.extract is not None else completion
+        found = completion if self.extract is None else extract(completion, self.extract)
         return 0.0 if found is None else compare(found, expected)
 
 

@@ -19,6 +19,16 @@ class MathEquality(AnswerVerifier):
     seconds: PositiveFloat = 5.0
     """Bound on reading each of the two expressions, and on comparing them."""
 
+    @property
+    def reads_answers(self) -> bool:
+        """Whether an expression is cut out of completions."""
+        return self.extract is not None
+
+    def read_answer(self, completion: str) -> str | None:
+        """Read the expression, without white space; 1/2 and 0.5 are different ones."""
+        found = super().read_answer(completion)
+        return None if found is None else "".join(found.split())
+
     def open(self) -> Verification:
         """Check that the library is installed."""
         require("math_verify", self.kind)

@@ -33,6 +33,12 @@ class Numeric(AnswerVerifier):
     percent: Literal["ignore", "fraction"] = "ignore"
     """Whether a sign of percent says nothing, or divides by 100."""
 
+    def read_answer(self, completion: str) -> str | None:
+        """Read the last number."""
+        found = super().read_answer(completion)
+        number = None if found is None else find_number(found, self.percent)
+        return None if number is None else repr(number)
+
     def compare(self, text: str, right: str) -> Score:
         """Compare as numbers."""
         expected = find_number(right, self.percent)

@@ -18,6 +18,11 @@ class ExactMatch(AnswerVerifier):
     ignore_case: bool = False
     """Take capital and small letters for the same."""
 
+    def read_answer(self, completion: str) -> str | None:
+        """Read the text that is compared."""
+        found = super().read_answer(completion)
+        return None if found is None else self._normalize(found)
+
     def compare(self, text: str, right: str) -> Score:
         """Compare as texts."""
         return float(self._normalize(text) == self._normalize(right))

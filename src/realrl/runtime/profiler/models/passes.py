@@ -126,11 +126,11 @@ class _Trainer(Trainer):
         """Moment at which the last backward pass had ended."""
         self.ended: Moment = 0.0
 
-    def _accumulate_gradients(self, *args: Any, **options: Any) -> Metrics:
+    def _accumulate_gradients(self, *args: Any, **options: Any) -> tuple[Metrics, bool]:
         self.begun = self._clock.now()
-        metrics = super()._accumulate_gradients(*args, **options)
+        result = super()._accumulate_gradients(*args, **options)
         self.ended = self._clock.now()
-        return metrics
+        return result
 
     def _backward(self, *args: Any) -> None:
         super()._backward(*args)

@@ -1,0 +1,259 @@
+"""Online DPO: sample two answers to each prompt, let a reward say which is better, and learn from the pair by DPO.
+
+One file is a whole algorithm. Name it in a recipe, `algorithm: examples/online_dpo.py`, and every command knows it:
+
+    realrl config examples/online_dpo.py    the fields of its recipes
+    realrl show, plan, train RECIPE         as for algorithms that come with the package
+    realrl report RUN_DIR --out DIR         its curves and the metrics it sums up
+"""
+
+from typing import Self
+
+from pydantic import PositiveFloat, PositiveInt, model_validator
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from realrl.algorithms.base import PlainTrain, StatelessAlgorithm
+from realrl.algorithms.method import GenerateMethod, Method, Metrics, ModelOutput, Sum
+from realrl.algorithms.packed import Responses
+from realrl.algorithms.policy.report import OPTIONAL_CALLS
+from realrl.algorithms.rewards.config import RewardSetting, check_models
+from realrl.algorithms.rewards.graph import list_score_keys, score_sequences
+from realrl.algorithms.rewards.methods import make_reward_methods
+from realrl.config.base import Settings
+from realrl.data.batch import Batch, Ragged
+from realrl.dataflow.call import Call, Key, Kind
+from realrl.dataflow.graph import DataflowGraph
+from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
+from realrl.recipe.experiment import Experiment, Models
+from realrl.recipe.model import ModelConfig, TrainedModelConfig
+from realrl.recipe.settings import GenerationConfig
+
+# What a user writes. Docstrings and fields are what `realrl config` prints.
+
+
+class OnlineDPOConfig(Settings):
+    """Online DPO."""
+
+    beta: PositiveFloat = 0.1
+    """Scale of implicit rewards; the higher, the nearer to the reference the actor stays."""
+    minibatches: PositiveInt = 1
+    """Optimizer steps per training step; must divide `data.batch`."""
+
+
+class OnlineDPOModels(Models):
+    """The models of online DPO."""
+
+    actor: TrainedModelConfig
+    """The language model that samples and learns."""
+    ref: ModelConfig = ModelConfig()
+    """Frozen reference; the actor's starting point when it has no `path`."""
+    reward: ModelConfig | None = None
+    """Frozen reward model, a sequence classifier with one label; null where `reward` says what scores instead."""
+
+
+class OnlineDPOExperiment(Experiment):
+    """Online DPO: preference learning from pairs that the actor samples and a reward ranks."""
+
+    models: OnlineDPOModels
+    reward: RewardSetting = None
+    """What takes the place of `models.reward`; see docs/rewards.md."""
+    online_dpo: OnlineDPOConfig = OnlineDPOConfig()
+    generation: GenerationConfig = GenerationConfig()
+
+    @model_validator(mode="after")
+    def _one_reward(self) -> Self:
+        check_models(self.reward, self.models.reward, type(self.models).model_fields)
+        return self
+
+
+# The calls of a step, and what flows between them. The two answers of a prompt are keys of one item, without and
+# with this prefix, so that both are at hand wherever one of them is.
+
+OTHER = "other_"
+SIDES = ("", OTHER)
+
+
+def pairs_of(*names: str) -> tuple[str, ...]:
+    """List the keys of both answers."""
+    return tuple(f"{side}{name}" for side in SIDES for name in names)
+
+
+KEYS = (
+    Key("prompts", "int64"),
+    *(Key(name, "int64") for name in pairs_of("sequences")),
+    *(Key(name, "int64", "one") for name in pairs_of("prompt_length")),
+    *(Key(name, "float32", "one") for name in pairs_of("finished", "score", "ref_logps")),
+)
+
+
+def make_graph(experiment: OnlineDPOExperiment, calls: list[Call]) -> DataflowGraph:
+    """Make a graph of calls; a mixture of rewards has keys of its own."""
+    terms = [key for side in SIDES for key in list_score_keys(experiment.reward, side)]
+    return DataflowGraph(calls, [*KEYS, *terms])
+
+
+def sample(side: str) -> Call:
+    """Sample one answer to each prompt."""
+    keys = ("sequences", "prompt_length", "finished")
+    return Call(
+        f"actor.generate_{side}".rstrip("_"),
+        "actor",
+        Kind.GENERATE,
+        ("prompts",),
+        tuple(f"{side}{key}" for key in keys),
+        work=("prompts",),
+        prefix=side,
+    )
+
+
+def train_graph(experiment: OnlineDPOExperiment) -> DataflowGraph:
+    """Sample twice, score both, compare with the reference, learn."""
+    answers, both = pairs_of("sequences", "prompt_length"), pairs_of("sequences")
+    calls = [
+        call for side in SIDES for call in (sample(side), *score_sequences(experiment.reward, prefix=side))
+    ]
+    reference = Call("ref.inference", "ref", Kind.INFERENCE, answers, pairs_of("ref_logps"), work=both)
+    train = Call(
+        "actor.train",
+        "actor",
+        Kind.TRAIN,
+        (*answers, *pairs_of("score", "ref_logps")),
+        work=both,
+        minibatches=experiment.online_dpo.minibatches,
+    )
+    return make_graph(experiment, [*calls, reference, train])
+
+
+def eval_graph(experiment: OnlineDPOExperiment) -> DataflowGraph:
+    """Sample once and score; the further inputs are for metrics of answers."""
+    scoring = score_sequences(experiment.reward, ("prompt_length", "finished"))
+    return make_graph(experiment, [sample(""), *scoring])
+
+
+# What the calls compute: tensors in, tensors out, nothing about devices.
+
+
+def interleave(batch: Batch, name: str) -> Ragged:
+    """Order rows of both answers as first 0, other 0, first 1, ...; both of a pair then are in one micro-batch."""
+    first, other = (batch[key] for key in pairs_of(name))
+    pairs = zip(first.rows(), other.rows(), strict=True)
+    return Ragged.of((row for pair in pairs for row in pair), dtype=first.values.dtype)
+
+
+def sum_logprobs(batch: Batch, output: ModelOutput) -> tuple[Tensor, Tensor]:
+    """Sum the log-probabilities of each answer's tokens, first and other: [N] float64 each."""
+    assert output.logprobs is not None, "the head is that of a language model"
+    answers = Responses.of(interleave(batch, "sequences"), interleave(batch, "prompt_length"))
+    sums = answers.row_sums(output.logprobs[answers.index])
+    return sums[0::2], sums[1::2]
+
+
+class Reference:
+    """`ref.inference`: log-probabilities of both answers under the reference."""
+
+    def sequences(self, batch: Batch) -> Ragged:
+        """Select two rows per item."""
+        return interleave(batch, "sequences")
+
+    def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
+        """Compute one number per answer."""
+        sums = sum_logprobs(batch, output)
+        return {key: Ragged.scalars(of.float()) for key, of in zip(pairs_of("ref_logps"), sums, strict=True)}
+
+    def metrics(self, batch: Batch) -> Metrics:
+        """Report nothing."""
+        return Metrics()
+
+
+class LearnPairs(PlainTrain):
+    """`actor.train`: the loss of DPO (Rafailov et al. 2023, equation 7) on pairs of the actor's own (Guo et al.
+    2024, arXiv 2402.04792)."""
+
+    def __init__(self, beta: float) -> None:
+        self._beta = beta
+
+    def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
+        """Add `sign`: 1 where the first answer is better, -1 where the other one is, 0 where neither is."""
+        first, other = (batch[key].values.double() for key in pairs_of("score"))
+        # A score that is missing (on_error: skip) is NaN, and leaves nothing to compare.
+        known = ~(first - other).isnan()
+        sign = (first - other).nan_to_num().sign()
+        metrics = Metrics()
+        metrics.mean("score", ((first + other) / 2)[known].sum(), known.sum())
+        metrics.mean("better_score", first.maximum(other)[known].sum(), known.sum())
+        metrics.mean("ties", (sign == 0).sum(), len(batch))
+        return batch.with_fields(sign=Ragged.scalars(sign.float())), metrics
+
+    def sequences(self, batch: Batch) -> Ragged:
+        """Select two rows per item."""
+        return interleave(batch, "sequences")
+
+    def weight(self, batch: Batch) -> float:
+        """Number of pairs."""
+        return float(len(batch))
+
+    def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
+        """-log sigmoid of the better answer's implicit reward minus the other's, summed over pairs.
+
+        A pair of equal scores gives log 2, without gradient.
+        """
+        ref_first, ref_other = (batch[key].values.double() for key in pairs_of("ref_logps"))
+        first, other = sum_logprobs(batch, output)
+        sign = batch["sign"].values.double()
+        margin = self._beta * sign * ((first - ref_first) - (other - ref_other))
+        loss = -logsigmoid(margin).sum()
+        metrics = Metrics()
+        metrics.mean("loss", loss, len(batch))
+        metrics.mean("margin", margin.sum(), len(batch))
+        return loss, metrics
+
+
+def methods(
+    experiment: OnlineDPOExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
+) -> StatelessAlgorithm:
+    """A method for every call of both graphs."""
+    sampling, eval_sampling = experiment.generation, ALGORITHM.eval_generation(experiment)
+    assert eval_sampling is not None, "the algorithm generates"
+    table: dict[str, Method] = {
+        **{sample(side).name: GenerateMethod(sampling, eval_sampling) for side in SIDES},
+        "ref.inference": Reference(),
+        "actor.train": LearnPairs(experiment.online_dpo.beta),
+    }
+    for side in SIDES:
+        table |= make_reward_methods(experiment.reward, prefix=side)
+    return StatelessAlgorithm(
+        graph=graph, eval_graph=eval_graph, methods=table, temperature=sampling.temperature
+    )
+
+
+# The description: all that the rest of the package knows of the algorithm.
+
+ALGORITHM = AlgorithmSpec(
+    name="online_dpo",
+    recipe=OnlineDPOExperiment,
+    roles={
+        "actor": RoleSpec("lm"),
+        "ref": RoleSpec("lm", weights_from="actor"),
+        "reward": RoleSpec("scalar", optional=True),
+    },
+    form="prompt",
+    train_graph=train_graph,
+    eval_graph=eval_graph,
+    generation=lambda experiment: experiment.generation,
+    methods=methods,
+    optional_calls=OPTIONAL_CALLS,
+    headlines=(
+        "actor.train/loss",
+        "actor.train/score",
+        "actor.train/better_score",
+        "reward.inference/score",
+        "reward.function/score",
+    ),
+    sample_keys=("score",),
+    curves={"loss": "loss per pair (nats)", "score": "reward's score"},
+    summary=(
+        SummaryMetric("score_before", "score", "reward's score, before", at="first"),
+        SummaryMetric("score_after", "score", "reward's score, after"),
+    ),
+)

@@ -1,0 +1,84 @@
+"""`realrl eval`."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from realrl.cli.recipe import Overrides, Recipe, find_cluster, launch_ranks
+
+if TYPE_CHECKING:
+    from realrl.recipe.experiment import Experiment
+    from realrl.runtime.evaluation.answers import EvaluationReport
+
+
+def eval(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Directory for metrics.json and samples.jsonl; RUN_DIR/eval if not given.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Evaluate the models of a recipe on its `data.eval`, without training: metrics, and samples with their scores.
+
+    Runs on the recipe's cluster and plan, as local processes or as ranks of torchrun. Weights are those of
+    `models.ROLE.path`, for example models.actor.path=RUN_DIR/final. Settings are those of the section `evaluation`.
+    """
+    from realrl.config.files import check_directory
+    from realrl.config.paths import local_path
+    from realrl.recipe.load import load_experiment
+    from realrl.runtime.output.rundir import EVALUATIONS
+    from realrl.runtime.processes.environment import quiet_profiler, under_launcher
+
+    quiet_profiler()
+    experiment = load_experiment(recipe, overrides or [])
+    name = f"run_dir={experiment.run_dir}" if out is None else f"--out {out}"
+    directory = local_path(experiment.run_dir) / EVALUATIONS if out is None else local_path(out)
+    if not under_launcher():
+        check_directory(name, directory)
+        _check_evaluation(experiment)
+        where = [] if out is None else ["--out", out]
+        launch_ranks(experiment, ["eval", recipe, *(overrides or []), *where])
+    from realrl.runtime.evaluation_run import evaluate_recipe
+    from realrl.runtime.output.evaluation_files import write_evaluation
+
+    report = evaluate_recipe(experiment, lambda text: typer.echo(f"note: {text}", err=True))
+    if report is not None:
+        files = write_evaluation(directory, experiment, report)
+        _print_metrics(report)
+        typer.echo(f"results: {', '.join(map(str, files))}")
+
+
+def _check_evaluation(experiment: "Experiment") -> None:
+    """Check what can be checked before any process starts, without reading data and models; else UserError."""
+    from realrl.checkpoint.sources import check_directories, check_trainable
+    from realrl.plan.presets import SEARCH
+    from realrl.runtime.prepare.compile import compile_evaluation, make_written_plan
+
+    check_trainable(experiment)
+    check_directories(experiment)
+    if experiment.plan != SEARCH:
+        compile_evaluation(experiment, make_written_plan(experiment, find_cluster(experiment)))
+
+
+def _print_metrics(report: "EvaluationReport") -> None:
+    """Print the table of metrics."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, show_header=False)
+    table.add_column(overflow="fold")
+    table.add_column(justify="right", no_wrap=True)
+    for name, value in report.result.metrics.items():
+        table.add_row(name, f"{value:.4g}")
+    what = f"{len(report.origins)} records"
+    if report.result.rows:
+        what = f"{len(report.result.rows)} answers to {len(report.origins)} prompts"
+    table.add_section()
+    table.add_row(what, f"{report.seconds:.1f} s")
+    Console(highlight=False).print(table)

@@ -1,0 +1,132 @@
+"""Settings of evaluations, in training and alone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+
+from realrl.config.base import Settings
+from realrl.config.user_function import FunctionReference
+from realrl.recipe.settings import GenerationConfig
+
+JUDGE = "judge"
+"""Metric of evaluations with `evaluation.judge`."""
+WIN_RATE = "win_rate"
+"""Metric of evaluations with `evaluation.against`."""
+JUDGE_WIN_RATE = "judge_win_rate"
+"""The same by the scores of `evaluation.judge`, where there is one."""
+
+
+@dataclass(frozen=True)
+class AnswerReader:
+    """Reader of the final answers of completions, for majority votes."""
+
+    key: str
+    """Key of the evaluation graph with the scores of answers: 1 for a right one, equal ones for equal answers."""
+    read: Callable[[str], str | None]
+    """Function that reads the answer of a completion, as equal texts for equal answers; None where it has none."""
+
+
+class BestConfig(Settings):
+    """Evaluation whose trained models are kept in RUN_DIR/best."""
+
+    metric: str
+    """Metric of evaluations, `call/name` as in metrics.jsonl, or `pass@1`, `majority@8`, `win_rate`, `judge`."""
+    keep: Literal["highest", "lowest"]
+    """Whether high or low values are good."""
+
+
+class EvaluationConfig(Settings):
+    """Evaluation on `data.eval`, in training and by `realrl eval`."""
+
+    every: PositiveInt | None = None
+    """Evaluate after every so many training steps, besides at the start and at the end; null for only those."""
+    best: BestConfig | None = None
+    """Keep the trained models of the best evaluation in RUN_DIR/best; null for no such copy."""
+    samples: PositiveInt = 1
+    """Answers to each prompt. This and all settings below are for algorithms that generate text."""
+    min_new_tokens: NonNegativeInt | None = None
+    """What evaluation takes in place of `generation.min_new_tokens`; null for the same. With 0 the model is
+    evaluated as it will be used, where training keeps it from ending at once."""
+    greedy: bool | None = None
+    """What evaluation takes in place of `generation.greedy`; null for the same."""
+    temperature: float | None = Field(default=None, ge=0.01, le=100)
+    """What evaluation takes in place of `generation.temperature`; null for the same."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """What evaluation takes in place of `generation.top_p`; null for the same."""
+    right: float = 1.0
+    """Score from which on `pass_at` takes an answer for right."""
+    pass_at: list[PositiveInt] = Field(default=[])
+    """Report `pass@k` for each of these k, at most `samples`: the probability that one of k answers is right, as a
+    mean over prompts (the unbiased estimate of Chen et al. 2021, arXiv 2107.03374, equation 1)."""
+    majority_at: list[PositiveInt] = Field(default=[])
+    """Report `majority@k` for each of these k, at most `samples`: the share of prompts to which the most frequent
+    of k answers is right, by a verifier that reads an answer out of completions."""
+    against: str | None = None
+    """Directory of another model, whose answers to the same prompts are compared by the same rewards: `win_rate` is
+    the share of pairs of answers in which this model's has the higher score, ties counted half."""
+    judge: FunctionReference | None = None
+    """`FILE.py:FUNCTION`, a function from a list of completions to a list of numbers that scores samples
+    independently of training: their mean is the metric `judge`."""
+    shown: PositiveInt = 16
+    """Prompts whose answers are written to RUN_DIR/samples by each evaluation of a training run."""
+
+    @field_validator("pass_at", "majority_at")
+    @classmethod
+    def _once(cls, value: list[int]) -> list[int]:
+        twice = next((k for k in value if value.count(k) > 1), None)
+        if twice is not None:
+            raise ValueError(f"{twice} is listed twice")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for name, listed in (("pass_at", self.pass_at), ("majority_at", self.majority_at)):
+            if listed and max(listed) > self.samples:
+                raise ValueError(
+                    f"{name}: {max(listed)} is above samples={self.samples}, the answers to a prompt"
+                )
+        if self.right != 1.0 and not self.pass_at:
+            raise ValueError(f"right={self.right:g} is for pass_at, which lists nothing")
+        if self.greedy:
+            for name in ("temperature", "top_p"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name}={getattr(self, name):g} changes nothing where greedy=true; leave it out"
+                    )
+        return self
+
+    @property
+    def of_text(self) -> list[str]:
+        """Settings, other than at their defaults, that are about generated text."""
+        fields = type(self).model_fields
+        return [
+            name
+            for name, field in fields.items()
+            if name not in ("every", "best") and getattr(self, name) != field.get_default()
+        ]
+
+    @property
+    def measures(self) -> list[str]:
+        """Settings that ask for more metrics."""
+        return [
+            name for name in ("best", "pass_at", "majority_at", "against", "judge") if getattr(self, name)
+        ]
+
+    @property
+    def metrics(self) -> list[str]:
+        """Metrics that no call gives."""
+        return [
+            *(f"pass@{k}" for k in self.pass_at),
+            *(f"majority@{k}" for k in self.majority_at),
+            *([WIN_RATE] if self.against else []),
+            *([JUDGE] if self.judge else []),
+            *([JUDGE_WIN_RATE] if self.against and self.judge else []),
+        ]
+
+    def change(self, sampling: GenerationConfig) -> GenerationConfig:
+        """Copy the sampling of training with what evaluation has otherwise."""
+        names = ("min_new_tokens", "greedy", "temperature", "top_p")
+        given: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return sampling.model_copy(update={name: value for name, value in given.items() if value is not None})

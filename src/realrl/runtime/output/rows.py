@@ -1,0 +1,21 @@
+"""Rows of JSON lines."""
+
+import json
+from collections.abc import Iterable, Mapping
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from realrl.config.files import whole_file
+
+
+def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write one JSON object per line, atomically. OSError."""
+    with whole_file(file) as partial, partial.open("w", encoding="utf-8") as lines:
+        for row in rows:
+            lines.write(json.dumps(replace_infinite(row), ensure_ascii=False) + "\n")
+
+
+def replace_infinite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace numbers that JSON does not have by null."""
+    return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}

@@ -1,0 +1,56 @@
+"""Comparison of a run with another one of the same recipe."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from realrl.testing.failure import CheckFailure
+
+ABSOLUTE = 0.1
+"""Difference that rounding may make of metrics near 0, in units of the relative tolerance."""
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Read the lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def compare_runs(run: Path, reference: Path, *, name: str, than: str, tolerance: float) -> None:
+    """Compare metrics of every step, and the saved state, with those of another run; else CheckFailure.
+
+    `name` and `than` are how the failure names both.
+    """
+    for ours, theirs in zip(read_metrics(run), read_metrics(reference), strict=True):
+        step = ours["step"]
+        where = f"{name}: step {step}" if ours["kind"] == "train" else f"{name}: evaluation after step {step}"
+        _compare(ours["metrics"], theirs["metrics"], where, than, tolerance)
+    state, other = (_read_state(directory) for directory in (run, reference))
+    _compare(state, other, f"{name}: state_dict after the last step", than, tolerance)
+
+
+def _read_state(run_dir: Path) -> Mapping[str, float]:
+    file = run_dir / "final-state.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def _compare(
+    ours: Mapping[str, float], theirs: Mapping[str, float], where: str, than: str, tolerance: float
+) -> None:
+    for key in theirs:
+        if key not in ours:
+            raise CheckFailure(f"{where}: there is no {key}, which there is {than}")
+    for key, value in ours.items():
+        if key not in theirs:
+            raise CheckFailure(f"{where}: there is {key}, which there is not {than}")
+        if not _are_close(value, theirs[key], tolerance):
+            raise CheckFailure(
+                f"{where}: {key} is {value:.6g}; {than} it is {theirs[key]:.6g} (tolerance {tolerance:g})"
+            )
+
+
+def _are_close(value: float, other: float, tolerance: float) -> bool:
+    if value is None or other is None or math.isnan(value) or math.isnan(other):
+        return str(value) == str(other)
+    return math.isclose(value, other, rel_tol=tolerance, abs_tol=ABSOLUTE * tolerance)

@@ -1,0 +1,157 @@
+"""Recipes in processes of this machine: started once per number of ranks, they run one recipe after the other."""
+
+import json
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from realrl.config.errors import RunError, UserError
+from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, STORE_VARIABLE, quiet_profiler
+from realrl.testing.failure import CheckFailure
+
+Tokens = dict[str, list[list[int]]]
+"""`step/item` -> the sequences that were generated for it, and `step/item prompt` -> how many tokens of each are
+its prompt; evaluations share their step's number."""
+
+PATIENCE = 60.0
+"""Seconds after which a run that should have ended is taken to hang."""
+
+
+class Silent:
+    """An observer that is not interested."""
+
+    def begin(self, *_: object) -> None:
+        """Ignore the beginning."""
+
+    def costs(self, *_: object) -> None:
+        """Ignore the costs."""
+
+    def note(self, *_: object) -> None:
+        """Ignore a note."""
+
+    def record(self, *_: object) -> None:
+        """Ignore a record."""
+
+    def end(self, *_: object) -> None:
+        """Ignore the end."""
+
+
+class RanksFailure(CheckFailure):
+    """A run that failed: `recipe` is that of which it was, `message` what was said."""
+
+    def __init__(self, recipe: str, message: str) -> None:
+        super().__init__(f"{recipe}: {message}")
+        self.recipe, self.message = recipe, message
+
+
+def run_on_ranks(
+    size: int, recipes: Sequence[Path], *, renewed: Collection[Path] = (), evaluated: Collection[Path] = ()
+) -> None:
+    """Run recipes of `size` devices each; every rank leaves what it generated beside the recipe, for `sampled`.
+
+    After each step of those that are `renewed`, the algorithm is made anew from what its `state_dict` saves. Those
+    that are `evaluated` are not trained: `realrl eval` writes RUN_DIR/eval.
+    RanksFailure for the first that fails.
+    """
+    quiet_profiler()
+    scratch = recipes[0].parent
+    context = multiprocessing.get_context("forkserver")
+    # Imported once, in the server, instead of in every process.
+    context.set_forkserver_preload(["realrl.runtime.train", "transformers", __name__])
+    arguments = [(str(recipe), recipe in renewed, recipe in evaluated) for recipe in recipes]
+    processes = [context.Process(target=_rank, args=(rank, size, arguments)) for rank in range(size)]
+    ended = True
+    try:
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + PATIENCE * len(recipes)
+        while any(process.is_alive() for process in processes):
+            ended = time.monotonic() < deadline
+            if not ended or any(process.exitcode for process in processes):
+                break
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    failures = sorted(scratch.glob("error-*"), key=lambda file: file.stat().st_mtime_ns)
+    if failures:
+        raise RanksFailure(**json.loads(failures[0].read_text()))
+    if not ended:
+        raise CheckFailure(f"{size} processes have not ended within {PATIENCE * len(recipes):g} seconds")
+    codes = [process.exitcode for process in processes]
+    if any(codes):
+        raise CheckFailure(f"processes have ended with status {codes}")
+
+
+def sampled(recipe: Path) -> Tokens:
+    """Collect what all ranks of a run have generated; where several hold the same sequence, it is the same."""
+    everything: Tokens = {}
+    for file in recipe.parent.glob(f"{recipe.stem}-tokens-*.json"):
+        for item, tokens in json.loads(file.read_text()).items():
+            if everything.setdefault(item, tokens) != tokens:
+                raise CheckFailure(f"{file.name}: {item} was sampled otherwise on another rank")
+    return everything
+
+
+def _rank(rank: int, size: int, recipes: Sequence[tuple[str, bool, bool]]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ["WORLD_SIZE"] = str(size)
+    os.environ[LAUNCHER_VARIABLE] = str(os.getppid())
+    for name, renewed, evaluated in recipes:
+        recipe = Path(name)
+        os.environ[STORE_VARIABLE] = str(recipe.with_suffix(".store"))
+        try:
+            _run(rank, recipe, renewed=renewed, evaluated=evaluated)
+        except BaseException as error:
+            known = isinstance(error, UserError | RunError)
+            message = str(error) if known else f"rank {rank}:\n{traceback.format_exc()}"
+            record = {"recipe": recipe.stem, "message": message}
+            (recipe.parent / f"error-{recipe.stem}-{rank}").write_text(json.dumps(record))
+            raise SystemExit(1) from None
+
+
+def _run(rank: int, recipe: Path, *, renewed: bool, evaluated: bool) -> None:
+    """Run one recipe, whose generation is watched."""
+    from realrl.engine.generation.generator import generate
+    from realrl.plan.cluster import Cluster
+    from realrl.recipe.load import load_experiment
+    from realrl.runtime import train
+    from realrl.runtime.evaluation_run import evaluate_recipe
+    from realrl.runtime.output.evaluation_files import write_evaluation
+    from realrl.runtime.output.rundir import EVALUATIONS
+    from realrl.runtime.worker import worker
+    from realrl.testing.renewed import RenewedRun
+
+    tokens: Tokens = {}
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        batch, model, seed = generate(*args, **kwargs), args[0], kwargs["seed"]
+        if model.shard.last:
+            fields = zip(batch.ids, batch["sequences"].rows(), batch["prompt_length"].rows(), strict=True)
+            for item, row, prompt in fields:
+                name = f"{seed.step}/{seed.first_sequence + item}"
+                name += " greedy" if kwargs["sampling"].greedy else ""
+                tokens.setdefault(name, []).append(row.tolist())
+                tokens.setdefault(f"{name} prompt", []).append(prompt.tolist())
+        return batch
+
+    # In this process, which is the test's own.
+    worker.generate = watched
+    experiment = load_experiment(str(recipe))
+    os.environ["LOCAL_WORLD_SIZE"] = str(Cluster.parse(experiment.cluster).devices_per_node)
+    if evaluated:
+        report = evaluate_recipe(experiment, lambda note: None)
+        if report is not None:
+            write_evaluation(Path(experiment.run_dir) / EVALUATIONS, experiment, report)
+    else:
+        train.train(experiment, Silent(), RenewedRun if renewed else None)
+    (recipe.parent / f"{recipe.stem}-tokens-{rank}.json").write_text(json.dumps(tokens))

@@ -1,0 +1,110 @@
+"""Recipes made small: tiny models, a few records, two steps."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from realrl.data.tokenizer import train_bpe
+from realrl.recipe.algorithm import AlgorithmSpec, get_spec
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.graphs import build_graph
+from realrl.recipe.load import apply_override, dump_experiment
+from realrl.recipe.model import TrainedModelConfig
+from realrl.testing.models import save_model
+from realrl.testing.records import make_up_records
+from realrl.testing.shape import SHAPE
+
+STEPS = 2
+"""Training steps: in the second one, weights and state are those that the first has left."""
+BATCH = 8
+PROMPT_TOKENS, NEW_TOKENS, LONGEST = 32, 8, 96
+OPTIMIZER: Mapping[str, Any] = {"lr": 1e-3, "eps": 1e-5, "schedule": "constant"}
+"""With the usual `eps`, Adam makes full steps of what is only rounding error in elements without gradient."""
+
+
+def shrink_recipe(
+    experiment: Experiment,
+    directory: Path,
+    *,
+    records: Sequence[Mapping[str, Any]] | None,
+    overrides: Sequence[str],
+) -> dict[str, Any]:
+    """Write tiny models and `records` into `directory`, and return the settings of a recipe that uses them.
+
+    Without `records` some are made, of the algorithm's form. Settings of the algorithm, its reward and its sampling
+    stay as they are, but for lengths; `overrides` come last.
+    """
+    spec = get_spec(experiment)
+    kept = make_up_records(spec.form) if records is None else list(records)
+    data = directory / "records.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    tokenizer = train_bpe(_list_texts(kept), SHAPE["vocab_size"])
+    minibatches = math.lcm(*(call.minibatches for call in build_graph(experiment).calls))
+    settings = yaml.safe_load(dump_experiment(experiment))
+    settings |= {
+        "plan": "symmetric",
+        "cluster": "1x1",
+        "device": "cpu",
+        "device_memory": None,
+        "profile": None,
+        "overwrite": True,
+        "training": {"steps": STEPS},
+        "evaluation": {},
+        "debug": {"verify_reallocation": True},
+        "models": _write_models(experiment, spec, directory, tokenizer),
+    }
+    settings["data"] = {
+        "train": str(data),
+        "eval": None if spec.eval_graph is None else str(data),
+        "batch": minibatches * math.ceil(BATCH / minibatches),
+        "eval_batch": len(kept),
+        "max_tokens": LONGEST,
+        "max_prompt_tokens": PROMPT_TOKENS,
+        "columns": settings["data"]["columns"] if records is not None else {},
+    }
+    if spec.generation is not None:
+        settings["generation"] |= {"max_new_tokens": NEW_TOKENS, "min_new_tokens": 0}
+    # The experiment has those of models already; the models here are others.
+    for override in overrides:
+        if not override.strip().startswith("models."):
+            settings = apply_override(settings, override)
+    return settings
+
+
+def _write_models(
+    experiment: Experiment, spec: AlgorithmSpec, directory: Path, tokenizer: Any
+) -> dict[str, Any]:
+    """Write a model for each role, and return the settings of all.
+
+    No role starts from the weights of another: where actor and reference are equal, rewards are 0 but for rounding,
+    and what is counted by their sign differs between plans.
+    """
+    models: dict[str, Any] = dict.fromkeys(spec.roles)
+    for number, (role, of) in enumerate(spec.roles_of(experiment).items()):
+        save_model(directory / role, of.head, tokenizer, seed=3 + number)
+        models[role] = {"path": str(directory / role)}
+        config = getattr(experiment.models, role)
+        if isinstance(config, TrainedModelConfig):
+            layers = config.trainable_layers
+            models[role] |= {
+                "optimizer": dict(OPTIMIZER),
+                "trainable_layers": None if layers is None else min(layers, 1),
+                "freeze_embeddings": config.freeze_embeddings,
+            }
+    return models
+
+
+def _list_texts(value: Any) -> Iterator[str]:
+    """List all texts inside a record."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _list_texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _list_texts(inner)

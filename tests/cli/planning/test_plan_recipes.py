@@ -1,0 +1,72 @@
+"""`realrl plan` of every shipped recipe, on its own cluster or on 64 GPUs: found quickly, and within the memory."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from realrl.cli.app import run_app
+from realrl.recipe.graphs import build_graph
+from realrl.recipe.load import load_experiment
+
+ROOT = Path(__file__).parents[3]
+RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
+CLUSTERS = {"recipes/demo": "cpu:1x2", "recipes/demo_grpo": "cpu:1x2", "recipes/small": "h100:1x1"}
+"""Folder -> cluster, where the recipe names no kind of device."""
+POLICY_GRADIENTS = "recipes/policy_gradient"
+
+
+def list_sizes(recipe: str) -> list[str]:
+    """Overrides that give models a size in place of a path, which is only a placeholder, or on the hub."""
+    document = yaml.safe_load((ROOT / recipe).read_text())
+    folder = str(Path(recipe).parent)
+    shape = {"recipes/small": "qwen2.5-0.5b"}.get(folder, "llama-2-7b")
+    if folder.startswith("recipes/demo"):
+        demo = yaml.safe_load((ROOT / folder / "sft.yaml").read_text())
+        shape = json.dumps(demo["models"]["actor"]["shape"])
+    return [
+        f"models.{role}.{field}"
+        for role, model in document["models"].items()
+        if "path" in model
+        for field in ("path=null", f"shape={shape}", "tokenizer=t")
+    ]
+
+
+def choose_cluster(recipe: str) -> str:
+    cluster = yaml.safe_load((ROOT / recipe).read_text()).get("cluster", "")
+    folder = str(Path(recipe).parent)
+    # All relatives on as many GPUs, though some of them are content with fewer.
+    named = ":" in cluster and folder != POLICY_GRADIENTS
+    return cluster if named else CLUSTERS.get(folder, "h100:8x8")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_plan_within_the_memory_is_found_for_every_shipped_recipe(
+    recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)  # recipes name their rewards from there
+    sizes = list_sizes(recipe)
+    options = ["--cluster", choose_cluster(recipe), "--seconds", "0.5", "--json"]
+    assert run_app(["plan", recipe, *sizes, *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["gap"] >= 0
+    assert found["step_seconds"] >= found["lower_bound_seconds"] > 0
+    experiment = load_experiment(recipe, sizes)
+    assert set(found["calls"]) == {call.name for call in build_graph(experiment).calls}
+    samples = found["workload"]["samples_per_prompt"]
+    assert found["workload"]["items"] == experiment.data.batch * samples
+
+
+def test_there_are_recipes_for_one_device_8_and_64() -> None:
+    clusters = [choose_cluster(recipe) for recipe in RECIPES]
+    counts = [sum(cluster.endswith(size) for cluster in clusters) for size in ("1x1", "1x8", "8x8")]
+    assert len(RECIPES) >= 15 and all(count >= 3 for count in counts)
+
+
+def test_why_nothing_fits_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert run_app(["plan", "recipes/64_gpus/dpo_70b.yaml", "--cluster", "h100:1x8", "--seconds", "0.5"]) == 2
+    assert "needs" in capsys.readouterr().err

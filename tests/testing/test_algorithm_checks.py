@@ -1,0 +1,137 @@
+"""`realrl.testing` lets a right algorithm pass, and says of a wrong one which plan and which metric."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from realrl.testing import CheckFailure, check_algorithm
+
+ALGORITHM = '''
+from realrl.algorithms.base import PlainTrain, StatelessAlgorithm
+from realrl.algorithms.method import Metrics
+from realrl.dataflow.call import Call, Key, Kind
+from realrl.dataflow.graph import DataflowGraph
+from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec
+from realrl.recipe.experiment import Experiment, Models
+from realrl.recipe.model import TrainedModelConfig
+
+
+class CloneModels(Models):
+    actor: TrainedModelConfig
+
+
+class CloneExperiment(Experiment):
+    """Fine-tuning on every token, each of which weighs less from step to step."""
+
+    models: CloneModels
+
+
+def train_graph(experiment):
+    keys = [Key("tokens", "int64")]
+    return DataflowGraph([Call("actor.train", "actor", Kind.TRAIN, ("tokens",), work=("tokens",))], keys)
+
+
+class Clone(PlainTrain):
+    seen = 0.0
+
+    def prepare(self, batch, dp_sum):
+        count = batch["tokens"].values.new_tensor(float(sum(batch["tokens"].lengths))).double()
+        self.seen += float(dp_sum(count))
+        return batch, Metrics()
+
+    def sequences(self, batch):
+        return batch["tokens"]
+
+    def weight(self, batch):
+        return float(sum(batch["tokens"].lengths))
+
+    def loss(self, batch, output):
+        loss = -output.logprobs.sum() * 1000 / (1000 + self.seen)
+        metrics = Metrics()
+        metrics.mean("loss", loss, sum(output.lengths))
+        return loss, metrics
+
+
+class Cloning(StatelessAlgorithm):
+    def state_dict(self):
+        return {"seen": self.method("actor.train").seen}
+
+    def load_state_dict(self, state):
+        self.method("actor.train").seen = state["seen"]
+
+
+ALGORITHM = AlgorithmSpec(
+    name="clone",
+    recipe=CloneExperiment,
+    roles={"actor": RoleSpec("lm")},
+    form="answer",
+    train_graph=train_graph,
+    eval_graph=None,
+    generation=None,
+    methods=lambda experiment, graph, _: Cloning(graph=graph, eval_graph=None, methods={"actor.train": Clone()}),
+    headlines=("actor.train/loss",),
+    curves={},
+    summary=(),
+)
+'''
+RECIPE = {
+    "run_dir": "run",
+    "data": {"train": "nowhere.jsonl", "batch": 512},
+    "models": {"actor": {"shape": "llama-3-70b", "dtype": "bfloat16", "optimizer": {"lr": 1e-6}}},
+}
+TOKENS = [{"prompt": "", "answer": f"{'very ' * (i % 5)}long answer {i}"} for i in range(20)]
+
+
+def check(directory: Path, old: str = "ALGORITHM =", new: str = "ALGORITHM =") -> None:
+    """Check the algorithm with a mistake in it."""
+    assert old in ALGORITHM
+    (directory / "clone.py").write_text(ALGORITHM.replace(old, new))
+    recipe = directory / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({**RECIPE, "algorithm": str(directory / "clone.py")}))
+    check_algorithm(recipe, directory / "check", records=TOKENS)
+
+
+def test_an_algorithm_that_learns_the_same_under_every_plan_passes(tmp_path: Path) -> None:
+    check(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        pytest.param(
+            "1000 / (1000 + self.seen)",
+            "1000 / (1000 + sum(output.lengths))",
+            r"micro_batch_tokens=48 in one process: step 1: actor\.train/loss is [\d.]+; with 4096 it is [\d.]+",
+            id="a loss that depends on the micro-batch",
+        ),
+        pytest.param(
+            '{"seen": self.method("actor.train").seen}',
+            '{"seen": 0.0}',
+            r"made anew from its state_dict after each step: step 2: actor\.train/loss is .* in one process",
+            id="state that is not saved",
+        ),
+        pytest.param(
+            "float(dp_sum(count))",
+            "float(count)",
+            r"plan symmetric on 2 processes: step 1: actor\.train/\w+ is [\d.]+; in one process it is",
+            id="state of one rank",
+        ),
+        pytest.param(
+            '("tokens",), work',
+            '("token",), work',
+            r"description: .*call actor\.train: work=\('tokens',\) must name some of its inputs",
+            id="a wrong key",
+        ),
+        pytest.param(
+            "return loss, metrics",
+            "return loss.detach(), metrics",
+            r"one process: algorithm=.*clone\.py: loss of actor\.train .* gave a loss without gradient",
+            id="a method that gives something wrong",
+        ),
+    ],
+)
+def test_a_mistake_is_one_message(tmp_path: Path, old: str, new: str, message: str) -> None:
+    with pytest.raises(CheckFailure, match=message) as caught:
+        check(tmp_path, old, new)
+    assert "\n" not in str(caught.value)
