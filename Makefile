@@ -45,6 +45,7 @@ gpu-check: $(STAMP)  ## the tests and measurements that need a CUDA device
 bench: $(STAMP)  ## the measurements that need no CUDA device
 	$(BIN)/python demo/prepare.py
 	$(BIN)/python bench/sft_throughput.py
+	$(BIN)/python bench/peers.py
 	$(BIN)/python bench/reallocation.py
 	$(BIN)/python bench/route_bounds.py
 	$(BIN)/python bench/reallocation_bytes.py

@@ -1,4 +1,4 @@
-"""Predicted beside measured: PPO under diverse plans on two local CPU processes, models of several sizes.
+"""Predicted beside measured: diverse plans on two local CPU processes, models of several sizes, PPO and others.
 
 Profiles this machine (`realrl profile`), lets `realrl plan` search a plan for each size, and runs it and the
 plans below for some steps each (`realrl train`). What a run was predicted to take, from the profile alone, and
@@ -7,12 +7,12 @@ what it took stand in its `costs.json`. Figures: the error of the step's seconds
 much the searched plan is slower than the fastest one of its size. For this the searched plan and the two others
 that were fastest run again, taking turns: the fastest of many runs is also the one that was disturbed least.
 
-A round of all sizes takes about 35 minutes, and profiles the machine anew; figures are of medians over rounds.
-Everything goes to a directory of its own; with `--keep` it stays, and what is there already is not measured again.
-Answers have one length, so that all runs do the same work.
+A round of all sizes of PPO takes about 35 minutes, and profiles the machine anew; figures are of medians over
+rounds. GRPO, ReMax and DPO run under fewer plans. Everything goes to a directory of its own; with `--keep` it
+stays, and what is there already is not measured again. Answers have one length, so that all runs do the same work.
 
     python bench/reality.py [--json FILE] [--steps 5] [--sizes small medium large] [--rounds 1] [--turns 7]
-        [--keep DIR]
+        [--algorithms ppo grpo remax dpo] [--keep DIR]
 """
 
 import argparse
@@ -33,17 +33,18 @@ import torch
 import yaml
 from scipy.stats import spearmanr
 
-from realrl.algorithms.ppo.graph import train_graph
 from realrl.data.tokenizer import train_bpe
+from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.plan.presets import make_plan
 from realrl.planner.calibration.comparison import Comparison
+from realrl.recipe.graphs import build_graph
+from realrl.recipe.load import load_experiment
 
-GRAPH = train_graph(minibatches=2)
 CLUSTER = Cluster(1, 2)
-VOCABULARY, PROMPT, ANSWER, BATCH, BUDGET = 2048, 24, 40, 64, 2048
+VOCABULARY, PROMPT, ANSWER, BUDGET = 2048, 24, 40, 2048
 SIZES = {
     "small": {"hidden_size": 128, "intermediate_size": 384, "layers": 4, "heads": 4, "kv_heads": 4},
     "medium": {"hidden_size": 256, "intermediate_size": 768, "layers": 4, "heads": 8, "kv_heads": 4},
@@ -58,35 +59,62 @@ def place(mesh: str, dp: int = 1, tp: int = 1, pp: int = 1, **options: Any) -> P
     return Placement(Mesh.parse(mesh), strategy)
 
 
-def plan(default: Placement, offload: str = "", offload_optimizer: str = "", **calls: Placement) -> Plan:
+def plan(
+    graph: DataflowGraph,
+    default: Placement,
+    offload: str = "",
+    offload_optimizer: str = "",
+    **calls: Placement,
+) -> Plan:
     """All calls as `default`, but for some; `__` stands for the dot."""
     chosen = {name.replace("__", "."): placement for name, placement in calls.items()}
-    placements = {call.name: default for call in GRAPH.calls} | chosen
+    placements = {call.name: default for call in graph.calls} | chosen
     return Plan(CLUSTER, placements, tuple(offload.split()), tuple(offload_optimizer.split()))
 
 
 DP, TP, PP = place("0-1", 2), place("0-1", 1, 2), place("0-1", 1, 1, 2)
 ZERO, ONE = place("0"), place("1")
 CRITICS = {"reward__inference": ONE, "critic__inference": ONE, "critic__train": ONE}
-PLANS: Mapping[str, Plan] = {
-    "dp": plan(DP),
-    "tp": plan(TP),
-    "pp": plan(PP),
-    "tp, sequence parallel": plan(place("0-1", 1, 2, sequence_parallel=True)),
-    "dp, recompute": plan(DP).recomputing(GRAPH),
-    "dp, small micro-batches": plan(place("0-1", 2, micro_batch_tokens=512)),
-    "one process": plan(ZERO),
-    "1 + 1": plan(ZERO, **CRITICS),
-    "generate dp, train 1 + 1": plan(ZERO, **CRITICS, actor__generate=DP, ref__inference=DP),
-    "generate dp, train tp": plan(TP, actor__generate=DP),
-    "generate tp, train dp": plan(DP, actor__generate=TP),
-    "generate dp, train pp": plan(DP, actor__train=PP, critic__train=PP),
-    "generate pp, train dp": plan(DP, actor__generate=PP),
-    "interleave": make_plan("interleave", GRAPH, CLUSTER, BUDGET),
-    "separate": make_plan("separate", GRAPH, CLUSTER, BUDGET),
-    "dp, frozen offloaded": plan(DP, "ref reward"),
-    "dp, all offloaded": plan(DP, "actor critic ref reward", "actor critic"),
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "ppo": {"data": {"batch": 64}, "ppo": {"minibatches": 2}},
+    "grpo": {"data": {"batch": 8}, "policy": {"samples": 8, "minibatches": 2}},
+    "remax": {"data": {"batch": 64}, "policy": {"minibatches": 2}},
+    "dpo": {"data": {"batch": 32}},
 }
+"""Sections of the algorithms' recipes: 64 answers a step, two optimizer steps where there may be several."""
+
+
+def make_plans(algorithm: str, graph: DataflowGraph) -> Mapping[str, Plan]:
+    """Make the plans that an algorithm runs under, besides the searched one."""
+    common = {
+        "dp": plan(graph, DP),
+        "tp": plan(graph, TP),
+        "pp": plan(graph, PP),
+        "tp, sequence parallel": plan(graph, place("0-1", 1, 2, sequence_parallel=True)),
+        "dp, recompute": plan(graph, DP).recomputing(graph),
+        "dp, small micro-batches": plan(graph, place("0-1", 2, micro_batch_tokens=512)),
+        "one process": plan(graph, ZERO),
+        "interleave": make_plan("interleave", graph, CLUSTER, BUDGET),
+        "separate": make_plan("separate", graph, CLUSTER, BUDGET),
+    }
+    if algorithm == "dpo":
+        return common
+    sampled = {
+        "generate dp, train tp": plan(graph, TP, actor__generate=DP),
+        "generate tp, train dp": plan(graph, DP, actor__generate=TP),
+    }
+    if algorithm != "ppo":
+        return common | sampled
+    return {
+        **common,
+        **sampled,
+        "1 + 1": plan(graph, ZERO, **CRITICS),
+        "generate dp, train 1 + 1": plan(graph, ZERO, **CRITICS, actor__generate=DP, ref__inference=DP),
+        "generate dp, train pp": plan(graph, DP, actor__train=PP, critic__train=PP),
+        "generate pp, train dp": plan(graph, DP, actor__generate=PP),
+        "dp, frozen offloaded": plan(graph, DP, "ref reward"),
+        "dp, all offloaded": plan(graph, DP, "actor critic ref reward", "actor critic"),
+    }
 
 
 SEARCHED = "searched"
@@ -100,7 +128,8 @@ FINAL = "final "
 class Row:
     """One run."""
 
-    size: str
+    case: str
+    """Size of the models, after the algorithm where that is not PPO."""
     plan: str
     turn: str
     """Its round, or what it ran again for."""
@@ -117,7 +146,7 @@ class Row:
     def show(self) -> None:
         """A line of the table."""
         print(
-            f"{self.size:8} {self.plan:26} {self.measured:9.3f} {self.predicted:9.3f} {self.error:+7.1%}"
+            f"{self.case:14} {self.plan:26} {self.measured:9.3f} {self.predicted:9.3f} {self.error:+7.1%}"
             f" {self.measured_bytes / 2**20:7.1f} {self.memory_error:+7.1%}",
             flush=True,
         )
@@ -141,13 +170,18 @@ class World:
         words = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in ("", "n", "r", "st")]
         texts = [" ".join(words[(i * 7 + k * k * 3) % len(words)] for k in range(60)) for i in range(400)]
         train_bpe(texts, VOCABULARY).save_pretrained(str(root / "tokenizer"))
-        with (root / "prompts.jsonl").open("w", encoding="utf-8") as file:
+        with (root / "records.jsonl").open("w", encoding="utf-8") as file:
             # Nearly every word is a token.
-            prompts = (" ".join(text.split()[: PROMPT - 8 + i % 8]) for i, text in enumerate(texts))
-            file.writelines(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+            for i, text in enumerate(texts):
+                words = text.split()
+                count = PROMPT - 8 + i % 8
+                answers = [" ".join(words[at : at + ANSWER - 4]) for at in (count, count - 4)]
+                record = {"prompt": " ".join(words[:count]), "chosen": answers[0], "rejected": answers[1]}
+                file.write(json.dumps(record) + "\n")
 
-    def recipe(self, size: str) -> Path:
-        """A PPO recipe for models of one size."""
+    def recipe(self, case: str) -> Path:
+        """A recipe for models of one size."""
+        algorithm, size = parse_case(case)
         actor = {
             "vocab_size": VOCABULARY,
             "head_dim": SIZES[size]["hidden_size"] // SIZES[size]["heads"],
@@ -157,77 +191,91 @@ class World:
         critic = {**actor, "layers": SIZES[size]["layers"] // 2}
         tokenizer = str(self.root / "tokenizer")
         recipe = {
-            "algorithm": "ppo",
+            "algorithm": algorithm,
             "run_dir": str(self.root / "run"),
             "overwrite": True,
             "cluster": str(CLUSTER),
             "device": "cpu",
             "micro_batch_tokens": BUDGET,
-            "models": {
-                "actor": {"shape": actor, "tokenizer": tokenizer},
-                "reward": {"shape": critic, "tokenizer": tokenizer},
-            },
-            "data": {
-                "train": str(self.root / "prompts.jsonl"),
-                "batch": BATCH,
-                "max_prompt_tokens": PROMPT,
-                "max_tokens": PROMPT + ANSWER,
-            },
-            "generation": {"max_new_tokens": ANSWER, "min_new_tokens": ANSWER},
-            "ppo": {"minibatches": 2},
+            "models": {"actor": {"shape": actor, "tokenizer": tokenizer}},
             # The first step warms up and is not counted.
             "training": {"steps": self.steps + 1},
+            **SETTINGS[algorithm],
+            "data": {
+                "train": str(self.root / "records.jsonl"),
+                "max_prompt_tokens": PROMPT,
+                "max_tokens": PROMPT + ANSWER,
+                **SETTINGS[algorithm]["data"],
+            },
         }
-        path = self.root / f"{size}.yaml"
+        if algorithm != "dpo":
+            recipe["models"]["reward"] = {"shape": critic, "tokenizer": tokenizer}
+            recipe["generation"] = {"max_new_tokens": ANSWER, "min_new_tokens": ANSWER}
+        path = self.root / f"{name_files(case)}.yaml"
         path.write_text(yaml.safe_dump(recipe, sort_keys=False))
         return path
 
-    def profile(self, size: str, turn: str) -> Path:
+    def graph(self, case: str) -> DataflowGraph:
+        """Its dataflow graph."""
+        return build_graph(load_experiment(str(self.recipe(case)), []))
+
+    def profile(self, case: str, turn: str) -> Path:
         """Measure this machine as it is now."""
-        path = self.root / f"{size}-profile-{turn}.json"
+        path = self.root / f"{name_files(case)}-profile-{turn}.json"
         if not path.exists():
-            realrl("profile", self.recipe(size), "--out", path)
+            realrl("profile", self.recipe(case), "--out", path)
         return path
 
-    def search(self, size: str, profile: Path) -> Plan:
+    def search(self, case: str, profile: Path) -> Plan:
         """What `realrl plan` finds."""
-        path = self.root / f"{size}-plan.yaml"
+        path = self.root / f"{name_files(case)}-plan.yaml"
         if not path.exists():
             realrl(
-                "plan", self.recipe(size), "--cluster", f"cpu:{CLUSTER}", "--profile", profile, "--out", path
+                "plan", self.recipe(case), "--cluster", f"cpu:{CLUSTER}", "--profile", profile, "--out", path
             )
-        return Plan.load(path, GRAPH)
+        return Plan.load(path, self.graph(case))
 
-    def run(self, size: str, name: str, turn: str, chosen: Plan, profile: Path) -> Row:
+    def run(self, case: str, name: str, turn: str, chosen: Plan, profile: Path) -> Row:
         """Train a few steps."""
-        row = next((r for r in self.rows(size) if (r.plan, r.turn) == (name, turn)), None)
+        row = next((r for r in self.rows(case) if (r.plan, r.turn) == (name, turn)), None)
         if row is None:
-            row = self._run(size, name, turn, chosen, profile)
+            row = self._run(case, name, turn, chosen, profile)
             with self._log.open("a") as file:
                 file.write(json.dumps(vars(row)) + "\n")
         row.show()
         return row
 
-    def rows(self, size: str) -> list[Row]:
+    def rows(self, case: str) -> list[Row]:
         """All runs so far."""
         lines = self._log.read_text().splitlines() if self._log.exists() else []
-        return [row for row in map(Row.of, lines) if row.size == size]
+        return [row for row in map(Row.of, lines) if row.case == case]
 
     @property
     def _log(self) -> Path:
         return self.root / "rows.jsonl"
 
-    def _run(self, size: str, name: str, turn: str, chosen: Plan, profile: Path) -> Row:
+    def _run(self, case: str, name: str, turn: str, chosen: Plan, profile: Path) -> Row:
         path = self.root / "plan.yaml"
-        chosen.save(path, GRAPH)
-        realrl("train", self.recipe(size), f"plan={path}", f"profile={profile}")
+        chosen.save(path, self.graph(case))
+        realrl("train", self.recipe(case), f"plan={path}", f"profile={profile}")
         found = Comparison.load(self.root / "run")
         assert found.predicted_step_seconds is not None
         measured, predicted = zip(
             *((call.bytes, call.predicted_bytes) for call in found.calls if call.bytes), strict=True
         )
         seconds = (found.step.median, found.predicted_step_seconds)
-        return Row(size, name, turn, *seconds, max(measured), max(predicted))
+        return Row(case, name, turn, *seconds, max(measured), max(predicted))
+
+
+def parse_case(case: str) -> tuple[str, str]:
+    """Split a case into algorithm and size."""
+    algorithm, _, size = case.rpartition(" ")
+    return algorithm or "ppo", size
+
+
+def name_files(case: str) -> str:
+    """Name the files of a case."""
+    return case.replace(" ", "-")
 
 
 def realrl(*arguments: object) -> None:
@@ -238,21 +286,21 @@ def realrl(*arguments: object) -> None:
         sys.exit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
 
 
-def rounds_of(world: World, size: str, rounds: int, turns: int) -> tuple[list[Row], float]:
+def rounds_of(world: World, case: str, rounds: int, turns: int) -> tuple[list[Row], float]:
     """A row per plan, and what the searched plan takes over the fastest one. What is there already counts, even if
     it is more than is asked for."""
     found: list[Row] = []
-    profile = world.profile(size, "0")
-    plans = {**PLANS, SEARCHED: world.search(size, profile)}
-    before = {row.turn for row in world.rows(size)}
+    profile = world.profile(case, "0")
+    plans = {**make_plans(parse_case(case)[0], world.graph(case)), SEARCHED: world.search(case, profile)}
+    before = {row.turn for row in world.rows(case)}
     for i in range(max(rounds, sum(turn.isdecimal() for turn in before))):
-        profile = world.profile(size, str(i))
-        found += [world.run(size, name, str(i), chosen, profile) for name, chosen in plans.items()]
+        profile = world.profile(case, str(i))
+        found += [world.run(case, name, str(i), chosen, profile) for name, chosen in plans.items()]
     rows = merged(found)
     fastest = sorted((row for row in rows if row.plan != SEARCHED), key=lambda row: row.measured)
     finalists = [SEARCHED, *(row.plan for row in fastest[:FINALISTS])]
     again = [
-        world.run(size, name, f"{FINAL}{i}", plans[name], profile)
+        world.run(case, name, f"{FINAL}{i}", plans[name], profile)
         for i in range(max(turns, sum(turn.startswith(FINAL) for turn in before)))
         for name in finalists
     ]
@@ -261,10 +309,10 @@ def rounds_of(world: World, size: str, rounds: int, turns: int) -> tuple[list[Ro
 
 
 def merged(found: list[Row]) -> list[Row]:
-    """One row per size and plan: medians over the rounds."""
+    """One row per case and plan: medians over the rounds."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in found:
-        groups.setdefault((row.size, row.plan), []).append(row)
+        groups.setdefault((row.case, row.plan), []).append(row)
     return [
         Row(
             *key,
@@ -281,18 +329,21 @@ def merged(found: list[Row]) -> list[Row]:
 def summary(found: list[Row], searched_over_fastest: Mapping[str, float]) -> dict[str, Any]:
     """The figures of all rows."""
     errors, memory = [abs(row.error) for row in found], [abs(row.memory_error) for row in found]
-    by_size = {
-        size: [row for row in found if row.size == size] for size in dict.fromkeys(row.size for row in found)
+    by_case = {
+        case: [row for row in found if row.case == case] for case in dict.fromkeys(row.case for row in found)
     }
     return {
         "runs": len(found),
         "mean_error": round(statistics.mean(errors), 4),
         "worst_error": round(max(errors), 4),
+        "mean_error_by_case": {
+            case: round(statistics.mean(abs(row.error) for row in part), 4) for case, part in by_case.items()
+        },
         "rank_correlation": round(correlation(found), 4),
-        "rank_correlation_by_size": {size: round(correlation(part), 4) for size, part in by_size.items()},
+        "rank_correlation_by_case": {case: round(correlation(part), 4) for case, part in by_case.items()},
         "mean_memory_error": round(statistics.mean(memory), 4),
         "worst_memory_error": round(max(memory), 4),
-        "searched_over_fastest": {size: round(ratio, 4) for size, ratio in searched_over_fastest.items()},
+        "searched_over_fastest": {case: round(ratio, 4) for case, ratio in searched_over_fastest.items()},
     }
 
 
@@ -308,15 +359,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--turns", type=int, default=7, help="of the searched plan and the fastest ones")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--algorithms", nargs="+", choices=SETTINGS, default=["ppo"])
     parser.add_argument("--keep", type=Path, help="work in this directory, and leave everything there")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         root = arguments.keep or Path(scratch)
         root.mkdir(parents=True, exist_ok=True)
-        print(f"{'size':8} {'plan':26} {'measured':>9} {'predicted':>9} {'error':>7} {'MiB':>7} {'error':>7}")
+        print(
+            f"{'case':14} {'plan':26} {'measured':>9} {'predicted':>9} {'error':>7} {'MiB':>7} {'error':>7}"
+        )
         world, found, ratios = World(root, arguments.steps), [], {}
-        for size in arguments.sizes:
-            rows, ratios[size] = rounds_of(world, size, arguments.rounds, arguments.turns)
+        cases = [
+            size if algorithm == "ppo" else f"{algorithm} {size}"
+            for algorithm in arguments.algorithms
+            for size in arguments.sizes
+        ]
+        for case in cases:
+            rows, ratios[case] = rounds_of(world, case, arguments.rounds, arguments.turns)
             found += rows
     figures = summary(found, ratios)
     print(json.dumps(figures, indent=1))

@@ -1,0 +1,197 @@
+"""What algorithms learn on the demo: each from the SFT model of `make demo`, on two CPU processes.
+
+Those that sample have the demo's reward model and prompts; DPO and KTO have the pairs that the reward model was
+made from, and neither. Each trained model then answers the 320 held-out prompts four times, at temperature 1.
+Reported are the mean score of the demo's judge, which takes no part in training, and its gain over the SFT model;
+the divergence from the SFT model per answer, estimated from the answers; and the seconds of training.
+
+    make demo      # or its first two stages
+    python bench/learning.py [--cases rloo dpo ...] [--json FILE] [--runs DIR] [--cluster 1x2]
+
+Cases that FILE has already are measured again only when they are named.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from reality import realrl
+from results_file import ResultsFile
+
+from realrl.algorithms.policy.inference import LogprobsInference
+from realrl.checkpoint import huggingface
+from realrl.data.batch import Batch, Ragged
+from realrl.data.tokenizer import load_tokenizer
+from realrl.engine.generation.generator import generate
+from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.model import Model, make_unsharded_model
+from realrl.recipe.settings import GenerationConfig
+from realrl.runtime.setup import read_stop_token_ids
+
+DATA, SFT, REWARD = Path("data/demo"), Path("runs/demo/sft/final"), Path("runs/demo/reward/final")
+NEW_TOKENS, ANSWERS = 32, 4
+LEARNT = 0.25
+"""Gain of the judge that every algorithm should reach."""
+
+
+def sampled(algorithm: str, lr: float, *, steps: int, batch: int, **sections: Any) -> dict[str, Any]:
+    """A recipe of an algorithm that samples: the settings of the demo's PPO, and `sections`."""
+    return {
+        "algorithm": algorithm,
+        "data": {
+            "train": str(DATA / "prompts_train.jsonl"),
+            "batch": batch,
+            "max_prompt_tokens": 24,
+            "max_tokens": 64,
+        },
+        "generation": {"max_new_tokens": NEW_TOKENS},
+        "training": {"steps": steps},
+        "models": {
+            "actor": {"path": str(SFT), "optimizer": {"lr": lr, "schedule": "linear"}},
+            "reward": {"path": str(REWARD)},
+        },
+        **sections,
+    }
+
+
+def paired(algorithm: str, lr: float, *, steps: int, batch: int, **sections: Any) -> dict[str, Any]:
+    """A recipe of an algorithm that learns from the pairs."""
+    return {
+        "algorithm": algorithm,
+        "data": {"train": str(DATA / "reward_train.jsonl"), "batch": batch, "max_tokens": 128},
+        "training": {"steps": steps},
+        "models": {
+            "actor": {"path": str(SFT), "optimizer": {"lr": lr, "schedule": "linear", "warmup_steps": 10}}
+        },
+        **sections,
+    }
+
+
+def policy(**settings: Any) -> dict[str, Any]:
+    """Settings of a critic-free policy gradient; all others are the defaults of the algorithm."""
+    return {"minibatches": 4, **settings}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "ppo": sampled("ppo", 1e-4, steps=60, batch=128, ppo={"minibatches": 4, "kl": {"coef": 0.1}}),
+    "grpo": sampled("grpo", 1e-4, steps=50, batch=16, policy={"minibatches": 4}),
+    "dapo": sampled("dapo", 1e-4, steps=50, batch=16, policy={"minibatches": 4}),
+    # At a rate a hundred times that of the paper ratios leave its bounds with the first update.
+    "gspo": sampled(
+        "gspo", 2e-4, steps=60, batch=16, policy={"minibatches": 2, "clip": 3e-3, "clip_high": 4e-3}
+    ),
+    "rloo": sampled("rloo", 1e-4, steps=60, batch=32, policy={"minibatches": 4}),
+    # One answer per prompt makes noisy advantages: larger mini-batches, and a stronger bond to the reference.
+    "reinforce_pp": sampled(
+        "reinforce_pp", 2e-4, steps=80, batch=128, policy={"minibatches": 2, "kl": {"coef": 0.05}}
+    ),
+    "remax": sampled("remax", 2e-4, steps=80, batch=128, policy={"minibatches": 2, "kl": {"coef": 0.05}}),
+    # The likelihood of chosen answers keeps the model from endless ones.
+    "dpo": paired("dpo", 5e-4, steps=240, batch=64, preference={"beta": 0.03, "nll_coef": 0.3}),
+    "kto": paired("kto", 5e-4, steps=220, batch=128, kto={"beta": 0.03, "desirable_weight": 1.33}),
+}
+"""What differs from the defaults of each algorithm."""
+
+
+class Judgement:
+    """What answers to the held-out prompts say of a model."""
+
+    def __init__(self) -> None:
+        sys.path.insert(0, "demo")
+        from judge import vader
+
+        self._judge = vader
+        self._tokenizer = load_tokenizer(str(SFT))
+        self._stop = read_stop_token_ids(self._tokenizer, str(SFT), huggingface.read_shape(SFT).vocab_size)
+        self._reference = load(SFT)
+        lines = (DATA / "prompts_eval.jsonl").read_text(encoding="utf-8").splitlines()
+        bos = [] if self._tokenizer.bos_token_id is None else [self._tokenizer.bos_token_id]
+        texts = [json.loads(line)["prompt"] for line in lines]
+        self._prompts = [bos + self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+    def judge(self, directory: Path) -> dict[str, float]:
+        """Sample answers of a model; its mean score, divergence from the SFT model, and lengths."""
+        rows = Ragged.of([ids for ids in self._prompts for _ in range(ANSWERS)], dtype=torch.int64)
+        batch = generate(
+            load(directory),
+            Batch(tuple(range(len(rows))), {"prompts": rows}),
+            "prompts",
+            sampling=GenerationConfig(max_new_tokens=NEW_TOKENS),
+            stop_token_ids=self._stop,
+            seed=SamplingSeed(1, 0),
+            kv_capacity=65536,
+            samples=ANSWERS,
+        )
+        batch, _ = self._reference.infer(batch, LogprobsInference("ref_logprobs"), max_tokens=8192)
+        log_ratio = sum(self._answer_sum(batch, "logprobs")) - sum(self._answer_sum(batch, "ref_logprobs"))
+        answers = [row[length:] for row, length in self._rows(batch, "sequences")]
+        texts = [self._tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in answers]
+        return {
+            "judge": round(sum(self._judge(texts)) / len(texts), 4),
+            "kl": round(log_ratio / len(texts), 2),
+            "answer_tokens": round(sum(map(len, answers)) / len(texts), 1),
+            "finished": round(float(batch["finished"].values.mean()), 3),
+        }
+
+    @staticmethod
+    def _rows(batch: Batch, key: str) -> list[tuple[torch.Tensor, int]]:
+        return list(zip(batch[key].rows(), batch["prompt_length"].values.long().tolist(), strict=True))
+
+    def _answer_sum(self, batch: Batch, key: str) -> list[float]:
+        return [float(row[length:].sum()) for row, length in self._rows(batch, key)]
+
+
+def load(directory: Path) -> Model:
+    """Load a language model whole."""
+    shape = huggingface.read_shape(directory)
+    model = make_unsharded_model(shape, "lm", dtype=torch.float32, device=torch.device("cpu"))
+    huggingface.load(directory, shape, model.layout.specs, model.parameters)
+    return model
+
+
+def train(name: str, runs: Path, cluster: str) -> float:
+    """Run a case; returns the seconds of the command."""
+    runs.mkdir(parents=True, exist_ok=True)
+    common = {"run_dir": str(runs / name), "overwrite": True, "cluster": cluster, "device": "cpu"}
+    recipe = runs / f"{name}.yaml"
+    recipe.write_text(yaml.safe_dump({**CASES[name], **common}, sort_keys=False))
+    begin = time.perf_counter()
+    realrl("train", recipe)
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--runs", type=Path, default=Path("runs/learning"), help="directory for the runs")
+    parser.add_argument("--cluster", default="1x2")
+    arguments = parser.parse_args()
+    for needed in (SFT, REWARD, DATA / "prompts_eval.jsonl"):
+        if not needed.exists():
+            sys.exit(f"{needed} is missing; make demo makes it")
+    results, judgement = ResultsFile(arguments.json), Judgement()
+    before = judgement.judge(SFT)
+    print(f"{'case':14} {'judge':>6} {'gain':>6} {'KL':>6} {'tokens':>6} {'finished':>8} {'seconds':>8}")
+    print(
+        f"{'SFT':14} {before['judge']:6.3f} {'':6} {'':6} {before['answer_tokens']:6} {before['finished']:8}"
+    )
+    for name in arguments.cases or [name for name in CASES if name not in results.cases]:
+        seconds = train(name, arguments.runs, arguments.cluster)
+        after = judgement.judge(arguments.runs / name / "final")
+        gain = round(after["judge"] - before["judge"], 4)
+        results.add(name, {"gain": gain, **after, "before": before["judge"], "seconds": round(seconds, 1)})
+        print(
+            f"{name:14} {after['judge']:6.3f} {gain:+6.3f} {after['kl']:6} {after['answer_tokens']:6}"
+            f" {after['finished']:8} {seconds:8.1f}{'' if gain >= LEARNT else '  below ' + str(LEARNT)}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

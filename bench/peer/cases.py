@@ -1,0 +1,184 @@
+"""Cases of the comparison with TRL: models, records and lengths that both sides read."""
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from realrl.checkpoint import huggingface
+from realrl.engine.model import make_unsharded_model
+from realrl.families.shape import Head, ModelShape
+from realrl.model.init import initialise
+
+SHAPES = {
+    "5M": ModelShape(
+        vocab_size=4096, hidden_size=256, intermediate_size=704, layers=4, heads=8, kv_heads=4, head_dim=32
+    ),
+    "50M": ModelShape(
+        vocab_size=8192, hidden_size=640, intermediate_size=1728, layers=8, heads=10, kv_heads=5, head_dim=64
+    ),
+}
+PAD, EOS = "<pad>", "<eos>"
+EOS_ID = 1
+GROUP = 8
+PROMPT = {"grpo": 64, "dpo": 32, "reward": 32}
+"""Tokens of a prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Log-normal lengths, cut: most are short, a few long. With `sigma` 0 all are `most`."""
+
+    median: int
+    sigma: float
+    most: int
+
+    def draw(self, rng: random.Random) -> int:
+        """Draw one."""
+        if self.sigma == 0:
+            return self.most
+        return max(4, min(self.most, round(rng.lognormvariate(math.log(self.median), self.sigma))))
+
+
+FIXED = Lengths(median=128, sigma=0, most=128)
+TAILED = Lengths(median=40, sigma=1.0, most=256)
+ANSWERS = Lengths(median=64, sigma=0.7, most=256)
+TEXTS = Lengths(median=64, sigma=0.8, most=512)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One comparison."""
+
+    algorithm: str
+    size: str
+    items: int
+    """Of a step: prompts, pairs or texts."""
+    lengths: Lengths
+    trl_batch: int
+    """TRL's `per_device_train_batch_size`; the rest of a step is accumulated."""
+    trl: Mapping[str, Any]
+    """Further settings of TRL."""
+    micro_batch_tokens: int = 8192
+    """Of realrl."""
+
+    @property
+    def rows(self) -> int:
+        """Rows that TRL takes per step, before it packs them: a pair is one."""
+        return self.items * (GROUP if self.algorithm == "grpo" else 1)
+
+
+def grpo(size: str, items: int, lengths: Lengths, trl_batch: int) -> Case:
+    """Groups of 8, no reference, one optimizer step."""
+    return Case(algorithm="grpo", size=size, items=items, lengths=lengths, trl_batch=trl_batch, trl={})
+
+
+def pairs(algorithm: str, size: str, items: int) -> Case:
+    """Preference pairs."""
+    return Case(algorithm=algorithm, size=size, items=items, lengths=ANSWERS, trl_batch=8, trl={})
+
+
+def sft(size: str, items: int, trl_batch: int, **trl: Any) -> Case:
+    """Texts of which every token is learnt."""
+    return Case(algorithm="sft", size=size, items=items, lengths=TEXTS, trl_batch=trl_batch, trl=trl)
+
+
+PACKED = {"packing": True, "packing_strategy": "bfd", "max_length": 1024}
+WRAPPED = {"packing": True, "packing_strategy": "wrapped", "max_length": 1024}
+
+CASES = {
+    "grpo-5M-fixed": grpo("5M", 8, FIXED, 16),
+    "grpo-5M-tailed": grpo("5M", 8, TAILED, 16),
+    "grpo-50M-fixed": grpo("50M", 4, FIXED, 8),
+    "grpo-50M-tailed": grpo("50M", 4, TAILED, 8),
+    "dpo-5M": pairs("dpo", "5M", 32),
+    "dpo-50M": pairs("dpo", "50M", 8),
+    "reward-5M": pairs("reward", "5M", 32),
+    "reward-50M": pairs("reward", "50M", 8),
+    "sft-5M-padded": sft("5M", 64, 8),
+    "sft-5M-packed": sft("5M", 64, 1, **PACKED),
+    "sft-5M-wrapped": sft("5M", 64, 4, **WRAPPED),
+    "sft-50M-padded": sft("50M", 32, 8),
+    "sft-50M-packed": sft("50M", 32, 1, **PACKED),
+    "sft-50M-wrapped": sft("50M", 32, 2, **WRAPPED),
+}
+
+
+class World:
+    """Files of a case: a model with fresh weights, and records; equal for both sides."""
+
+    @classmethod
+    def of(cls, arguments: Sequence[str]) -> tuple["World", int]:
+        """Make the world that a side's command line names; with the number of its steps."""
+        name, root, steps, *batch = arguments
+        case = replace(CASES[name], trl_batch=int(batch[0])) if batch else CASES[name]
+        return cls(Path(root), case, int(steps)), int(steps)
+
+    def __init__(self, root: Path, case: Case, steps: int) -> None:
+        """Write a model and records below `root`, enough for a number of steps."""
+        self.case = case
+        self.root = root
+        self.shape = SHAPES[self.case.size]
+        head: Head = "scalar" if self.case.algorithm == "reward" else "lm"
+        self.model = root / "model"
+        make_model(self.model, self.shape, head)
+        self.records = root / "records.jsonl"
+        rng = random.Random(1)
+        rows = [self._record(rng) for _ in range(steps * self.case.items)]
+        self.records.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    def answer_lengths(self, step: int) -> list[int]:
+        """Lengths of the answers of a GRPO step, in the order of its samples, end of sequence included.
+
+        Where it is the most that there may be, an answer does not end.
+        """
+        rng = random.Random(1000 + step)
+        return [self.case.lengths.draw(rng) for _ in range(self.case.rows)]
+
+    def count_tokens(self, step: int) -> int:
+        """Count the tokens of a step that are no padding."""
+        case = self.case
+        if case.algorithm == "grpo":
+            return case.rows * PROMPT["grpo"] + sum(self.answer_lengths(step))
+        lines = self.records.read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines[step * case.items : (step + 1) * case.items]]
+        if case.algorithm == "sft":
+            return sum(len(row["text"].split()) + 1 for row in rows)
+        return sum(
+            len(row["prompt"].split()) + len(row[key].split()) + 1
+            for row in rows
+            for key in ("chosen", "rejected")
+        )
+
+    def _record(self, rng: random.Random) -> dict[str, str]:
+        algorithm = self.case.algorithm
+        if algorithm == "sft":
+            # Room for the end of sequence.
+            return {"text": self._words(rng, self.case.lengths.draw(rng) - 1)}
+        record = {"prompt": self._words(rng, PROMPT[algorithm])}
+        if algorithm != "grpo":
+            for key in ("chosen", "rejected"):
+                # The space keeps words apart where prompt and answer are put together as text.
+                record[key] = " " + self._words(rng, self.case.lengths.draw(rng) - 1)
+        return record
+
+    def _words(self, rng: random.Random, count: int) -> str:
+        return " ".join(f"w{rng.randrange(2, self.shape.vocab_size)}" for _ in range(count))
+
+
+def make_model(directory: Path, shape: ModelShape, head: Head) -> None:
+    """Save a model with fresh weights, and a tokenizer for which each word is one token."""
+    vocabulary = {PAD: 0, EOS: EOS_ID, **{f"w{i}": i for i in range(2, shape.vocab_size)}}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token=PAD, eos_token=EOS)
+    model = make_unsharded_model(shape, head, dtype=torch.float32, device=torch.device("cpu"))
+    initialise(model.parameters, model.layout.specs, shape, 1)
+    huggingface.save(directory, shape, head, model.parameters, tokenizer, torch.float32)

@@ -1,0 +1,102 @@
+"""A case as realrl runs it: the training loop of `realrl train`, in one process.
+
+python bench/peer/realrl_side.py CASE DIR STEPS [TRL_BATCH]
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from cases import EOS_ID, PROMPT, World
+from torch import Tensor
+from turns import Turns
+
+from realrl.engine.generation.decode_batch import DecodeBatch
+from realrl.planner.calibration.comparison import Comparison
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.load import load_experiment
+from realrl.runtime.train import MetricsRecord, train
+
+REWARD = Path(__file__).with_name("reward.py")
+
+
+class StepByStep:
+    """Observer of the run that lets it go on when it is its turn."""
+
+    def __init__(self, world: World, turns: Turns) -> None:
+        self._world, self._turns = world, turns
+
+    def begin(self, experiment: Experiment, steps: int) -> None:
+        self._turns.ready()
+
+    def note(self, text: str) -> None:
+        print(text)
+
+    def record(self, record: MetricsRecord) -> None:
+        print(record)
+        self._turns.done(self._world.count_tokens(self._turns.step))
+
+    def costs(self, comparison: Comparison) -> None:
+        pass
+
+    def end(self, run_dir: str, seconds: float) -> None:
+        pass
+
+
+def write_recipe(world: World, steps: int) -> Path:
+    """Write the recipe of a case."""
+    case = world.case
+    model = "reward" if case.algorithm == "reward" else "actor"
+    optimizer = {"lr": 1e-6, "betas": [0.9, 0.999], "schedule": "constant"}
+    longest = case.lengths.most + PROMPT.get(case.algorithm, 0)
+    recipe: dict[str, Any] = {
+        "algorithm": case.algorithm,
+        "run_dir": str(world.root / "run"),
+        "overwrite": True,
+        "cluster": "1x1",
+        "device": "cpu",
+        "micro_batch_tokens": case.micro_batch_tokens,
+        "models": {model: {"path": str(world.model), "optimizer": optimizer}},
+        "data": {
+            "train": str(world.records),
+            "batch": case.items,
+            "max_prompt_tokens": PROMPT.get(case.algorithm, longest),
+            "max_tokens": longest,
+            "shuffle": False,
+        },
+        "training": {"steps": steps},
+    }
+    if case.algorithm == "grpo":
+        recipe["reward"] = f"{REWARD}:reward"
+        recipe["policy"] = {"samples": case.rows // case.items, "kl": {"coef": 0.0}}
+        recipe["generation"] = {"max_new_tokens": case.lengths.most}
+    path = world.root / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False))
+    return path
+
+
+def end_answers(world: World) -> None:
+    """End answers at the lengths of the case, instead of where the model would."""
+    sample = DecodeBatch._sample
+    most = world.case.lengths.most
+
+    def sample_and_end(self: DecodeBatch, logits: Tensor, rows: Tensor, position: int) -> Tensor:
+        tokens = sample(self, logits, rows, position)
+        lengths = torch.tensor(world.answer_lengths(self.seed.step))[self.ids[rows]]
+        tokens = tokens.masked_fill(tokens == EOS_ID, EOS_ID + 1)
+        return tokens.masked_fill((lengths == position + 1) & (lengths < most), EOS_ID)
+
+    DecodeBatch._sample = sample_and_end  # type: ignore[method-assign]
+
+
+def main() -> None:
+    turns = Turns()
+    world, steps = World.of(sys.argv[1:])
+    end_answers(world)
+    train(load_experiment(str(write_recipe(world, steps)), []), StepByStep(world, turns))
+
+
+if __name__ == "__main__":
+    main()
