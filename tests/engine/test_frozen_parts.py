@@ -10,7 +10,6 @@ from typing import cast
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -31,6 +30,7 @@ from realrl.program.memory import Memory, StoredModel
 from realrl.recipe.model import OptimizerConfig
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import Process, wait_to_be_scheduled
+from tests.forked import run_forked
 
 CPU = torch.device("cpu")
 SHAPE = ModelShape(
@@ -212,7 +212,7 @@ def run_rank(rank: int, world: int, store: str, out: str) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_part_learns_what_transformers_learns_and_the_rest_stays(world: int, tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        mp.spawn(run_rank, args=(world, f"{scratch}/store", str(tmp_path / "out")), nprocs=world)
+        run_forked(run_rank, world, world, f"{scratch}/store", str(tmp_path / "out"))
     for rank in range(world):
         for (case, number), found in torch.load(f"{tmp_path}/out-{rank}", weights_only=False).items():
             check(case, placements(world)[number], found)

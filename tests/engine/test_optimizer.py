@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from realrl.engine.flat import FlatBuffer
@@ -16,6 +15,7 @@ from realrl.model.group import Group, make_single_rank_group
 from realrl.recipe.model import OptimizerConfig
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import wait_to_be_scheduled
+from tests.forked import run_forked
 
 # 67 numbers: no shard of 3 ranks ends where a tensor does, and the buffer needs padding.
 TENSORS = tuple(
@@ -107,7 +107,7 @@ def run_rank(rank: int, directory: str) -> None:
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What each of RANKS processes ends with, a file for each."""
     directory = tmp_path_factory.mktemp("ranks")
-    mp.spawn(run_rank, (str(directory),), nprocs=RANKS)
+    run_forked(run_rank, RANKS, str(directory))
     return directory
 
 

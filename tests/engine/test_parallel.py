@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from realrl.algorithms.distillation.config import OfflineDistillationConfig
 from realrl.algorithms.distillation.distributions import DivergenceTrain, TopTeacher
@@ -31,6 +30,7 @@ from realrl.recipe.model import OptimizerConfig
 from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import Process, wait_to_be_scheduled
+from tests.forked import run_forked
 
 CPU = torch.device("cpu")
 SLOW = pytest.mark.slow
@@ -238,7 +238,7 @@ def test_every_strategy_learns_and_samples_as_one_process_does(
     world: int, alone: dict[tuple[str, str], dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        mp.spawn(run_rank, args=(world, f"{scratch}/store", str(tmp_path / "out")), nprocs=world)
+        run_forked(run_rank, world, world, f"{scratch}/store", str(tmp_path / "out"))
     for rank in range(world):
         results = torch.load(f"{tmp_path}/out-{rank}")
         assert len(results) == len(MODELS) * len(placements(world))

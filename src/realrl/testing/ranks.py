@@ -17,6 +17,8 @@ Tokens = dict[str, list[list[int]]]
 """`step/item` -> the sequences that were generated for it, and `step/item prompt` -> how many tokens of each are
 its prompt; evaluations share their step's number."""
 
+PRELOADED = ("realrl.runtime.train", "transformers", __name__)
+"""Modules that processes have imported before they start."""
 PATIENCE = 60.0
 """Seconds after which a run that should have ended is taken to hang."""
 
@@ -61,7 +63,7 @@ def run_on_ranks(
     scratch = recipes[0].parent
     context = multiprocessing.get_context("forkserver")
     # Imported once, in the server, instead of in every process.
-    context.set_forkserver_preload(["realrl.runtime.train", "transformers", __name__])
+    context.set_forkserver_preload([*PRELOADED])
     arguments = [(str(recipe), recipe in renewed, recipe in evaluated) for recipe in recipes]
     processes = [context.Process(target=_rank, args=(rank, size, arguments)) for rank in range(size)]
     ended = True

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from realrl.engine.flat import FlatBuffer
@@ -25,6 +24,7 @@ from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import Process, wait_to_be_scheduled
 from realrl.runtime.worker.agreement import ReallocationError
 from realrl.runtime.worker.reallocation import CHUNK_BYTES, Reallocator, Staging
+from tests.forked import run_forked
 
 RANKS = 8
 CPU = torch.device("cpu")
@@ -293,7 +293,7 @@ def run_rank(rank: int, directory: str) -> None:
 def failures() -> dict[str, list[str]]:
     """What went wrong, by scenario, on any rank."""
     with tempfile.TemporaryDirectory() as directory:
-        mp.spawn(run_rank, args=(directory,), nprocs=RANKS)
+        run_forked(run_rank, RANKS, directory)
         ranks = [torch.load(f"{directory}/{rank}") for rank in range(RANKS)]
     return {
         name: [f"rank {i}: {x}" for i, found in enumerate(ranks) for x in found[name]] for name in SCENARIOS
