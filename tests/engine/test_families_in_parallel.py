@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
 
 from realrl.algorithms.sft.method import SFTInference, SFTTrain
@@ -24,7 +25,6 @@ from realrl.recipe.model import OptimizerConfig
 from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import Process, wait_to_be_scheduled
-from tests.forked import run_forked
 from tests.model.small_models import make_theirs, random_rows
 
 CPU = torch.device("cpu")
@@ -176,4 +176,4 @@ def test_every_family_and_strategy_computes_what_transformers_does() -> None:
     """Logits, log-probabilities, greedy tokens, gradients, their norm, and an optimizer step."""
     references = {family: reference(family) for family in FAMILIES}
     with tempfile.TemporaryDirectory() as scratch:
-        run_forked(run_rank, 2, references, str(Path(scratch) / "store"))
+        mp.spawn(run_rank, args=(references, str(Path(scratch) / "store")), nprocs=2)
