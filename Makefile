@@ -27,7 +27,7 @@ plan-demo: $(STAMP)  ## plans PPO for 70B and 8B models on 128 H100: tables, pla
 		--html runs/plan-demo/plan.html --trace runs/plan-demo/trace.json
 
 test: lint  ## what CI runs
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

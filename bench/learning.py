@@ -1,9 +1,10 @@
 """What algorithms learn on the demo: each from the SFT model of `make demo`, on two CPU processes.
 
-Those that sample have the demo's reward model and prompts; DPO and KTO have the pairs that the reward model was
-made from, and neither. Each trained model then answers the 320 held-out prompts four times, at temperature 1.
-Reported are the mean score of the demo's judge, which takes no part in training, and its gain over the SFT model;
-the divergence from the SFT model per answer, estimated from the answers; and the seconds of training.
+Those that sample have the demo's reward model and prompts. DPO and KTO have answers of the SFT model to the same
+prompts, 32 each, that `realrl generate` has scored once by the same reward model: the best eighth beside the worst.
+Each trained model then answers the 320 held-out prompts four times, at temperature 1. Reported
+are the mean score of the demo's judge, which takes no part in training, and its gain over the SFT model; the
+divergence from the SFT model per answer, estimated from the answers; and the seconds of training.
 
     make demo      # or its first two stages
     python bench/learning.py [--cases rloo dpo ...] [--json FILE] [--runs DIR] [--cluster 1x2]
@@ -35,6 +36,9 @@ from realrl.runtime.setup import read_stop_token_ids
 
 DATA, SFT, REWARD = Path("data/demo"), Path("runs/demo/sft/final"), Path("runs/demo/reward/final")
 NEW_TOKENS, ANSWERS = 32, 4
+SCORED = 32
+"""Scored answers per prompt; the best eighth of those that have ended is paired with the worst."""
+PAIRS, LABELS = "pairs.jsonl", "labels.jsonl"
 LEARNT = 0.25
 """Gain of the judge that every algorithm should reach."""
 
@@ -59,11 +63,13 @@ def sampled(algorithm: str, lr: float, *, steps: int, batch: int, **sections: An
     }
 
 
-def paired(algorithm: str, lr: float, *, steps: int, batch: int, **sections: Any) -> dict[str, Any]:
-    """A recipe of an algorithm that learns from the pairs."""
+def preferring(
+    algorithm: str, data: str, lr: float, *, steps: int, batch: int, **sections: Any
+) -> dict[str, Any]:
+    """A recipe of an algorithm that learns from scored answers, in a file of the directory of runs."""
     return {
         "algorithm": algorithm,
-        "data": {"train": str(DATA / "reward_train.jsonl"), "batch": batch, "max_tokens": 128},
+        "data": {"train": data, "batch": batch, "max_tokens": 128},
         "training": {"steps": steps},
         "models": {
             "actor": {"path": str(SFT), "optimizer": {"lr": lr, "schedule": "linear", "warmup_steps": 10}}
@@ -91,9 +97,8 @@ CASES: dict[str, dict[str, Any]] = {
         "reinforce_pp", 2e-4, steps=80, batch=128, policy={"minibatches": 2, "kl": {"coef": 0.05}}
     ),
     "remax": sampled("remax", 2e-4, steps=80, batch=128, policy={"minibatches": 2, "kl": {"coef": 0.05}}),
-    # The likelihood of chosen answers keeps the model from endless ones.
-    "dpo": paired("dpo", 5e-4, steps=240, batch=64, preference={"beta": 0.03, "nll_coef": 0.3}),
-    "kto": paired("kto", 5e-4, steps=220, batch=128, kto={"beta": 0.03, "desirable_weight": 1.33}),
+    "dpo": preferring("dpo", PAIRS, 3e-4, steps=150, batch=64, preference={"beta": 0.3}),
+    "kto": preferring("kto", LABELS, 8e-4, steps=150, batch=128, kto={"beta": 0.2}),
 }
 """What differs from the defaults of each algorithm."""
 
@@ -154,12 +159,38 @@ def load(directory: Path) -> Model:
     return model
 
 
+def score_answers(runs: Path, cluster: str) -> None:
+    """Sample and score answers of the SFT model, and write the pairs and the labelled answers that they give."""
+    answers = runs / "answers.jsonl"
+    of_sft = ["generate", SFT, "--data", DATA / "prompts_train.jsonl", "--n", SCORED]
+    lengths = ["--min-new-tokens", 4, "--max-new-tokens", 2 * NEW_TOKENS]  # answers of records are not empty
+    realrl(*of_sft, *lengths, "--cluster", cluster, "--reward-model", REWARD, "--out", answers)
+    rows = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
+    pairs, labels = [], []
+    for first in range(0, len(rows), SCORED):
+        # Records end with the end of sequence, so answers that were cut off would teach to end anywhere.
+        finished = [row for row in rows[first : first + SCORED] if row["finished"]]
+        ranked = sorted(finished, key=lambda row: -row["score"])
+        for better, worse in zip(ranked[: len(ranked) // 8], reversed(ranked), strict=False):
+            prompt, chosen, rejected = better["prompt"], better["completion"], worse["completion"]
+            pairs.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+            labels.append({"prompt": prompt, "completion": chosen, "label": True})
+            labels.append({"prompt": prompt, "completion": rejected, "label": False})
+    for name, records in ((PAIRS, pairs), (LABELS, labels)):
+        (runs / name).write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
 def train(name: str, runs: Path, cluster: str) -> float:
     """Run a case; returns the seconds of the command."""
     runs.mkdir(parents=True, exist_ok=True)
     common = {"run_dir": str(runs / name), "overwrite": True, "cluster": cluster, "device": "cpu"}
+    content = {**CASES[name], **common}
+    if content["data"]["train"] in (PAIRS, LABELS):
+        if not (runs / PAIRS).exists():
+            score_answers(runs, cluster)
+        content["data"] = {**content["data"], "train": str(runs / content["data"]["train"])}
     recipe = runs / f"{name}.yaml"
-    recipe.write_text(yaml.safe_dump({**CASES[name], **common}, sort_keys=False))
+    recipe.write_text(yaml.safe_dump(content, sort_keys=False))
     begin = time.perf_counter()
     realrl("train", recipe)
     return time.perf_counter() - begin

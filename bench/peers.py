@@ -50,10 +50,8 @@ class Side:
         root.mkdir()
         self._log = root / "log"
         script = Path(__file__).with_name("peer") / f"{side}_side.py"
-        # Threads that spin while they wait would disturb the other side.
         environment = {
             "OMP_NUM_THREADS": str(threads),
-            "OMP_WAIT_POLICY": "passive",
             "HF_HUB_OFFLINE": "1",
             "KINETO_LOG_LEVEL": "6",
         }

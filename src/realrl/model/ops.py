@@ -1,6 +1,7 @@
 """Arithmetic of the transformer, with gradients that save memory traffic."""
 
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,9 +9,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-ONEDNN = torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
-"""Whether float32 products on a CPU go to oneDNN. Torch would give them to MKL, which takes more
-than twice as long on an AMD processor with AVX-512 (bench/matmul.py)."""
+
+def _made_by_intel() -> bool:
+    """Whether the processor is Intel's own, of which MKL makes full use; without such information, no."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return "GenuineIntel" in (cpuinfo.read_text() if cpuinfo.exists() else platform.processor())
+
+
+ONEDNN = (
+    torch.backends.mkldnn.is_available()
+    and platform.machine() in ("x86_64", "AMD64")
+    and not _made_by_intel()
+)
+"""Whether float32 products on a CPU go to oneDNN. Torch would give them to MKL, which takes more than twice as long
+on an AMD processor with AVX-512 (bench/matmul.py). On an Intel one it is as fast or faster, and oneDNN compiles and
+keeps code for every number of rows, of which generation and packed micro-batches have many."""
 
 
 def matmul_nt(x: Tensor, weight: Tensor) -> Tensor:
