@@ -52,8 +52,8 @@ class PolicyGradientConfig(ReferenceConfig):
     their tokens (`sequence_sum`), of that sum divided by generation.max_new_tokens (`constant`); or the mean over
     all tokens (`token_mean`)."""
     ratio: Literal["token", "sequence_mean", "sequence"] = "token"
-    """Importance ratio: of each token, of the whole answer (`sequence`), or the geometric mean over the tokens of an
-    answer (`sequence_mean`)."""
+    """Importance ratio: of each token, of the whole answer (`sequence`), or the geometric mean over its tokens
+    (`sequence_mean`)."""
     clip: PositiveFloat = 0.2
     """The ratio is clipped from below at 1 - clip."""
     clip_high: PositiveFloat | None = None
