@@ -66,8 +66,10 @@ class Case:
     """TRL's `per_device_train_batch_size`; the rest of a step is accumulated."""
     trl: Mapping[str, Any]
     """Further settings of TRL."""
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: int = 4096
     """Of realrl."""
+    cache_tokens: int = 20480
+    """Of realrl's generation: every answer of a step at once, as with TRL."""
 
     @property
     def rows(self) -> int:

@@ -72,8 +72,25 @@ def write_recipe(world: World, steps: int) -> Path:
         recipe["reward"] = f"{REWARD}:reward"
         recipe["policy"] = {"samples": case.rows // case.items, "kl": {"coef": 0.0}}
         recipe["generation"] = {"max_new_tokens": case.lengths.most}
+        recipe["plan"] = str(write_plan(world))
     path = world.root / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe, sort_keys=False))
+    return path
+
+
+def write_plan(world: World) -> Path:
+    """Write the plan of GRPO: generation has room for more tokens than a micro-batch of training."""
+    case = world.case
+    calls = {"actor.generate": case.cache_tokens, "actor.train": case.micro_batch_tokens}
+    plan = {
+        "cluster": "1x1",
+        "calls": {
+            "reward.function": {"mesh": "0", "dp": 1},
+            **{name: {"mesh": "0", "dp": 1, "micro_batch_tokens": tokens} for name, tokens in calls.items()},
+        },
+    }
+    path = world.root / "plan.yaml"
+    path.write_text(yaml.safe_dump(plan, sort_keys=False))
     return path
 
 

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from realrl.model.forward_only import apply_function
+
 
 def _made_by_intel() -> bool:
     """Whether the processor is Intel's own, of which MKL makes full use; without such information, no."""
@@ -64,7 +66,7 @@ class _Linear(Function):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply x @ weight.T and add the bias, if any. x: [N, K], weight: [M, K], bias: [M] -> [N, M]"""
-    return _Linear.apply(x, weight, bias)
+    return apply_function(_Linear, x, weight, bias)
 
 
 class _RMSNorm(Function):
@@ -95,7 +97,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     # On a CPU torch derives the gradient of its many parts one by one, which takes three times as long and keeps
     # two float32 copies of bfloat16 numbers.
     if x.device.type == "cpu":
-        return _RMSNorm.apply(x, weight, eps)
+        return apply_function(_RMSNorm, x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -119,4 +121,4 @@ class _SwiGLU(Function):
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Compute silu(gate) * up (Shazeer 2020). gate_up: [N, 2 I], gate first -> [N, I]"""
-    return _SwiGLU.apply(gate_up)
+    return apply_function(_SwiGLU, gate_up)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from realrl.families.shape import ModelShape
+from realrl.model.forward_only import apply_function
 
 
 def compute_inverse_frequencies(shape: ModelShape) -> Tensor:
@@ -76,4 +77,4 @@ def apply_rotary_emb(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     qkv: [T, all heads * D]; cos, sin: [T, heads, D] from `build_rotary_tables`.
     """
-    return _ApplyRotaryEmb.apply(qkv, cos, sin)
+    return apply_function(_ApplyRotaryEmb, qkv, cos, sin)

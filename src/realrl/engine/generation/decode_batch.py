@@ -18,6 +18,8 @@ from realrl.recipe.settings import GenerationConfig
 
 Cache = KVCache | SharedPrefixCache
 """Keys and values of a decode batch: of each row, or of each prompt and of each row's own tokens."""
+_NOISE_POSITIONS = 32
+"""Positions whose sampling noise is computed at once: dozens of small operations, whatever their number."""
 
 
 class DecodeBatch:
@@ -163,11 +165,7 @@ class DecodeBatch:
         allowed = logits
         if position < self.sampling.min_new_tokens:
             allowed = logits.index_fill(-1, self.stop_token_ids, -torch.inf)
-        sequences = self.seed.first_sequence + self.ids[rows]
-        positions = torch.full_like(rows, position)
-        seed = self.seed
-        noise = compute_uniform(seed.seed, seed.step, sequences, positions, call=seed.call)
-        tokens, logprobs = sample(allowed, self.sampling, noise)
+        tokens, logprobs = sample(allowed, self.sampling, self._noise(position)[rows])
         temperature = self.model.temperature
         if allowed is not logits or self.sampling.temperature != temperature:
             # Training knows of no forbidden tokens, nor of another temperature in evaluation: log-probabilities are
@@ -176,6 +174,17 @@ class DecodeBatch:
             logprobs = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         self.logprobs[rows, position] = logprobs
         return tokens
+
+    def _noise(self, position: int) -> Tensor:
+        """Compute the sampling noise of all rows at a position, with that of the next ones, at once. [B]"""
+        place = position % _NOISE_POSITIONS
+        if place == 0:
+            seed = self.seed
+            sequences = (seed.first_sequence + self.ids).expand(_NOISE_POSITIONS, -1)
+            positions = torch.arange(position, position + _NOISE_POSITIONS, device=self.ids.device)
+            positions = positions.unsqueeze(-1).expand_as(sequences)
+            self._next_noise = compute_uniform(seed.seed, seed.step, sequences, positions, call=seed.call)
+        return self._next_noise[place]
 
     def _record(self, tokens: Tensor, rows: Tensor, position: int) -> None:
         """Record the sampled tokens of `rows`, and which of them end their sequences."""
