@@ -85,20 +85,20 @@ def policy(**settings: Any) -> dict[str, Any]:
 
 CASES: dict[str, dict[str, Any]] = {
     "ppo": sampled("ppo", 1e-4, steps=60, batch=128, ppo={"minibatches": 4, "kl": {"coef": 0.1}}),
-    "grpo": sampled("grpo", 1e-4, steps=50, batch=16, policy={"minibatches": 4}),
+    "grpo": sampled("grpo", 1e-4, steps=100, batch=16, policy={"minibatches": 4}),
     "dapo": sampled("dapo", 1e-4, steps=50, batch=16, policy={"minibatches": 4}),
     # At a rate a hundred times that of the paper ratios leave its bounds with the first update.
     "gspo": sampled(
         "gspo", 2e-4, steps=60, batch=16, policy={"minibatches": 2, "clip": 3e-3, "clip_high": 4e-3}
     ),
-    "rloo": sampled("rloo", 1e-4, steps=60, batch=32, policy={"minibatches": 4}),
+    "rloo": sampled("rloo", 2e-4, steps=100, batch=32, policy={"minibatches": 4}),
     # One answer per prompt makes noisy advantages: larger mini-batches, and a stronger bond to the reference.
     "reinforce_pp": sampled(
         "reinforce_pp", 2e-4, steps=80, batch=128, policy={"minibatches": 2, "kl": {"coef": 0.05}}
     ),
     "remax": sampled("remax", 2e-4, steps=80, batch=128, policy={"minibatches": 2, "kl": {"coef": 0.05}}),
     "dpo": preferring("dpo", PAIRS, 3e-4, steps=150, batch=64, preference={"beta": 0.3}),
-    "kto": preferring("kto", LABELS, 8e-4, steps=150, batch=128, kto={"beta": 0.2}),
+    "kto": preferring("kto", LABELS, 1e-3, steps=200, batch=128, kto={"beta": 0.1}),
 }
 """What differs from the defaults of each algorithm."""
 
