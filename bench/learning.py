@@ -98,7 +98,7 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "remax": sampled("remax", 2e-4, steps=80, batch=128, policy={"minibatches": 2, "kl": {"coef": 0.05}}),
     "dpo": preferring("dpo", PAIRS, 3e-4, steps=150, batch=64, preference={"beta": 0.3}),
-    "kto": preferring("kto", LABELS, 6e-4, steps=300, batch=128, kto={"beta": 0.3}),
+    "kto": preferring("kto", LABELS, 1e-3, steps=200, batch=128, kto={"beta": 0.1}),
 }
 """What differs from the defaults of each algorithm."""
 
