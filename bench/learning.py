@@ -2,9 +2,9 @@
 
 Those that sample have the demo's reward model and prompts. DPO and KTO have answers of the SFT model to the same
 prompts, 32 each, that `realrl generate` has scored once by the same reward model: the best eighth beside the worst.
-Each trained model then answers the 320 held-out prompts four times, at temperature 1. Reported
-are the mean score of the demo's judge, which takes no part in training, and its gain over the SFT model; the
-divergence from the SFT model per answer, estimated from the answers; and the seconds of training.
+Each trained model then answers the 320 held-out prompts four times, at temperature 1. Reported are the mean score
+of the demo's judge, which takes no part in training, and its gain over the SFT model; the divergence from the SFT
+model per answer, estimated from the answers; and the seconds of training.
 
     make demo      # or its first two stages
     python bench/learning.py [--cases rloo dpo ...] [--json FILE] [--runs DIR] [--cluster 1x2]
@@ -76,11 +76,6 @@ def preferring(
         },
         **sections,
     }
-
-
-def policy(**settings: Any) -> dict[str, Any]:
-    """Settings of a critic-free policy gradient; all others are the defaults of the algorithm."""
-    return {"minibatches": 4, **settings}
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -36,6 +36,8 @@ COS = torch.cat((ANGLES.cos(), ANGLES.cos()), -1)
 SIN = torch.cat((-ANGLES.sin(), ANGLES.sin()), -1)
 
 
+# The processor chooses one library; the other must be right, too.
+@pytest.mark.parametrize("onednn", [False, torch.backends.mkldnn.is_available()])
 @pytest.mark.parametrize(
     ("function", "reference", "inputs"),
     [
@@ -53,11 +55,14 @@ SIN = torch.cat((-ANGLES.sin(), ANGLES.sin()), -1)
     ids=["linear-narrow", "linear-wide", "rms_norm", "swiglu", "apply_rotary_emb"],
 )
 def test_operations_match_reference_values_and_gradients(
-    function, reference, inputs: tuple[Tensor, ...]
+    function, reference, inputs: tuple[Tensor, ...], onednn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ops, "ONEDNN", onednn)
     ours = [x.clone().requires_grad_() for x in inputs]
     theirs = [x.clone().requires_grad_() for x in inputs]
     out, expected = function(*ours), reference(*theirs)
+    with torch.no_grad():  # skips autograd's bookkeeping
+        torch.testing.assert_close(function(*(x.clone() for x in inputs)), out, rtol=0, atol=0)
     torch.testing.assert_close(out, expected)
     upstream = torch.randn_like(expected)
     torch.testing.assert_close(

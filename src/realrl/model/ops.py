@@ -13,7 +13,7 @@ from realrl.model.forward_only import apply_function
 
 
 def _made_by_intel() -> bool:
-    """Whether the processor is Intel's own, of which MKL makes full use; without such information, no."""
+    """Check whether the processor is one of Intel's, for which MKL is tuned; False where nothing tells."""
     cpuinfo = Path("/proc/cpuinfo")
     return "GenuineIntel" in (cpuinfo.read_text() if cpuinfo.exists() else platform.processor())
 

@@ -21,25 +21,16 @@ from realrl.recipe.registry import find_algorithm, list_algorithms
 from tests.cli.mistakes import SENTENCE, recipe_of
 
 
-def fields(cls: type[Settings], prefix: str = "") -> Iterator[tuple[type[Settings], str]]:
-    """Every field of a recipe: the class of its section, and its dotted path."""
+def fields(cls: type[Settings], prefix: str = "") -> Iterator[str]:
+    """The dotted path of every field of a recipe."""
     for name, field in cls.model_fields.items():
-        yield cls, prefix + name
+        yield prefix + name
         inner = section_class(field)
         if inner is not None:
             yield from fields(inner, f"{prefix}{name}.")
 
 
-def fields_of_all_recipes() -> list[tuple[str, str]]:
-    """(algorithm, path); what many recipes have alike, such as the optimizer of a model, with one of them."""
-    found = {}
-    for name in list_algorithms():
-        for cls, path in fields(find_algorithm(name)[0].recipe):
-            found.setdefault((cls, path), (name, path))
-    return list(found.values())
-
-
-FIELDS = fields_of_all_recipes()
+FIELDS = [(name, path) for name in list_algorithms() for path in fields(find_algorithm(name)[0].recipe)]
 WRONG = (
     *("null", "true", "-1", "0", "1", "-0.5", "1.5", "1e30", "1e300", "1e-300", ".nan", ".inf", "-.inf"),
     *("1000000000000000000", "9" * 400, "text", "''", "'3'", "[]", "[1]", "[a, b]", "{}", "{a: 1}", "{1: 2}"),

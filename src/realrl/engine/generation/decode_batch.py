@@ -55,6 +55,7 @@ class DecodeBatch:
         self.lengths = torch.full((count,), limit, device=device)
         self.finished = torch.zeros(count, dtype=torch.bool, device=device)
         self._prompt_recv: PendingRecv | None = None
+        self._noise_ahead = torch.empty(0, dtype=torch.float64, device=device)
 
     def post_prompt_recv(self) -> None:
         """Post the receive of prompts on the last stage, before any other decode batch takes its next step.
@@ -176,15 +177,16 @@ class DecodeBatch:
         return tokens
 
     def _noise(self, position: int) -> Tensor:
-        """Compute the sampling noise of all rows at a position, with that of the next ones, at once. [B]"""
+        """Compute the sampling noise of all rows at a position, [B]; positions come in order, and the noise of the
+        next ones is computed at once."""
         place = position % _NOISE_POSITIONS
         if place == 0:
             seed = self.seed
             sequences = (seed.first_sequence + self.ids).expand(_NOISE_POSITIONS, -1)
             positions = torch.arange(position, position + _NOISE_POSITIONS, device=self.ids.device)
             positions = positions.unsqueeze(-1).expand_as(sequences)
-            self._next_noise = compute_uniform(seed.seed, seed.step, sequences, positions, call=seed.call)
-        return self._next_noise[place]
+            self._noise_ahead = compute_uniform(seed.seed, seed.step, sequences, positions, call=seed.call)
+        return self._noise_ahead[place]
 
     def _record(self, tokens: Tensor, rows: Tensor, position: int) -> None:
         """Record the sampled tokens of `rows`, and which of them end their sequences."""
