@@ -28,6 +28,7 @@ from realrl.runtime.evaluation_run import Opponent, make_opponent
 from realrl.runtime.output.notes import StepNotes, list_data_notes, list_model_notes
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.output.saved import BEST, Checkpoint, find_saved
+from realrl.runtime.output.shared import check_shared
 from realrl.runtime.output.stopped import make_stop_error
 from realrl.runtime.prepare.compile import Compiled, compile_recipe, models, stored_models, with_sizes
 from realrl.runtime.prepare.devices import check_kind
@@ -117,6 +118,7 @@ def train(
             run.load()
         with process.together():
             run.open()
+        check_shared(run.directory.path, process, cluster.nodes)
         run.execute(started)
 
 

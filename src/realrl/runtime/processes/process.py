@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.model.group import Group
@@ -25,6 +26,10 @@ from realrl.runtime.processes.environment import (
     STORE_VARIABLE,
     under_launcher,
 )
+from realrl.runtime.processes.network import limit_silence, use_loopback, use_route
+
+TIMEOUT = timedelta(minutes=30)
+"""Longest that ranks wait for each other."""
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -53,6 +58,7 @@ class Process:
             handle = dist.new_group(sorted(ranks)) if len(ranks) > 1 else None
             if self.rank in ranks:
                 found[ranks] = Group(ranks, ranks.index(self.rank), handle)
+        limit_silence()
         return found
 
     def gather(self, value: Any) -> list[Any]:
@@ -151,15 +157,37 @@ def connect(device: Device) -> Process:
         _follow(int(os.environ[LAUNCHER_VARIABLE]))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        init_method=f"file://{store}" if store else "env://",
+        store=dist.FileStore(store, world) if store else _meet(rank, world),
         rank=rank,
         world_size=world,
-        timeout=timedelta(minutes=30),
+        timeout=TIMEOUT,
     )
     if cuda:
         # NCCL wants every rank at a group's first operation; later ones may be between some of them.
         dist.all_reduce(torch.zeros((), device=place))
-    return Process(rank, world, place, dist.new_group(backend="gloo"))
+    control = dist.new_group(backend="gloo")
+    limit_silence()
+    return Process(rank, world, place, control)
+
+
+def _meet(rank: int, world: int) -> dist.Store:
+    """Meet the other ranks where torchrun says, and choose the network that gloo uses between them."""
+    nodes = world // int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if nodes == 1:
+        use_loopback()
+    found, _, _ = next(rendezvous("env://", rank, world, timeout=TIMEOUT))
+    store: dist.Store = found
+    if nodes > 1:
+        node = rank * nodes // world
+        key = "realrl/address/{}"
+        use_route(
+            nodes,
+            node,
+            os.environ["MASTER_ADDR"],
+            lambda address: store.set(key.format(node), address),
+            lambda other: store.get(key.format(other)).decode(),
+        )
+    return store
 
 
 def wait_to_be_scheduled() -> None:
