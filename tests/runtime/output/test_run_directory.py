@@ -237,7 +237,7 @@ def test_a_full_disk_leaves_what_was_saved_and_is_named(
             raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(huggingface, "save_file", full)
-    recipe = world.recipe("ppo", tmp_path, training__save_every=2)
+    recipe = world.recipe("ppo", tmp_path, checkpoint__every=2)
     assert run_app(["train", str(recipe)]) == 1
     run_dir = tmp_path / "run"
     checkpoints = run_dir / "checkpoints"

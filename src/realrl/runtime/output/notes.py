@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from realrl.algorithms.method import Algorithm
 from realrl.config.words import join
@@ -10,6 +11,8 @@ from realrl.data.order import count_drawn
 from realrl.recipe.algorithm import AlgorithmSpec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import trained_models
+from realrl.runtime.checkpoints.run_state import Restored
+from realrl.runtime.output.earlier import EarlierRun
 from realrl.runtime.output.metric_notes import list_metric_notes
 from realrl.runtime.prepare.compile import models
 
@@ -37,6 +40,20 @@ def list_model_notes(experiment: Experiment, steps: int, fresh: Mapping[str, Seq
                 f"models.{role}.optimizer.warmup_steps={config.optimizer.warmup_steps} is not below the {steps}"
                 " steps of this run, so that the learning rate only rises"
             )
+
+
+def list_resume_notes(earlier: EarlierRun | None, restored: Restored | None) -> Iterator[str]:
+    """Yield notes on what a run continues from."""
+    if earlier is None:
+        return
+    if restored is None:
+        yield "the run in this directory has no checkpoint yet, and starts again from its beginning"
+        return
+    for problem in restored.problems:
+        yield f"a checkpoint cannot be used and was put aside: {problem}"
+    yield f"continues after step {restored.state.step} from {restored.path}"
+    for change in earlier.changed:
+        yield f"changed since: {change}"
 
 
 def describe_mixture(sources: Sequence[SourceCount]) -> str:
@@ -80,6 +97,14 @@ class StepNotes:
                 yield f"step {step}: {text}"
         if step == 1:
             yield from list_metric_notes(self._spec, self._algorithm.graph, metrics, self._evaluated)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Save what later notes depend on."""
+        return {"said": sorted(self._said), "skipped": dict(self._skipped)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` saved."""
+        self._said, self._skipped = set(state["said"]), Counter(state["skipped"])
 
     @property
     def skipped(self) -> dict[str, int]:

@@ -24,7 +24,9 @@ def check_shared(run_dir: Path, process: Process, nodes: int) -> None:
     """
     if nodes == 1:
         return
-    probe = partial_path(run_dir / f"shared-{process.gather(secrets.token_hex(8))[WRITER]}")
+    # The directory need not be there yet.
+    nearest = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir())
+    probe = Path(process.gather(str(partial_path(nearest / f"shared-{secrets.token_hex(8)}")))[WRITER])
     try:
         if process.rank == WRITER:
             probe.touch()
