@@ -102,7 +102,7 @@ class Hosts:
             *(sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", str(hosts), "--nproc-per-node", str(processes), "--max-restarts", str(restarts)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.address(0)}:{PORT}", "--rdzv-id", "test"),
-            *("--rdzv-conf", f"is_host={host == 0},read_timeout=20", "--local-addr", self.address(host)),
+            *("--rdzv-conf", f"is_host={host == 0},read_timeout=300", "--local-addr", self.address(host)),
             *("-m", "realrl", *arguments),
         )
         return self.start(host, command, {"OMP_NUM_THREADS": "1", **variables})

@@ -11,6 +11,7 @@ from realrl.cli.config import config
 from realrl.cli.data import data
 from realrl.cli.eval import eval
 from realrl.cli.generate import generate
+from realrl.cli.launch.command import launchers
 from realrl.cli.plan import plan
 from realrl.cli.profile import profile
 from realrl.cli.report import report
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 for command in (train, plan, profile, show, data, config, eval, generate, tokenizer, report):
     app.command()(command)
+app.add_typer(launchers, name="launch")
 
 
 @app.callback(invoke_without_command=True)

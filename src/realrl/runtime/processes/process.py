@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.model.group import Group
@@ -26,10 +25,8 @@ from realrl.runtime.processes.environment import (
     STORE_VARIABLE,
     under_launcher,
 )
-from realrl.runtime.processes.network import limit_silence, use_loopback, use_route
-
-TIMEOUT = timedelta(minutes=30)
-"""Longest that ranks wait for each other."""
+from realrl.runtime.processes.meeting import TIMEOUT, meet
+from realrl.runtime.processes.network import limit_silence
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -162,7 +159,7 @@ def connect(device: Device) -> Process:
         _follow(int(os.environ[LAUNCHER_VARIABLE]))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        store=dist.FileStore(store, world) if store else _meet(rank, world),
+        store=dist.FileStore(store, world) if store else meet(rank, world),
         rank=rank,
         world_size=world,
         timeout=TIMEOUT,
@@ -173,26 +170,6 @@ def connect(device: Device) -> Process:
     control = dist.new_group(backend="gloo")
     limit_silence()
     return Process(rank, world, place, control)
-
-
-def _meet(rank: int, world: int) -> dist.Store:
-    """Meet the other ranks where torchrun says, and choose the network that gloo uses between them."""
-    nodes = world // int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    if nodes == 1:
-        use_loopback()
-    found, _, _ = next(rendezvous("env://", rank, world, timeout=TIMEOUT))
-    store: dist.Store = found
-    if nodes > 1:
-        node = rank * nodes // world
-        key = "realrl/address/{}"
-        use_route(
-            nodes,
-            node,
-            os.environ["MASTER_ADDR"],
-            lambda address: store.set(key.format(node), address),
-            lambda other: store.get(key.format(other)).decode(),
-        )
-    return store
 
 
 def wait_to_be_scheduled() -> None:
