@@ -59,7 +59,7 @@ def _find_recipe(given: str, overrides: list[str]) -> tuple[str, list[str]]:
     """Find the recipe of a run whose directory is given; UserError where that is no run's."""
     from realrl.config.errors import UserError
     from realrl.config.paths import local_path
-    from realrl.runtime.output.rundir import CONFIG
+    from realrl.runtime.output.saved import CONFIG
 
     directory = local_path(given)
     if not directory.is_dir():

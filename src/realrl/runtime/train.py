@@ -26,17 +26,24 @@ from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.checkpoints.agreement import StepAgreement
 from realrl.runtime.checkpoints.checkpointer import Checkpointer
-from realrl.runtime.checkpoints.contents import Contents
+from realrl.runtime.checkpoints.contents import CheckpointContents
 from realrl.runtime.checkpoints.restore import restore
-from realrl.runtime.checkpoints.run_state import Restored, RunState
 from realrl.runtime.costs import Costs
 from realrl.runtime.evaluate import Evaluation
 from realrl.runtime.evaluation.best import BestEvaluation
 from realrl.runtime.evaluation_run import Opponent, make_opponent
 from realrl.runtime.output.earlier import EarlierRun, find_earlier_run
-from realrl.runtime.output.notes import StepNotes, list_data_notes, list_model_notes, list_resume_notes
+from realrl.runtime.output.notes import (
+    StepNotes,
+    list_data_notes,
+    list_model_notes,
+    list_resume_notes,
+    list_state_notes,
+)
+from realrl.runtime.output.run_state import Restored, RunState
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.output.saved import BEST, find_saved
+from realrl.runtime.output.saved_state import find_saved_state, load_saved_state
 from realrl.runtime.output.stopped import make_stop_error
 from realrl.runtime.prepare.compile import Compiled, compile_recipe, models, stored_models, with_sizes
 from realrl.runtime.prepare.devices import check_kind
@@ -166,6 +173,9 @@ class TrainingRun:
         self.tokenizer = load_shared_tokenizer(experiment)
         self.stop_token_ids = load_stop_token_ids(experiment, self.tokenizer)
         self.algorithm = algorithm = build_algorithm(experiment)
+        self._started_from = None if earlier else find_saved_state(experiment, self.trained)
+        if self._started_from is not None:
+            load_saved_state(algorithm, *self._started_from)
         self.roles = Roles(
             models(experiment),
             get_spec(experiment).heads,
@@ -204,7 +214,7 @@ class TrainingRun:
             self._opponent = make_opponent(experiment, compiled.train.plan, process, groups, origins)
         self.best = BestEvaluation(experiment.evaluation.best)
         self.notes = StepNotes(algorithm, get_spec(experiment))
-        self.contents = Contents(self.roles)
+        self.contents = CheckpointContents(self.roles)
         self.checkpointer = Checkpointer(
             experiment, process, self.contents, self.directory, self._group, self._export
         )
@@ -258,6 +268,7 @@ class TrainingRun:
             self.directory.open_tensorboard()
         notes = [
             *list_resume_notes(self.earlier, self._restored),
+            *list_state_notes(self._started_from),
             *list_data_notes({"train": self.records, "eval": self.eval_records}),
             *list_model_notes(self.experiment, self.steps, {} if self._restored else fresh),
             *list_trained_parts(stored_models(self.experiment, self.compiled.train.graph, self.roles.shapes)),
@@ -438,7 +449,7 @@ class TrainingRun:
             self._save_role(role, self.directory.checkpoint(which, "" if role == self.trained[0] else role))
         state = self._gather_algorithm()
         if self.observer is not None and state:
-            self.directory.write_state(which, {"algorithm": get_spec(self.experiment).name, "state": state})
+            self.directory.write_state(which, get_spec(self.experiment).name, state)
 
     def _export(self, directory: Path) -> None:
         """Write every trained role as a Hugging Face directory of its name."""
