@@ -1,7 +1,6 @@
 """Training loop of one rank."""
 
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -50,7 +49,7 @@ from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.fit.check import check_fit
 from realrl.runtime.prepare.trained_parts import list_trained_parts
 from realrl.runtime.processes.process import Process, connect, resolve_cluster
-from realrl.runtime.processes.signals import end_by_signal, stop_requested
+from realrl.runtime.processes.signals import deferred_termination, end_by_signal, stop_requested
 from realrl.runtime.processes.startup import agree_on_plan, find_least_device
 from realrl.runtime.setup import RecordLoader, load_functions, load_shared_tokenizer, load_stop_token_ids
 from realrl.runtime.step import TrainingSteps
@@ -107,7 +106,7 @@ def train(
     cluster = resolve_cluster(experiment.cluster, experiment.device)
     # Before the ranks meet, where there is nothing to search for: mistakes in a plan need no meeting.
     compiled = None if experiment.plan == SEARCH else compile_recipe(experiment, cluster)
-    with connect(experiment.device) as process:
+    with connect(experiment.device, experiment.launch) as process:
         here = find_least_device(process)
         check_kind(experiment, cluster, here)
         if compiled is None:
@@ -137,12 +136,15 @@ def train(
             run = make(experiment, compiled, process, observer if process.rank == WRITER else None, earlier)
         # Mistakes that show without weights are found before any rank takes minutes to load some.
         run.face_opponent()
+        process.activity.enter("load")
         with process.together():
             run.load()
         run.restore()
         with process.together():
             run.open()
-        run.execute(started)
+        process.publish(run.directory.path)
+        with deferred_termination(experiment.launch.grace_seconds):
+            run.execute(started)
 
 
 class TrainingRun:
@@ -288,16 +290,21 @@ class TrainingRun:
         self._started = started
         if self._restored is not None:
             self._started -= self._restored.state.seconds
+        activity = self.process.activity
+        activity.steps = self.steps
+        activity.enter("train")
         self.worker.start(self.compiled.start[self.process.rank])
         done = 0
         if self._restored is None:
             self._evaluate(0)
         else:
             done = self._restored.state.step
+            activity.done(done)
             self._after_step(done, resumed=True)
         while done < self.steps:
             self._train_step(done)
             done += 1
+            activity.done(done)
             late, stops = self.agreement.learn()
             self._after_step(done, late=late)
             if stops and done < self.steps:
@@ -334,7 +341,7 @@ class TrainingRun:
             self.checkpointer.save(self._make_state(done))
         self.checkpointer.finish()
         self._collect(last=False)
-        end_by_signal(signal.SIGTERM)
+        end_by_signal()
 
     def _make_state(self, done: int) -> RunState:
         """Collect all but tensors that the run continues from after `done` steps."""
@@ -395,7 +402,8 @@ class TrainingRun:
             return
         start = time.monotonic()
         try:
-            result = self.evaluation.run()
+            with self.process.activity.part("eval"):
+                result = self.evaluation.run()
         except UserCodeError as error:
             raise self._saying_what_is_saved(error) from error
         self._evaluated = done
@@ -445,6 +453,10 @@ class TrainingRun:
         The graph's first trained role has the directory's name, others have theirs appended to it. What the
         algorithm has learnt besides, such as the scale of a critic's values, goes into a file beside them.
         """
+        with self.process.activity.part("save"):
+            self._save_models(which)
+
+    def _save_models(self, which: Literal["best"] | None) -> None:
         for role in self.trained:
             self._save_role(role, self.directory.checkpoint(which, "" if role == self.trained[0] else role))
         state = self._gather_algorithm()

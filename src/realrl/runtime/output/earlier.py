@@ -34,6 +34,8 @@ FREE = {
     "training.max_skipped",
     "evaluation",
     "checkpoint",
+    "launch",
+    "trackers",
     "debug",
 }
 """Settings, or whole sections, that make no other recipe of one that is resumed."""

@@ -80,8 +80,8 @@ def find_interruption() -> Interrupted | None:
 def deferred_termination(grace: float) -> Iterator[None]:
     """Have SIGTERM set a flag in the block, `stop_requested`, instead of ending what is under way.
 
-    Where `raise_signals` handles signals, the next signal, or `grace` seconds, end the process at once, and a process
-    that has not ended by itself at the end of the block is interrupted there.
+    Where `raise_signals` handles signals, the next one ends the process at once, as does PATIENCE after `grace`
+    seconds.
     """
     before = signal.getsignal(signal.SIGTERM)
     if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
@@ -98,8 +98,6 @@ def deferred_termination(grace: float) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGTERM, before)
         _deferral.grace = None
-    if _deferral.requested:
-        end_by_signal(signal.SIGTERM)
 
 
 def stop_requested() -> bool:
@@ -159,7 +157,7 @@ def show_cursor() -> None:
 def _end_at_last(reader: int) -> None:
     first = _await_signal(reader, None)
     grace = _deferral.grace if first == signal.SIGTERM else None
-    _await_signal(reader, PATIENCE if grace is None else grace)
+    _await_signal(reader, PATIENCE + (grace or 0.0))
     show_cursor()
     if is_writer():
         message = (
