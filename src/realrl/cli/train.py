@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from realrl.plan.cluster import Cluster
     from realrl.plan.plan import Plan
     from realrl.recipe.experiment import Experiment
+    from realrl.runtime.processes.local_ranks import Start
 
 
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
@@ -44,10 +45,13 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
                 return
             plan = _check(experiment, cluster)
             if cluster.size > 1:
-                from realrl.runtime.processes.launch import launch
+                from realrl.runtime.processes.launch import launch_training
+                from realrl.runtime.processes.local_ranks import Start
 
                 text = None if plan is None else plan.to_text(build_graph(experiment))
-                raise typer.Exit(launch(cluster, ["train", recipe, *overrides], text, run_dir))
+                start = Start(cluster, ["train", recipe, *overrides], text)
+                fewer = partial(_shrink, recipe, overrides, experiment)
+                raise typer.Exit(launch_training(start, experiment.launch, run_dir, fewer))
         from realrl.cli.progress.training import Progress
         from realrl.runtime.train import train as run
 
@@ -59,7 +63,7 @@ def _find_recipe(given: str, overrides: list[str]) -> tuple[str, list[str]]:
     """Find the recipe of a run whose directory is given; UserError where that is no run's."""
     from realrl.config.errors import UserError
     from realrl.config.paths import local_path
-    from realrl.runtime.output.rundir import CONFIG
+    from realrl.runtime.output.saved import CONFIG
 
     directory = local_path(given)
     if not directory.is_dir():
@@ -99,6 +103,37 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
                 interrupted.saved = saved.describe(experiment.training.steps)
         if is_writer() and run_dir() is not None:
             remove_partial(directory.path)
+
+
+def _shrink(recipe: str, overrides: list[str], experiment: "Experiment", devices: int) -> "Start | None":
+    """Find how a run goes on with at most so many devices of this machine; None where it cannot.
+
+    The plan is that of the recipe where it is a preset or a search, and else a search.
+    """
+    from realrl.config.errors import UserError
+    from realrl.plan.presets import PRESETS, SEARCH
+    from realrl.recipe.graphs import build_graph
+    from realrl.recipe.load import load_experiment
+    from realrl.runtime.processes.local_ranks import Start
+
+    kind = experiment.cluster.rpartition(":")[0]
+    named = experiment.plan in (*PRESETS, SEARCH)
+    for size in range(devices, experiment.launch.min_devices - 1, -1):
+        changes = [f"cluster={kind and kind + ':'}1x{size}", *([] if named else [f"plan={SEARCH}"])]
+        arguments = [*overrides, *changes]
+        try:
+            changed = load_experiment(recipe, arguments)
+            plan = _check(changed, find_cluster(changed))
+        except UserError as error:
+            typer.echo(f"note: the run cannot go on with {size} devices: {error}", err=True)
+            continue
+        if not named:
+            typer.echo(
+                f"note: {experiment.plan} is for other devices; a plan is searched for {size}", err=True
+            )
+        text = None if plan is None else plan.to_text(build_graph(changed))
+        return Start(find_cluster(changed), ["train", recipe, *arguments], text)
+    return None
 
 
 def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":

@@ -11,6 +11,7 @@ from realrl.config.words import join
 from realrl.recipe.checkpoint import CheckpointConfig, Resume
 from realrl.recipe.data import DataConfig, TrainingConfig
 from realrl.recipe.evaluation import EvaluationConfig
+from realrl.recipe.launch import LaunchConfig
 
 
 class DebugConfig(Settings):
@@ -84,6 +85,7 @@ class Experiment(Settings):
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    launch: LaunchConfig = LaunchConfig()
     debug: DebugConfig = DebugConfig()
     models: Models
     """The model of each role."""

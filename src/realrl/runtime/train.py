@@ -1,7 +1,6 @@
 """Training loop of one rank."""
 
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,17 +25,24 @@ from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.checkpoints.agreement import StepAgreement
 from realrl.runtime.checkpoints.checkpointer import Checkpointer
-from realrl.runtime.checkpoints.contents import Contents
+from realrl.runtime.checkpoints.contents import CheckpointContents
 from realrl.runtime.checkpoints.restore import restore
-from realrl.runtime.checkpoints.run_state import Restored, RunState
 from realrl.runtime.costs import Costs
 from realrl.runtime.evaluate import Evaluation
 from realrl.runtime.evaluation.best import BestEvaluation
 from realrl.runtime.evaluation_run import Opponent, make_opponent
 from realrl.runtime.output.earlier import EarlierRun, find_earlier_run
-from realrl.runtime.output.notes import StepNotes, list_data_notes, list_model_notes, list_resume_notes
+from realrl.runtime.output.notes import (
+    StepNotes,
+    list_data_notes,
+    list_model_notes,
+    list_resume_notes,
+    list_state_notes,
+)
+from realrl.runtime.output.run_state import Restored, RunState
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.output.saved import BEST, find_saved
+from realrl.runtime.output.saved_state import find_saved_state, load_saved_state
 from realrl.runtime.output.shared import check_shared
 from realrl.runtime.output.stopped import make_stop_error
 from realrl.runtime.prepare.compile import Compiled, compile_recipe, models, stored_models, with_sizes
@@ -44,7 +50,7 @@ from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.fit.check import check_fit
 from realrl.runtime.prepare.trained_parts import list_trained_parts
 from realrl.runtime.processes.process import Process, connect, resolve_cluster
-from realrl.runtime.processes.signals import end_by_signal, stop_requested
+from realrl.runtime.processes.signals import deferred_termination, end_by_signal, stop_requested
 from realrl.runtime.processes.startup import agree_on_plan, find_least_device
 from realrl.runtime.setup import RecordLoader, load_functions, load_shared_tokenizer, load_stop_token_ids
 from realrl.runtime.step import TrainingSteps
@@ -101,7 +107,7 @@ def train(
     cluster = resolve_cluster(experiment.cluster, experiment.device)
     # Before the ranks meet, where there is nothing to search for: mistakes in a plan need no meeting.
     compiled = None if experiment.plan == SEARCH else compile_recipe(experiment, cluster)
-    with connect(experiment.device) as process:
+    with connect(experiment.device, experiment.launch) as process:
         here = find_least_device(process)
         check_kind(experiment, cluster, here)
         if compiled is None:
@@ -132,12 +138,15 @@ def train(
         check_shared(run.directory.path, process, cluster.nodes)
         # Mistakes that show without weights are found before any rank takes minutes to load some.
         run.face_opponent()
+        process.activity.enter("load")
         with process.together():
             run.load()
         run.restore()
         with process.together():
             run.open()
-        run.execute(started)
+        process.publish(run.directory.path)
+        with deferred_termination(experiment.launch.grace_seconds):
+            run.execute(started)
 
 
 class TrainingRun:
@@ -168,6 +177,9 @@ class TrainingRun:
         self.tokenizer = load_shared_tokenizer(experiment)
         self.stop_token_ids = load_stop_token_ids(experiment, self.tokenizer)
         self.algorithm = algorithm = build_algorithm(experiment)
+        self._started_from = None if earlier else find_saved_state(experiment, self.trained)
+        if self._started_from is not None:
+            load_saved_state(algorithm, *self._started_from)
         self.roles = Roles(
             models(experiment),
             get_spec(experiment).heads,
@@ -206,7 +218,7 @@ class TrainingRun:
             self._opponent = make_opponent(experiment, compiled.train.plan, process, groups, origins)
         self.best = BestEvaluation(experiment.evaluation.best)
         self.notes = StepNotes(algorithm, get_spec(experiment))
-        self.contents = Contents(self.roles)
+        self.contents = CheckpointContents(self.roles)
         self.checkpointer = Checkpointer(
             experiment, process, self.contents, self.directory, self._group, self._export
         )
@@ -260,6 +272,7 @@ class TrainingRun:
             self.directory.open_tensorboard()
         notes = [
             *list_resume_notes(self.earlier, self._restored),
+            *list_state_notes(self._started_from),
             *list_data_notes({"train": self.records, "eval": self.eval_records}),
             *list_model_notes(self.experiment, self.steps, {} if self._restored else fresh),
             *list_trained_parts(stored_models(self.experiment, self.compiled.train.graph, self.roles.shapes)),
@@ -279,16 +292,21 @@ class TrainingRun:
         self._started = started
         if self._restored is not None:
             self._started -= self._restored.state.seconds
+        activity = self.process.activity
+        activity.steps = self.steps
+        activity.enter("train")
         self.worker.start(self.compiled.start[self.process.rank])
         done = 0
         if self._restored is None:
             self._evaluate(0)
         else:
             done = self._restored.state.step
+            activity.done(done)
             self._after_step(done, resumed=True)
         while done < self.steps:
             self._train_step(done)
             done += 1
+            activity.done(done)
             late, stops = self.agreement.learn()
             self._after_step(done, late=late)
             if stops and done < self.steps:
@@ -325,7 +343,7 @@ class TrainingRun:
             self.checkpointer.save(self._make_state(done))
         self.checkpointer.finish()
         self._collect(last=False)
-        end_by_signal(signal.SIGTERM)
+        end_by_signal()
 
     def _make_state(self, done: int) -> RunState:
         """Collect all but tensors that the run continues from after `done` steps."""
@@ -386,7 +404,8 @@ class TrainingRun:
             return
         start = time.monotonic()
         try:
-            result = self.evaluation.run()
+            with self.process.activity.part("eval"):
+                result = self.evaluation.run()
         except UserCodeError as error:
             raise self._saying_what_is_saved(error) from error
         self._evaluated = done
@@ -436,11 +455,15 @@ class TrainingRun:
         The graph's first trained role has the directory's name, others have theirs appended to it. What the
         algorithm has learnt besides, such as the scale of a critic's values, goes into a file beside them.
         """
+        with self.process.activity.part("save"):
+            self._save_models(which)
+
+    def _save_models(self, which: Literal["best"] | None) -> None:
         for role in self.trained:
             self._save_role(role, self.directory.checkpoint(which, "" if role == self.trained[0] else role))
         state = self._gather_algorithm()
         if self.observer is not None and state:
-            self.directory.write_state(which, {"algorithm": get_spec(self.experiment).name, "state": state})
+            self.directory.write_state(which, get_spec(self.experiment).name, state)
 
     def _export(self, directory: Path) -> None:
         """Write every trained role as a Hugging Face directory of its name."""

@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 
 from realrl.cli.app import run_app
-from tests.conftest import World
+from tests.conftest import FORMS, World
 from tests.runtime.checkpoints.interrupted import interrupt
 
 Weights = dict[str, Any]
@@ -33,7 +33,8 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 def write_recipe(world: World, algorithm: str, directory: Path, **changes: Any) -> Path:
     """A recipe of 5 steps with evaluations and a checkpoint after every step."""
     directory.mkdir(exist_ok=True)
-    more = {"data__eval": str(world.root / f"{algorithm}.jsonl"), "evaluation__every": 2}
+    records = world.root / f"{FORMS.get(algorithm, 'ppo')}.jsonl"
+    more = {"data__eval": str(records), "evaluation__every": 2}
     return world.recipe(algorithm, directory, checkpoint__every=1, checkpoint__keep=10, **{**more, **changes})
 
 

@@ -33,7 +33,7 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float1
 """Dtypes that tensors of a checkpoint may have, by name."""
 
 
-def check_state(directory: Path, manifest: Manifest, tensors: State) -> None:
+def check_tensors(directory: Path, manifest: Manifest, tensors: State) -> None:
     """Check that a checkpoint has tensors of these names and shapes; else CheckpointError."""
     for name, pieces in tensors.items():
         stored = manifest.tensors.get(name)
@@ -50,7 +50,7 @@ def check_state(directory: Path, manifest: Manifest, tensors: State) -> None:
 def read_state(
     directory: Path, manifest: Manifest, tensors: State, *, group: dist.ProcessGroup | None
 ) -> None:
-    """Fill this rank's `tensors`, which `check_state` has accepted, with their values, converted to their dtypes.
+    """Fill this rank's `tensors`, which `check_tensors` has accepted, with their values, converted to their dtypes.
 
     Every rank of `group` calls this, or the only one, without a group. Each box that is read is compared with its
     checksum first. CheckpointError, on all ranks, where one of them cannot read its part; what was read until then

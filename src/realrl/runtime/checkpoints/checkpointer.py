@@ -14,9 +14,9 @@ from realrl.checkpoint.state.writer import write_state
 from realrl.config.files import partial_path
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
-from realrl.runtime.checkpoints.contents import Contents
-from realrl.runtime.checkpoints.retention import is_among_best, prune, read_metrics, write_metric
-from realrl.runtime.checkpoints.run_state import RunState
+from realrl.runtime.checkpoints.contents import CheckpointContents
+from realrl.runtime.checkpoints.retention import is_among_best, prune, read_best_metrics, write_metric
+from realrl.runtime.output.run_state import RunState
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.processes.process import Process
 
@@ -32,7 +32,7 @@ class Checkpointer:
         self,
         experiment: Experiment,
         process: Process,
-        contents: Contents,
+        contents: CheckpointContents,
         directory: RunDirectory,
         group: dist.ProcessGroup | None,
         export: Callable[[Path], None],
@@ -102,7 +102,7 @@ class Checkpointer:
         """Tell whether models so good are among those that are kept as the best ones. Asked on one rank."""
         if self._best is None or not self._settings.keep_best:
             return False
-        others = read_metrics(self._directory.path, self._best)
+        others = read_best_metrics(self._directory.path, self._best)
         return is_among_best(value, others, self._best, self._settings.keep_best)
 
     def keep_best(self, value: float) -> None:

@@ -16,7 +16,7 @@ PARAMETERS = "parameters"
 """Kind of the tensors ROLE/KIND/NAME that are a model's; others are those of its optimizer state."""
 
 
-class Contents:
+class CheckpointContents:
     """Tensors of all roles that steps change, as this rank holds them. Frozen parts of such a role belong to it."""
 
     def __init__(self, roles: Roles) -> None:

@@ -6,15 +6,15 @@ from pathlib import Path
 import torch.distributed as dist
 
 from realrl.checkpoint.state.manifest import CheckpointError, Manifest, read_manifest
-from realrl.checkpoint.state.reader import check_state, read_state
+from realrl.checkpoint.state.reader import check_tensors, read_state
 from realrl.config.errors import UserError
-from realrl.runtime.checkpoints.contents import Contents
-from realrl.runtime.checkpoints.run_state import Restored, RunState
+from realrl.runtime.checkpoints.contents import CheckpointContents
+from realrl.runtime.output.run_state import Restored, RunState
 from realrl.runtime.processes.process import Process
 
 
 def restore(
-    paths: Sequence[Path], contents: Contents, process: Process, group: dist.ProcessGroup | None
+    paths: Sequence[Path], contents: CheckpointContents, process: Process, group: dist.ProcessGroup | None
 ) -> Restored:
     """Load the first of several checkpoints, the latest of which comes first, that all ranks can read.
 
@@ -26,7 +26,7 @@ def restore(
         tensors = contents.list_loaded()
         try:
             manifest, state = _open(path)
-            check_state(path, manifest, tensors)
+            check_tensors(path, manifest, tensors)
         except CheckpointError as error:
             problem = str(error)
         problem = _agree(problem, process)

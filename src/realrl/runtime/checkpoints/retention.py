@@ -21,7 +21,7 @@ def write_metric(run_dir: Path, step: int, best: BestConfig, value: float) -> No
     write_whole(checkpoint_path(run_dir, step) / METRIC, text)
 
 
-def read_metrics(run_dir: Path, best: BestConfig) -> dict[int, float]:
+def read_best_metrics(run_dir: Path, best: BestConfig) -> dict[int, float]:
     """Read how good the models of checkpoints are, by steps, where they were evaluated by this metric."""
     values = {}
     for step, path in list_checkpoints(run_dir).items():
@@ -55,7 +55,7 @@ def choose_kept(
 def prune(run_dir: Path, settings: CheckpointConfig, best: BestConfig | None) -> None:
     """Delete checkpoints that are not kept; OSError."""
     found = list_checkpoints(run_dir)
-    metrics = {} if best is None else read_metrics(run_dir, best)
+    metrics = {} if best is None else read_best_metrics(run_dir, best)
     for step in found.keys() - choose_kept([*found], settings, best, metrics):
         delete_checkpoint(found[step])
 

@@ -12,8 +12,8 @@ from realrl.config.explain import brief
 from realrl.config.yaml_file import read_yaml
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.output.history import HISTORY, read_history
-from realrl.runtime.output.rundir import CONFIG, RunDirectory
-from realrl.runtime.output.saved import BEST, SUMMARY, list_checkpoints
+from realrl.runtime.output.rundir import RunDirectory
+from realrl.runtime.output.saved import BEST, CONFIG, SUMMARY, list_checkpoints
 from realrl.runtime.processes.environment import find_job, restart_count
 
 FREE = {
@@ -34,6 +34,8 @@ FREE = {
     "training.max_skipped",
     "evaluation",
     "checkpoint",
+    "launch",
+    "trackers",
     "debug",
 }
 """Settings, or whole sections, that make no other recipe of one that is resumed."""

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from realrl.algorithms.method import Algorithm
@@ -11,9 +12,9 @@ from realrl.data.order import count_drawn
 from realrl.recipe.algorithm import AlgorithmSpec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import trained_models
-from realrl.runtime.checkpoints.run_state import Restored
 from realrl.runtime.output.earlier import EarlierRun
 from realrl.runtime.output.metric_notes import list_metric_notes
+from realrl.runtime.output.run_state import Restored
 from realrl.runtime.prepare.compile import models
 
 
@@ -54,6 +55,16 @@ def list_resume_notes(earlier: EarlierRun | None, restored: Restored | None) -> 
     yield f"continues after step {restored.state.step} from {restored.path}"
     for change in earlier.changed:
         yield f"changed since: {change}"
+
+
+def list_state_notes(found: tuple[Path, Mapping[str, Any]] | None) -> Iterator[str]:
+    """Yield a note on the state that an algorithm starts from, and the file that has it."""
+    if found is not None:
+        file, state = found
+        values = ", ".join(
+            f"{name}={value:g}" for name, value in state.items() if isinstance(value, int | float)
+        )
+        yield f"the algorithm goes on from {file} ({values})"
 
 
 def describe_mixture(sources: Sequence[SourceCount]) -> str:

@@ -21,12 +21,13 @@ from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import dump_experiment
 from realrl.recipe.sources import list_sources
-from realrl.runtime.checkpoints.run_state import Restored
 from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
 from realrl.runtime.output.history import HISTORY, add_start, describe_start
 from realrl.runtime.output.rows import replace_infinite, write_rows
+from realrl.runtime.output.run_state import Restored
 from realrl.runtime.output.saved import (
     BEST,
+    CONFIG,
     METRICS,
     SUMMARY,
     Checkpoint,
@@ -34,8 +35,9 @@ from realrl.runtime.output.saved import (
     find_saved,
     list_checkpoints,
 )
+from realrl.runtime.output.saved_state import name_state_file
 
-CONFIG, PLAN, PROGRAMS = "config.yaml", "plan.yaml", "programs"
+PLAN, PROGRAMS = "plan.yaml", "programs"
 """Files of every run's directory. A directory without them is not ours and never deleted."""
 CODE = "code"
 """Directory of copies of the files with code that the recipe names, each by the name of its setting."""
@@ -212,12 +214,11 @@ class RunDirectory:
             if self._board is not None:
                 self._board.close()
 
-    def write_state(self, which: Checkpoint, state: Mapping[str, Any]) -> None:
-        """Write an algorithm's own state beside saved models; RunError when that fails."""
-        path = self.checkpoint(which)
-        file = path.with_name(f"{path.name}-state.json")
+    def write_state(self, which: Checkpoint, algorithm: str, state: Mapping[str, Any]) -> None:
+        """Write the state of an algorithm of this name beside saved models; RunError when that fails."""
+        file = name_state_file(self.checkpoint(which))
         with self.writing(file):
-            write_whole(file, json.dumps(state, indent=2) + "\n")
+            write_whole(file, json.dumps({"algorithm": algorithm, "state": state}, indent=2) + "\n")
 
     def drop_best(self) -> None:
         """Remove the note on the best evaluation while its models are replaced."""

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Literal
 
 from realrl.checkpoint.state.manifest import is_checkpoint
+from realrl.config.errors import UserError
 from realrl.config.files import PARTIAL
 
-METRICS, CHECKPOINTS, SUMMARY = "metrics.jsonl", "checkpoints", "summary.json"
+CONFIG, METRICS, CHECKPOINTS, SUMMARY = "config.yaml", "metrics.jsonl", "checkpoints", "summary.json"
+
+_NAME = r"step-(\d{6,12})"
+"""Names of checkpoints."""
 
 BEST: Literal["best"] = "best"
 """Models of the best evaluation, and the start of the names of what lies beside them."""
@@ -58,10 +62,23 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
     """List the whole checkpoints of a run by the training steps before them, the latest one first."""
     found = {}
     for path in (run_dir / CHECKPOINTS).glob("step-*"):
-        number = re.fullmatch(r"step-(\d{6,12})", path.name)
+        number = re.fullmatch(_NAME, path.name)
         if number is not None and is_checkpoint(path):
             found[int(number[1])] = path
     return dict(sorted(found.items(), reverse=True))
+
+
+def find_run_of(path: Path) -> tuple[Path, int | None]:
+    """Find the run of a directory: a run's itself, or that of one of its checkpoints, with the steps before it.
+
+    UserError where it is neither.
+    """
+    number = re.fullmatch(_NAME, path.name)
+    if number is not None and path.parent.name == CHECKPOINTS and path.is_dir():
+        return path.parent.parent, int(number[1])
+    if not (path / CONFIG).is_file():
+        raise UserError(f"{path} is no directory of a run, nor a checkpoint of one")
+    return path, None
 
 
 def find_saved(run_dir: Path, trained: Sequence[str]) -> Saved:
