@@ -203,10 +203,10 @@ def kubernetes(
 def _check(pattern: str, option: str, value: str, accepted: str) -> None:
     """Check the value of an option; else UserError."""
     from realrl.config.errors import UserError
-    from realrl.config.explain import brief
+    from realrl.config.explain import shorten
 
     if not re.fullmatch(pattern, value):
-        raise UserError(f"{option} {brief(value)}: it must be {accepted}")
+        raise UserError(f"{option} {shorten(value)}: it must be {accepted}")
 
 
 def _write(text: str, out: str | None) -> None:

@@ -89,11 +89,11 @@ def make_job(
 def check_name(name: str) -> str:
     """Check a name for Slurm and Kubernetes alike, and return it; else UserError."""
     from realrl.config.errors import UserError
-    from realrl.config.explain import brief
+    from realrl.config.explain import shorten
 
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?", name):
         raise UserError(
-            f"--name {brief(name)}: it must have at most 50 lower-case letters, digits and hyphens, a letter first"
+            f"--name {shorten(name)}: it must have at most 50 lower-case letters, digits and hyphens, a letter first"
             " and no hyphen last"
         )
     return name
