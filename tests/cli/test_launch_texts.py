@@ -1,4 +1,4 @@
-"""What `realrl launch` writes is understood by shells and YAML, and asks for the nodes and devices of the recipe."""
+"""What `realrl launch` writes is understood by shells and YAML, and asks for the recipe's nodes and devices."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ import yaml
 from realrl.cli.app import run_app
 
 RECIPE = "recipes/8_gpus/ppo_7b.yaml"
-AWKWARD = "run_dir=runs/it's $(HOME) `x` \"y\""
+AWKWARD = 'run_dir=runs/it\'s $(HOME) `x` "y"'
 
 
 def write(path: Path, kind: str, *arguments: str) -> str:
@@ -81,8 +81,14 @@ def test_torchrun_is_told_each_nodes_address(capsys: pytest.CaptureFixture[str])
     ("arguments", "message"),
     [
         (("slurm", "cluster=auto"), "cluster=auto does not say how many nodes the job has"),
-        (("kubernetes", "cluster=2x8", "overwrite=true"), "overwrite=true: a pod that is started again would"),
-        (("slurm", "cluster=2x8", "resume=never"), "resume=never: a job that is started again could not go on"),
+        (
+            ("kubernetes", "cluster=2x8", "overwrite=true"),
+            "overwrite=true: a pod that is started again would",
+        ),
+        (
+            ("slurm", "cluster=2x8", "resume=never"),
+            "resume=never: a job that is started again could not go on",
+        ),
         (("slurm", "cluster=h100:2x8", "device=cpu"), "names h100, but device=cpu"),
         (("slurm", "cluster=2x8", "device=cpu", "--gpu-type", "h100"), "the recipe computes on CPUs"),
         (("slurm", "cluster=2x8", "--time", "soon"), "--time soon: it must be a time as sbatch takes it"),
@@ -90,7 +96,10 @@ def test_torchrun_is_told_each_nodes_address(capsys: pytest.CaptureFixture[str])
         (("slurm", "cluster=2x8", "--name", "A_b"), "--name A_b: it must have at most 50 lower-case letters"),
         (("torchrun", "cluster=2x8", "--address", "a"), "--address was given 1 times, but the recipe has 2"),
         (("kubernetes", "cluster=2x8", "--memory", "much"), "--memory much: it must be an amount"),
-        (("kubernetes", "cluster=2x8", "--directory", "runs"), "--directory runs: it must be an absolute path"),
+        (
+            ("kubernetes", "cluster=2x8", "--directory", "runs"),
+            "--directory runs: it must be an absolute path",
+        ),
     ],
 )
 def test_mistakes_are_one_message(

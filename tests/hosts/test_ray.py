@@ -15,17 +15,19 @@ import pytest
 from realrl.cli.app import run_app
 from tests.conftest import World, read_metrics
 
-needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: pip install -e '.[ray]'")
+needs_ray = pytest.mark.skipif(
+    find_spec("ray") is None, reason="ray is not installed: pip install -e '.[ray]'"
+)
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[None]:
-    """Two nodes of a Ray cluster on this machine, with two CPUs each."""
+    """Two nodes of a Ray cluster on this machine, with a CPU each."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
     for _ in range(2):
-        cluster.add_node(num_cpus=2, num_gpus=0, object_store_memory=80 * 2**20, include_dashboard=False)
+        cluster.add_node(num_cpus=1, num_gpus=0, object_store_memory=80 * 2**20, include_dashboard=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", cluster.address)
         yield
@@ -68,7 +70,10 @@ def test_ranks_on_ray_learn_the_same_although_one_dies(nodes: None, world: World
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"cluster": "3x1"}, "cluster=3x1 needs 3 nodes with 1 CPUs each; the nodes of the Ray cluster have 2, 2"),
+        (
+            {"cluster": "3x1"},
+            "cluster=3x1 needs 3 nodes with 1 CPUs each; the nodes of the Ray cluster have 1, 1",
+        ),
         ({"cluster": "2x1", "data__train": "/no/such.jsonl"}, "data.train=/no/such.jsonl"),
     ],
 )
@@ -84,7 +89,11 @@ def test_mistakes_are_one_message_of_a_run_on_ray(
 
 @pytest.mark.parametrize("cluster", ["2x1", "auto"])
 def test_a_run_on_ray_needs_ray_and_a_cluster(
-    cluster: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cluster: str,
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("realrl.runtime.launchers.on_ray.find_spec", lambda _: None)
     assert run_app(["train", str(world.recipe("ppo", tmp_path, cluster=cluster, launch__by="ray"))]) == 2

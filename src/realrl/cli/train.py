@@ -61,9 +61,7 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
             run(experiment, progress)
 
 
-def _train_on_ray(
-    experiment: "Experiment", arguments: list[str], run_dir: Callable[[], Path | None]
-) -> int:
+def _train_on_ray(experiment: "Experiment", arguments: list[str], run_dir: Callable[[], Path | None]) -> int:
     """Train on the nodes of a Ray cluster; return the exit status. Ranks find a plan and check that it fits."""
     from realrl.checkpoint.sources import check_trainable
     from realrl.config.errors import UserError
@@ -77,7 +75,9 @@ def _train_on_ray(
 
     cluster = written_cluster(experiment.cluster)
     if cluster is None:
-        raise UserError("launch.by=ray: cluster=auto does not say how many nodes to take; set it, for example to 2x8")
+        raise UserError(
+            "launch.by=ray: cluster=auto does not say how many nodes to take; set it, for example, to 2x8"
+        )
     earlier = find_earlier_run(experiment)
     if earlier is not None and earlier.finished:
         typer.echo(f"run_dir={experiment.run_dir} holds this run, which is done", err=True)

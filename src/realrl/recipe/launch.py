@@ -11,8 +11,8 @@ class LaunchConfig(Settings):
     """What starts the processes of a run, and what becomes of it when they fail."""
 
     by: Literal["local", "ray"] = "local"
-    """What starts a process for each device: `local` on this machine; `ray` on the nodes of a Ray cluster, which has
-    to run already. Under torchrun, in whatever way that was started, it says nothing."""
+    """What starts a process for each device: `local` on this machine; `ray` on the nodes of a Ray cluster,
+    which has to run already. It says nothing under torchrun, in whatever way that was started."""
 
     freeze_seconds: float = Field(default=30.0, ge=2, le=86_400)
     """Seconds without a sign of life after which a process is taken to be frozen, and the run fails. A process that

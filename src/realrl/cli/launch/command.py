@@ -10,12 +10,13 @@ import typer
 from realrl.cli.recipe import Overrides, Recipe
 
 launchers = typer.Typer(
-    help="Write what starts a recipe on several nodes: commands for torchrun, a Slurm script, a Kubernetes manifest.",
+    help="Write what starts a recipe on several nodes: torchrun's commands, a Slurm script, a Kubernetes manifest.",
     no_args_is_help=True,
 )
 
 Out = Annotated[
-    str | None, typer.Option(metavar="FILE", help="File to write; standard output by default.", show_default=False)
+    str | None,
+    typer.Option(metavar="FILE", help="File to write; standard output by default.", show_default=False),
 ]
 Name = Annotated[
     str | None, typer.Option(help="Name of the job; by default it is made of run_dir.", show_default=False)
@@ -23,11 +24,17 @@ Name = Annotated[
 Cpus = Annotated[
     int | None,
     typer.Option(
-        "--cpus", min=1, help="CPU cores for the process of each device: 8 for a GPU, 1 without.", show_default=False
+        "--cpus",
+        min=1,
+        help="CPU cores of each device's process: 8 for a GPU, 1 without.",
+        show_default=False,
     ),
 ]
 Restarts = Annotated[
-    int, typer.Option("--max-restarts", min=0, help="How often torchrun starts the processes again after failures.")
+    int,
+    typer.Option(
+        "--max-restarts", min=0, help="How often torchrun starts the processes again after failures."
+    ),
 ]
 Directory = Annotated[
     str | None,
@@ -79,13 +86,17 @@ def slurm(
     recipe: Recipe,
     overrides: Overrides = None,
     time: Annotated[
-        str, typer.Option(metavar="TIME", help="Time limit of the job, as sbatch takes it, such as 1-12:00:00.")
+        str,
+        typer.Option(metavar="TIME", help="Time limit of the job, as sbatch takes it, such as 1-12:00:00."),
     ] = "24:00:00",
-    partition: Annotated[str | None, typer.Option(help="Partition of the cluster.", show_default=False)] = None,
+    partition: Annotated[
+        str | None, typer.Option(help="Partition of the cluster.", show_default=False)
+    ] = None,
     account: Annotated[str | None, typer.Option(help="Account to charge.", show_default=False)] = None,
     qos: Annotated[str | None, typer.Option(help="Quality of service.", show_default=False)] = None,
     gpu_type: Annotated[
-        str | None, typer.Option(help="Kind of GPU, as this cluster names it, such as h100.", show_default=False)
+        str | None,
+        typer.Option(help="Kind of GPU, as this cluster names it, such as h100.", show_default=False),
     ] = None,
     sbatch: Annotated[
         list[str] | None,
@@ -103,7 +114,9 @@ def slurm(
     ] = None,
     early: Annotated[
         int,
-        typer.Option(min=60, max=65535, help="Seconds before the time limit at which the run saves and ends."),
+        typer.Option(
+            min=60, max=65535, help="Seconds before the time limit at which the run saves and ends."
+        ),
     ] = 600,
     name: Name = None,
     cpus: Cpus = None,
@@ -119,7 +132,12 @@ def slurm(
     job = make_job(
         "slurm", recipe, overrides or [], name=name, cpus=cpus, restarts=max_restarts, directory=directory
     )
-    _check(r"\d+|\d+(:\d+){1,2}|\d+-\d+(:\d+){0,2}", "--time", time, "a time as sbatch takes it, such as 1-12:00:00")
+    _check(
+        r"\d+|\d+(:\d+){1,2}|\d+-\d+(:\d+){0,2}",
+        "--time",
+        time,
+        "a time as sbatch takes it, such as 1-12:00:00",
+    )
     if gpu_type is not None:
         _check(r"[\w.-]+", "--gpu-type", gpu_type, "the name of a kind of GPU")
         if not job.gpus:
@@ -127,7 +145,9 @@ def slurm(
     given = {"partition": partition, "account": account, "qos": qos}
     options = [f"--{option}={value}" for option, value in given.items() if value is not None]
     for option in (*options, *(sbatch or [])):
-        _check(r"--?[a-zA-Z][\w-]*([= ]\S+)?", "--sbatch", option, "an option of sbatch, such as --constraint=ib")
+        _check(
+            r"--?[a-zA-Z][\w-]*([= ]\S+)?", "--sbatch", option, "an option of sbatch, such as --constraint=ib"
+        )
     text = fill_template(
         "slurm.sh.jinja",
         job=job,

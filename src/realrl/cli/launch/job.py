@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from realrl.recipe.experiment import Experiment
 
 PATIENCE = 300
-"""Seconds that torchrun on one node waits for an answer of the first one: longer than what a network recovers from."""
+"""Seconds that torchrun on one node waits for an answer of the first one: longer than a network is gone."""
 CPUS_BESIDE_A_GPU = 8
 """CPU cores of a process that computes on a GPU, unless the user says otherwise."""
 
@@ -53,7 +53,8 @@ def make_job(
     """Read a recipe and make its job; `kind` is the command, for the record.
 
     `overwrites` tells whether processes know, when they are started again, that they may not delete the run that
-    they are to continue, although the recipe says `overwrite`. UserError for a mistake in the recipe, and where it does not say how many nodes and devices there are.
+    they are to continue, although the recipe says `overwrite`. UserError for a mistake in the recipe, and where it
+    does not say how many nodes and devices there are.
     """
     from realrl.config.errors import UserError
     from realrl.recipe.algorithm import get_spec
@@ -61,7 +62,9 @@ def make_job(
 
     experiment = load_experiment(recipe, overrides)
     if not get_spec(experiment).trains:
-        raise UserError(f"algorithm={experiment.algorithm} trains nothing; only training runs on several nodes")
+        raise UserError(
+            f"algorithm={experiment.algorithm} trains nothing; only training runs on several nodes"
+        )
     if experiment.resume == "never":
         raise UserError(
             "resume=never: a job that is started again could not go on; set resume=auto, or choose a new run_dir"
@@ -93,8 +96,8 @@ def check_name(name: str) -> str:
 
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?", name):
         raise UserError(
-            f"--name {shorten(name)}: it must have at most 50 lower-case letters, digits and hyphens, a letter first"
-            " and no hyphen last"
+            f"--name {shorten(name)}: it must have at most 50 lower-case letters, digits and hyphens, a letter"
+            " first and no hyphen last"
         )
     return name
 
@@ -113,8 +116,8 @@ def _find_devices(experiment: "Experiment") -> "tuple[Cluster, bool]":
     kinds = _list_kinds(named_cluster(experiment.cluster))
     if len(kinds) > 1:
         raise UserError(
-            f"cluster={experiment.cluster} has nodes of different kinds ({', '.join(kinds)}); a job asks for nodes of"
-            " one kind"
+            f"cluster={experiment.cluster} has nodes of different kinds ({', '.join(kinds)}); a job asks for nodes"
+            " of one kind"
         )
     cpu = set(kinds.values()) == {True}
     if kinds and experiment.device != "auto" and (experiment.device == "cpu") != cpu:

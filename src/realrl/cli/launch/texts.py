@@ -24,7 +24,12 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    environment.filters |= {"sh": shlex.quote, "json": json.dumps, "kubernetes": _keep_dollars, "line": _join_lines}
+    environment.filters |= {
+        "sh": shlex.quote,
+        "json": json.dumps,
+        "kubernetes": _keep_dollars,
+        "line": _join_lines,
+    }
     return environment
 
 

@@ -91,7 +91,7 @@ class RayRanks:
     def start(self, arguments: Sequence[str], job: str, restart: int) -> None:
         """Place the actors, and have each start its rank. UserError where nodes do not become free."""
         self._place()
-        gpus = defaultdict(list)
+        gpus: defaultdict[str, list[str]] = defaultdict(list)
         for place in self._places:
             gpus[place.node] += place.gpus
         first, per_node = self._places[0], self._cluster.devices_per_node
@@ -137,7 +137,7 @@ class RayRanks:
         self._places = _get([actor.place.remote() for actor in self._actors])
 
     def wait(self) -> Outcome:
-        """Wait for all ranks, and show the first one's output. Once one fails, others get a moment to report why."""
+        """Wait for all ranks, and show the first one's output. Once one fails, others get a moment to say why."""
         failed: dict[int, float] = {}
         gone: dict[int, Failure] = {}
         first = 0.0
@@ -225,7 +225,9 @@ class RayRanks:
             left = _get([self._actors[rank].failure.remote()])[0]
             status = self._looks[rank].status or 1
             failures[rank] = (
-                Failure(**left) if left is not None else describe_death(rank, status, noticed, signs.get(rank))
+                Failure(**left)
+                if left is not None
+                else describe_death(rank, status, noticed, signs.get(rank))
             )
         return find_first_cause(failures.values())
 

@@ -65,7 +65,12 @@ class RankProcess:
         return Place(context.get_node_id(), str(ray.util.get_node_ip_address()), port, gpus)
 
     def start(
-        self, rank: int, arguments: Sequence[str], variables: Mapping[str, str], directory: str, search_path: str
+        self,
+        rank: int,
+        arguments: Sequence[str],
+        variables: Mapping[str, str],
+        directory: str,
+        search_path: str,
     ) -> None:
         """Start `realrl ARGUMENTS` as a rank, with more environment variables, in a directory."""
         self._rank, scratch = rank, self._scratch.path
@@ -112,7 +117,12 @@ class RankProcess:
             return asdict(failure)
         with suppress(OSError, ValueError):
             left = json.loads((self._scratch.path / _ERROR).read_text())
-            return {"message": left["message"], "status": 1, "rank": self._rank, "time": float(left["timestamp"])}
+            return {
+                "message": left["message"],
+                "status": 1,
+                "rank": self._rank,
+                "time": float(left["timestamp"]),
+            }
         return None
 
     def log(self) -> bytes:
@@ -139,4 +149,6 @@ class RankProcess:
 def list_import_path() -> str:
     """List where this process imports from, as a value of PYTHONPATH: code of the user's may lie there."""
     given = os.environ.get("PYTHONPATH", "")
-    return os.pathsep.join(dict.fromkeys(str(Path(entry).absolute()) for entry in given.split(os.pathsep) if entry))
+    return os.pathsep.join(
+        dict.fromkeys(str(Path(entry).absolute()) for entry in given.split(os.pathsep) if entry)
+    )

@@ -32,7 +32,9 @@ def use_loopback() -> None:
     os.environ.setdefault(INTERFACE_VARIABLE, "lo" if sys.platform == "linux" else "lo0")
 
 
-def use_route(nodes: int, node: int, first: str, publish: Callable[[str], None], read: Callable[[int], str]) -> None:
+def use_route(
+    nodes: int, node: int, first: str, publish: Callable[[str], None], read: Callable[[int], str]
+) -> None:
     """Have gloo use the interface by which this node reaches the others, unless the user names one.
 
     Gloo would take the address of the host's name, which on many machines is that of the loopback interface.
