@@ -27,8 +27,8 @@ def check_local(cluster: Cluster) -> None:
     if cluster.nodes > 1:
         raise UserError(
             f"cluster={cluster} has {cluster.nodes} nodes, and this machine is one; `realrl launch torchrun` writes"
-            " the command for each of them, `realrl launch slurm` and `kubernetes` a job, and launch.by=ray takes the"
-            " nodes of a Ray cluster"
+            " the command for each of them, `realrl launch slurm` and `kubernetes` a job, and launch.by=ray takes"
+            " the nodes of a Ray cluster"
         )
 
 
