@@ -136,7 +136,9 @@ def killed(count: str, rank: str, step: int) -> str:
 def test_a_run_is_started_again_after_a_rank_was_killed(runs: Runs) -> None:
     status, error = end(runs.start("sft", killed("count == '0'", "'1'", 2)), starts=2)
     assert status == 0, error
-    said = r"note: signal 9 \(Killed\) ended the process of rank 1 in step [23].*; starting again \(restart 1, 1"
+    said = (
+        r"note: signal 9 \(Killed\) ended the process of rank 1 in step [23].*; starting again \(restart 1, 1"
+    )
     assert re.search(said, error), error
     assert (runs.run_dir / "summary.json").exists() and len(read_metrics(runs.run_dir)) >= 5
     statuses = read_statuses(runs.run_dir / RANKS)
