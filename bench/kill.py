@@ -1,8 +1,8 @@
-"""Kills processes of runs at points chosen by a seed, and compares what the runs end with with undisturbed ones.
+"""Kills processes of runs at points chosen by a seed, and compares the final models with those of undisturbed runs.
 
 Each run is killed several times, every time it has been started again: one rank by SIGKILL, at an instruction of a
-kind or in a phase of writing a checkpoint. It must end by itself, with the very bytes of the final models of a run that
-nobody has disturbed, and leave no process, no temporary file, no shared memory and no half checkpoint behind.
+kind or in a phase of writing a checkpoint. It must end by itself, with the very bytes of the final models of a run
+that nobody has disturbed, and leave no process, temporary file, shared memory or half checkpoint behind.
 """
 
 import argparse
@@ -150,9 +150,6 @@ class World:
             "launch": {"max_restarts": KILLS + 1, "shrink": False},
             "ppo" if case.algorithm == "ppo" else "policy": section,
         }
-        if case.algorithm == "grpo":
-            del models["reward"]["path"]
-            models["reward"] = {"path": str(self.root / "reward")}
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         file = run_dir.parent / "recipe.yaml"
         file.write_text(yaml.safe_dump(recipe))
@@ -201,7 +198,7 @@ def run(world: World, case: Case, name: str, points: list[dict[str, Any]]) -> En
     wrong += [f"leaves {file}" for file in (directory / "run").rglob(".*")]
     killed = [file.read_text() for file in sorted((directory / "marks").iterdir())]
     files = [file for file in sorted((directory / "run").glob("final*/**/*")) if file.is_file()]
-    files += [file for file in sorted((directory / "run").glob("final*.json"))]
+    files += sorted((directory / "run").glob("final*.json"))
     final = {
         str(file.relative_to(directory / "run")): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in files
@@ -278,11 +275,7 @@ def main() -> None:
             ended = run(world, case, f"{case}-{number}", points)
             killed.update(ended.killed)
             if not ended.wrong and ended.final != expected[case].final:
-                differing = {
-                    name
-                    for name in expected[case].final
-                    if ended.final.get(name) != expected[case].final[name]
-                }
+                differing = dict(expected[case].final.items() ^ ended.final.items())
                 ended.wrong.append(f"ends otherwise: {', '.join(sorted(differing))}")
             wrong += bool(ended.wrong)
             seconds = time.monotonic() - started
