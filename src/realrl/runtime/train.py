@@ -5,15 +5,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from realrl.algorithms.build import build_algorithm
 from realrl.checkpoint.notes import list_saving_notes
 from realrl.checkpoint.sources import check_trainable
 from realrl.config.errors import RunError, UserCodeError
 from realrl.data.dataset import Dataset
-from realrl.dataflow.call import Kind
 from realrl.engine.parallel_groups import list_rank_sets
 from realrl.engine.training.skipped_steps import SkippedStepsError
 from realrl.plan.presets import SEARCH
@@ -27,6 +25,8 @@ from realrl.runtime.checkpoints.agreement import StepAgreement
 from realrl.runtime.checkpoints.checkpointer import Checkpointer
 from realrl.runtime.checkpoints.contents import CheckpointContents
 from realrl.runtime.checkpoints.restore import restore
+from realrl.runtime.checkpoints.spikes import Spike, SpikeDetector
+from realrl.runtime.checkpoints.state_keeper import StateKeeper
 from realrl.runtime.costs import Costs
 from realrl.runtime.evaluate import Evaluation
 from realrl.runtime.evaluation.best import BestEvaluation
@@ -41,7 +41,7 @@ from realrl.runtime.output.notes import (
 )
 from realrl.runtime.output.run_state import Restored, RunState
 from realrl.runtime.output.rundir import RunDirectory
-from realrl.runtime.output.saved import BEST, find_saved
+from realrl.runtime.output.saved import BEST, find_saved, list_checkpoints
 from realrl.runtime.output.saved_state import find_saved_state, load_saved_state
 from realrl.runtime.output.stopped import make_stop_error
 from realrl.runtime.prepare.compile import Compiled, compile_recipe, models, stored_models, with_sizes
@@ -51,6 +51,7 @@ from realrl.runtime.prepare.trained_parts import list_trained_parts
 from realrl.runtime.processes.process import Process, connect, resolve_cluster
 from realrl.runtime.processes.signals import deferred_termination, end_by_signal, stop_requested
 from realrl.runtime.processes.startup import agree_on_plan, find_least_device
+from realrl.runtime.saving import ModelSaver
 from realrl.runtime.setup import RecordLoader, load_functions, load_shared_tokenizer, load_stop_token_ids
 from realrl.runtime.step import TrainingSteps
 from realrl.runtime.worker.roles import Roles
@@ -216,15 +217,40 @@ class TrainingRun:
             self._opponent = make_opponent(experiment, compiled.train.plan, process, groups, origins)
         self.best = BestEvaluation(experiment.evaluation.best)
         self.notes = StepNotes(algorithm, get_spec(experiment))
+        self.keeper = StateKeeper(
+            process,
+            compiled.train,
+            self.roles,
+            self.training,
+            self.directory,
+            self.notes,
+            self.best,
+            functions,
+            lambda: self.algorithm,
+        )
+        self.saver = ModelSaver(
+            experiment,
+            compiled,
+            process,
+            self.roles,
+            self.directory,
+            self.trained,
+            self.tokenizer,
+            self.stop_token_ids,
+            lambda: self.algorithm,
+        )
         self.contents = CheckpointContents(self.roles)
         self.checkpointer = Checkpointer(
-            experiment, process, self.contents, self.directory, self._group, self._export
+            experiment, process, self.contents, self.directory, self._group, self.saver.export
         )
         self.roles.before_change = self.checkpointer.wait_copied
         self.agreement = StepAgreement(process, self._ask)
         self._restored: Restored | None = None
         self._evaluated: int | None = None
         """Training steps before the last evaluation."""
+        spike = experiment.training.spike
+        self._spikes = None if spike is None else SpikeDetector(spike)
+        self._rollbacks = 0
 
     def face_opponent(self) -> None:
         """Have the model of `evaluation.against` answer, before any other is loaded."""
@@ -242,15 +268,15 @@ class TrainingRun:
         read."""
         if self.earlier is not None and self.earlier.checkpoints:
             found = restore(self.earlier.checkpoints, self.contents, self.process, self._group)
-            self._restored, state = found, found.state
-            self.algorithm.load_state_dict(dict(state.algorithm))
-            for role, trainer in self.roles.trainers.items():
-                trainer.load_state_dict(state.trainers[role])
-            self.training.taken, self._evaluated = state.taken, state.evaluated
-            self.notes.load_state_dict(state.notes)
-            self.best.restore(state.best or {})
-            self.checkpointer.last = state.step
+            self._restored = found
+            self._take(found.state)
         self.roles.offload_homes()
+
+    def _take(self, state: RunState) -> None:
+        """Go on from the state of a checkpoint that has been loaded."""
+        self.keeper.give_back(state)
+        self._evaluated, self._rollbacks = state.evaluated, state.rollbacks
+        self.checkpointer.last = state.step
 
     def open(self) -> None:
         """Start the run's directory and notify the observer, on the rank that writes.
@@ -302,9 +328,15 @@ class TrainingRun:
             activity.step = done
             self._after_step(done, resumed=True)
         while done < self.steps:
-            self._train_step(done)
+            spike = self._train_step(done)
             done += 1
             activity.done(done)
+            if self._spikes is not None:
+                spike = self.process.gather(spike)[WRITER]
+            if spike is not None:
+                done = self._roll_back(spike)
+                activity.done(done)
+                continue
             late, stops = self.agreement.learn()
             self._after_step(done, late=late)
             if stops and done < self.steps:
@@ -329,41 +361,59 @@ class TrainingRun:
             self._check_learning()
         # Before the user's judge may fail.
         if saves:
-            self.checkpointer.save(self._make_state(done))
+            self._save_checkpoint(done)
         if last:
-            self._save(None)
+            self.saver.save(None)
         if evaluates and self._evaluated != done:
             self._evaluate(done)
 
     def _stop(self, done: int) -> NoReturn:
         """End before the last step, after SIGTERM on some rank, with a checkpoint."""
         if self.checkpointer.last != done:
-            self.checkpointer.save(self._make_state(done))
+            self._save_checkpoint(done)
         self.checkpointer.finish()
         self._collect(last=False)
         end_by_signal()
 
-    def _make_state(self, done: int) -> RunState:
-        """Collect all but tensors that the run continues from after `done` steps."""
-        trainers: dict[str, dict[str, Any]] = {}
-        mine = {role: trainer.state_dict() for role, trainer in self.roles.trainers.items()}
-        for role, state in (item for of_rank in self.process.gather(mine) for item in of_rank.items()):
-            # A rank with nothing to train counts no steps.
-            if role not in trainers or state["steps"] > trainers[role]["steps"]:
-                trainers[role] = state
-        return RunState(
-            step=done,
-            taken=self.training.taken,
-            seconds=time.monotonic() - self._started,
-            metrics_bytes=self.directory.metrics_bytes,
-            evaluated=self._evaluated,
-            algorithm=self._gather_algorithm(),
-            trainers=trainers,
-            best=self.best.to_json() if self.best.settings is not None else None,
-            notes=self.notes.state_dict(),
+    def _save_checkpoint(self, done: int) -> None:
+        """Begin a checkpoint after so many steps."""
+        seconds = time.monotonic() - self._started
+        state = self.keeper.collect(
+            done, seconds=seconds, evaluated=self._evaluated, rollbacks=self._rollbacks
         )
+        self.checkpointer.save(state)
 
-    def _train_step(self, step: int) -> None:
+    def _roll_back(self, spike: Spike) -> int:
+        """Go back to a checkpoint before a spike, without the records since; the number of steps done there.
+
+        RunError where there is none, or after too many.
+        """
+        settings, taken, rollbacks = self.experiment.training.spike, self.training.taken, self._rollbacks
+        assert settings is not None, "spikes are looked for"
+        self.checkpointer.finish()
+        what = f"step {spike.step}: {settings.metric} is {spike.value:g}, usually {spike.usual:g}"
+        saved = list_checkpoints(self.directory.path)
+        before = [path for step, path in saved.items() if step <= spike.step - settings.back]
+        if rollbacks == settings.most:
+            raise RunError(f"{what}; training has gone back {rollbacks} times before (training.spike.most)")
+        if not before:
+            raise RunError(
+                f"{what}, and no checkpoint is {settings.back} steps older; see checkpoint.every and .keep"
+            )
+        with self.contents.in_device_memory():
+            found = restore(before, self.contents, self.process, self._group)
+        self._take(found.state)
+        self.training.taken, self._rollbacks = taken, rollbacks + 1
+        if self.observer is not None:
+            self.directory.go_back(found)
+            records = taken - found.state.taken
+            self.observer.note(
+                f"{what}; training goes back to step {found.state.step}, leaving out {records} records"
+            )
+        return found.state.step
+
+    def _train_step(self, step: int) -> Spike | None:
+        """Train a step; a spike of the metric that is watched, on the rank that writes."""
         start = time.monotonic()
         try:
             metrics = self.training.run(step)
@@ -375,6 +425,9 @@ class TrainingRun:
         if self.observer is not None:
             for note in self.notes.describe_step(step + 1, metrics):
                 self.observer.note(note)
+            if self._spikes is not None:
+                return self._spikes.look(step + 1, metrics)
+        return None
 
     def _check_learning(self) -> None:
         """Check, on all ranks, that the last training step was applied by all of its roles; else RunError."""
@@ -428,12 +481,12 @@ class TrainingRun:
         if better:
             if self.observer is not None:
                 self.directory.drop_best()
-            self._save(BEST)
+            self.saver.save(BEST)
             if self.observer is not None:
                 self.directory.write_best(self.best.to_json())
         if offered:
             if self.checkpointer.last != done:
-                self.checkpointer.save(self._make_state(done))
+                self._save_checkpoint(done)
             self.checkpointer.keep_best(metrics.get(self.best.settings.metric, math.nan))
 
     def _saying_what_is_saved(self, error: UserCodeError) -> UserCodeError:
@@ -446,40 +499,6 @@ class TrainingRun:
         if self.observer is not None:
             self.directory.log(record.step, record.kind, record.seconds, record.metrics)
             self.observer.record(record)
-
-    def _save(self, which: Literal["best"] | None) -> None:
-        """Write every trained role as a Hugging Face directory: as the best ones, or for None as the final ones.
-
-        The graph's first trained role has the directory's name, others have theirs appended to it. What the
-        algorithm has learnt besides, such as the scale of a critic's values, goes into a file beside them.
-        """
-        with self.process.activity.part("save"):
-            self._save_models(which)
-
-    def _save_models(self, which: Literal["best"] | None) -> None:
-        for role in self.trained:
-            self._save_role(role, self.directory.checkpoint(which, "" if role == self.trained[0] else role))
-        state = self._gather_algorithm()
-        if self.observer is not None and state:
-            self.directory.write_state(which, get_spec(self.experiment).name, state)
-
-    def _export(self, directory: Path) -> None:
-        """Write every trained role as a Hugging Face directory of its name."""
-        for role in self.trained:
-            self._save_role(role, directory / role)
-
-    def _save_role(self, role: str, path: Path) -> None:
-        """Write a role; the first rank of its home does it."""
-        if self.process.rank in self.compiled.homes[role].ranks:
-            with self.directory.writing(path):
-                self.roles.save(role, path, self.tokenizer, self.stop_token_ids)
-
-    def _gather_algorithm(self) -> dict[str, Any]:
-        """Gather what the algorithm saves: on the first rank of the first train call."""
-        phase = self.compiled.train
-        first = next(call for call in phase.graph.order if call.kind is Kind.TRAIN)
-        states: list[dict[str, Any]] = self.process.gather(self.algorithm.state_dict())
-        return states[phase.plan[first.name].ranks[0]]
 
     def _saving_notes(self, role: str) -> Iterator[str]:
         origin, vocabulary = self.roles.origins[role], self.roles.shapes[role].vocab_size
