@@ -325,7 +325,7 @@ class TrainingRun:
             self._evaluate(0)
         else:
             done = self._restored.state.step
-            activity.done(done)
+            activity.step = done
             self._after_step(done, resumed=True)
         while done < self.steps:
             spike = self._train_step(done)
