@@ -1,7 +1,7 @@
 """`realrl train`."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,6 +52,7 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
     An interruption learns what has been saved; nothing half written is left. Yields a function for the run's
     directory, None as long as the run has not made it.
     """
+    from realrl.program.trace_file import merge_rank_traces
     from realrl.recipe.graphs import build_graph
     from realrl.runtime.output.rundir import RunDirectory
     from realrl.runtime.output.saved import find_saved, remove_partial
@@ -75,6 +76,9 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
                 interrupted.saved = saved.describe(experiment.training.steps)
         if is_writer() and run_dir() is not None:
             remove_partial(directory.path)
+            # What is there of a run that failed says what led to it.
+            with suppress(OSError):
+                merge_rank_traces(directory.path)
 
 
 def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":

@@ -46,15 +46,16 @@ def make_event(
 def write_trace(path: Path, ranks: Sequence[Iterable[Event]], source: Source) -> None:
     """Write the events of all ranks, a row for each rank, and one for its host if that calls functions; the first
     event at time 0."""
-    _write(path, dict(enumerate(ranks)), source)
+    write_whole(path, json.dumps(make_trace(dict(enumerate(ranks)), source)))
 
 
-def _write(path: Path, ranks: Mapping[int, Iterable[Event]], source: Source) -> None:
+def make_trace(ranks: Mapping[int, Iterable[Event]], source: Source) -> dict[str, Any]:
+    """Make the content of a trace file of ranks; the first event at time 0."""
     events = [event for rank in ranks.values() for event in rank]
     origin = min((event["ts"] for event in events), default=0.0)
     rows = _list_rows(ranks, events, source)
     shifted = [{**event, "pid": _GROUPS[source], "ts": event["ts"] - origin} for event in events]
-    write_whole(path, json.dumps({"traceEvents": rows + shifted, "displayTimeUnit": "ms"}))
+    return {"traceEvents": rows + shifted, "displayTimeUnit": "ms"}
 
 
 def _list_rows(ranks: Iterable[int], events: Iterable[Event], source: Source) -> list[Event]:
@@ -105,15 +106,20 @@ def read_rank_traces(run_dir: Path) -> dict[int, list[Event]]:
 def read_events(file: Path) -> list[Event]:
     """Read the slices of a trace; none where the file is absent, or something else."""
     try:
-        events = json.loads(file.read_bytes())["traceEvents"]
-        return [
-            {"name": str(e["name"]), "tid": int(e["tid"]), "ts": float(e["ts"]), "dur": float(e["dur"])}
-            | {"ph": "X", "args": dict(e.get("args", {}))}
-            for e in events
-            if e["ph"] == "X"
-        ]
+        return read_slices(json.loads(file.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
+
+
+def read_slices(document: Any) -> list[Event]:
+    """Read the slices of the content of a trace file; KeyError, ValueError, TypeError or AttributeError where it is
+    none."""
+    return [
+        {"name": str(e["name"]), "tid": int(e["tid"]), "ts": float(e["ts"]), "dur": float(e["dur"])}
+        | {"ph": "X", "args": dict(e.get("args", {}))}
+        for e in document["traceEvents"]
+        if e["ph"] == "X"
+    ]
 
 
 def merge_rank_traces(run_dir: Path) -> None:
@@ -122,7 +128,7 @@ def merge_rank_traces(run_dir: Path) -> None:
     whole = run_dir / TRACE
     newest = max((_rank_file(run_dir, rank).stat().st_mtime_ns for rank in ranks), default=0)
     if ranks and (not whole.exists() or whole.stat().st_mtime_ns < newest):
-        _write(whole, ranks, "measured")
+        write_whole(whole, json.dumps(make_trace(ranks, "measured")))
 
 
 def _rank_file(run_dir: Path, rank: int) -> Path:
