@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from realrl.cli.recipe import Overrides, Recipe, find_cluster
-from realrl.runtime.processes.signals import find_interruption
+from realrl.runtime.processes.signals import Interrupted, find_interruption
 
 if TYPE_CHECKING:
     from realrl.plan.cluster import Cluster
@@ -65,8 +65,12 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
     def run_dir() -> Path | None:
         return directory.path if directory.mark() not in (None, before) else None
 
+    failure: BaseException | None = None
     try:
         yield run_dir
+    except BaseException as error:
+        failure = error
+        raise
     finally:
         interrupted = find_interruption()
         if interrupted is not None:
@@ -79,6 +83,21 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
             # What is there of a run that failed says what led to it.
             with suppress(OSError):
                 merge_rank_traces(directory.path)
+            _write_end(directory.path, interrupted or failure)
+
+
+def _write_end(run_dir: Path, failure: BaseException | None) -> None:
+    """Write how the run ended, unless the launcher has, which knows the first cause."""
+    from realrl.runtime.output.ended import write_end
+    from realrl.runtime.processes.error_reports import describe_failure
+
+    if failure is None or (isinstance(failure, typer.Exit) and not failure.exit_code):
+        write_end(run_dir, 0)
+    elif isinstance(failure, Interrupted):
+        write_end(run_dir, failure.status, failure.message)
+    elif isinstance(failure, Exception) and not isinstance(failure, typer.Exit):
+        described = describe_failure(failure)
+        write_end(run_dir, described.status, described.message)
 
 
 def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":

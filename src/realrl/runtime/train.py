@@ -32,7 +32,6 @@ from realrl.runtime.output.notes import StepNotes, list_data_notes, list_model_n
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.output.saved import BEST, Checkpoint, find_saved
 from realrl.runtime.output.stopped import make_stop_error
-from realrl.runtime.output.trace_files import TraceFiles
 from realrl.runtime.prepare.compile import Compiled, compile_recipe, models, stored_models, with_sizes
 from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.fit.check import check_fit
@@ -42,6 +41,7 @@ from realrl.runtime.processes.startup import agree_on_plan, find_least_device
 from realrl.runtime.setup import RecordLoader, load_functions, load_shared_tokenizer, load_stop_token_ids
 from realrl.runtime.step import TrainingSteps
 from realrl.runtime.worker.roles import Roles
+from realrl.runtime.worker.trace_files import TraceFiles
 from realrl.runtime.worker.trace_recorder import Trace
 from realrl.runtime.worker.worker import Worker
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from realrl.config.errors import UserError
 from realrl.config.files import write_whole
 from realrl.plan.cluster import Cluster
+from realrl.runtime.output.ended import write_end
 from realrl.runtime.processes.environment import (
     LAUNCHER_VARIABLE,
     PLAN_VARIABLE,
@@ -88,6 +89,8 @@ def launch(
         kept = None
         if cause.status != USER_STATUS or cause.trace:
             kept = keep_logs(Path(scratch), logs)
+        if directory is not None:
+            write_end(directory, cause.status, cause.message)
         print_failure(cause, logs=kept)
         return cause.status
 
