@@ -12,6 +12,7 @@ from realrl.cli.data import data
 from realrl.cli.eval import eval
 from realrl.cli.generate import generate
 from realrl.cli.monitoring.status import status
+from realrl.cli.monitoring.watch import watch
 from realrl.cli.plan import plan
 from realrl.cli.profile import profile
 from realrl.cli.report import report
@@ -28,7 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train, plan, profile, show, data, config, eval, generate, tokenizer, report, status):
+for command in (train, plan, profile, show, data, config, eval, generate, tokenizer, report, status, watch):
     app.command()(command)
 
 

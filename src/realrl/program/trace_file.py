@@ -92,15 +92,13 @@ def write_rank_trace(run_dir: Path, rank: int, events: Sequence[Event]) -> None:
     write_whole(_rank_file(run_dir, rank), json.dumps(document))
 
 
-def read_rank_traces(run_dir: Path) -> dict[int, list[Event]]:
-    """Read the events of the ranks of a run that have written any, by rank; other files are left out."""
-    found = {}
-    for file in (run_dir / TRACES).glob("rank-*.json"):
-        number = file.stem.removeprefix("rank-")
-        events = read_events(file)
-        if number.isdecimal() and events:
-            found[int(number)] = events
-    return dict(sorted(found.items()))
+def read_rank_traces(run_dir: Path, most: int | None = None) -> dict[int, list[Event]]:
+    """Read the events of the first `most` ranks of a run, or of all, that have written any; other files are left
+    out."""
+    names = (file.stem.removeprefix("rank-") for file in (run_dir / TRACES).glob("rank-*.json"))
+    ranks = sorted(int(name) for name in names if name.isdecimal())
+    found = {rank: read_events(_rank_file(run_dir, rank)) for rank in ranks[:most]}
+    return {rank: events for rank, events in found.items() if events}
 
 
 def read_events(file: Path) -> list[Event]:
