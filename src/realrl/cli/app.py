@@ -1,5 +1,6 @@
 """The `realrl` command. Command modules import what they run only once the arguments are understood."""
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -19,7 +20,7 @@ from realrl.cli.report import report
 from realrl.cli.show import show
 from realrl.cli.tokenizer import tokenizer
 from realrl.cli.train import train
-from realrl.runtime.processes.environment import is_writer
+from realrl.runtime.processes.environment import SCRATCH_VARIABLE, is_writer
 from realrl.runtime.processes.signals import Interrupted, find_interruption
 
 app = typer.Typer(
@@ -75,6 +76,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _report_interruption(interrupted: Interrupted) -> int:
-    if interrupted.message and is_writer():
+    # Of ranks that the local launcher has started, it says so itself.
+    if interrupted.message and is_writer() and SCRATCH_VARIABLE not in os.environ:
         print(f"realrl: {interrupted.message}", file=sys.stderr)
     return interrupted.status

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from realrl.plan.cluster import Cluster
     from realrl.plan.plan import Plan
     from realrl.recipe.experiment import Experiment
+    from realrl.runtime.processes.local_ranks import Start
 
 
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
@@ -34,10 +35,13 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
             cluster = find_cluster(experiment)
             plan = _check(experiment, cluster)
             if cluster.size > 1:
-                from realrl.runtime.processes.launch import launch
+                from realrl.runtime.processes.launch import launch_training
+                from realrl.runtime.processes.local_ranks import Start
 
                 text = None if plan is None else plan.to_text(build_graph(experiment))
-                raise typer.Exit(launch(cluster, ["train", recipe, *(overrides or [])], text, run_dir))
+                start = Start(cluster, ["train", recipe, *(overrides or [])], text)
+                fewer = partial(_shrink, recipe, overrides or [], experiment)
+                raise typer.Exit(launch_training(start, experiment.launch, run_dir, fewer))
         from realrl.cli.progress.training import Progress
         from realrl.runtime.train import train as run
 
@@ -88,7 +92,7 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
 
 def _write_end(run_dir: Path, failure: BaseException | None) -> None:
     """Write how the run ended, unless the launcher has, which knows the first cause."""
-    from realrl.runtime.output.ended import write_end
+    from realrl.runtime.monitor.ended import write_end
     from realrl.runtime.processes.error_reports import describe_failure
 
     if failure is None or (isinstance(failure, typer.Exit) and not failure.exit_code):
@@ -100,10 +104,42 @@ def _write_end(run_dir: Path, failure: BaseException | None) -> None:
         write_end(run_dir, described.status, described.message)
 
 
-def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
+def _shrink(recipe: str, overrides: list[str], experiment: "Experiment", devices: int) -> "Start | None":
+    """Find how a run goes on with at most so many devices of this machine; None where it cannot.
+
+    The plan is that of the recipe where it is a preset or a search, and else a search.
+    """
+    from realrl.config.errors import UserError
+    from realrl.plan.presets import PRESETS, SEARCH
+    from realrl.recipe.graphs import build_graph
+    from realrl.recipe.load import load_experiment
+    from realrl.runtime.processes.local_ranks import Start
+
+    kind = experiment.cluster.rpartition(":")[0]
+    named = experiment.plan in (*PRESETS, SEARCH)
+    for size in range(devices, experiment.launch.min_devices - 1, -1):
+        changes = [f"cluster={kind and kind + ':'}1x{size}", *([] if named else [f"plan={SEARCH}"])]
+        arguments = [*overrides, *changes]
+        try:
+            changed = load_experiment(recipe, arguments)
+            plan = _check(changed, find_cluster(changed), again=True)
+        except UserError as error:
+            typer.echo(f"note: the run cannot go on with {size} devices: {error}", err=True)
+            continue
+        if not named:
+            typer.echo(
+                f"note: {experiment.plan} is for other devices; a plan is searched for {size}", err=True
+            )
+        text = None if plan is None else plan.to_text(build_graph(changed))
+        return Start(find_cluster(changed), ["train", recipe, *arguments], text)
+    return None
+
+
+def _check(experiment: "Experiment", cluster: "Cluster", *, again: bool = False) -> "Plan | None":
     """Check what can be checked before any process starts, without reading data and models; else UserError.
 
-    For several processes also that the plan fits, after searching for it where the recipe says so.
+    For several processes also that the plan fits, after searching for it where the recipe says so. `again` is for a
+    run that has begun, whose directory is its own.
 
     One process finds that out itself, since it may ask its GPU.
     """
@@ -123,7 +159,8 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     searches = experiment.plan == SEARCH
     compiled = None if searches else compile_recipe(experiment, cluster)
     check_directories(experiment)
-    RunDirectory(experiment.run_dir).check(experiment)
+    if not again:
+        RunDirectory(experiment.run_dir).check(experiment)
     if experiment.profile is not None:
         Profile.load(experiment.profile)
     if cluster.size == 1:

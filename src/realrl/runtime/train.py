@@ -27,7 +27,7 @@ from realrl.runtime.costs import Costs
 from realrl.runtime.evaluate import Evaluation
 from realrl.runtime.evaluation.best import BestEvaluation
 from realrl.runtime.evaluation_run import Opponent, make_opponent
-from realrl.runtime.output.note_file import NoteFile
+from realrl.runtime.monitor.note_file import NoteFile
 from realrl.runtime.output.notes import StepNotes, list_data_notes, list_model_notes
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.output.saved import BEST, Checkpoint, find_saved
@@ -37,6 +37,7 @@ from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.fit.check import check_fit
 from realrl.runtime.prepare.trained_parts import list_trained_parts
 from realrl.runtime.processes.process import Process, connect, resolve_cluster
+from realrl.runtime.processes.signals import deferred_termination, end_by_signal, stop_requested
 from realrl.runtime.processes.startup import agree_on_plan, find_least_device
 from realrl.runtime.setup import RecordLoader, load_functions, load_shared_tokenizer, load_stop_token_ids
 from realrl.runtime.step import TrainingSteps
@@ -96,7 +97,7 @@ def train(
     cluster = resolve_cluster(experiment.cluster, experiment.device)
     # Before the ranks meet, where there is nothing to search for: mistakes in a plan need no meeting.
     compiled = None if experiment.plan == SEARCH else compile_recipe(experiment, cluster)
-    with connect(experiment.device) as process:
+    with connect(experiment.device, experiment.launch) as process:
         here = find_least_device(process)
         check_kind(experiment, cluster, here)
         if compiled is None:
@@ -119,11 +120,14 @@ def train(
             run = make(experiment, compiled, process, observer if process.rank == WRITER else None)
         # Mistakes that show without weights are found before any rank takes minutes to load some.
         run.face_opponent()
+        process.activity.enter("load")
         with process.together():
             run.load()
         with process.together():
             run.open()
-        run.execute(started)
+        process.publish(run.directory.path)
+        with deferred_termination(experiment.launch.grace_seconds):
+            run.execute(started)
 
 
 class TrainingRun:
@@ -235,11 +239,18 @@ class TrainingRun:
 
     def _execute(self) -> None:
         every, evaluation = self.experiment.training, self.experiment.evaluation
+        activity = self.process.activity
+        activity.steps = self.steps
+        activity.enter("train")
         self.worker.start(self.compiled.start[self.process.rank])
         self._evaluate(0)
         for step in range(self.steps):
             self._train_step(step)
             done, last = step + 1, step + 1 == self.steps
+            activity.done(done)
+            if not last and any(self.process.gather(stop_requested())):
+                self._save(done)
+                end_by_signal()
             evaluates = last or (evaluation.every and done % evaluation.every == 0)
             saves = not last and every.save_every and done % every.save_every == 0
             if not last and (evaluates or saves or done % COLLECT_EVERY == 0 or done in COLLECT_EARLY):
@@ -304,7 +315,8 @@ class TrainingRun:
             return
         start = time.monotonic()
         try:
-            result = self.evaluation.run()
+            with self.process.activity.part("eval"):
+                result = self.evaluation.run()
         except UserCodeError as error:
             raise self._saying_what_is_saved(error) from error
         self.notes.take_evaluation(result.metrics)
@@ -346,6 +358,10 @@ class TrainingRun:
         The graph's first trained role has the checkpoint's name, others have theirs appended to it. What the
         algorithm has learnt besides, such as the scale of a critic's values, goes into a file beside them.
         """
+        with self.process.activity.part("save"):
+            self._save_models(done)
+
+    def _save_models(self, done: Checkpoint) -> None:
         for role in self.trained:
             home = self.compiled.homes[role]
             if self.process.rank not in home.ranks:

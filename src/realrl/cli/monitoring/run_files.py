@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from realrl.cli.reporting.metrics import MetricPart, read_part
-from realrl.runtime.output.note_file import NOTES
+from realrl.runtime.monitor.note_file import NOTES
 from realrl.runtime.output.saved import CHECKPOINTS, METRICS
 
 _LINES = 1 << 20

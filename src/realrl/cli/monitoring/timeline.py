@@ -89,7 +89,7 @@ def draw_last_step(run_dir: Path, kinds: Mapping[str, str]) -> StepPicture | Non
 def _find_step(traces: Mapping[int, Sequence[Event]]) -> int | None:
     """Find the latest step of training that most ranks have slices of.
 
-    Ranks write at different moments, each when a step has ended, so that the latest of one may be unknown to others.
+    Ranks write at different moments, each when a step has ended: the latest of one may be unknown to others.
     """
     counts: dict[int, int] = {}
     for events in traces.values():

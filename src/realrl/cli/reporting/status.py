@@ -15,9 +15,9 @@ from realrl.config.errors import UserError
 from realrl.config.paths import local_path
 from realrl.config.yaml_file import read_yaml
 from realrl.program.prediction_file import PredictedStep
+from realrl.runtime.monitor.ended import Ended
 from realrl.runtime.monitor.rank_status import RANKS, RankStatus, read_statuses
 from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
-from realrl.runtime.output.ended import Ended
 from realrl.runtime.output.saved import METRICS, find_saved
 
 State = Literal["running", "finished", "failed", "interrupted", "stale"]
@@ -111,7 +111,7 @@ def read_status(path: Path, now: float | None = None) -> RunStatus:
     """Read the status of a run in a directory that `check_run` accepts. What is damaged or absent is left out."""
     now = time.time() if now is None else now
     config = _read_config(path)
-    ranks = tuple(read_statuses(path / RANKS).values())
+    ranks = _read_ranks(path)
     lines = read_last(path / METRICS, _TAIL)
     trained = [line for line in lines if line.kind == "train"]
     algorithm = _read_algorithm(path)
@@ -151,6 +151,13 @@ def read_status(path: Path, now: float | None = None) -> RunStatus:
         ranks=ranks,
         silent=silent,
     )
+
+
+def _read_ranks(path: Path) -> tuple[RankStatus, ...]:
+    """Read the ranks of the last start; of an earlier one there may have been more."""
+    found = read_statuses(path / RANKS).values()
+    begun = max((rank.started for rank in found), default=0.0)
+    return tuple(rank for rank in found if rank.time > begun - FRESH)
 
 
 def _find_state(

@@ -6,8 +6,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from realrl.config.files import write_whole
-
 RANKS = "ranks"
 """Directory of a run with a status file per rank."""
 Doing = Literal["start", "load", "train", "eval", "save", "end"]
@@ -57,7 +55,7 @@ class RankStatus:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
-        """Read what `to_json` writes; keys that are unknown are ignored. ValueError where a needed one is missing."""
+        """Read what `to_json` writes; unknown keys are ignored. ValueError where one is missing."""
         known = {field.name: found[field.name] for field in fields(cls) if field.name in found}
         if known.get("doing", "start") not in get_args(Doing):
             raise ValueError(f"doing is {known['doing']!r}")
@@ -66,9 +64,9 @@ class RankStatus:
         except TypeError as error:
             raise ValueError(str(error)) from None
 
-    def save(self, directory: Path) -> None:
-        """Write the status into a directory of statuses, atomically. OSError."""
-        write_whole(name_status_file(directory, self.rank), json.dumps(self.to_json()))
+    def to_text(self) -> str:
+        """Convert to the content of a status file."""
+        return json.dumps(self.to_json()) + "\n"
 
 
 def name_status_file(directory: Path, rank: int) -> Path:

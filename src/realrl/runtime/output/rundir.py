@@ -24,6 +24,7 @@ from realrl.recipe.sources import list_sources
 from realrl.runtime.output.algorithm_record import AlgorithmRecord
 from realrl.runtime.output.rows import replace_infinite, write_rows
 from realrl.runtime.output.saved import BEST, METRICS, Checkpoint, checkpoint_path, find_saved
+from realrl.runtime.processes.environment import restart_count
 
 CONFIG, PLAN, PROGRAMS = "config.yaml", "plan.yaml", "programs"
 """Files of every run's directory. A directory without them is not ours and never deleted."""
@@ -62,7 +63,8 @@ class RunDirectory:
             return
         if not all((self.path / name).exists() for name in (CONFIG, PLAN, PROGRAMS)):
             raise UserError(f"run_dir={self.path} holds something other than a run; choose another directory")
-        if not experiment.overwrite:
+        # What a launcher starts again is the run that has made the directory.
+        if not experiment.overwrite and not restart_count():
             raise UserError(
                 f"run_dir={self.path} holds an earlier run; choose another one or set overwrite=true"
             )

@@ -16,6 +16,17 @@ SCRATCH_VARIABLE = "REALRL_SCRATCH"
 PLAN_VARIABLE = "REALRL_PLAN"
 """Path of the plan that the local launcher has searched for."""
 
+RESTART_VARIABLE = "REALRL_RESTART"
+"""How often the local launcher has started the run again; torchrun has a variable of its own."""
+
+SLOT_VARIABLE = "REALRL_SLOT"
+"""Number of a rank's device on this machine, which stays when the run goes on without some of the others."""
+
+
+def restart_count() -> int:
+    """Count how often a launcher has started this run again after a failure."""
+    return int(os.environ.get(RESTART_VARIABLE) or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
 
 def quiet_profiler() -> None:
     """Silence torch's profiler, which counts allocations on a CPU. Call before torch is loaded."""
