@@ -21,7 +21,7 @@ CALLS = ("actor.generate [actor] on d2 t1 p1 @0-1 mb=8192", "actor.train [actor]
 
 
 def write_run(path: Path, steps: int = 40, **training: Any) -> Path:
-    """A run of PPO that has come to a step, evaluated every 10; the last 20 steps took 2 s each, those before 1 s."""
+    """A run of PPO that has come to a step, evaluated every 10; the last 20 steps took 2 s each, others 1 s."""
     path.mkdir(parents=True)
     settings = {"steps": 100, **training}
     config = {"algorithm": "ppo", "training": settings, "evaluation": {"every": 10}}

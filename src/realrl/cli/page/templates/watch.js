@@ -230,7 +230,7 @@ function figure(name, value, unit, note) {
 
 function split(text) { return text.includes(" ") && !/ .* /.test(text) ? text.split(" ") : [text, ""]; }
 
-function showStatus({ status, checkpoints }) {
+function showStatus({ status }) {
   const { rates, steps, step, state } = status, going = state === "running";
   document.title = `${going && steps ? `${Math.floor((100 * step) / steps)} % · ` : ""}${document.querySelector("h1").textContent}`;
   byId("algorithm").textContent = status.algorithm ? `· ${status.algorithm}` : "";
@@ -250,13 +250,13 @@ function showStatus({ status, checkpoints }) {
   const ends = going ? "End" : "Ended", most = status.ranks.reduce((a, b) => (!a || b.resident_bytes > a.resident_bytes ? b : a), null);
   const left = status.end === null ? "–" : going ? duration(status.end - status.time) : duration(status.time - status.end);
   const late = going && status.predicted_end ? `; at the predicted rate ${clock(status.predicted_end)}` : "";
-  const last = checkpoints[0];
+  const last = status.checkpoint;
   byId("figures").replaceChildren(
     figure("Step", String(step), steps ? `of ${steps}` : "", `started ${status.started ? clock(status.started) : "–"}${status.restarts ? `; ${status.restarts} restarts` : ""}`),
     figure("Step time", ...split(rates ? seconds(rates.recent) : "–"), rate ?? "no step yet"),
     figure(ends, left, status.end === null ? "" : going ? "from now" : "ago", status.end === null ? "" : `${clock(status.end)}${late}`),
     figure("Memory", ...split(bytes(most?.resident_bytes)), most ? `of rank ${most.rank}, the fullest process` : "no rank reports"),
-    figure("Checkpoint", last ? duration(status.time - last.time) : "–", last ? "old" : "", last ? last.name : "none yet"),
+    figure("Checkpoint", last ? duration(status.time - last.time) : "–", last ? "old" : "", last ? last.path : "none yet"),
   );
 }
 
@@ -314,7 +314,7 @@ function showRanks({ status, memory }) {
     bar.dataset.tip = tip;
     const does = silent.has(r.rank) ? `silent for ${duration(status.time - r.time)}, last: ${r.does}` : r.does;
     return row(silent.has(r.rank) ? "silent" : "", [String(r.rank), "word"], [r.host, "word"], [does, "word does"],
-      [going && r.since ? duration(status.time - r.since) : ""], [bar, "word bar"], [bytes(held(r))], [bytes(device?.peak_bytes)]);
+      [going && r.since ? duration(status.time - r.since) : ""], [bar, "word meter"], [bytes(held(r))], [bytes(device?.peak_bytes)]);
   }));
 }
 
