@@ -78,12 +78,15 @@ def test_a_run_that_was_killed_is_stale_at_once_where_its_processes_are_gone(tmp
     for rank in range(2):
         write_rank(run, rank, ago=5, pid=GONE)
     found = read_status(run)
-    assert (found.state, found.reason) == ("stale", "ranks 0, 1 silent for 5 s; their processes are gone")
+    assert (found.state, found.reason) == (
+        "stale",
+        "ranks 0-1 silent for 5 s; gone: the processes of ranks 0-1",
+    )
     write_rank(run, 1, ago=5)
     assert read_status(run).state == "running"
     for rank in range(2):
         write_rank(run, rank, ago=300, host="elsewhere", pid=GONE)
-    assert read_status(run).reason == "ranks 0, 1 silent for 5 min"
+    assert read_status(run).reason == "ranks 0-1 silent for 5 min"
 
 
 def test_a_silent_rank_of_a_running_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,8 +164,9 @@ def test_damaged_files_do_not_hide_the_rest(
     write_rank(run, 0)
     write_step(run)
     write_samples(run, 10, [])
-    for file in [file for file in run.rglob("*") if file.is_file() and file.name != "rank-0.json"]:
+    for file in [file for file in run.rglob("*") if file.is_file() and file.parent.name != "ranks"]:
         file.write_text(content)
+    (run / "ranks" / "rank-1.json").write_text(content)
     assert "running" in print_status(run, capsys)
 
 

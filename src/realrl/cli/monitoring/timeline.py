@@ -136,9 +136,8 @@ def _draw(rows: Sequence[_Row], whole: float, kinds: Mapping[str, str]) -> Timel
             box = _box(event, row, whole, colours, kinds, y, height)
             if box is not None:
                 boxes.append(box)
-    return TimelineDrawing(
-        height * len(rows), tuple(bands), tuple(borders), tuple(boxes), tuple(list_ticks(whole))
-    )
+    ticks = tuple(tick for tick in list_ticks(whole) if tick.x < 99)  # the last one's text would be cut
+    return TimelineDrawing(height * len(rows), tuple(bands), tuple(borders), tuple(boxes), ticks)
 
 
 def _box(

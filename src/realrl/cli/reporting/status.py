@@ -15,6 +15,7 @@ from realrl.config.errors import UserError
 from realrl.config.paths import local_path
 from realrl.config.yaml_file import read_yaml
 from realrl.program.prediction_file import PredictedStep
+from realrl.program.text import format_ranks
 from realrl.runtime.monitor.ended import Ended
 from realrl.runtime.monitor.rank_status import RANKS, RankStatus, read_statuses
 from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
@@ -202,12 +203,16 @@ def _describe_silence(silent: Sequence[RankStatus], now: float) -> str:
     if not silent:
         return ""
     last = max(rank.time for rank in silent)
+    text = f"{_name_ranks(silent)} silent for {format_duration(now - last)}"
     gone = [rank for rank in silent if _is_gone(rank, now)]
-    numbers = ", ".join(str(rank.rank) for rank in silent[:8]) + (", ..." if len(silent) > 8 else "")
-    text = f"rank{'s' * (len(silent) > 1)} {numbers} silent for {format_duration(now - last)}"
     if gone:
-        text += f"; {'their processes are' if len(gone) > 1 else 'its process is'} gone"
+        text += f"; gone: the process{'es' * (len(gone) > 1)} of {_name_ranks(gone)}"
     return text
+
+
+def _name_ranks(ranks: Sequence[RankStatus]) -> str:
+    numbers = format_ranks(sorted(rank.rank for rank in ranks)).replace(",", ", ")
+    return f"rank{'s' * (len(ranks) > 1)} {numbers}"
 
 
 def _find_rates(trained: Sequence[MetricLine]) -> Rates | None:
