@@ -11,6 +11,7 @@ from realrl import __version__
 from realrl.cli.config import config
 from realrl.cli.data import data
 from realrl.cli.eval import eval
+from realrl.cli.export import export
 from realrl.cli.generate import generate
 from realrl.cli.monitoring.status import status
 from realrl.cli.monitoring.watch import watch
@@ -30,7 +31,22 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train, plan, profile, show, data, config, eval, generate, tokenizer, report, status, watch):
+COMMANDS = (
+    train,
+    plan,
+    profile,
+    show,
+    data,
+    config,
+    eval,
+    generate,
+    export,
+    tokenizer,
+    report,
+    status,
+    watch,
+)
+for command in COMMANDS:
     app.command()(command)
 
 

@@ -1,5 +1,6 @@
 """`realrl train`."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -19,34 +20,57 @@ if TYPE_CHECKING:
 
 
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Run a recipe: start local processes, or take part as a rank when started by torchrun."""
+    """Run a recipe, or go on with the run in its directory, which may be given in place of the recipe.
+
+    Starts local processes, or takes part as a rank when started by torchrun.
+    """
     from realrl.config.errors import UserError
     from realrl.recipe.algorithm import get_spec
     from realrl.recipe.graphs import build_graph
     from realrl.recipe.load import load_experiment
+    from realrl.runtime.output.earlier import find_earlier_run
     from realrl.runtime.processes.environment import quiet_profiler, under_launcher
 
     quiet_profiler()
-    experiment = load_experiment(recipe, overrides or [])
+    recipe, overrides = _find_recipe(recipe, overrides or [])
+    experiment = load_experiment(recipe, overrides)
     if not get_spec(experiment).trains:
         raise UserError(f"algorithm={experiment.algorithm} trains nothing; realrl eval runs it")
     with _tidied(experiment) as run_dir:
         if not under_launcher():
             cluster = find_cluster(experiment)
+            earlier = find_earlier_run(experiment)
+            if earlier is not None and earlier.finished:
+                typer.echo(f"run_dir={experiment.run_dir} holds this run, which is done", err=True)
+                return
             plan = _check(experiment, cluster)
             if cluster.size > 1:
                 from realrl.runtime.processes.launch import launch_training
                 from realrl.runtime.processes.local_ranks import Start
 
                 text = None if plan is None else plan.to_text(build_graph(experiment))
-                start = Start(cluster, ["train", recipe, *(overrides or [])], text)
-                fewer = partial(_shrink, recipe, overrides or [], experiment)
+                start = Start(cluster, ["train", recipe, *overrides], text)
+                fewer = partial(_shrink, recipe, overrides, experiment)
                 raise typer.Exit(launch_training(start, experiment.launch, run_dir, fewer))
         from realrl.cli.progress.training import Progress
         from realrl.runtime.train import train as run
 
         with Progress() as progress:
             run(experiment, progress)
+
+
+def _find_recipe(given: str, overrides: list[str]) -> tuple[str, list[str]]:
+    """Find the recipe of a run whose directory is given; UserError where that is no run's."""
+    from realrl.config.errors import UserError
+    from realrl.config.paths import local_path
+    from realrl.runtime.output.saved import CONFIG
+
+    directory = local_path(given)
+    if not directory.is_dir():
+        return given, overrides
+    if not (directory / CONFIG).is_file():
+        raise UserError(f"{given} is a directory without a run; give a recipe, or the directory of a run")
+    return str(directory / CONFIG), [f"run_dir={json.dumps(given)}", "overwrite=false", *overrides]
 
 
 @contextmanager
@@ -122,7 +146,7 @@ def _shrink(recipe: str, overrides: list[str], experiment: "Experiment", devices
         arguments = [*overrides, *changes]
         try:
             changed = load_experiment(recipe, arguments)
-            plan = _check(changed, find_cluster(changed), again=True)
+            plan = _check(changed, find_cluster(changed))
         except UserError as error:
             typer.echo(f"note: the run cannot go on with {size} devices: {error}", err=True)
             continue
@@ -135,18 +159,16 @@ def _shrink(recipe: str, overrides: list[str], experiment: "Experiment", devices
     return None
 
 
-def _check(experiment: "Experiment", cluster: "Cluster", *, again: bool = False) -> "Plan | None":
+def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     """Check what can be checked before any process starts, without reading data and models; else UserError.
 
-    For several processes also that the plan fits, after searching for it where the recipe says so. `again` is for a
-    run that has begun, whose directory is its own.
+    For several processes also that the plan fits, after searching for it where the recipe says so.
 
     One process finds that out itself, since it may ask its GPU.
     """
     from realrl.checkpoint.sources import check_directories, check_trainable
     from realrl.plan.presets import SEARCH
     from realrl.planner.profile.profile import Profile
-    from realrl.runtime.output.rundir import RunDirectory
     from realrl.runtime.prepare.compile import compile_recipe, with_sizes
     from realrl.runtime.prepare.devices import check_kind, search_spec
     from realrl.runtime.prepare.fit.check import check_fit
@@ -159,8 +181,6 @@ def _check(experiment: "Experiment", cluster: "Cluster", *, again: bool = False)
     searches = experiment.plan == SEARCH
     compiled = None if searches else compile_recipe(experiment, cluster)
     check_directories(experiment)
-    if not again:
-        RunDirectory(experiment.run_dir).check(experiment)
     if experiment.profile is not None:
         Profile.load(experiment.profile)
     if cluster.size == 1:

@@ -11,7 +11,14 @@ import pytest
 from realrl.cli.app import run_app
 from realrl.cli.reporting.status import format_duration, read_status
 from realrl.runtime.monitor.ended import write_end
-from tests.cli.monitoring.written_runs import GONE, write_rank, write_run, write_samples, write_step
+from tests.cli.monitoring.written_runs import (
+    GONE,
+    write_checkpoint,
+    write_rank,
+    write_run,
+    write_samples,
+    write_step,
+)
 
 
 def print_status(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
@@ -26,8 +33,8 @@ def test_a_running_run_says_how_far_it_is_and_what_its_ranks_do(
     for rank in range(2):
         write_rank(run, rank)
     write_step(run)
-    (run / "checkpoints" / "step-000020").mkdir(parents=True)
-    (run / "checkpoints" / "step-000020-critic").mkdir()
+    write_checkpoint(run, 20)
+    (run / "checkpoints" / "step-000030").mkdir()
     text = print_status(run, capsys)
     rows = {line.split("  ")[0]: line for line in text.splitlines() if line}
     assert rows["state"].endswith("running")

@@ -18,7 +18,14 @@ from realrl.cli.monitoring.server import PageServer, is_loopback
 from realrl.program.trace_file import make_event
 from realrl.runtime.monitor.note_file import KEPT_NOTES, NOTES, NoteFile
 from tests.cli.monitoring.test_status import DAMAGED
-from tests.cli.monitoring.written_runs import add_steps, write_rank, write_run, write_samples, write_step
+from tests.cli.monitoring.written_runs import (
+    add_steps,
+    write_checkpoint,
+    write_rank,
+    write_run,
+    write_samples,
+    write_step,
+)
 from tests.runtime.processes import end, start
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -73,7 +80,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_the_page_has_what_the_run_says(run: Path) -> None:
     NoteFile(run).add(HOSTILE)
-    (run / "checkpoints" / "step-000020").mkdir(parents=True)
+    write_checkpoint(run, 20)
     with served(run) as client:
         status, page = client.ask("/")
         assert status == 200 and "<h1>run</h1>" in page

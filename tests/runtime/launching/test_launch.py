@@ -36,7 +36,7 @@ def launch(world: World, tmp_path: Path, temporary: Path) -> Iterator[Callable[[
             tmp_path,
             cluster=cluster,
             training__steps=1_000_000,
-            training__save_every=2,
+            checkpoint__every=2,
             launch__max_restarts=0,
         )
         arguments = ["train", str(recipe)]

@@ -7,7 +7,7 @@ from typing import Any
 
 from realrl.cli.reporting.metrics import MetricPart, read_part
 from realrl.runtime.monitor.note_file import NOTES
-from realrl.runtime.output.saved import CHECKPOINTS, METRICS
+from realrl.runtime.output.saved import BEST, METRICS, list_checkpoints
 
 _LINES = 1 << 20
 """Bytes of metrics that are read at a time."""
@@ -71,11 +71,8 @@ class RunFiles:
 
     def list_checkpoints(self) -> list[dict[str, Any]]:
         """List what was saved, latest first: `name` and `time`."""
-        folders = [
-            *(self.path / CHECKPOINTS).glob("step-*"),
-            *self.path.glob("best*"),
-            *self.path.glob("final*"),
-        ]
+        saved = [path for name in (BEST, "final") for path in self.path.glob(f"{name}*")]
+        folders = [*list_checkpoints(self.path).values(), *saved]
         found = []
         for folder in folders:
             try:

@@ -19,7 +19,8 @@ from realrl.program.text import format_ranks
 from realrl.runtime.monitor.ended import Ended
 from realrl.runtime.monitor.rank_status import RANKS, RankStatus, read_statuses
 from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
-from realrl.runtime.output.saved import METRICS, find_saved
+from realrl.runtime.output.history import HISTORY, read_history
+from realrl.runtime.output.saved import BEST, CONFIG, METRICS, SUMMARY, list_checkpoints
 
 State = Literal["running", "finished", "failed", "interrupted", "stale"]
 
@@ -57,7 +58,7 @@ class LatestMetric:
 
 @dataclass(frozen=True, kw_only=True)
 class LastCheckpoint:
-    """Last complete checkpoint."""
+    """Last complete checkpoint, or saved models where those are newer."""
 
     path: str
     """Path relative to the run's directory."""
@@ -89,6 +90,7 @@ class RunStatus:
     metrics: tuple[LatestMetric, ...]
     checkpoint: LastCheckpoint | None
     restarts: int
+    """How often the run has been started again, by itself or by somebody."""
     ranks: tuple[RankStatus, ...]
     silent: tuple[int, ...]
     """Ranks of a running run that are not heard of."""
@@ -103,7 +105,7 @@ def check_run(directory: str) -> Path:
     path = local_path(directory)
     if not path.is_dir():
         raise UserError(f"{directory}: no such directory")
-    if not (path / "config.yaml").is_file():
+    if not (path / CONFIG).is_file():
         raise UserError(f"{directory} holds no run: config.yaml is missing")
     return path
 
@@ -132,14 +134,14 @@ def read_status(path: Path, now: float | None = None) -> RunStatus:
         if seconds is not None:
             predicted_end = max(now, since + (steps - step) * seconds + further)
     elif state != "running":
-        end = ended.time if ended is not None else _modified(path / "summary.json")
+        end = ended.time if ended is not None else _modified(path / SUMMARY)
     return RunStatus(
         run_dir=str(path),
         algorithm=None if algorithm is None else algorithm.name,
         state=state,
         reason=reason,
         time=now,
-        started=min((rank.started for rank in ranks), default=_modified(path / "config.yaml")),
+        started=min((rank.started for rank in ranks), default=_modified(path / CONFIG)),
         step=step,
         steps=steps,
         rates=rates,
@@ -147,8 +149,8 @@ def read_status(path: Path, now: float | None = None) -> RunStatus:
         end=end,
         predicted_end=predicted_end,
         metrics=() if algorithm is None else tuple(_list_latest(algorithm, lines)),
-        checkpoint=_find_checkpoint(path, ranks, algorithm),
-        restarts=max((rank.restart for rank in ranks), default=0),
+        checkpoint=_find_checkpoint(path, ranks),
+        restarts=max([len(read_history(path / HISTORY)) - 1, 0, *(rank.restart for rank in ranks)]),
         ranks=ranks,
         silent=silent,
     )
@@ -176,11 +178,11 @@ def _find_state(
         if ended.status == 0:
             return "finished", "", ()
         return "interrupted" if ended.status in (130, 143) else "failed", ended.message, ()
-    if (path / "summary.json").is_file():
+    if (path / SUMMARY).is_file():
         return "finished", "", ()
     if ranks:
         return "stale", _describe_silence(ranks, now), ()
-    changed = _modified(path / METRICS) or _modified(path / "config.yaml") or 0.0
+    changed = _modified(path / METRICS) or _modified(path / CONFIG) or 0.0
     if now - changed < 4 * FRESH:
         return "running", "no rank has reported yet", ()
     return "stale", f"nothing has been written for {format_duration(now - changed)}", ()
@@ -254,12 +256,10 @@ def _list_latest(algorithm: AlgorithmRecord, lines: Sequence[MetricLine]) -> lis
     return found
 
 
-def _find_checkpoint(
-    path: Path, ranks: Sequence[RankStatus], algorithm: AlgorithmRecord | None
-) -> LastCheckpoint | None:
+def _find_checkpoint(path: Path, ranks: Sequence[RankStatus]) -> LastCheckpoint | None:
     named = [path / rank.checkpoint for rank in ranks if rank.checkpoint]
-    if algorithm is not None and (saved := find_saved(path, algorithm.trained).checkpoint) is not None:
-        named.append(saved)
+    named += list(list_checkpoints(path).values())[:1]
+    named += [path / name for name in (BEST, "final")]
     written = [(changed, file) for file in named if (changed := _modified(file)) is not None]
     if not written:
         return None
@@ -276,7 +276,7 @@ def _read_algorithm(path: Path) -> AlgorithmRecord | None:
 
 def _read_config(path: Path) -> Any:
     try:
-        return read_yaml(str(path / "config.yaml"))
+        return read_yaml(str(path / CONFIG))
     except UserError:
         return {}
 
