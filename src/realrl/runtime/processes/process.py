@@ -25,6 +25,7 @@ from realrl.runtime.processes.environment import (
     STORE_VARIABLE,
     under_launcher,
 )
+from realrl.runtime.processes.messages import gather_values
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -56,12 +57,10 @@ class Process:
         return found
 
     def gather(self, value: Any) -> list[Any]:
-        """All-gather one object per rank: the list in the order of ranks, on every rank."""
+        """All-gather one plain value or record per rank: the list in the order of ranks, on every rank."""
         if self.control is None:
             return [value]
-        everyone: list[Any] = [None] * self.world
-        dist.all_gather_object(everyone, value, group=self.control)
-        return everyone
+        return gather_values(value, self.control)
 
     @contextmanager
     def together(self) -> Iterator[None]:
