@@ -102,7 +102,7 @@ def run(world: str, processes: int, steps: int, demo: Path) -> dict[str, Any]:
         recipe = make_tiny_world(Path(scratch)) if tiny else str(ROOT / "recipes/demo/ppo.yaml")
         changes = [f"training.steps={steps}", f"run_dir={scratch}/run", f"cluster=1x{processes}"]
         started = [_start(recipe, changes, scratch, rank, processes, demo) for rank in range(processes)]
-        if any([process.wait() for process in started]):
+        if any(list(map(subprocess.Popen.wait, started))):
             sys.exit(f"{world} on {processes} processes failed")
         files = [Path(scratch) / f"rank-{rank}.json" for rank in range(processes)]
         ranks = [json.loads(file.read_text()) for file in files]

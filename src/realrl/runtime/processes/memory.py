@@ -2,7 +2,6 @@
 
 import ctypes
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -35,9 +34,8 @@ def read_memory() -> HostMemory | None:
 def keep_freed_memory() -> None:
     """Have malloc keep freed blocks for the next allocation instead of giving each back to the system at once.
 
-    By default glibc unmaps large blocks when they are freed, and a training step asks for them all again: thousands of
-    page faults each time, a fifth of a step's time. What it keeps is given back by `release_freed_memory`. Does
-    nothing where the C library is another one.
+    By default glibc unmaps large blocks when they are freed, and a training step asks for them all again,
+    thousands of page faults each time. Does nothing where the C library is another one.
     """
     libc = _glibc()
     if libc is not None:

@@ -1,7 +1,7 @@
 """Python values as messages between ranks.
 
-They are pickled, since plans and times are dataclasses, but read back by a reader that makes nothing other than plain
-values and records of this package: whoever gets a message into the network of a run cannot run code by it.
+They are pickled, since plans and times are dataclasses, but read back by a reader that makes nothing other than
+plain values and records of this package: whoever gets a message into the network of a run cannot run code by it.
 """
 
 import importlib
