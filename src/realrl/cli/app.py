@@ -10,6 +10,7 @@ from realrl import __version__
 from realrl.cli.config import config
 from realrl.cli.data import data
 from realrl.cli.eval import eval
+from realrl.cli.export import export
 from realrl.cli.generate import generate
 from realrl.cli.plan import plan
 from realrl.cli.profile import profile
@@ -27,7 +28,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train, plan, profile, show, data, config, eval, generate, tokenizer, report):
+for command in (train, plan, profile, show, data, config, eval, generate, export, tokenizer, report):
     app.command()(command)
 
 

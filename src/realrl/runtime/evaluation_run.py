@@ -85,6 +85,7 @@ class EvaluationRun:
     def load(self) -> None:
         """Load the weights; UserError when they cannot be used."""
         self._roles.load_weights()
+        self._roles.offload_homes()
 
 
 class Opponent:

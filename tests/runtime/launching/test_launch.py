@@ -32,7 +32,7 @@ def launch(world: World, tmp_path: Path, temporary: Path) -> Iterator[Callable[[
 
     def launch(cluster: str) -> Launcher:
         recipe = world.recipe(
-            "sft", tmp_path, cluster=cluster, training__steps=1_000_000, training__save_every=2
+            "sft", tmp_path, cluster=cluster, training__steps=1_000_000, checkpoint__every=2
         )
         arguments = ["train", str(recipe)]
         if cluster == "auto":

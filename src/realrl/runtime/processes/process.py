@@ -56,6 +56,11 @@ class Process:
                 found[ranks] = Group(ranks, ranks.index(self.rank), handle)
         return found
 
+    def make_control_group(self) -> dist.ProcessGroup | None:
+        """Make another group of all ranks for small CPU tensors, for a thread of its own; None where there is one
+        rank. All ranks call this together."""
+        return None if self.control is None else dist.new_group(backend="gloo")
+
     def gather(self, value: Any) -> list[Any]:
         """All-gather one plain value or record per rank: the list in the order of ranks, on every rank."""
         if self.control is None:

@@ -246,6 +246,7 @@ class Worker:
             max_tokens=run.placement.strategy.micro_batch_tokens,
             recompute=run.placement.strategy.recompute,
             after_pass=now.after_pass,
+            before_update=self._roles.before_change,
             call=call.name,
             candidates=call.candidates,
         )
