@@ -274,7 +274,8 @@ class TrainingRun:
         """Restore everything from the last checkpoint of the run that is continued; UserError where none can be
         read."""
         if self.earlier is not None and self.earlier.checkpoints:
-            found = restore(self.earlier.checkpoints, self.contents, self.process, self._group)
+            paths = [self.directory.checkpoint(step) for step in self.earlier.checkpoints]
+            found = restore(paths, self.contents, self.process, self._group)
             self._restored = found
             self._take(found.state)
         self.roles.offload_homes()

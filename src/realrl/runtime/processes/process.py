@@ -22,6 +22,7 @@ from realrl.runtime.prepare.cluster import written_cluster
 from realrl.runtime.prepare.gpu import NO_GPU, Gpu
 from realrl.runtime.processes.environment import STORE_VARIABLE, under_launcher
 from realrl.runtime.processes.logs import LOGS, move_log
+from realrl.runtime.processes.messages import gather_values
 from realrl.runtime.processes.supervision import Supervision
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -69,12 +70,10 @@ class Process:
         return None if self.control is None else dist.new_group(backend="gloo")
 
     def gather(self, value: Any) -> list[Any]:
-        """All-gather one object per rank: the list in the order of ranks, on every rank."""
+        """All-gather one plain value or record per rank: the list in the order of ranks, on every rank."""
         if self.control is None:
             return [value]
-        everyone: list[Any] = [None] * self.world
-        dist.all_gather_object(everyone, value, group=self.control)
-        return everyone
+        return gather_values(value, self.control)
 
     @contextmanager
     def together(self) -> Iterator[None]:
