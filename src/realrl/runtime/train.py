@@ -46,6 +46,7 @@ from realrl.runtime.output.run_state import Restored, RunState
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.output.saved import BEST, find_saved, list_checkpoints
 from realrl.runtime.output.saved_state import find_saved_state, load_saved_state
+from realrl.runtime.output.shared import check_shared
 from realrl.runtime.output.stopped import make_stop_error
 from realrl.runtime.prepare.compile import Compiled, compile_recipe, models, stored_models, with_sizes
 from realrl.runtime.prepare.devices import check_kind
@@ -141,6 +142,7 @@ def train(
         with process.together():
             make = run_class or TrainingRun
             run = make(experiment, compiled, process, observer if process.rank == WRITER else None, earlier)
+        check_shared(run.directory.path, process, cluster.nodes)
         # Mistakes that show without weights are found before any rank takes minutes to load some.
         run.face_opponent()
         process.activity.enter("load")

@@ -48,8 +48,8 @@ _SHOWN = 3
 class EarlierRun:
     """An earlier run that is continued.
 
-    checkpoints: steps before each, the latest one first; the run starts from its beginning where there is none. changed: settings that
-    are different now, as `name: old, now new`. finished: whether there is nothing left to do.
+    checkpoints: steps before each, the latest one first; the run starts from its beginning where there is none.
+    changed: settings that are different now, as `name: old, now new`. finished: whether nothing is left to do.
     """
 
     checkpoints: tuple[int, ...]

@@ -22,7 +22,9 @@ from realrl.runtime.prepare.cluster import written_cluster
 from realrl.runtime.prepare.gpu import NO_GPU, Gpu
 from realrl.runtime.processes.environment import STORE_VARIABLE, under_launcher
 from realrl.runtime.processes.logs import LOGS, move_log
+from realrl.runtime.processes.meeting import TIMEOUT, meet
 from realrl.runtime.processes.messages import gather_values
+from realrl.runtime.processes.network import limit_silence
 from realrl.runtime.processes.supervision import Supervision
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -62,6 +64,7 @@ class Process:
             handle = dist.new_group(sorted(ranks)) if len(ranks) > 1 else None
             if self.rank in ranks:
                 found[ranks] = Group(ranks, ranks.index(self.rank), handle)
+        limit_silence()
         return found
 
     def make_control_group(self) -> dist.ProcessGroup | None:
@@ -167,10 +170,10 @@ def connect(device: Device, launch: LaunchConfig | None = None) -> Process:
     store = os.environ.get(STORE_VARIABLE)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        init_method=f"file://{store}" if store else "env://",
+        store=dist.FileStore(store, world) if store else meet(rank, world),
         rank=rank,
         world_size=world,
-        timeout=timedelta(minutes=30),
+        timeout=TIMEOUT,
     )
     if cuda:
         # NCCL wants every rank at a group's first operation; later ones may be between some of them.
@@ -181,6 +184,7 @@ def connect(device: Device, launch: LaunchConfig | None = None) -> Process:
         supervision.watch_others(world, process.gather(secrets.token_hex(8))[0], launch or LaunchConfig())
         dist.barrier(group=control)
         supervision.start_watch()
+    limit_silence()
     return process
 
 
