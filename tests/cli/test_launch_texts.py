@@ -1,4 +1,4 @@
-"""What `realrl launch` writes is understood by shells and YAML, and asks for the nodes and devices of the recipe."""
+"""What `realrl launch` writes is understood by shells and YAML, and asks for what the recipe needs."""
 
 import re
 import shlex

@@ -1,7 +1,8 @@
 """Switch between hosts of a test: `python switch.py HOSTS`, run as root on Linux.
 
-A host is a set of namespaces (network, host name, processes, mounts) with an interface `eth0` of its own, 10.77.0.N,
-whose packets this process carries to the other hosts, with a delay where one is set, or drops, where the cable is cut.
+A host is a set of namespaces (network, host name, processes, mounts) with an interface `eth0` of its own,
+10.77.0.N, whose packets this process carries to the other hosts, with a delay where one is set, or drops, where the
+cable is cut.
 Hosts know each other as host0, host1, ..., but themselves as 127.0.1.1, as Debian sets up a machine.
 
 It says `N PID` for each host, the process that holds its namespaces; commands on standard input are `delay

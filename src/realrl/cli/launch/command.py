@@ -10,7 +10,7 @@ import typer
 from realrl.cli.recipe import Overrides, Recipe
 
 launchers = typer.Typer(
-    help="Write what starts a recipe on several nodes: commands for torchrun, a Slurm script, a Kubernetes manifest.",
+    help="Write what starts a recipe on several nodes: torchrun commands, a Slurm script, a Kubernetes manifest.",
     no_args_is_help=True,
 )
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from realrl.recipe.experiment import Experiment
 
 PATIENCE = 300
-"""Seconds that torchrun on one node waits for an answer of the first one: longer than what a network recovers from."""
+"""Seconds that torchrun on one node waits for an answer of the first one; networks recover sooner."""
 CPUS_BESIDE_A_GPU = 8
 """CPU cores of a process that computes on a GPU, unless the user says otherwise."""
 
@@ -53,7 +53,8 @@ def make_job(
     """Read a recipe and make its job; `kind` is the command, for the record.
 
     `overwrites` tells whether processes know, when they are started again, that they may not delete the run that
-    they are to continue, although the recipe says `overwrite`. UserError for a mistake in the recipe, and where it does not say how many nodes and devices there are.
+    they are to continue, although the recipe says `overwrite`. UserError for a mistake in the recipe, and where it
+    does not say how many nodes and devices there are.
     """
     from realrl.config.errors import UserError
     from realrl.recipe.algorithm import get_spec
@@ -115,8 +116,8 @@ def _find_devices(experiment: "Experiment") -> "tuple[Cluster, bool]":
     kinds = _list_kinds(named_cluster(experiment.cluster))
     if len(kinds) > 1:
         raise UserError(
-            f"cluster={experiment.cluster} has nodes of different kinds ({', '.join(kinds)}); a job asks for nodes of"
-            " one kind"
+            f"cluster={experiment.cluster} has nodes of different kinds ({', '.join(kinds)}); a job asks for"
+            " nodes of one kind"
         )
     cpu = set(kinds.values()) == {True}
     if kinds and experiment.device != "auto" and (experiment.device == "cpu") != cpu:
