@@ -41,6 +41,7 @@ from realrl.runtime.output.saved import (
     checkpoint_path,
     find_saved,
     list_checkpoints,
+    remove_partial,
 )
 from realrl.runtime.output.saved_state import name_state_file
 
@@ -124,6 +125,7 @@ class RunDirectory:
             if restored is None:
                 self._clear()
             else:
+                remove_partial(self.path)
                 shutil.rmtree(self.path / PROGRAMS, ignore_errors=True)
                 self.go_back(restored)
             # Samples, data and weights are nobody else's business unless the user says so.
