@@ -10,6 +10,7 @@ from realrl.config.units import check_size
 from realrl.config.words import join
 from realrl.recipe.data import DataConfig, TrainingConfig
 from realrl.recipe.evaluation import EvaluationConfig
+from realrl.recipe.sections.trackers import TrackersConfig
 
 
 class DebugConfig(Settings):
@@ -78,6 +79,7 @@ class Experiment(Settings):
     data: DataConfig
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    trackers: TrackersConfig = TrackersConfig()
     debug: DebugConfig = DebugConfig()
     models: Models
     """The model of each role."""

@@ -1,9 +1,8 @@
 """Training loop of one rank."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, Protocol
 
 from realrl.algorithms.build import build_algorithm
@@ -29,6 +28,7 @@ from realrl.runtime.output.notes import StepNotes, list_data_notes, list_model_n
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.output.saved import BEST, Checkpoint, find_saved
 from realrl.runtime.output.stopped import make_stop_error
+from realrl.runtime.output.trackers.trackers import check_trackers
 from realrl.runtime.prepare.compile import Compiled, compile_recipe, models, stored_models, with_sizes
 from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.fit.check import check_fit
@@ -87,6 +87,7 @@ def train(
     """
     started = time.monotonic()
     check_trainable(experiment)
+    check_trackers(experiment)
     cluster = resolve_cluster(experiment.cluster, experiment.device)
     # Before the ranks meet, where there is nothing to search for: mistakes in a plan need no meeting.
     compiled = None if experiment.plan == SEARCH else compile_recipe(experiment, cluster)
@@ -117,7 +118,10 @@ def train(
             run.load()
         with process.together():
             run.open()
-        run.execute(started)
+        try:
+            run.execute(started)
+        finally:
+            run.directory.close_trackers(done=False)  # unless they are closed
 
 
 class TrainingRun:
@@ -160,8 +164,7 @@ class TrainingRun:
         functions = load_functions(algorithm, compiled.phases.values(), process.rank)
         loader = RecordLoader(experiment, self.tokenizer, self.stop_token_ids, functions)
         self.records = loader.load_train(compiled.train)
-        say: Callable[[str], None] = observer.note if observer is not None else lambda text: None
-        self.costs = Costs(experiment, compiled, process, self.roles, profile, say)
+        self.costs = Costs(experiment, compiled, process, self.roles, profile, self._note)
         self.trace = Trace(process.rank)
         self.worker = Worker(process, self.roles, algorithm, self.stop_token_ids, self.trace, self.tokenizer)
         self.training = TrainingSteps(experiment, compiled, process, self.worker, self.costs, self.records)
@@ -201,8 +204,7 @@ class TrainingRun:
         if observer is None:
             return
         self.directory.start(self.experiment, self.compiled.train.plan, self.compiled.programs)
-        if find_spec("tensorboard") is not None:
-            self.directory.open_tensorboard()
+        self.directory.open_trackers(self.experiment, observer.note)
         notes = [
             *list_data_notes({"train": self.records, "eval": self.eval_records}),
             *list_model_notes(self.experiment, self.steps, fresh),
@@ -210,9 +212,9 @@ class TrainingRun:
             *self.saving_notes,
         ]
         for note in notes:
-            observer.note(note)
+            self._note(note)
         if self.costs.source is not None:
-            observer.note(f"predictions: {self.costs.source}")
+            self._note(f"predictions: {self.costs.source}")
         observer.begin(self.experiment, self.steps)
 
     def execute(self, started: float) -> None:
@@ -247,7 +249,7 @@ class TrainingRun:
         self._record(MetricsRecord(step + 1, "train", time.monotonic() - start, metrics))
         if self.observer is not None:
             for note in self.notes.describe_step(step + 1, metrics):
-                self.observer.note(note)
+                self._note(note)
 
     def _check_learning(self) -> None:
         """Check, on all ranks, that the last training step was applied by all of its roles; else RunError."""
@@ -306,6 +308,11 @@ class TrainingRun:
         message = f"{error}; saved: {saved}" if saved else str(error)
         return UserCodeError(message, error.trace, error.alone)
 
+    def _note(self, text: str) -> None:
+        if self.observer is not None:
+            self.observer.note(text)
+            self.directory.note(text)
+
     def _record(self, record: MetricsRecord) -> None:
         if self.observer is not None:
             self.directory.log(record.step, record.kind, record.seconds, record.metrics)
@@ -351,4 +358,5 @@ class TrainingRun:
             if self.best.settings is not None:
                 summary["best"] = self.best.to_json()
             self.directory.finish(summary)
+            self.directory.close_trackers(done=True)
             self.observer.end(self.experiment.run_dir, seconds)

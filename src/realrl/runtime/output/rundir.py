@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import glob
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 from realrl.config.errors import RunError, UserError
 from realrl.config.files import as_os_error, check_directory, partial_path, reason_of, write_whole
 from realrl.config.paths import local_path
+from realrl.config.secrets.redaction import redact_code
 from realrl.config.user_code import find_source, is_own_module
 from realrl.plan.plan import Plan
 from realrl.program.instructions import Program
@@ -24,12 +25,12 @@ from realrl.recipe.sources import list_sources
 from realrl.runtime.output.algorithm_record import AlgorithmRecord
 from realrl.runtime.output.rows import replace_infinite, write_rows
 from realrl.runtime.output.saved import BEST, METRICS, Checkpoint, checkpoint_path, find_saved
+from realrl.runtime.output.trackers.trackers import Trackers, open_trackers
 
 CONFIG, PLAN, PROGRAMS = "config.yaml", "plan.yaml", "programs"
 """Files of every run's directory. A directory without them is not ours and never deleted."""
 CODE = "code"
 """Directory of copies of the files with code that the recipe names, each by the name of its setting."""
-BOARD = "tensorboard"
 BEST_NOTE = f"{BEST}.json"
 """File that says which evaluation the best models are of."""
 EVALUATIONS = "eval"
@@ -44,7 +45,7 @@ class RunDirectory:
         self.path = local_path(path)
         self._trained = trained
         self._metrics = self.path / METRICS
-        self._board: Any = None
+        self._trackers = Trackers()
 
     def check(self, experiment: Experiment) -> None:
         """Check that the directory can be used; else UserError.
@@ -100,7 +101,8 @@ class RunDirectory:
             AlgorithmRecord.of(get_spec(experiment), self._trained).save(self.path)
             for setting, file in _find_code(experiment).items():
                 (self.path / CODE).mkdir(exist_ok=True)
-                shutil.copyfile(file, self.path / CODE / f"{setting}.py")
+                code = redact_code(file.read_bytes().decode(errors="surrogateescape"))
+                (self.path / CODE / f"{setting}.py").write_bytes(code.encode(errors="surrogateescape"))
             plan.save(self.path / PLAN, build_graph(experiment))
             for name, ranks in programs.items():
                 for program in ranks:
@@ -114,11 +116,17 @@ class RunDirectory:
         entries = self.path.iterdir() if self.path.exists() else ()
         return [entry for entry in entries if entry.name != EVALUATIONS]
 
-    def open_tensorboard(self) -> None:
-        """Write metrics for TensorBoard, too, from now on."""
-        from torch.utils.tensorboard.writer import SummaryWriter
+    def open_trackers(self, experiment: Experiment, say: Callable[[str], None], done: int = 0) -> None:
+        """Send metrics to the trackers of the recipe, too, from now on; `done` steps were trained before."""
+        self._trackers = open_trackers(experiment, self.path, say, done)
 
-        self._board = SummaryWriter(str(self.path / BOARD))
+    def note(self, text: str) -> None:
+        """Send a note to the trackers."""
+        self._trackers.note(text)
+
+    def close_trackers(self, *, done: bool) -> None:
+        """End the trackers, within bounds of time; `done`: whether the run ended well."""
+        self._trackers.close(done=done)
 
     def log(self, step: int, kind: str, seconds: float, metrics: Mapping[str, float]) -> None:
         """Append one line to metrics.jsonl; metrics that are not finite become null there.
@@ -141,10 +149,7 @@ class RunDirectory:
             except OSError:
                 os.ftruncate(file.fileno(), end)
                 raise
-        if self._board is not None:
-            with self.writing(self.path / BOARD):
-                for name, value in metrics.items():
-                    self._board.add_scalar(f"{kind}/{name}", value, step)
+        self._trackers.log(step, kind, seconds, metrics)
 
     def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write what an evaluation generated, one JSON object per line; RunError when that fails."""
@@ -157,8 +162,6 @@ class RunDirectory:
         file = self.path / "summary.json"
         with self.writing(file):
             write_whole(file, json.dumps(summary, indent=2) + "\n")
-            if self._board is not None:
-                self._board.close()
 
     def write_state(self, which: Checkpoint, state: Mapping[str, float]) -> None:
         """Write an algorithm's own state beside saved models; RunError when that fails."""

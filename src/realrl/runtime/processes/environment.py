@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 from typing import NoReturn
 
 STORE_VARIABLE = "REALRL_STORE"
@@ -15,6 +16,15 @@ SCRATCH_VARIABLE = "REALRL_SCRATCH"
 
 PLAN_VARIABLE = "REALRL_PLAN"
 """Path of the plan that the local launcher has searched for."""
+
+
+ABANDONED = "realrl-background"
+"""Start of the names of threads that may wait for ever, and are then left alone."""
+
+
+def has_abandoned_threads() -> bool:
+    """Check whether a thread still runs that nobody waits for any more."""
+    return any(thread.name.startswith(ABANDONED) for thread in threading.enumerate())
 
 
 def quiet_profiler() -> None:

@@ -7,6 +7,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from realrl.config.secrets.redaction import redact
 from realrl.runtime.processes.environment import SCRATCH_VARIABLE
 
 
@@ -33,7 +34,7 @@ def divert_errors() -> None:
 
 
 def keep_logs(scratch: Path, directory: Path | None) -> Path | None:
-    """Copy logs that are not empty to `directory`; return where they are, or None.
+    """Copy logs that are not empty to `directory`, without secrets; return where they are, or None.
 
     Where there is no directory, or no room in it, they go to a new one for temporary files.
     """
@@ -54,7 +55,8 @@ def _copied(files: list[Path], directory: Path) -> bool:
     try:
         directory.mkdir(exist_ok=True)
         for file in files:
-            shutil.copyfile(file, directory / file.name)
+            text = file.read_bytes().decode(errors="surrogateescape")
+            (directory / file.name).write_bytes(redact(text).encode(errors="surrogateescape"))
     except OSError:
         shutil.rmtree(directory, ignore_errors=True)
         return False
