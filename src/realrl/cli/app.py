@@ -9,6 +9,7 @@ import typer
 from realrl import __version__
 from realrl.cli.config import config
 from realrl.cli.data import data
+from realrl.cli.doctor import doctor
 from realrl.cli.eval import eval
 from realrl.cli.generate import generate
 from realrl.cli.plan import plan
@@ -27,7 +28,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train, plan, profile, show, data, config, eval, generate, tokenizer, report):
+for command in (train, plan, profile, show, data, config, eval, generate, tokenizer, report, doctor):
     app.command()(command)
 
 
