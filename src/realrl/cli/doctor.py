@@ -55,7 +55,7 @@ def doctor(
         findings = examine_together(subject)
     if is_writer() or launched is None:
         _print_json(findings) if as_json else _print_table(findings)
-    raise typer.Exit(any(finding.status == "problem" for finding in findings))
+    raise typer.Exit(int(any(finding.status == "problem" for finding in findings)))
 
 
 def _print_json(findings: "Sequence[Finding]") -> None:

@@ -144,8 +144,8 @@ def check_torch_gpus(
         reason = f" ({torch['error']})" if torch["error"] else ""
         yield problem(
             "torch",
-            f"the driver lists {gpus} GPUs, and torch {torch['torch']} for CUDA {torch['cuda']} can use none{reason}"
-            "; update the driver, or install a torch build for the CUDA that `nvidia-smi` shows",
+            f"the driver lists {gpus} GPUs, and torch {torch['torch']} for CUDA {torch['cuda']} can use"
+            f" none{reason}; update the driver, or install a torch build for the CUDA that `nvidia-smi` shows",
         )
     elif device == "cuda":
         yield problem("torch", "device=cuda, but there is no GPU; use device=cpu")
