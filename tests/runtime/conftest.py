@@ -21,7 +21,9 @@ def changes(world: World, algorithm: str, directory: Path) -> dict[str, object]:
     return {
         "data__eval": str(world.root / f"{algorithm}.jsonl"),
         "evaluation__every": 2,
-        "training__save_every": 2,
+        "checkpoint__every": 2,
+        "checkpoint__export": True,
+        "checkpoint__keep": 3,
         **({"evaluation__shown": 100, "evaluation__judge": judge} if algorithm == "ppo" else {}),
     }
 

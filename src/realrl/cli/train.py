@@ -1,5 +1,6 @@
 """`realrl train`."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,34 +16,61 @@ if TYPE_CHECKING:
     from realrl.plan.cluster import Cluster
     from realrl.plan.plan import Plan
     from realrl.recipe.experiment import Experiment
+    from realrl.runtime.processes.local_ranks import Start
 
 
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Run a recipe: start local processes, or take part as a rank when started by torchrun."""
+    """Run a recipe, or go on with the run in its directory, which may be given in place of the recipe.
+
+    Starts local processes, or takes part as a rank when started by torchrun.
+    """
     from realrl.config.errors import UserError
     from realrl.recipe.algorithm import get_spec
     from realrl.recipe.graphs import build_graph
     from realrl.recipe.load import load_experiment
+    from realrl.runtime.output.earlier import find_earlier_run
     from realrl.runtime.processes.environment import quiet_profiler, under_launcher
 
     quiet_profiler()
-    experiment = load_experiment(recipe, overrides or [])
+    recipe, overrides = _find_recipe(recipe, overrides or [])
+    experiment = load_experiment(recipe, overrides)
     if not get_spec(experiment).trains:
         raise UserError(f"algorithm={experiment.algorithm} trains nothing; realrl eval runs it")
     with _tidied(experiment) as run_dir:
         if not under_launcher():
             cluster = find_cluster(experiment)
+            earlier = find_earlier_run(experiment)
+            if earlier is not None and earlier.finished:
+                typer.echo(f"run_dir={experiment.run_dir} holds this run, which is done", err=True)
+                return
             plan = _check(experiment, cluster)
             if cluster.size > 1:
-                from realrl.runtime.processes.launch import launch
+                from realrl.runtime.processes.launch import launch_training
+                from realrl.runtime.processes.local_ranks import Start
 
                 text = None if plan is None else plan.to_text(build_graph(experiment))
-                raise typer.Exit(launch(cluster, ["train", recipe, *(overrides or [])], text, run_dir))
+                start = Start(cluster, ["train", recipe, *overrides], text)
+                fewer = partial(_shrink, recipe, overrides, experiment)
+                raise typer.Exit(launch_training(start, experiment.launch, run_dir, fewer))
         from realrl.cli.progress.training import Progress
         from realrl.runtime.train import train as run
 
         with Progress() as progress:
             run(experiment, progress)
+
+
+def _find_recipe(given: str, overrides: list[str]) -> tuple[str, list[str]]:
+    """Find the recipe of a run whose directory is given; UserError where that is no run's."""
+    from realrl.config.errors import UserError
+    from realrl.config.paths import local_path
+    from realrl.runtime.output.saved import CONFIG
+
+    directory = local_path(given)
+    if not directory.is_dir():
+        return given, overrides
+    if not (directory / CONFIG).is_file():
+        raise UserError(f"{given} is a directory without a run; give a recipe, or the directory of a run")
+    return str(directory / CONFIG), [f"run_dir={json.dumps(given)}", "overwrite=false", *overrides]
 
 
 @contextmanager
@@ -77,6 +105,37 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
             remove_partial(directory.path)
 
 
+def _shrink(recipe: str, overrides: list[str], experiment: "Experiment", devices: int) -> "Start | None":
+    """Find how a run goes on with at most so many devices of this machine; None where it cannot.
+
+    The plan is that of the recipe where it is a preset or a search, and else a search.
+    """
+    from realrl.config.errors import UserError
+    from realrl.plan.presets import PRESETS, SEARCH
+    from realrl.recipe.graphs import build_graph
+    from realrl.recipe.load import load_experiment
+    from realrl.runtime.processes.local_ranks import Start
+
+    kind = experiment.cluster.rpartition(":")[0]
+    named = experiment.plan in (*PRESETS, SEARCH)
+    for size in range(devices, experiment.launch.min_devices - 1, -1):
+        changes = [f"cluster={kind and kind + ':'}1x{size}", *([] if named else [f"plan={SEARCH}"])]
+        arguments = [*overrides, *changes]
+        try:
+            changed = load_experiment(recipe, arguments)
+            plan = _check(changed, find_cluster(changed))
+        except UserError as error:
+            typer.echo(f"note: the run cannot go on with {size} devices: {error}", err=True)
+            continue
+        if not named:
+            typer.echo(
+                f"note: {experiment.plan} is for other devices; a plan is searched for {size}", err=True
+            )
+        text = None if plan is None else plan.to_text(build_graph(changed))
+        return Start(find_cluster(changed), ["train", recipe, *arguments], text)
+    return None
+
+
 def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     """Check what can be checked before any process starts, without reading data and models; else UserError.
 
@@ -87,7 +146,6 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     from realrl.checkpoint.sources import check_directories, check_trainable
     from realrl.plan.presets import SEARCH
     from realrl.planner.profile.profile import Profile
-    from realrl.runtime.output.rundir import RunDirectory
     from realrl.runtime.output.trackers.trackers import check_trackers
     from realrl.runtime.prepare.compile import compile_recipe, with_sizes
     from realrl.runtime.prepare.devices import check_kind, search_spec
@@ -102,7 +160,6 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     searches = experiment.plan == SEARCH
     compiled = None if searches else compile_recipe(experiment, cluster)
     check_directories(experiment)
-    RunDirectory(experiment.run_dir).check(experiment)
     if experiment.profile is not None:
         Profile.load(experiment.profile)
     if cluster.size == 1:

@@ -33,6 +33,16 @@ class Offloadable:
         """Bytes of device memory that the tensors take now."""
         return sum(tensor.untyped_storage().nbytes() for tensor in (*self._persistent, *self._workspace))
 
+    def find_values(self, tensor: Tensor) -> Tensor:
+        """Find the values of a persistent tensor: itself or, while it is offloaded, its copy in host memory.
+
+        The copy stays as it is until the tensors are offloaded again.
+        """
+        if self.resident:
+            return tensor
+        place = next(i for i, known in enumerate(self._persistent) if known is tensor)
+        return self._host[place]
+
     def offload(self, *, changed: bool = True) -> None:
         """Move to host memory. Unless something has `changed` since it was loaded, nothing is copied."""
         assert self.resident, "offloaded already"

@@ -70,14 +70,12 @@ class DataConfig(Settings):
 
 
 class TrainingConfig(Settings):
-    """Length of training, and what is saved on the way."""
+    """Length of training."""
 
     epochs: float = Field(default=1.0, gt=0, le=1e6)
     """Passes over the training data."""
     steps: int | None = Field(default=None, gt=0, le=10**9)
     """Number of training steps; takes precedence over `epochs`."""
-    save_every: PositiveInt | None = None
-    """Save the trained models after every so many steps, besides at the end; null for only at the end."""
     max_skipped: PositiveInt = 10
     """Stop the run when this many optimizer steps of a call in a row were skipped because their gradient was not
     finite, or some in each of this many training steps in a row. A run whose last training step skipped all of

@@ -8,8 +8,10 @@ from realrl.config.base import Settings
 from realrl.config.devices import check_cluster
 from realrl.config.units import check_size
 from realrl.config.words import join
+from realrl.recipe.checkpoint import CheckpointConfig, Resume
 from realrl.recipe.data import DataConfig, TrainingConfig
 from realrl.recipe.evaluation import EvaluationConfig
+from realrl.recipe.launch import LaunchConfig
 from realrl.recipe.sections.trackers import TrackersConfig
 
 
@@ -63,7 +65,11 @@ class Experiment(Settings):
     """Memory of one device, for example `80GiB`. A plan that is expected to need more is refused before anything
     starts. null asks the GPU; on a CPU, processes share the memory of the machine evenly."""
     overwrite: bool = False
-    """Delete what an earlier run left in `run_dir`; otherwise a directory in use is an error."""
+    """Delete what an earlier run left in `run_dir`, and start from the beginning."""
+    resume: Resume = "auto"
+    """What to do with an earlier run in `run_dir`: `auto` continues it from its last checkpoint where it is of the
+    same recipe; another cluster, plan, length or evaluation makes no other recipe. `changed` continues it with
+    whatever settings have changed since, such as a learning rate. `never` makes it an error."""
     plan: str = "symmetric"
     """Name of a plan preset; a plan file; or `search`: the planner finds one before the run starts, and keeps it in
     `~/.cache/realrl/plans` (`$XDG_CACHE_HOME`) for the next run with the same models, devices and workload."""
@@ -79,6 +85,8 @@ class Experiment(Settings):
     data: DataConfig
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    launch: LaunchConfig = LaunchConfig()
     trackers: TrackersConfig = TrackersConfig()
     debug: DebugConfig = DebugConfig()
     models: Models

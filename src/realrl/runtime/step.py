@@ -44,7 +44,7 @@ class TrainingSteps:
         self.count = training.steps or max(1, self._order.steps(training.epochs))
         """Number of steps of the run."""
         self._samples = get_spec(experiment).samples_per_prompt(experiment)
-        self._taken = 0
+        self.taken = 0
         """Records taken so far, with those whose samples were replaced."""
 
     def run(self, step: int) -> dict[str, float]:
@@ -87,8 +87,8 @@ class TrainingSteps:
 
     def _take(self, count: int) -> list[int]:
         """Take the next records in the order of the run."""
-        first = self._taken
-        self._taken += count
+        first = self.taken
+        self.taken += count
         return self._order.take(first, count)
 
     def _make_input(self, step: int, prompts: list[int], first_sequence: int = 0) -> StepInput:

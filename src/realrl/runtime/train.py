@@ -1,9 +1,11 @@
 """Training loop of one rank."""
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Protocol
 
 from realrl.algorithms.build import build_algorithm
 from realrl.checkpoint.notes import list_saving_notes
@@ -20,13 +22,26 @@ from realrl.program.lower import WRITER
 from realrl.program.trace_file import write_trace
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
+from realrl.runtime.checkpoints.agreement import StepAgreement
+from realrl.runtime.checkpoints.checkpointer import Checkpointer
+from realrl.runtime.checkpoints.contents import CheckpointContents
+from realrl.runtime.checkpoints.restore import restore
 from realrl.runtime.costs import Costs
 from realrl.runtime.evaluate import Evaluation
 from realrl.runtime.evaluation.best import BestEvaluation
 from realrl.runtime.evaluation_run import Opponent, make_opponent
-from realrl.runtime.output.notes import StepNotes, list_data_notes, list_model_notes
+from realrl.runtime.output.earlier import EarlierRun, find_earlier_run
+from realrl.runtime.output.notes import (
+    StepNotes,
+    list_data_notes,
+    list_model_notes,
+    list_resume_notes,
+    list_state_notes,
+)
+from realrl.runtime.output.run_state import Restored, RunState
 from realrl.runtime.output.rundir import RunDirectory
-from realrl.runtime.output.saved import BEST, Checkpoint, find_saved
+from realrl.runtime.output.saved import BEST, find_saved
+from realrl.runtime.output.saved_state import find_saved_state, load_saved_state
 from realrl.runtime.output.stopped import make_stop_error
 from realrl.runtime.output.trackers.trackers import check_trackers
 from realrl.runtime.prepare.compile import Compiled, compile_recipe, models, stored_models, with_sizes
@@ -34,6 +49,7 @@ from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.fit.check import check_fit
 from realrl.runtime.prepare.trained_parts import list_trained_parts
 from realrl.runtime.processes.process import Process, connect, resolve_cluster
+from realrl.runtime.processes.signals import deferred_termination, end_by_signal, stop_requested
 from realrl.runtime.processes.startup import agree_on_plan, find_least_device
 from realrl.runtime.setup import RecordLoader, load_functions, load_shared_tokenizer, load_stop_token_ids
 from realrl.runtime.step import TrainingSteps
@@ -91,7 +107,7 @@ def train(
     cluster = resolve_cluster(experiment.cluster, experiment.device)
     # Before the ranks meet, where there is nothing to search for: mistakes in a plan need no meeting.
     compiled = None if experiment.plan == SEARCH else compile_recipe(experiment, cluster)
-    with connect(experiment.device) as process:
+    with connect(experiment.device, experiment.launch) as process:
         here = find_least_device(process)
         check_kind(experiment, cluster, here)
         if compiled is None:
@@ -108,18 +124,29 @@ def train(
         with process.together():
             if process.rank == WRITER:
                 check_fit(experiment, with_sizes(experiment, compiled, plan), here)
+        earlier: EarlierRun | None = None
+        with process.together():
+            if process.rank == WRITER:
+                earlier = find_earlier_run(experiment)
+        earlier = process.gather(earlier)[WRITER]
+        if earlier is not None and earlier.finished:
+            return
         # Every rank has read everything before the directory of an earlier run may be deleted.
         with process.together():
             make = run_class or TrainingRun
-            run = make(experiment, compiled, process, observer if process.rank == WRITER else None)
+            run = make(experiment, compiled, process, observer if process.rank == WRITER else None, earlier)
         # Mistakes that show without weights are found before any rank takes minutes to load some.
         run.face_opponent()
+        process.activity.enter("load")
         with process.together():
             run.load()
+        run.restore()
         with process.together():
             run.open()
+        process.publish(run.directory.path)
         try:
-            run.execute(started)
+            with deferred_termination(experiment.launch.grace_seconds):
+                run.execute(started)
         finally:
             run.directory.close_trackers(done=False)  # unless they are closed
 
@@ -128,22 +155,33 @@ class TrainingRun:
     """Run of a recipe on one rank."""
 
     def __init__(
-        self, experiment: Experiment, compiled: Compiled, process: Process, observer: RunObserver | None
+        self,
+        experiment: Experiment,
+        compiled: Compiled,
+        process: Process,
+        observer: RunObserver | None,
+        earlier: EarlierRun | None = None,
     ) -> None:
-        """Prepare all but weights and the run's directory; UserError for mistakes that show without them."""
+        """Prepare all but weights and the run's directory; UserError for mistakes that show without them.
+
+        `earlier` is the run in its directory that it continues.
+        """
         self.experiment, self.compiled, self.process, self.observer = experiment, compiled, process, observer
+        self.earlier = earlier
         # All ranks make groups together, so before anything that one of them may fail at.
         placements = [p for phase in compiled.phases.values() for p in phase.plan.placements.values()]
         groups = process.groups(list_rank_sets(placements))
+        self._group = process.make_control_group()
         graph = compiled.train.graph
         self.trained = [role for role in graph.roles if graph.trained(role)]
         self.directory = RunDirectory(experiment.run_dir, self.trained)
-        if observer is not None:
-            self.directory.check(experiment)
         profile = None if experiment.profile is None else Profile.load(experiment.profile)
         self.tokenizer = load_shared_tokenizer(experiment)
         self.stop_token_ids = load_stop_token_ids(experiment, self.tokenizer)
         self.algorithm = algorithm = build_algorithm(experiment)
+        self._started_from = None if earlier else find_saved_state(experiment, self.trained)
+        if self._started_from is not None:
+            load_saved_state(algorithm, *self._started_from)
         self.roles = Roles(
             models(experiment),
             get_spec(experiment).heads,
@@ -181,6 +219,15 @@ class TrainingRun:
             self._opponent = make_opponent(experiment, compiled.train.plan, process, groups, origins)
         self.best = BestEvaluation(experiment.evaluation.best)
         self.notes = StepNotes(algorithm, get_spec(experiment))
+        self.contents = CheckpointContents(self.roles)
+        self.checkpointer = Checkpointer(
+            experiment, process, self.contents, self.directory, self._group, self._export
+        )
+        self.roles.before_change = self.checkpointer.wait_copied
+        self.agreement = StepAgreement(process, self._ask)
+        self._restored: Restored | None = None
+        self._evaluated: int | None = None
+        """Training steps before the last evaluation."""
 
     def face_opponent(self) -> None:
         """Have the model of `evaluation.against` answer, before any other is loaded."""
@@ -189,8 +236,24 @@ class TrainingRun:
             self._opponent = None
 
     def load(self) -> None:
-        """Load the weights; UserError when they cannot be used."""
-        self.roles.load_weights()
+        """Load the weights that are not restored from a checkpoint; UserError when they cannot be used."""
+        checkpoints = () if self.earlier is None else self.earlier.checkpoints
+        self.roles.load_weights(restored=self.roles.learning if checkpoints else ())
+
+    def restore(self) -> None:
+        """Restore everything from the last checkpoint of the run that is continued; UserError where none can be
+        read."""
+        if self.earlier is not None and self.earlier.checkpoints:
+            found = restore(self.earlier.checkpoints, self.contents, self.process, self._group)
+            self._restored, state = found, found.state
+            self.algorithm.load_state_dict(dict(state.algorithm))
+            for role, trainer in self.roles.trainers.items():
+                trainer.load_state_dict(state.trainers[role])
+            self.training.taken, self._evaluated = state.taken, state.evaluated
+            self.notes.load_state_dict(state.notes)
+            self.best.restore(state.best or {})
+            self.checkpointer.last = state.step
+        self.roles.offload_homes()
 
     def open(self) -> None:
         """Start the run's directory and notify the observer, on the rank that writes.
@@ -203,11 +266,16 @@ class TrainingRun:
         observer = self.observer
         if observer is None:
             return
-        self.directory.start(self.experiment, self.compiled.train.plan, self.compiled.programs)
-        self.directory.open_trackers(self.experiment, observer.note)
+        self.directory.start(
+            self.experiment, self.compiled.train.plan, self.compiled.programs, self._restored
+        )
+        done = 0 if self._restored is None else self._restored.state.step
+        self.directory.open_trackers(self.experiment, observer.note, done)
         notes = [
+            *list_resume_notes(self.earlier, self._restored),
+            *list_state_notes(self._started_from),
             *list_data_notes({"train": self.records, "eval": self.eval_records}),
-            *list_model_notes(self.experiment, self.steps, fresh),
+            *list_model_notes(self.experiment, self.steps, {} if self._restored else fresh),
             *list_trained_parts(stored_models(self.experiment, self.compiled.train.graph, self.roles.shapes)),
             *self.saving_notes,
         ]
@@ -218,25 +286,85 @@ class TrainingRun:
         observer.begin(self.experiment, self.steps)
 
     def execute(self, started: float) -> None:
-        """Train from the first step to the last; `started` is when the run began, by the monotonic clock."""
-        every, evaluation = self.experiment.training, self.experiment.evaluation
+        """Train from the first step, or the one after the checkpoint, to the last.
+
+        `started` is when the run began, by the monotonic clock.
+        """
+        self._started = started
+        if self._restored is not None:
+            self._started -= self._restored.state.seconds
+        activity = self.process.activity
+        activity.steps = self.steps
+        activity.enter("train")
         self.worker.start(self.compiled.start[self.process.rank])
-        self._evaluate(0)
-        for step in range(self.steps):
-            self._train_step(step)
-            done, last = step + 1, step + 1 == self.steps
-            evaluates = last or (evaluation.every and done % evaluation.every == 0)
-            saves = not last and every.save_every and done % every.save_every == 0
-            if not last and (evaluates or saves or done % COLLECT_EVERY == 0):
-                self._collect(last=False)
-            if last:
-                self._check_learning()
-            # Before the user's judge may fail.
-            if saves or last:
-                self._save(None if last else done)
-            if evaluates:
-                self._evaluate(done)
-        self._finish(started)
+        done = 0
+        if self._restored is None:
+            self._evaluate(0)
+        else:
+            done = self._restored.state.step
+            activity.done(done)
+            self._after_step(done, resumed=True)
+        while done < self.steps:
+            self._train_step(done)
+            done += 1
+            activity.done(done)
+            late, stops = self.agreement.learn()
+            self._after_step(done, late=late)
+            if stops and done < self.steps:
+                self._stop(done)
+            self.agreement.say()
+        self._finish()
+
+    def _ask(self) -> tuple[bool, bool]:
+        """Tell whether the last checkpoint is too old, which one rank says for all, and whether to end."""
+        return self.observer is not None and self.checkpointer.is_late(), stop_requested()
+
+    def _after_step(self, done: int, *, late: bool = False, resumed: bool = False) -> None:
+        """Save and evaluate where that is due after `done` steps, or `late`; a run that is `resumed` here has been
+        saved."""
+        every = self.experiment.evaluation.every
+        last = done >= self.steps
+        evaluates = last or bool(every and done % every == 0)
+        saves = not resumed and (last or late or self.checkpointer.is_due(done))
+        if not last and (evaluates or saves or done % COLLECT_EVERY == 0):
+            self._collect(last=False)
+        if last and not resumed:
+            self._check_learning()
+        # Before the user's judge may fail.
+        if saves:
+            self.checkpointer.save(self._make_state(done))
+        if last:
+            self._save(None)
+        if evaluates and self._evaluated != done:
+            self._evaluate(done)
+
+    def _stop(self, done: int) -> NoReturn:
+        """End before the last step, after SIGTERM on some rank, with a checkpoint."""
+        if self.checkpointer.last != done:
+            self.checkpointer.save(self._make_state(done))
+        self.checkpointer.finish()
+        self._collect(last=False)
+        end_by_signal()
+
+    def _make_state(self, done: int) -> RunState:
+        """Collect all but tensors that the run continues from after `done` steps."""
+        trainers: dict[str, dict[str, Any]] = {}
+        mine = {role: trainer.state_dict() for role, trainer in self.roles.trainers.items()}
+        for role, state in (item for of_rank in self.process.gather(mine) for item in of_rank.items()):
+            # A rank with nothing to train counts no steps.
+            if role not in trainers or state["steps"] > trainers[role]["steps"]:
+                trainers[role] = state
+        return RunState(
+            step=done,
+            taken=self.training.taken,
+            seconds=time.monotonic() - self._started,
+            metrics_bytes=self.directory.metrics_bytes,
+            evaluated=self._evaluated,
+            algorithm=self._gather_algorithm(),
+            trainers=trainers,
+            best=self.best.to_json() if self.best.settings is not None else None,
+            notes=self.notes.state_dict(),
+        )
 
     def _train_step(self, step: int) -> None:
         start = time.monotonic()
@@ -277,9 +405,11 @@ class TrainingRun:
             return
         start = time.monotonic()
         try:
-            result = self.evaluation.run()
+            with self.process.activity.part("eval"):
+                result = self.evaluation.run()
         except UserCodeError as error:
             raise self._saying_what_is_saved(error) from error
+        self._evaluated = done
         self.notes.take_evaluation(result.metrics)
         settings = self.experiment.evaluation
         if self.observer is not None and result.rows:
@@ -288,19 +418,26 @@ class TrainingRun:
         self._keep_best(done, result.metrics)
 
     def _keep_best(self, done: int, metrics: Mapping[str, float]) -> None:
-        """Save the trained models where this evaluation is the best one so far."""
+        """Save the trained models where this evaluation is the best one so far, and a checkpoint where it is
+        among the best ones."""
         if self.best.settings is None:
             return
-        better = False
+        better, offered = False, False
         with self.process.together():
             if self.observer is not None:
                 better = self.best.take(done, metrics)
-        if self.process.gather(better)[WRITER]:
+                offered = self.checkpointer.offers_best(metrics[self.best.settings.metric])
+        better, offered = self.process.gather((better, offered))[WRITER]
+        if better:
             if self.observer is not None:
                 self.directory.drop_best()
             self._save(BEST)
             if self.observer is not None:
                 self.directory.write_best(self.best.to_json())
+        if offered:
+            if self.checkpointer.last != done:
+                self.checkpointer.save(self._make_state(done))
+            self.checkpointer.keep_best(metrics.get(self.best.settings.metric, math.nan))
 
     def _saying_what_is_saved(self, error: UserCodeError) -> UserCodeError:
         """A mistake in a function or in the judge. What was trained before is not lost."""
@@ -318,32 +455,47 @@ class TrainingRun:
             self.directory.log(record.step, record.kind, record.seconds, record.metrics)
             self.observer.record(record)
 
-    def _save(self, done: Checkpoint) -> None:
-        """Write every trained role as a Hugging Face directory; the first rank of a role's home does it.
+    def _save(self, which: Literal["best"] | None) -> None:
+        """Write every trained role as a Hugging Face directory: as the best ones, or for None as the final ones.
 
-        The graph's first trained role has the checkpoint's name, others have theirs appended to it. What the
+        The graph's first trained role has the directory's name, others have theirs appended to it. What the
         algorithm has learnt besides, such as the scale of a critic's values, goes into a file beside them.
         """
+        with self.process.activity.part("save"):
+            self._save_models(which)
+
+    def _save_models(self, which: Literal["best"] | None) -> None:
         for role in self.trained:
-            home = self.compiled.homes[role]
-            if self.process.rank not in home.ranks:
-                continue
-            path = self.directory.checkpoint(done, "" if role == self.trained[0] else role)
+            self._save_role(role, self.directory.checkpoint(which, "" if role == self.trained[0] else role))
+        state = self._gather_algorithm()
+        if self.observer is not None and state:
+            self.directory.write_state(which, get_spec(self.experiment).name, state)
+
+    def _export(self, directory: Path) -> None:
+        """Write every trained role as a Hugging Face directory of its name."""
+        for role in self.trained:
+            self._save_role(role, directory / role)
+
+    def _save_role(self, role: str, path: Path) -> None:
+        """Write a role; the first rank of its home does it."""
+        if self.process.rank in self.compiled.homes[role].ranks:
             with self.directory.writing(path):
                 self.roles.save(role, path, self.tokenizer, self.stop_token_ids)
+
+    def _gather_algorithm(self) -> dict[str, Any]:
+        """Gather what the algorithm saves: on the first rank of the first train call."""
         phase = self.compiled.train
         first = next(call for call in phase.graph.order if call.kind is Kind.TRAIN)
-        states = self.process.gather(self.algorithm.state_dict())
-        state = states[phase.plan[first.name].ranks[0]]
-        if self.observer is not None and state:
-            self.directory.write_state(done, state)
+        states: list[dict[str, Any]] = self.process.gather(self.algorithm.state_dict())
+        return states[phase.plan[first.name].ranks[0]]
 
     def _saving_notes(self, role: str) -> Iterator[str]:
         origin, vocabulary = self.roles.origins[role], self.roles.shapes[role].vocab_size
         head = get_spec(self.experiment).heads[role]
         return list_saving_notes(origin, head, self.tokenizer, self.stop_token_ids, vocabulary)
 
-    def _finish(self, started: float) -> None:
+    def _finish(self) -> None:
+        self.checkpointer.finish()
         comparison = self._collect(last=True)
         events = self.process.gather(list(self.trace.events))
         if self.observer is not None:
@@ -352,7 +504,7 @@ class TrainingRun:
             trace = self.directory.path / "trace.json"
             with self.directory.writing(trace):
                 write_trace(trace, events, "measured")
-            seconds = time.monotonic() - started
+            seconds = time.monotonic() - self._started
             summary: dict[str, Any] = {"algorithm": get_spec(self.experiment).name, "steps": self.steps}
             summary |= {"seconds": round(seconds, 2), "skipped_steps": self.notes.skipped}
             if self.best.settings is not None:

@@ -32,7 +32,7 @@ def compare_runs(run: Path, reference: Path, *, name: str, than: str, tolerance:
 
 def _read_state(run_dir: Path) -> Mapping[str, float]:
     file = run_dir / "final-state.json"
-    return json.loads(file.read_text()) if file.exists() else {}
+    return json.loads(file.read_text())["state"] if file.exists() else {}
 
 
 def _compare(

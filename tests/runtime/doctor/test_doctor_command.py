@@ -12,7 +12,7 @@ from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.runtime.doctor import examine
 from realrl.runtime.doctor.finding import problem
-from realrl.runtime.doctor.local_ranks import measure_locally
+from realrl.runtime.doctor.local_measurement import measure_locally
 from tests.conftest import World
 from tests.runtime.processes import PATIENCE
 

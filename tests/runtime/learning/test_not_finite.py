@@ -75,7 +75,7 @@ def test_a_single_bad_score_skips_only_its_mini_batch(
         assert lines[1][f"{call}/skipped_for/score"] == 1
         assert all(line[f"{call}/grad_norm"] > 0 for line in lines), "of the steps that were made"
     assert [line["actor.train/score"] is None for line in lines] == [False, True, False, False, False]
-    state = json.loads((tmp_path / "run" / "final-state.json").read_text())
+    state = json.loads((tmp_path / "run" / "final-state.json").read_text())["state"]
     assert all(value is not None and value == value for value in state.values())
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["skipped_steps"] == {"actor.train": 1, "critic.train": 1}

@@ -1,5 +1,6 @@
 """What a run leaves behind: one directory that tells everything about it."""
 
+import errno
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -7,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import SafetensorError
 
-from realrl.checkpoint import huggingface
+from realrl.checkpoint.state.manifest import Manifest
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.config.user_function import UserFunction
@@ -21,6 +21,7 @@ from realrl.program.validate import validate
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.load import dump_experiment, load_experiment
 from realrl.runtime.output.rundir import RunDirectory
+from realrl.runtime.output.saved import list_checkpoints
 from tests.conftest import World, read_metrics
 from tests.runtime.conftest import run
 
@@ -87,8 +88,9 @@ def test_the_summary_describes_the_run(finished: Mapping[str, Path]) -> None:
 def test_every_trained_role_is_saved_on_the_way_and_at_the_end(finished: Mapping[str, Path]) -> None:
     run_dir = finished["ppo"]
     saved = sorted(path.parent.relative_to(run_dir).as_posix() for path in run_dir.rglob("config.json"))
-    on_the_way = [f"checkpoints/step-00000{n}{role}" for n in (2, 4) for role in ("", "-critic")]
+    on_the_way = [f"checkpoints/step-00000{n}/{role}" for n in (2, 4, 5) for role in ("actor", "critic")]
     assert saved == [*on_the_way, "final", "final-critic"]
+    assert [*list_checkpoints(run_dir)] == [5, 4, 2]
 
 
 def test_sample_scores_average_to_the_metrics(finished: Mapping[str, Path]) -> None:
@@ -229,27 +231,26 @@ def test_a_full_disk_leaves_what_was_saved_and_is_named(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    save_file = huggingface.save_file
+    save = Manifest.save
 
-    def full(content: Any, file: Path, **more: Any) -> None:
-        save_file(content, file, **more)
-        if "step-000004-critic" in str(file):
-            raise SafetensorError("I/O error: No space left on device (os error 28)")
+    def full(manifest: Manifest, directory: Path) -> None:
+        if "step-000004" in directory.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(manifest, directory)
 
-    monkeypatch.setattr(huggingface, "save_file", full)
-    recipe = world.recipe("ppo", tmp_path, training__save_every=2)
+    monkeypatch.setattr(Manifest, "save", full)
+    recipe = world.recipe("ppo", tmp_path, checkpoint__every=2)
     assert run_app(["train", str(recipe)]) == 1
     run_dir = tmp_path / "run"
     checkpoints = run_dir / "checkpoints"
     error = capsys.readouterr().err
     assert error.splitlines()[-1] == (
-        f"realrl: {checkpoints}/step-000004-critic cannot be written: No space left on device;"
+        f"realrl: {checkpoints}/step-000004 cannot be written: No space left on device;"
         f" the last complete checkpoint is {checkpoints}/step-000002"
     )
     assert "Traceback" not in error
     assert not list(run_dir.rglob(".*")) and not (run_dir / "summary.json").exists()
-    assert len(lines(run_dir / "metrics.jsonl")) == 4
-    assert huggingface.read_shape(checkpoints / "step-000002-critic").hidden_size == 32
+    assert [*list_checkpoints(run_dir)] == [2]
 
 
 def earlier_run(directory: Path) -> None:
@@ -270,7 +271,7 @@ def a_file(path: Path) -> None:
 
 
 OCCUPIED: dict[str, tuple[Callable[[Path], None], dict[str, object], str]] = {
-    "a run": (earlier_run, {}, "holds an earlier run; choose another one or set overwrite=true"),
+    "a run": (earlier_run, {"resume": "never"}, "holds an earlier run, and resume=never"),
     "not a run": (somebody_elses, {"overwrite": True}, "holds something other than a run"),
     "a file": (a_file, {"overwrite": True}, "is a file"),
     **{

@@ -29,6 +29,8 @@ def unfinished(path: Path, steps: int, checkpoints: Sequence[str]) -> Path:
         directory.log(step + 1, "train", 0.1, {"loss": 1.0})
     for name in checkpoints:
         (path / "checkpoints" / name).mkdir(parents=True)
+        if not name.endswith("unfinished"):
+            (path / "checkpoints" / name / "manifest.json").touch()
     return path
 
 
@@ -36,13 +38,15 @@ def unfinished(path: Path, steps: int, checkpoints: Sequence[str]) -> Path:
     ("checkpoints", "complete"),
     [
         ([], None),
-        (["step-000002"], None),
-        (["step-000002", "step-000002-critic", "step-000004"], "step-000002"),
-        (["step-000002", "step-000002-critic", "step-000010", "step-000010-critic"], "step-000010"),
-        (["step-000002", ".step-000002-critic.partial"], None),
+        (["step-000002"], "step-000002"),
+        (["step-000002", "step-000010", "step-1000000"], "step-1000000"),
+        (
+            ["step-000002", ".step-000004.partial", "damaged-step-000006", "step-000008-unfinished"],
+            "step-000002",
+        ),
     ],
 )
-def test_a_checkpoint_counts_if_all_trained_roles_are_in_it(
+def test_a_checkpoint_counts_if_its_manifest_is_there(
     tmp_path: Path, checkpoints: list[str], complete: str | None
 ) -> None:
     path = unfinished(tmp_path / "run", 12, checkpoints)

@@ -1,6 +1,7 @@
 """AdamW with state sharded over data-parallel ranks."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import isfinite
 
 import torch
@@ -11,6 +12,21 @@ from realrl.engine.flat import FlatBuffer
 from realrl.families.tensors import TensorSpec
 from realrl.model.group import Group, all_gather, reduce_scatter
 from realrl.recipe.model import OptimizerConfig
+
+
+@dataclass(frozen=True)
+class OptimizerPart:
+    """Part of a tensor that a rank updates: elements `first` up to `end` of the tensor as the rank stores it.
+
+    in_parameters, in_state: where the first of them lies in the flat buffer of parameters, and in the flat tensors
+    of moments and master.
+    """
+
+    tensor: str
+    first: int
+    end: int
+    in_parameters: int
+    in_state: int
 
 
 class ShardedAdamW:
@@ -62,6 +78,53 @@ class ShardedAdamW:
     def persistent(self) -> list[Tensor]:
         """Tensors that must survive between steps, besides the parameters themselves."""
         return [*self._moments, *([] if self._master is None else [self._master])]
+
+    @property
+    def steps(self) -> int:
+        """Number of steps applied, which the correction of the moments depends on; 0 with nothing to train."""
+        counts = [int(state["step"]) for state in self._iter_states()]
+        return max(counts, default=0)
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        for state in self._iter_states():
+            state["step"].fill_(count)
+
+    def _iter_states(self) -> Iterator[dict[str, Tensor]]:
+        for optimizer in self._optimizers:
+            yield from optimizer.state.values()
+
+    @property
+    def master(self) -> Tensor | None:
+        """Float32 values of this rank's parts; None where the parameters are float32 themselves."""
+        return self._master
+
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        """First and second moments of this rank's parts, flat, by the names that torch's AdamW has for them."""
+        return dict(zip(("exp_avg", "exp_avg_sq"), self._moments, strict=True))
+
+    def list_parts(self) -> Iterator["OptimizerPart"]:
+        """List the parts of tensors that this rank updates."""
+        for bucket in range(self.buckets):
+            begin = self._find_start(bucket)
+            for tensor, low, high in self._tensors_in(bucket):
+                start = self._parameters.offset(tensor.name)
+                yield OptimizerPart(
+                    tensor=tensor.name,
+                    first=low - start,
+                    end=high - start,
+                    in_parameters=low,
+                    in_state=bucket * self._part_size + low - begin,
+                )
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Make the parameters, on all ranks, what this rank's parts of them say: the master where there is one."""
+        gathering = [self._gather(bucket) for bucket in range(self.buckets)]
+        for work in gathering:
+            if work is not None:
+                work.wait()
 
     @property
     def workspace(self) -> list[Tensor]:
@@ -189,12 +252,16 @@ class ShardedAdamW:
     def _update(self, bucket: int, lr: float, head_scale: float) -> dist.Work | None:
         """Update a bucket and start its all-gather."""
         optimizer = self._optimizers[bucket]
-        stored = self._local_parameters(bucket)
         *rest, head = optimizer.param_groups
         for settings in rest:
             settings["lr"] = lr
         head |= {"lr": lr * head_scale, "weight_decay": self._decay / head_scale}
         optimizer.step()
+        return self._gather(bucket)
+
+    def _gather(self, bucket: int) -> dist.Work | None:
+        """Start the all-gather of a bucket of the parameters."""
+        stored = self._local_parameters(bucket)
         if self._master is not None:
             stored.copy_(self._local_part(self._master, bucket))
         whole = self._parameters.data[bucket * self.bucket_size : (bucket + 1) * self.bucket_size]

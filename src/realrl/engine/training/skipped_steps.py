@@ -1,7 +1,7 @@
 """Skipped optimizer steps: gradients that are not finite, their first cause, and the error for too many."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import isfinite
 
 from realrl.algorithms.method import Metrics
@@ -42,6 +42,20 @@ class SkippedSteps:
         self._call = ""
         self._by_quantity = Counter[str]()
         self._last: tuple[str, Batch | None] | None = None
+
+    def state_dict(self) -> dict[str, int]:
+        """Save what calls are judged by that come later."""
+        return {
+            "in_a_row": self._in_a_row,
+            "calls": self._calls,
+            "calls_in_a_row": self._calls_in_a_row,
+        }
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Load what `state_dict` saved."""
+        self._in_a_row = state["in_a_row"]
+        self._calls = state["calls"]
+        self._calls_in_a_row = state["calls_in_a_row"]
 
     def begin_call(self, call: str) -> None:
         """Begin a train call of this name."""

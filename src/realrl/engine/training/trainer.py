@@ -1,8 +1,9 @@
 """Training: gradients over micro-batches, stages and ranks, one optimizer step per mini-batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,6 +81,7 @@ class Trainer:
         max_tokens: int,
         recompute: bool = False,
         after_pass: Callable[[], None] = lambda: None,
+        before_update: Callable[[], None] = lambda: None,
         call: str = "train",
         candidates: Candidates | None = None,
     ) -> Metrics:
@@ -87,7 +89,8 @@ class Trainer:
 
         `minibatches` are positions in `batch`, as many and in the same order on every rank of the group.
         `max_tokens` is the limit of a micro-batch; with `recompute` only inputs of layers are kept of it.
-        `after_pass` is called after each forward and each backward pass of a micro-batch. `call` is the name of the
+        `after_pass` is called after each forward and each backward pass of a micro-batch, and `before_update`
+        before parameters or optimizer state change. `call` is the name of the
         call, for errors, and `candidates` are its own.
         Losses are sums divided by their global weight, so neither micro-batches nor any parallelism change
         them. An optimizer step whose gradient is not finite is skipped; that of a mini-batch without weight, which
@@ -119,6 +122,7 @@ class Trainer:
                 self.optimizer.discard()
                 break
             finalize_model_grads(model, self.gradients)
+            before_update()
             norm = self.optimizer.step(lr, head_scale=method.head_scale)
             if isfinite(norm):
                 self._skipped.count_applied()
@@ -134,6 +138,15 @@ class Trainer:
         metrics.mean("learning_rate", torch.tensor(lr), 1)
         metrics.update(method.finish())
         return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Save what is no tensor: the number of steps applied, and what is known of skipped ones. JSON."""
+        return {"steps": self.optimizer.steps, "skipped": self._skipped.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` saved."""
+        self.optimizer.steps = state["steps"]
+        self._skipped.load_state_dict(state["skipped"])
 
     def check_learning(self) -> None:
         """Check that the last training step was applied; SkippedStepsError, see `SkippedSteps.check`."""

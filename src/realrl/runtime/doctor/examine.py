@@ -13,10 +13,10 @@ from realrl.plan.cluster import Cluster
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import find_gpu_kind
 from realrl.recipe.experiment import Experiment
-from realrl.runtime.doctor.finding import Check, Finding, ok, problem, run_checks
+from realrl.runtime.doctor.finding import Examination, Finding, ok, problem, run_checks
 from realrl.runtime.doctor.gpus import ask_driver, check_driver, check_torch_gpus, parse_gpus
 from realrl.runtime.doctor.links import judge_clocks, judge_links
-from realrl.runtime.doctor.local_ranks import RankFigures, measure_locally
+from realrl.runtime.doctor.local_measurement import RankFigures, measure_locally
 from realrl.runtime.doctor.machine import Host, check_cores, check_limits, check_memory, check_shared_memory
 from realrl.runtime.doctor.network import check_hub, check_interfaces, check_name, check_ports
 from realrl.runtime.doctor.recipe_needs import RecipeNeeds, check_recipe, find_needs, list_hub_names
@@ -34,7 +34,7 @@ _WITHOUT_RECIPE = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is examined: devices, and the recipe and the directory of a run where they are given."""
+    """Subject of an examination: devices, and the recipe and the directory of a run where they are given."""
 
     cluster: Cluster
     device: str
@@ -121,7 +121,7 @@ def judge_ranks(subject: Subject, figures: RankFigures) -> list[Finding]:
     here = find_here(subject, figures)
     torch = [] if figures.torch is None else [figures.torch]
     spec = subject.spec or _guess_spec(subject.cluster, here)
-    checks: list[tuple[str, Check]] = [
+    checks: list[tuple[str, Examination]] = [
         ("torch", lambda: check_torch_gpus(torch, ranks=ranks, gpus=gpus, device=subject.device)),
         ("links", lambda: [problem("links", figures.error)] if figures.error else []),
         ("links", lambda: judge_links(figures.peers, figures.group, spec)),
@@ -149,7 +149,7 @@ def name_node(findings: Sequence[Finding]) -> list[Finding]:
     return [replace(finding, node=host) for finding in findings]
 
 
-def _list_checks(subject: Subject) -> Iterator[tuple[str, Check]]:
+def _list_checks(subject: Subject) -> Iterator[tuple[str, Examination]]:
     host, environment = Host(), os.environ
     ranks, world = subject.cluster.devices_per_node, subject.cluster.size
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -28,7 +28,7 @@ class Finding:
         return asdict(self)
 
 
-Check = Callable[[], Iterable[Finding]]
+Examination = Callable[[], Iterable[Finding]]
 
 
 def ok(subject: str, text: str) -> Finding:
@@ -46,11 +46,11 @@ def problem(subject: str, text: str) -> Finding:
     return Finding(subject, "problem", text)
 
 
-def run_checks(checks: Sequence[tuple[str, Check]], seconds: float) -> list[Finding]:
+def run_checks(checks: Sequence[tuple[str, Examination]], seconds: float) -> list[Finding]:
     """Run named checks side by side, all within so many seconds: their findings, in the order of the checks."""
     found: dict[int, list[Finding]] = {}
 
-    def run(place: int, subject: str, check: Check) -> None:
+    def run(place: int, subject: str, check: Examination) -> None:
         try:
             found[place] = [_clean(finding) for finding in check()]
         except UserError as error:

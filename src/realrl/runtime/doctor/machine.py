@@ -20,7 +20,7 @@ _SHARED_PER_GPU = 128 * _MIB
 
 @dataclass(frozen=True)
 class Host:
-    """Where Linux tells of its limits; other places in tests."""
+    """Places where Linux tells of its limits; others in tests."""
 
     proc: Path = Path("/proc")
     cgroup: Path = Path("/sys/fs/cgroup")

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from realrl.config.errors import UserError
 from realrl.config.files import write_whole
 from realrl.runtime.doctor.links import GroupFigures, PeerFigures
-from realrl.runtime.processes.environment import leave
+from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, leave
+from realrl.runtime.processes.orphans import end_with_launcher
 from realrl.runtime.processes.process import Process, connect
 
 _ROUNDS = 8
@@ -118,9 +119,10 @@ def _reduce(process: Process, per_node: int) -> GroupFigures:
     return GroupFigures(nodes=process.world // per_node, bytes_per_s=sent / min(seconds))
 
 
-def main(arguments: Sequence[str]) -> int:
+def measure_as_rank(arguments: Sequence[str]) -> int:
     """Measure as one of several processes; the exit status. The first one writes a file."""
     file, device = arguments
+    end_with_launcher(int(os.environ[LAUNCHER_VARIABLE]))
     found: dict[str, Any] = {"torch": describe_torch(), "peers": [], "group": None, "error": ""}
     choice: Literal["auto", "cpu", "cuda"] = (
         "cpu" if device == "cpu" else "cuda" if device == "cuda" else "auto"
@@ -139,4 +141,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    leave(measure_as_rank(sys.argv[1:]))

@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 from realrl.runtime.doctor.examine import RANK_SECONDS, Subject, examine_node, judge_ranks, name_node
 from realrl.runtime.doctor.finding import Finding, ok, problem
-from realrl.runtime.doctor.local_ranks import RankFigures
+from realrl.runtime.doctor.local_measurement import RankFigures
 from realrl.runtime.doctor.ranks import describe_torch, measure_ranks
 from realrl.runtime.processes.environment import ABANDONED
 from realrl.runtime.processes.process import Process, connect

@@ -38,6 +38,11 @@ class BestEvaluation:
         self._step, self._value = step, value
         return True
 
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `to_json` gave, unless that was by another metric."""
+        if self.settings is not None and saved.get("metric") == self.settings.metric:
+            self._step, self._value = saved["step"], saved["value"]
+
     def to_json(self) -> dict[str, Any]:
         """Describe it as files have it: the metric, its value, and the training steps before it."""
         assert self.settings is not None, "a best evaluation is kept"

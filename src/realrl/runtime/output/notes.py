@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from realrl.algorithms.method import Algorithm
 from realrl.config.words import join
@@ -10,7 +12,9 @@ from realrl.data.order import count_drawn
 from realrl.recipe.algorithm import AlgorithmSpec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import trained_models
+from realrl.runtime.output.earlier import EarlierRun
 from realrl.runtime.output.metric_notes import list_metric_notes
+from realrl.runtime.output.run_state import Restored
 from realrl.runtime.prepare.compile import models
 
 
@@ -37,6 +41,30 @@ def list_model_notes(experiment: Experiment, steps: int, fresh: Mapping[str, Seq
                 f"models.{role}.optimizer.warmup_steps={config.optimizer.warmup_steps} is not below the {steps}"
                 " steps of this run, so that the learning rate only rises"
             )
+
+
+def list_resume_notes(earlier: EarlierRun | None, restored: Restored | None) -> Iterator[str]:
+    """Yield notes on what a run continues from."""
+    if earlier is None:
+        return
+    if restored is None:
+        yield "the run in this directory has no checkpoint yet, and starts again from its beginning"
+        return
+    for problem in restored.problems:
+        yield f"a checkpoint cannot be used and was put aside: {problem}"
+    yield f"continues after step {restored.state.step} from {restored.path}"
+    for change in earlier.changed:
+        yield f"changed since: {change}"
+
+
+def list_state_notes(found: tuple[Path, Mapping[str, Any]] | None) -> Iterator[str]:
+    """Yield a note on the state that an algorithm starts from, and the file that has it."""
+    if found is not None:
+        file, state = found
+        values = ", ".join(
+            f"{name}={value:g}" for name, value in state.items() if isinstance(value, int | float)
+        )
+        yield f"the algorithm goes on from {file} ({values})"
 
 
 def describe_mixture(sources: Sequence[SourceCount]) -> str:
@@ -80,6 +108,14 @@ class StepNotes:
                 yield f"step {step}: {text}"
         if step == 1:
             yield from list_metric_notes(self._spec, self._algorithm.graph, metrics, self._evaluated)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Save what later notes depend on."""
+        return {"said": sorted(self._said), "skipped": dict(self._skipped)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` saved."""
+        self._said, self._skipped = set(state["said"]), Counter(state["skipped"])
 
     @property
     def skipped(self) -> dict[str, int]:

@@ -22,15 +22,29 @@ from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import dump_experiment
 from realrl.recipe.sources import list_sources
-from realrl.runtime.output.algorithm_record import AlgorithmRecord
+from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
+from realrl.runtime.output.history import HISTORY, add_start, describe_start
 from realrl.runtime.output.rows import replace_infinite, write_rows
-from realrl.runtime.output.saved import BEST, METRICS, Checkpoint, checkpoint_path, find_saved
-from realrl.runtime.output.trackers.trackers import Trackers, open_trackers
+from realrl.runtime.output.run_state import Restored
+from realrl.runtime.output.saved import (
+    BEST,
+    CONFIG,
+    METRICS,
+    SUMMARY,
+    Checkpoint,
+    checkpoint_path,
+    find_saved,
+    list_checkpoints,
+)
+from realrl.runtime.output.saved_state import name_state_file
+from realrl.runtime.output.trackers.trackers import TRACKED, Trackers, open_trackers
 
-CONFIG, PLAN, PROGRAMS = "config.yaml", "plan.yaml", "programs"
+PLAN, PROGRAMS = "plan.yaml", "programs"
 """Files of every run's directory. A directory without them is not ours and never deleted."""
 CODE = "code"
 """Directory of copies of the files with code that the recipe names, each by the name of its setting."""
+_STARTED = {PROGRAMS, CONFIG, PLAN, CODE, RECORD, HISTORY, "logs", "ranks", *TRACKED}
+"""All that is there before the first step; a run that ended before has left nothing else."""
 BEST_NOTE = f"{BEST}.json"
 """File that says which evaluation the best models are of."""
 EVALUATIONS = "eval"
@@ -47,26 +61,29 @@ class RunDirectory:
         self._metrics = self.path / METRICS
         self._trackers = Trackers()
 
-    def check(self, experiment: Experiment) -> None:
-        """Check that the directory can be used; else UserError.
+    def check(self, experiment: Experiment) -> bool:
+        """Check that the directory can be used, and tell whether it holds a run; else UserError.
 
-        It must be writable, free (or the recipe says `overwrite`), a run's, and hold no model, data or other file
-        that the run reads.
+        It must be writable, free or a run's, and where the recipe says `overwrite` hold no model, data or other
+        file that the run reads.
         """
         if not self.path.is_file():
             check_directory(f"run_dir={self.path}", self.path)
         if not self.path.exists():
-            return
+            return False
         if not self.path.is_dir():
             raise UserError(f"run_dir={self.path} is a file; choose a directory")
-        if not self._of_run():
-            return
-        if not all((self.path / name).exists() for name in (CONFIG, PLAN, PROGRAMS)):
+        names = {entry.name for entry in self._of_run()}
+        if names <= _STARTED and (not names or PROGRAMS in names):
+            return False
+        if not {CONFIG, PLAN, PROGRAMS} <= names:
             raise UserError(f"run_dir={self.path} holds something other than a run; choose another directory")
-        if not experiment.overwrite:
-            raise UserError(
-                f"run_dir={self.path} holds an earlier run; choose another one or set overwrite=true"
-            )
+        if experiment.overwrite:
+            self._check_sources(experiment)
+        return True
+
+    def _check_sources(self, experiment: Experiment) -> None:
+        """Check that nothing the run reads lies in the directory, which is to be deleted; else UserError."""
         inside = self.path.resolve()
         for name, source in _sources(experiment):
             files = [local_path(file) for file in (source, *glob(str(local_path(source)), recursive=True))]
@@ -84,19 +101,25 @@ class RunDirectory:
             return None
         return status.st_ino, status.st_mtime_ns
 
-    def start(self, experiment: Experiment, plan: Plan, programs: Mapping[str, Sequence[Program]]) -> None:
+    def start(
+        self,
+        experiment: Experiment,
+        plan: Plan,
+        programs: Mapping[str, Sequence[Program]],
+        restored: Restored | None = None,
+    ) -> None:
         """Make the directory and write what is known before the first step: config, code, plan, programs.
 
-        UserError as in `check`, and when the directory cannot be written.
+        A run that is `restored` from a checkpoint keeps what it has written up to it. UserError as in `check`, and
+        when the directory cannot be written.
         """
         self.check(experiment)
         try:
-            for entry in self._of_run():
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.rmtree(entry)
-                else:
-                    entry.unlink()
-            (self.path / PROGRAMS).mkdir(parents=True)
+            if restored is None:
+                self._clear()
+            else:
+                self._go_back(restored)
+            (self.path / PROGRAMS).mkdir(parents=True, exist_ok=True)
             write_whole(self.path / CONFIG, dump_experiment(experiment))
             AlgorithmRecord.of(get_spec(experiment), self._trained).save(self.path)
             for setting, file in _find_code(experiment).items():
@@ -108,8 +131,39 @@ class RunDirectory:
                 for program in ranks:
                     file = self.path / PROGRAMS / f"{name}-rank{program.rank}.txt"
                     write_whole(file, format_program(program))
+            step = 0 if restored is None else restored.state.step
+            add_start(self.path / HISTORY, describe_start(step, str(plan.cluster)))
         except OSError as error:
             raise UserError(f"run_dir={self.path} cannot be written: {reason_of(error)}") from None
+
+    def _clear(self) -> None:
+        """Delete what an earlier run has written."""
+        for entry in self._of_run():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+
+    def _go_back(self, restored: Restored) -> None:
+        """Delete what the run has written after a checkpoint, but not what is replaced when it comes there again.
+
+        Checkpoints that could not be read are put aside.
+        """
+        for step, path in list_checkpoints(self.path).items():
+            if step > restored.state.step:
+                aside = path.with_name(f"damaged-{path.name}")
+                if aside.exists():
+                    shutil.rmtree(aside)
+                path.rename(aside)
+        shutil.rmtree(self.path / PROGRAMS, ignore_errors=True)
+        (self.path / SUMMARY).unlink(missing_ok=True)
+        if self._metrics.exists() and self._metrics.stat().st_size > restored.state.metrics_bytes:
+            os.truncate(self._metrics, restored.state.metrics_bytes)
+
+    @property
+    def metrics_bytes(self) -> int:
+        """Length of metrics.jsonl."""
+        return self._metrics.stat().st_size if self._metrics.exists() else 0
 
     def _of_run(self) -> list[Path]:
         """List what lies in the directory but for what `realrl eval` has written."""
@@ -159,16 +213,15 @@ class RunDirectory:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the summary, which marks a run that ended well; RunError when that fails."""
-        file = self.path / "summary.json"
+        file = self.path / SUMMARY
         with self.writing(file):
             write_whole(file, json.dumps(summary, indent=2) + "\n")
 
-    def write_state(self, which: Checkpoint, state: Mapping[str, float]) -> None:
-        """Write an algorithm's own state beside saved models; RunError when that fails."""
-        path = self.checkpoint(which)
-        file = path.with_name(f"{path.name}-state.json")
+    def write_state(self, which: Checkpoint, algorithm: str, state: Mapping[str, Any]) -> None:
+        """Write the state of an algorithm of this name beside saved models; RunError when that fails."""
+        file = name_state_file(self.checkpoint(which))
         with self.writing(file):
-            write_whole(file, json.dumps(state, indent=2) + "\n")
+            write_whole(file, json.dumps({"algorithm": algorithm, "state": state}, indent=2) + "\n")
 
     def drop_best(self) -> None:
         """Remove the note on the best evaluation while its models are replaced."""

@@ -1,27 +1,34 @@
 """Checkpoints and metrics of an unfinished run. No torch."""
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from realrl.checkpoint.state.manifest import is_checkpoint
+from realrl.config.errors import UserError
 from realrl.config.files import PARTIAL
 
-METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
+CONFIG, METRICS, CHECKPOINTS, SUMMARY = "config.yaml", "metrics.jsonl", "checkpoints", "summary.json"
+
+_NAME = r"step-(\d{6,12})"
+"""Names of checkpoints."""
 
 BEST: Literal["best"] = "best"
 """Models of the best evaluation, and the start of the names of what lies beside them."""
 Checkpoint = int | Literal["best"] | None
-"""Saved models: those after a step, those of the best evaluation, or for None the final ones."""
+"""What is saved: a checkpoint after a step, the models of the best evaluation, or for None the final ones."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Last checkpoint with models of all trained roles, and last step that has metrics."""
+    """Last checkpoint, saved models of all trained roles, and last step that has metrics."""
 
     checkpoint: Path | None
+    models: Path | None
     metrics: Path
     step: int | None
 
@@ -35,34 +42,56 @@ class Saved:
         """Describe the progress of a run, out of all its steps if those are known, as part of a message."""
         if not self.step:
             return "before the end of the first step; nothing was saved"
-        models = "no model was saved; training.save_every saves on the way"
-        if self.checkpoint is not None:
-            models = f"saved: {self.checkpoint}"
+        found = [str(path) for path in (self.checkpoint, self.models) if path is not None]
+        saved = f"saved: {', '.join(found)}" if found else "nothing to continue from was saved yet"
         of = "" if steps is None else f" of {steps}"
-        return f"after step {self.step}{of}; {models}; metrics up to step {self.step} in {self.metrics}"
+        return f"after step {self.step}{of}; {saved}; metrics up to step {self.step} in {self.metrics}"
 
 
 def checkpoint_path(run_dir: Path, which: Checkpoint, role: str = "") -> Path:
-    """Name the directory of saved models.
+    """Name the directory of a checkpoint, or of saved models.
 
-    The first trained role's has this name; other roles' have theirs appended to it.
+    The first trained role's models have this name; other roles' have theirs appended to it.
     """
     name = f"{CHECKPOINTS}/step-{which:06}" if isinstance(which, int) else which or "final"
     top = run_dir / name
     return top.with_name(f"{top.name}-{role}") if role else top
 
 
+def list_checkpoints(run_dir: Path) -> dict[int, Path]:
+    """List the whole checkpoints of a run by the training steps before them, the latest one first."""
+    found = {}
+    for path in (run_dir / CHECKPOINTS).glob("step-*"):
+        number = re.fullmatch(_NAME, path.name)
+        if number is not None and is_checkpoint(path):
+            found[int(number[1])] = path
+    return dict(sorted(found.items(), reverse=True))
+
+
+def find_run_of(path: Path) -> tuple[Path, int | None]:
+    """Find the run of a directory: a run's itself, or that of one of its checkpoints, with the steps before it.
+
+    UserError where it is neither.
+    """
+    number = re.fullmatch(_NAME, path.name)
+    if number is not None and path.parent.name == CHECKPOINTS and path.is_dir():
+        return path.parent.parent, int(number[1])
+    if not (path / CONFIG).is_file():
+        raise UserError(f"{path} is no directory of a run, nor a checkpoint of one")
+    return path, None
+
+
 def find_saved(run_dir: Path, trained: Sequence[str]) -> Saved:
-    """Find the last complete checkpoint and step in a run's directory, for the roles that it trains."""
-    steps = [int(path.name[5:]) for path in (run_dir / CHECKPOINTS).glob("step-*") if path.name[5:].isdigit()]
-    found = None
-    which: tuple[Checkpoint, ...] = (BEST, *sorted(steps), None)
-    for checkpoint in which:
-        paths = [checkpoint_path(run_dir, checkpoint, role) for role in ("", *trained[1:])]
+    """Find the last checkpoint, models and step in a run's directory, for the roles that it trains."""
+    checkpoint = next(iter(list_checkpoints(run_dir).values()), None)
+    models = None
+    which: tuple[Checkpoint, ...] = (BEST, None)
+    for name in which:
+        paths = [checkpoint_path(run_dir, name, role) for role in ("", *trained[1:])]
         # A model's directory appears whole or not at all.
         if all(path.is_dir() for path in paths):
-            found = paths[0]
-    return Saved(found, run_dir / METRICS, _last_step(run_dir / METRICS))
+            models = paths[0]
+    return Saved(checkpoint, models, run_dir / METRICS, _last_step(run_dir / METRICS))
 
 
 def remove_partial(run_dir: Path) -> None:

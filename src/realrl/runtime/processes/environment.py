@@ -17,6 +17,26 @@ SCRATCH_VARIABLE = "REALRL_SCRATCH"
 PLAN_VARIABLE = "REALRL_PLAN"
 """Path of the plan that the local launcher has searched for."""
 
+SLOT_VARIABLE = "REALRL_SLOT"
+"""Number of a rank's device on this machine, which stays when the run goes on without some of the others."""
+
+
+RESTART_VARIABLE = "REALRL_RESTART"
+"""How often the local launcher has started the run again; torchrun and SLURM have variables of their own."""
+
+_RESTARTS = (RESTART_VARIABLE, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+_JOBS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", LAUNCHER_VARIABLE)
+
+
+def restart_count() -> int:
+    """Count how often a launcher has started this run again after it failed or was preempted."""
+    return max(int(os.environ.get(name) or 0) for name in _RESTARTS)
+
+
+def find_job() -> str | None:
+    """Find what names the launch that this process belongs to, the same after restarts; None where nothing does."""
+    return next((f"{name}={os.environ[name]}" for name in _JOBS if os.environ.get(name)), None)
+
 
 ABANDONED = "realrl-background"
 """Start of the names of threads that may wait for ever, and are then left alone."""

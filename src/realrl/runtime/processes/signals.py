@@ -5,7 +5,11 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
+from typing import NoReturn
 
 from realrl.runtime.processes.environment import is_writer
 
@@ -25,6 +29,18 @@ It is then still in time to report what was saved.
 
 _interruption: "Interrupted | None" = None
 """Exception that a handler has raised in this process."""
+
+
+@dataclass
+class _Deferral:
+    """SIGTERM while the process has asked to be told of it instead of interrupted."""
+
+    grace: float | None = None
+    """Seconds that the process may take to end; None while SIGTERM interrupts."""
+    requested: bool = False
+
+
+_deferral = _Deferral()
 
 
 class Interrupted(BaseException):
@@ -58,6 +74,43 @@ def find_interruption() -> Interrupted | None:
     It may come out of a library as another exception, or be swallowed there.
     """
     return _interruption
+
+
+@contextmanager
+def deferred_termination(grace: float) -> Iterator[None]:
+    """Have SIGTERM set a flag in the block, `stop_requested`, instead of ending what is under way.
+
+    Where `raise_signals` handles signals, the next one ends the process at once, as does PATIENCE after `grace`
+    seconds.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def request(_: int, frame: FrameType | None) -> None:
+        _deferral.requested = True
+
+    _deferral.grace = grace
+    signal.signal(signal.SIGTERM, request)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        _deferral.grace = None
+
+
+def stop_requested() -> bool:
+    """Check whether SIGTERM has asked this process to save what it has and to end; see `end_by_signal`."""
+    return _deferral.requested
+
+
+def end_by_signal(number: signal.Signals = signal.SIGTERM) -> NoReturn:
+    """Interrupt this process because of a signal that it or another rank has had."""
+    global _interruption
+    if _interruption is None:
+        _interruption = Interrupted(number)
+    raise _interruption
 
 
 def raise_signals() -> None:
@@ -103,7 +156,8 @@ def show_cursor() -> None:
 
 def _end_at_last(reader: int) -> None:
     first = _await_signal(reader, None)
-    _await_signal(reader, PATIENCE)
+    grace = _deferral.grace if first == signal.SIGTERM else None
+    _await_signal(reader, PATIENCE + (grace or 0.0))
     show_cursor()
     if is_writer():
         message = (

@@ -1,6 +1,6 @@
 """Models of a rank: each role in its home layout, and copies in others while calls need them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -76,6 +76,10 @@ class Roles:
         self._parts = find_trainable_parts(configs, averages)
         following = {average.role: following_sets(average, self._parts) for average in averages}
         self._trained = trained_models(configs)
+        self.learning = (*self._trained, *following)
+        """Roles whose parameters steps change: trained ones, and those that follow them."""
+        self.before_change: Callable[[], None] = lambda: None
+        """Called before parameters or optimizer state of any of those change, or leave device memory."""
         changed = {role: trained_sets(role, self._parts) for role in self._trained} | following
         self._changing = {(role, name) for role, names in changed.items() for name in names}
         """Parameter sets that steps change."""
@@ -103,32 +107,46 @@ class Roles:
             )
         return missing
 
-    def load_weights(self) -> None:
-        """Load or initialise every role whose home includes this rank, and offload what the plan says.
+    def load_weights(self, restored: Collection[str] = ()) -> None:
+        """Load or initialise every role whose home includes this rank.
 
-        UserError when weights cannot be used.
+        Those that are `restored` get memory alone. UserError when weights cannot be used.
         """
         for role, home in self._homes.items():
             if self._process.rank in home.ranks:
-                self._build_home(role, home, self._seed)
+                self._build_home(role, home, read=role not in restored)
+
+    def offload_homes(self) -> None:
+        """Offload what the plan says, after weights have been loaded."""
+        for role, home in self._homes.items():
+            if self._process.rank in home.ranks:
                 if role in self._plan.offload:
                     for held in self._models[role, home.layout].sets.values():
                         held.memory.offload()
                 if role in self._plan.offload_optimizer:
                     self.trainers[role].memory.offload()
 
-    def _build_home(self, role: str, home: Placement, seed: int) -> None:
-        config, model = self._configs[role], self._build(role, home)
-        tensors = model.layout.specs
+    def _build_home(self, role: str, home: Placement, *, read: bool) -> None:
+        model = self._build(role, home)
+        if read:
+            self._read_weights(role, model)
+        if role in self._trained:
+            optimizer = self._trained[role].optimizer
+            self.trainers[role] = Trainer(model, optimizer, max_skipped=self._max_skipped)
+
+    def _read_weights(self, role: str, model: Model) -> None:
+        config, tensors = self._configs[role], model.layout.specs
         regions = {local.region.tensor: local.region for local in model.layout.tensors(model.rank)}
         missing = [tensor.name for tensor in tensors]
         if config.path is not None:
             missing = huggingface.load(config.path, model.shape, tensors, model.parameters, regions)
         absent = [tensor for tensor in tensors if tensor.name in missing and tensor.name in regions]
-        initialise(model.parameters, absent, model.shape, seed, regions)
-        if role in self._trained:
-            optimizer = self._trained[role].optimizer
-            self.trainers[role] = Trainer(model, optimizer, max_skipped=self._max_skipped)
+        initialise(model.parameters, absent, model.shape, self._seed, regions)
+
+    def home_model(self, role: str) -> Model | None:
+        """Find the role's model in its home; None where that does not include this rank."""
+        home = self._homes[role]
+        return self._models[role, home.layout] if self._process.rank in home.ranks else None
 
     def _build(self, role: str, placement: Placement) -> Model:
         rank = self._process.rank
@@ -178,6 +196,7 @@ class Roles:
             self._reallocators[key] = self._reallocator(instruction)
         outgoing = self._set(role, source, name).buffer if rank in source.ranks else None
         if instruction.mix is not None:
+            self.before_change()
             own = self._set(into, target, name).buffer if rank in target.ranks else None
             self._reallocators[key].mix(outgoing, own, instruction.mix)
         else:
@@ -235,6 +254,7 @@ class Roles:
 
     def offload(self, instruction: Offload) -> None:
         """Offload a parameter set, or what training it needs, to host memory."""
+        self.before_change()
         changed = (instruction.role, instruction.parameter_set) in self._changing
         self._memory(instruction).offload(changed=changed)
 

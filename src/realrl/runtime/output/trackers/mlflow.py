@@ -26,10 +26,10 @@ class MlflowTracker:
 
     def open(self, run: TrackedRun) -> None:
         """Begin a run, or go on with that of an earlier process."""
-        # It tells of each change of its tables.
-        logging.getLogger(NAME).setLevel(logging.WARNING)
         from mlflow import MlflowClient
 
+        # It tells of each change of its tables.
+        logging.getLogger(NAME).setLevel(logging.WARNING)
         self._client = MlflowClient(tracking_uri=self._config.tracking_uri)
         known = run.load_id(NAME)
         if known is not None and self._is_there(known):

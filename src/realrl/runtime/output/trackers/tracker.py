@@ -8,6 +8,9 @@ from typing import Any, Protocol
 
 from realrl.config.files import write_whole
 
+IDS = "trackers"
+"""Directory of what trackers call a run."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
@@ -37,7 +40,7 @@ class TrackedRun:
         write_whole(self._file(tracker), json.dumps({"id": name}) + "\n")
 
     def _file(self, tracker: str) -> Path:
-        return self.directory / "trackers" / f"{tracker}.json"
+        return self.directory / IDS / f"{tracker}.json"
 
 
 class Tracker(Protocol):

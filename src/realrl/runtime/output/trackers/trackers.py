@@ -11,10 +11,12 @@ from realrl.recipe.load import dump_settings
 from realrl.recipe.sections.trackers import TrackersConfig
 from realrl.runtime.output.trackers.background import BackgroundTracker
 from realrl.runtime.output.trackers.mlflow import MlflowTracker
-from realrl.runtime.output.trackers.tensorboard import TensorBoardTracker
-from realrl.runtime.output.trackers.tracker import TrackedRun, Tracker
+from realrl.runtime.output.trackers.tensorboard import BOARD, TensorBoardTracker
+from realrl.runtime.output.trackers.tracker import IDS, TrackedRun, Tracker
 from realrl.runtime.output.trackers.wandb import WandbTracker
 
+TRACKED = (IDS, BOARD, "wandb")
+"""Directories that trackers make in that of a run."""
 HASTE = 1.0
 """Most seconds that a run which failed waits for its trackers: less than its launcher waits for its message."""
 

@@ -1,0 +1,127 @@
+"""Manifest of a checkpoint: where each box of each tensor lies, and all that is no tensor. No torch."""
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from realrl.config.files import reason_of, write_whole
+
+MANIFEST = "manifest.json"
+"""File that makes a directory a checkpoint; it is written last."""
+FORMAT = 1
+"""Version of the format; readers refuse any other."""
+LARGEST_MANIFEST = 2**31
+"""Bytes of a file that is read as a manifest, at most."""
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be read: damaged, incomplete, or not of this model. Its text says what is wrong."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One box of a tensor, stored in row-major order.
+
+    start: its first byte in the file; crc32: checksum of its bytes.
+    """
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    file: str
+    start: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """A tensor of a checkpoint: its dtype, as torch names it, its shape, and the boxes that make it up."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Contents of a checkpoint.
+
+    tensors: by name, ROLE/KIND/NAME; files: name -> bytes; state: all else that a run continues from.
+    """
+
+    tensors: Mapping[str, StoredState]
+    files: Mapping[str, int]
+    state: Mapping[str, Any]
+
+    def save(self, directory: Path) -> None:
+        """Write it into the directory of a checkpoint; OSError."""
+        contents = _to_text(asdict(self))
+        checked = {"format": FORMAT, "crc32": zlib.crc32(contents.encode())}
+        write_whole(directory / MANIFEST, f'{_to_text(checked)[:-1]},"contents":{contents}}}\n')
+
+    def find_incomplete(self) -> str | None:
+        """Find a tensor whose boxes have more or fewer elements than it; None if there is none."""
+        for name, tensor in self.tensors.items():
+            if sum(prod(chunk.size) for chunk in tensor.chunks) != prod(tensor.shape):
+                return name
+        return None
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read the manifest of a checkpoint and check that its files are there, of full length.
+
+    CheckpointError where one is missing or damaged.
+    """
+    file = directory / MANIFEST
+    try:
+        if file.stat().st_size > LARGEST_MANIFEST:
+            raise CheckpointError(f"{file} is too large to be a manifest")
+        read = json.loads(file.read_text(encoding="utf-8"))
+        if read["format"] != FORMAT:
+            raise CheckpointError(f"{file} has format {read['format']!r}; this version reads {FORMAT}")
+        contents = read["contents"]
+        if zlib.crc32(_to_text(contents).encode()) != read["crc32"]:
+            raise CheckpointError(f"{file} is damaged: its checksum is another one")
+        manifest = Manifest(
+            tensors={name: _read_tensor(tensor) for name, tensor in contents["tensors"].items()},
+            files=contents["files"],
+            state=contents["state"],
+        )
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {reason_of(error)}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{file} is damaged: it is no manifest") from None
+    for name, size in manifest.files.items():
+        try:
+            found = (directory / name).stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{directory / name} cannot be read: {reason_of(error)}") from None
+        if found != size:
+            raise CheckpointError(f"{directory / name} is damaged: it has {found} bytes instead of {size}")
+    return manifest
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Tell whether a directory is a checkpoint that was written to its end."""
+    return (directory / MANIFEST).is_file()
+
+
+def _to_text(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _read_tensor(read: Mapping[str, Any]) -> StoredState:
+    chunks = tuple(
+        Chunk(
+            offset=tuple(chunk["offset"]),
+            size=tuple(chunk["size"]),
+            file=chunk["file"],
+            start=chunk["start"],
+            crc32=chunk["crc32"],
+        )
+        for chunk in read["chunks"]
+    )
+    return StoredState(read["dtype"], tuple(read["shape"]), chunks)

@@ -1,0 +1,157 @@
+"""Reading of a checkpoint into any layout, by all ranks in parallel, through torch.distributed.checkpoint.
+
+Nothing in a checkpoint is unpickled or executed: tensors are bytes, all else is JSON.
+"""
+
+import os
+import warnings
+import zlib
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from realrl.checkpoint.state.manifest import CheckpointError, Chunk, Manifest
+from realrl.checkpoint.state.pieces import PiecesLoadPlanner, State
+from realrl.checkpoint.state.writer import find_cause
+from realrl.config.files import reason_of
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+"""Dtypes that tensors of a checkpoint may have, by name."""
+
+
+def check_tensors(directory: Path, manifest: Manifest, tensors: State) -> None:
+    """Check that a checkpoint has tensors of these names and shapes; else CheckpointError."""
+    for name, pieces in tensors.items():
+        stored = manifest.tensors.get(name)
+        if stored is None:
+            raise CheckpointError(f"{directory} has no tensor {name}")
+        if stored.shape != pieces.shape:
+            raise CheckpointError(
+                f"{directory}: {name} has shape {list(stored.shape)}, the model's is {list(pieces.shape)}"
+            )
+        if stored.dtype not in DTYPES:
+            raise CheckpointError(f"{directory}: {name} has the unknown dtype {stored.dtype}")
+
+
+def read_state(
+    directory: Path, manifest: Manifest, tensors: State, *, group: dist.ProcessGroup | None
+) -> None:
+    """Fill this rank's `tensors`, which `check_tensors` has accepted, with their values, converted to their dtypes.
+
+    Every rank of `group` calls this, or the only one, without a group. Each box that is read is compared with its
+    checksum first. CheckpointError, on all ranks, where one of them cannot read its part; what was read until then
+    is in `tensors`.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            dcp.load(
+                dict(tensors),
+                storage_reader=_Reader(directory, manifest),
+                planner=PiecesLoadPlanner(),
+                process_group=group,
+                no_dist=group is None,
+            )
+        except dcp.CheckpointException as error:
+            raise find_cause(error) from error
+
+
+class _Reader(StorageReader):
+    """Reader of the boxes that a rank needs of each file."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self._directory, self._manifest = directory, manifest
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing: a reader is used once."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Describe all boxes of the checkpoint."""
+        tensors = {}
+        for name, stored in self._manifest.tensors.items():
+            tensors[name] = TensorStorageMetadata(
+                properties=TensorProperties(dtype=DTYPES[stored.dtype]),
+                size=torch.Size(stored.shape),
+                chunks=[
+                    ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.size))
+                    for chunk in stored.chunks
+                ],
+            )
+        return Metadata(state_dict_metadata=dict(tensors))
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Do nothing: the manifest is known."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Leave the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Leave the plans as they are."""
+        return plans
+
+    @torch.no_grad()
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the boxes of a plan, each of them once."""
+        wanted: defaultdict[tuple[str, tuple[int, ...]], list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            wanted[item.storage_index.fqn, tuple(item.storage_index.offset or ())].append(item)
+        for name in dict.fromkeys(name for name, _ in wanted):
+            stored = self._manifest.tensors[name]
+            for chunk in stored.chunks:
+                items = wanted.get((name, chunk.offset), ())
+                values = self._read(name, chunk, DTYPES[stored.dtype]) if items else None
+                for item in items:
+                    assert values is not None, "a box with items is read"
+                    part = values
+                    for dim, (start, length) in enumerate(
+                        zip(item.storage_offsets, item.lengths, strict=True)
+                    ):
+                        part = part.narrow(dim, start, length)
+                    target = planner.resolve_tensor(item)
+                    target.copy_(part)
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, name: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        """Read a box and compare it with its checksum."""
+        path = self._directory / chunk.file
+        values = torch.empty(chunk.size, dtype=dtype)
+        data = values.view(-1).view(torch.uint8).numpy().data
+        try:
+            with path.open("rb", buffering=0) as file:
+                file.seek(chunk.start)
+                left = data
+                while left:
+                    count = file.readinto(left)
+                    if not count:
+                        raise CheckpointError(f"{path} is damaged: it ends within {name}")
+                    left = left[count:]
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from None
+        if zlib.crc32(data) != chunk.crc32:
+            raise CheckpointError(f"{path} is damaged: the checksum of {name} is another one")
+        return values
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Accept any."""
+        return True

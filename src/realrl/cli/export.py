@@ -1,0 +1,58 @@
+"""`realrl export`."""
+
+from typing import Annotated
+
+import typer
+
+
+def export(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN_DIR", help="Directory of a run, or one of its checkpoints.")
+    ],
+    out: Annotated[
+        str, typer.Option(metavar="DIR", help="Directory to write to: one model per role, DIR/ROLE.")
+    ],
+    role: Annotated[
+        list[str] | None,
+        typer.Option(help="Trained role to write; all of them if not given. May be repeated."),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Training steps before the checkpoint; the last one if not given.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace models that lie in DIR.")] = False,
+) -> None:
+    """Write the models of a checkpoint as Hugging Face directories."""
+    from realrl.config.errors import UserError
+    from realrl.config.files import check_directory
+    from realrl.config.paths import local_path
+    from realrl.config.words import join
+    from realrl.runtime.output.algorithm_record import AlgorithmRecord
+    from realrl.runtime.output.saved import find_run_of, list_checkpoints
+
+    run_dir, given = find_run_of(local_path(run))
+    checkpoints = list_checkpoints(run_dir)
+    if given is not None and step is not None:
+        raise UserError(f"{run} is a checkpoint already; leave out --step")
+    step = given if given is not None else step
+    if not checkpoints:
+        raise UserError(f"{run_dir} holds no checkpoint")
+    if step is not None and step not in checkpoints:
+        raise UserError(
+            f"{run_dir} has no checkpoint after {step} steps; there is {join([*map(str, checkpoints)])}"
+        )
+    trained = AlgorithmRecord.load(run_dir).trained
+    unknown = next((name for name in role or () if name not in trained), None)
+    if unknown is not None:
+        raise UserError(f"--role {unknown}: the run trains {join(trained)}")
+    folder = local_path(out)
+    check_directory(f"--out {out}", folder)
+    for name in role or trained:
+        if (folder / name).exists() and not overwrite:
+            raise UserError(
+                f"--out {out}: there is {folder / name}; choose another directory or give --overwrite"
+            )
+    from realrl.runtime.export import export_models
+
+    checkpoint = checkpoints[step if step is not None else next(iter(checkpoints))]
+    for path in export_models(run_dir, checkpoint, tuple(role or trained), folder):
+        typer.echo(f"wrote {path}")

@@ -1,0 +1,134 @@
+"""Earlier run in a recipe's directory: whether it is continued, deleted, or in the way. No torch."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from realrl.config.errors import UserError
+from realrl.config.explain import brief
+from realrl.config.yaml_file import read_yaml
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.load import dump_settings
+from realrl.runtime.output.history import HISTORY, read_history
+from realrl.runtime.output.rundir import RunDirectory
+from realrl.runtime.output.saved import BEST, CONFIG, SUMMARY, list_checkpoints
+from realrl.runtime.processes.environment import find_job, restart_count
+
+FREE = {
+    "run_dir",
+    "cluster",
+    "device",
+    "device_memory",
+    "overwrite",
+    "resume",
+    "plan",
+    "profile",
+    "micro_batch_tokens",
+    "recompute",
+    "data.eval",
+    "data.eval_batch",
+    "training.steps",
+    "training.epochs",
+    "training.max_skipped",
+    "evaluation",
+    "checkpoint",
+    "launch",
+    "trackers",
+    "debug",
+}
+"""Settings, or whole sections, that make no other recipe of one that is resumed."""
+_LENGTH = ("training.steps", "training.epochs")
+_SHOWN = 3
+"""Changed settings that an error message lists."""
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """An earlier run that is continued.
+
+    checkpoints: the latest one first; the run starts from its beginning where there is none. changed: settings that
+    are different now, as `name: old, now new`. finished: whether there is nothing left to do.
+    """
+
+    checkpoints: tuple[Path, ...]
+    changed: tuple[str, ...] = ()
+    finished: bool = False
+
+
+def find_earlier_run(experiment: Experiment) -> EarlierRun | None:
+    """Find the run in the recipe's directory that is to be continued; None where a new one starts.
+
+    UserError where the directory cannot be used, and for an earlier run that may be neither continued nor deleted.
+    """
+    directory = RunDirectory(experiment.run_dir)
+    if not directory.check(experiment):
+        return None
+    path, restarted = directory.path, restart_count() > 0
+    if experiment.overwrite and not (restarted and _is_of_this_job(path)):
+        return None
+    if experiment.resume == "never" and not restarted:
+        raise UserError(
+            f"run_dir={path} holds an earlier run, and resume=never; choose another directory, set resume=auto to"
+            " continue it, or overwrite=true to delete it"
+        )
+    mine, theirs = dump_settings(experiment), _read_config(path)
+    differing = {
+        name: f"{name}: {brief(old)}, now {brief(new)}" for name, (old, new) in _compare(theirs, mine).items()
+    }
+    others = [text for name, text in differing.items() if not _is_free(name)]
+    if others and experiment.resume != "changed":
+        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+        raise UserError(
+            f"run_dir={path} holds a run of another recipe ({'; '.join(others[:_SHOWN])}{more}); choose another"
+            " directory, set resume=changed to continue it with the new settings, or overwrite=true to delete it"
+        )
+    ended = (path / SUMMARY).is_file()
+    longer = any(name in differing for name in _LENGTH)
+    checkpoints = tuple(list_checkpoints(path).values())
+    if ended and not longer and not others:
+        return EarlierRun(checkpoints, finished=True)
+    if not checkpoints and (saved := _find_models(path)) is not None:
+        raise UserError(
+            f"run_dir={path} holds an earlier run without a checkpoint to continue from, and models ({saved.name});"
+            " choose another directory, or set overwrite=true to delete it"
+        )
+    return EarlierRun(checkpoints, tuple(differing[name] for name in differing if name != "run_dir"))
+
+
+def _is_of_this_job(path: Path) -> bool:
+    """Check whether the run in a directory was started by the launch that has now started it again."""
+    starts, job = read_history(path / HISTORY), find_job()
+    return bool(starts) and (job is None or starts[-1].get("job") == job)
+
+
+def _find_models(path: Path) -> Path | None:
+    return next((path / name for name in (BEST, "final") if (path / name).is_dir()), None)
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    read = read_yaml(str(path / CONFIG))
+    if not isinstance(read, dict):
+        raise UserError(f"{path / CONFIG} is no recipe; choose another run_dir, or set overwrite=true")
+    return read
+
+
+def _is_free(name: str) -> bool:
+    return any(name == free or name.startswith(f"{free}.") for free in FREE)
+
+
+def _compare(old: Any, new: Any, name: str = "") -> dict[str, tuple[Any, Any]]:
+    """List values that differ, by their dotted names."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        found: dict[str, tuple[Any, Any]] = {}
+        for key in dict.fromkeys([*old, *new]):
+            inner = f"{name}.{key}" if name else str(key)
+            found |= _compare(old.get(key), new.get(key), inner)
+        return found
+    return {} if _normal(old) == _normal(new) else {name: (old, new)}
+
+
+def _normal(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=os.fspath)

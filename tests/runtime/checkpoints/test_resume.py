@@ -1,0 +1,69 @@
+"""Runs that go on from a checkpoint."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from realrl.cli.app import run_app
+from tests.conftest import FORMS, World
+from tests.runtime.checkpoints.interrupted import interrupt
+
+Weights = dict[str, Any]
+
+
+def read_models(run_dir: Path) -> Weights:
+    """All tensors of the models that a run has saved at its end."""
+    tensors = {}
+    for directory in sorted(run_dir.glob("final*")):
+        for file in directory.glob("*.safetensors"):
+            with safe_open(file, "pt") as opened:
+                tensors |= {f"{directory.name}/{name}": opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return tensors
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, without seconds."""
+    read = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in read]
+
+
+def write_recipe(world: World, algorithm: str, directory: Path, **changes: Any) -> Path:
+    """A recipe of 5 steps with evaluations and a checkpoint after every step."""
+    directory.mkdir(exist_ok=True)
+    records = world.root / f"{FORMS.get(algorithm, 'ppo')}.jsonl"
+    more = {"data__eval": str(records), "evaluation__every": 2}
+    return world.recipe(algorithm, directory, checkpoint__every=1, checkpoint__keep=10, **{**more, **changes})
+
+
+PPO = {
+    "ppo__value_norm": "running",
+    "ppo__kl": {"adaptive": True, "target": 0.01, "horizon": 100},
+    "ppo__ref_ema": 0.5,
+}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "changes"),
+    [
+        ("sft", {"models__actor__dtype": "bfloat16"}),
+        ("reward", {"models__reward__trainable_layers": 1}),
+        ("ppo", PPO),
+        ("dapo", {"policy__ref_every": 2, "policy__kl": {"coef": 0.05}}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
+    world: World, tmp_path: Path, algorithm: str, changes: dict[str, Any]
+) -> None:
+    recipe = write_recipe(world, algorithm, tmp_path / "whole", **changes)
+    assert run_app(["train", str(recipe)]) == 0
+    whole = tmp_path / "whole" / "run"
+    resumed = interrupt(whole, 2, tmp_path)
+    assert run_app(["train", str(recipe), f"run_dir={resumed}"]) == 0
+    expected, found = read_models(whole), read_models(resumed)
+    assert expected.keys() == found.keys() and all(expected[name].equal(found[name]) for name in expected)
+    assert lines(resumed) == lines(whole)
+    assert (resumed / "summary.json").is_file()
