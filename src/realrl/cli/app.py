@@ -10,10 +10,12 @@ import typer
 from realrl import __version__
 from realrl.cli.config import config
 from realrl.cli.data import data
-from realrl.cli.doctor import doctor
 from realrl.cli.eval import eval
 from realrl.cli.export import export
 from realrl.cli.generate import generate
+from realrl.cli.monitoring.doctor import doctor
+from realrl.cli.monitoring.status import status
+from realrl.cli.monitoring.watch import watch
 from realrl.cli.plan import plan
 from realrl.cli.profile import profile
 from realrl.cli.report import report
@@ -30,7 +32,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (
+COMMANDS = (
     train,
     plan,
     profile,
@@ -43,7 +45,10 @@ for command in (
     tokenizer,
     report,
     doctor,
-):
+    status,
+    watch,
+)
+for command in COMMANDS:
     app.command()(command)
 
 

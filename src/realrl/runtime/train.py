@@ -1,35 +1,39 @@
 """Training loop of one rank."""
 
 import math
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from realrl.algorithms.build import build_algorithm
 from realrl.checkpoint.notes import list_saving_notes
 from realrl.checkpoint.sources import check_trainable
 from realrl.config.errors import RunError, UserCodeError
+from realrl.config.secrets.redaction import redact
 from realrl.data.dataset import Dataset
-from realrl.dataflow.call import Kind
 from realrl.engine.parallel_groups import list_rank_sets
 from realrl.engine.training.skipped_steps import SkippedStepsError
 from realrl.plan.presets import SEARCH
 from realrl.planner.calibration.comparison import COSTS, Comparison
 from realrl.planner.profile.profile import Profile
+from realrl.planner.simulate.predicted_trace import predict_step
 from realrl.program.lower import WRITER
-from realrl.program.trace_file import write_trace
+from realrl.program.trace_file import TRACE, TRACES, write_trace
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.checkpoints.agreement import StepAgreement
 from realrl.runtime.checkpoints.checkpointer import Checkpointer
 from realrl.runtime.checkpoints.contents import CheckpointContents
 from realrl.runtime.checkpoints.restore import restore
+from realrl.runtime.checkpoints.spikes import Spike, SpikeDetector
+from realrl.runtime.checkpoints.state_keeper import StateKeeper
 from realrl.runtime.costs import Costs
 from realrl.runtime.evaluate import Evaluation
 from realrl.runtime.evaluation.best import BestEvaluation
 from realrl.runtime.evaluation_run import Opponent, make_opponent
+from realrl.runtime.monitor.note_file import NoteFile
 from realrl.runtime.output.earlier import EarlierRun, find_earlier_run
 from realrl.runtime.output.notes import (
     StepNotes,
@@ -40,7 +44,7 @@ from realrl.runtime.output.notes import (
 )
 from realrl.runtime.output.run_state import Restored, RunState
 from realrl.runtime.output.rundir import RunDirectory
-from realrl.runtime.output.saved import BEST, find_saved
+from realrl.runtime.output.saved import BEST, find_saved, list_checkpoints
 from realrl.runtime.output.saved_state import find_saved_state, load_saved_state
 from realrl.runtime.output.stopped import make_stop_error
 from realrl.runtime.output.trackers.trackers import check_trackers
@@ -51,14 +55,18 @@ from realrl.runtime.prepare.trained_parts import list_trained_parts
 from realrl.runtime.processes.process import Process, connect, resolve_cluster
 from realrl.runtime.processes.signals import deferred_termination, end_by_signal, stop_requested
 from realrl.runtime.processes.startup import agree_on_plan, find_least_device
+from realrl.runtime.saving import ModelSaver
 from realrl.runtime.setup import RecordLoader, load_functions, load_shared_tokenizer, load_stop_token_ids
 from realrl.runtime.step import TrainingSteps
 from realrl.runtime.worker.roles import Roles
+from realrl.runtime.worker.trace_files import TraceFiles
 from realrl.runtime.worker.trace_recorder import Trace
 from realrl.runtime.worker.worker import Worker
 
 COLLECT_EVERY = 100
 """Steps between writes of the measured costs, if evaluations and checkpoints are further apart."""
+COLLECT_EARLY = (2, 10, 30)
+"""Steps after which they are written, too, so that a long run says early what its steps cost."""
 
 
 @dataclass(frozen=True)
@@ -202,8 +210,10 @@ class TrainingRun:
         functions = load_functions(algorithm, compiled.phases.values(), process.rank)
         loader = RecordLoader(experiment, self.tokenizer, self.stop_token_ids, functions)
         self.records = loader.load_train(compiled.train)
-        self.costs = Costs(experiment, compiled, process, self.roles, profile, self._note)
-        self.trace = Trace(process.rank)
+        self.costs = Costs(experiment, compiled, process, self.roles, profile, self._say)
+        self.trace = Trace(process.rank, experiment.debug.traced_steps)
+        self.trace_files = TraceFiles(self.directory.path, self.trace)
+        self._note_file = NoteFile(self.directory.path)
         self.worker = Worker(process, self.roles, algorithm, self.stop_token_ids, self.trace, self.tokenizer)
         self.training = TrainingSteps(experiment, compiled, process, self.worker, self.costs, self.records)
         self.steps = self.training.count
@@ -219,15 +229,40 @@ class TrainingRun:
             self._opponent = make_opponent(experiment, compiled.train.plan, process, groups, origins)
         self.best = BestEvaluation(experiment.evaluation.best)
         self.notes = StepNotes(algorithm, get_spec(experiment))
+        self.keeper = StateKeeper(
+            process,
+            compiled.train,
+            self.roles,
+            self.training,
+            self.directory,
+            self.notes,
+            self.best,
+            functions,
+            lambda: self.algorithm,
+        )
+        self.saver = ModelSaver(
+            experiment,
+            compiled,
+            process,
+            self.roles,
+            self.directory,
+            self.trained,
+            self.tokenizer,
+            self.stop_token_ids,
+            lambda: self.algorithm,
+        )
         self.contents = CheckpointContents(self.roles)
         self.checkpointer = Checkpointer(
-            experiment, process, self.contents, self.directory, self._group, self._export
+            experiment, process, self.contents, self.directory, self._group, self.saver.export
         )
         self.roles.before_change = self.checkpointer.wait_copied
         self.agreement = StepAgreement(process, self._ask)
         self._restored: Restored | None = None
         self._evaluated: int | None = None
         """Training steps before the last evaluation."""
+        spike = experiment.training.spike
+        self._spikes = None if spike is None else SpikeDetector(spike)
+        self._rollbacks = 0
 
     def face_opponent(self) -> None:
         """Have the model of `evaluation.against` answer, before any other is loaded."""
@@ -245,15 +280,15 @@ class TrainingRun:
         read."""
         if self.earlier is not None and self.earlier.checkpoints:
             found = restore(self.earlier.checkpoints, self.contents, self.process, self._group)
-            self._restored, state = found, found.state
-            self.algorithm.load_state_dict(dict(state.algorithm))
-            for role, trainer in self.roles.trainers.items():
-                trainer.load_state_dict(state.trainers[role])
-            self.training.taken, self._evaluated = state.taken, state.evaluated
-            self.notes.load_state_dict(state.notes)
-            self.best.restore(state.best or {})
-            self.checkpointer.last = state.step
+            self._restored = found
+            self._take(found.state)
         self.roles.offload_homes()
+
+    def _take(self, state: RunState) -> None:
+        """Go on from the state of a checkpoint that has been loaded."""
+        self.keeper.give_back(state)
+        self._evaluated, self._rollbacks = state.evaluated, state.rollbacks
+        self.checkpointer.last = state.step
 
     def open(self) -> None:
         """Start the run's directory and notify the observer, on the rank that writes.
@@ -270,7 +305,7 @@ class TrainingRun:
             self.experiment, self.compiled.train.plan, self.compiled.programs, self._restored
         )
         done = 0 if self._restored is None else self._restored.state.step
-        self.directory.open_trackers(self.experiment, observer.note, done)
+        self.directory.open_trackers(self.experiment, self._say, done)
         notes = [
             *list_resume_notes(self.earlier, self._restored),
             *list_state_notes(self._started_from),
@@ -279,10 +314,12 @@ class TrainingRun:
             *list_trained_parts(stored_models(self.experiment, self.compiled.train.graph, self.roles.shapes)),
             *self.saving_notes,
         ]
+        # Those of an earlier start, on other ranks perhaps.
+        shutil.rmtree(self.directory.path / TRACES, ignore_errors=True)
         for note in notes:
-            self._note(note)
+            self._say(note)
         if self.costs.source is not None:
-            self._note(f"predictions: {self.costs.source}")
+            self._say(f"predictions: {self.costs.source}")
         observer.begin(self.experiment, self.steps)
 
     def execute(self, started: float) -> None:
@@ -293,6 +330,14 @@ class TrainingRun:
         self._started = started
         if self._restored is not None:
             self._started -= self._restored.state.seconds
+        try:
+            self._run_steps()
+        finally:
+            # Also where it fails: what led to that is in it.
+            self.trace_files.write()
+        self._finish()
+
+    def _run_steps(self) -> None:
         activity = self.process.activity
         activity.steps = self.steps
         activity.enter("train")
@@ -302,18 +347,23 @@ class TrainingRun:
             self._evaluate(0)
         else:
             done = self._restored.state.step
-            activity.done(done)
+            activity.step = done
             self._after_step(done, resumed=True)
         while done < self.steps:
-            self._train_step(done)
+            spike = self._train_step(done)
             done += 1
             activity.done(done)
+            if self._spikes is not None:
+                spike = self.process.gather(spike)[WRITER]
+            if spike is not None:
+                done = self._roll_back(spike)
+                activity.done(done)
+                continue
             late, stops = self.agreement.learn()
             self._after_step(done, late=late)
             if stops and done < self.steps:
                 self._stop(done)
             self.agreement.say()
-        self._finish()
 
     def _ask(self) -> tuple[bool, bool]:
         """Tell whether the last checkpoint is too old, which one rank says for all, and whether to end."""
@@ -326,48 +376,65 @@ class TrainingRun:
         last = done >= self.steps
         evaluates = last or bool(every and done % every == 0)
         saves = not resumed and (last or late or self.checkpointer.is_due(done))
-        if not last and (evaluates or saves or done % COLLECT_EVERY == 0):
+        if not last and (evaluates or saves or done % COLLECT_EVERY == 0 or done in COLLECT_EARLY):
             self._collect(last=False)
         if last and not resumed:
             self._check_learning()
         # Before the user's judge may fail.
         if saves:
-            self.checkpointer.save(self._make_state(done))
+            self._save_checkpoint(done)
         if last:
-            self._save(None)
+            self.saver.save(None)
         if evaluates and self._evaluated != done:
             self._evaluate(done)
 
     def _stop(self, done: int) -> NoReturn:
         """End before the last step, after SIGTERM on some rank, with a checkpoint."""
         if self.checkpointer.last != done:
-            self.checkpointer.save(self._make_state(done))
+            self._save_checkpoint(done)
         self.checkpointer.finish()
         self._collect(last=False)
         end_by_signal()
 
-    def _make_state(self, done: int) -> RunState:
-        """Collect all but tensors that the run continues from after `done` steps."""
-        trainers: dict[str, dict[str, Any]] = {}
-        mine = {role: trainer.state_dict() for role, trainer in self.roles.trainers.items()}
-        for role, state in (item for of_rank in self.process.gather(mine) for item in of_rank.items()):
-            # A rank with nothing to train counts no steps.
-            if role not in trainers or state["steps"] > trainers[role]["steps"]:
-                trainers[role] = state
-        return RunState(
-            step=done,
-            taken=self.training.taken,
-            seconds=time.monotonic() - self._started,
-            metrics_bytes=self.directory.metrics_bytes,
-            evaluated=self._evaluated,
-            algorithm=self._gather_algorithm(),
-            trainers=trainers,
-            best=self.best.to_json() if self.best.settings is not None else None,
-            notes=self.notes.state_dict(),
+    def _save_checkpoint(self, done: int) -> None:
+        """Begin a checkpoint after so many steps."""
+        seconds = time.monotonic() - self._started
+        state = self.keeper.collect(
+            done, seconds=seconds, evaluated=self._evaluated, rollbacks=self._rollbacks
         )
+        self.checkpointer.save(state)
 
-    def _train_step(self, step: int) -> None:
+    def _roll_back(self, spike: Spike) -> int:
+        """Go back to a checkpoint before a spike, without the records since; the number of steps done there.
+
+        RunError where there is none, or after too many.
+        """
+        settings, taken, rollbacks = self.experiment.training.spike, self.training.taken, self._rollbacks
+        assert settings is not None, "spikes are looked for"
+        self.checkpointer.finish()
+        what = f"step {spike.step}: {settings.metric} is {spike.value:g}, usually {spike.usual:g}"
+        saved = list_checkpoints(self.directory.path)
+        before = [path for step, path in saved.items() if step <= spike.step - settings.back]
+        if rollbacks == settings.most:
+            raise RunError(f"{what}; training has gone back {rollbacks} times before (training.spike.most)")
+        if not before:
+            raise RunError(
+                f"{what}, and no checkpoint is {settings.back} steps older; see checkpoint.every and .keep"
+            )
+        with self.contents.in_device_memory():
+            found = restore(before, self.contents, self.process, self._group)
+        self._take(found.state)
+        self.training.taken, self._rollbacks = taken, rollbacks + 1
+        if self.observer is not None:
+            self.directory.go_back(found)
+            records = taken - found.state.taken
+            self._say(f"{what}; training goes back to step {found.state.step}, leaving out {records} records")
+        return found.state.step
+
+    def _train_step(self, step: int) -> Spike | None:
+        """Train a step; a spike of the metric that is watched, on the rank that writes."""
         start = time.monotonic()
+        self.trace.begin_step()
         try:
             metrics = self.training.run(step)
         except SkippedStepsError as error:
@@ -375,9 +442,21 @@ class TrainingRun:
         except UserCodeError as error:
             raise self._saying_what_is_saved(error) from error
         self._record(MetricsRecord(step + 1, "train", time.monotonic() - start, metrics))
+        self.trace_files.refresh()
         if self.observer is not None:
             for note in self.notes.describe_step(step + 1, metrics):
-                self._note(note)
+                self._say(note)
+            if self._spikes is not None:
+                return self._spikes.look(step + 1, metrics)
+        return None
+
+    def _say(self, text: str) -> None:
+        """Show a note, and keep it in the run's directory, on the rank that writes."""
+        if self.observer is not None:
+            text = redact(text)
+            self.observer.note(text)
+            self._note_file.add(text)
+            self.directory.note(text)
 
     def _check_learning(self) -> None:
         """Check, on all ranks, that the last training step was applied by all of its roles; else RunError."""
@@ -393,11 +472,16 @@ class TrainingRun:
         return make_stop_error(error, step=step, rank=self.process.rank, run_dir=self.directory.path)
 
     def _collect(self, *, last: bool) -> Comparison | None:
-        """Write the costs of steps so far, and return them, on the rank that writes."""
+        """Write the costs and the trace of steps so far, and return the costs, on the rank that writes."""
+        self.trace_files.write()
         comparison = self.costs.collect(last=last)
         if comparison is not None:
             with self.directory.writing(self.directory.path / COSTS):
                 comparison.save(self.directory.path)
+                if self.costs.predicted is not None:
+                    predict_step(self.costs.predicted).save(self.directory.path)
+        if self.observer is not None and not last:
+            self.trace_files.merge()
         return comparison
 
     def _evaluate(self, done: int) -> None:
@@ -431,12 +515,12 @@ class TrainingRun:
         if better:
             if self.observer is not None:
                 self.directory.drop_best()
-            self._save(BEST)
+            self.saver.save(BEST)
             if self.observer is not None:
                 self.directory.write_best(self.best.to_json())
         if offered:
             if self.checkpointer.last != done:
-                self.checkpointer.save(self._make_state(done))
+                self._save_checkpoint(done)
             self.checkpointer.keep_best(metrics.get(self.best.settings.metric, math.nan))
 
     def _saying_what_is_saved(self, error: UserCodeError) -> UserCodeError:
@@ -445,49 +529,10 @@ class TrainingRun:
         message = f"{error}; saved: {saved}" if saved else str(error)
         return UserCodeError(message, error.trace, error.alone)
 
-    def _note(self, text: str) -> None:
-        if self.observer is not None:
-            self.observer.note(text)
-            self.directory.note(text)
-
     def _record(self, record: MetricsRecord) -> None:
         if self.observer is not None:
             self.directory.log(record.step, record.kind, record.seconds, record.metrics)
             self.observer.record(record)
-
-    def _save(self, which: Literal["best"] | None) -> None:
-        """Write every trained role as a Hugging Face directory: as the best ones, or for None as the final ones.
-
-        The graph's first trained role has the directory's name, others have theirs appended to it. What the
-        algorithm has learnt besides, such as the scale of a critic's values, goes into a file beside them.
-        """
-        with self.process.activity.part("save"):
-            self._save_models(which)
-
-    def _save_models(self, which: Literal["best"] | None) -> None:
-        for role in self.trained:
-            self._save_role(role, self.directory.checkpoint(which, "" if role == self.trained[0] else role))
-        state = self._gather_algorithm()
-        if self.observer is not None and state:
-            self.directory.write_state(which, get_spec(self.experiment).name, state)
-
-    def _export(self, directory: Path) -> None:
-        """Write every trained role as a Hugging Face directory of its name."""
-        for role in self.trained:
-            self._save_role(role, directory / role)
-
-    def _save_role(self, role: str, path: Path) -> None:
-        """Write a role; the first rank of its home does it."""
-        if self.process.rank in self.compiled.homes[role].ranks:
-            with self.directory.writing(path):
-                self.roles.save(role, path, self.tokenizer, self.stop_token_ids)
-
-    def _gather_algorithm(self) -> dict[str, Any]:
-        """Gather what the algorithm saves: on the first rank of the first train call."""
-        phase = self.compiled.train
-        first = next(call for call in phase.graph.order if call.kind is Kind.TRAIN)
-        states: list[dict[str, Any]] = self.process.gather(self.algorithm.state_dict())
-        return states[phase.plan[first.name].ranks[0]]
 
     def _saving_notes(self, role: str) -> Iterator[str]:
         origin, vocabulary = self.roles.origins[role], self.roles.shapes[role].vocab_size
@@ -497,11 +542,11 @@ class TrainingRun:
     def _finish(self) -> None:
         self.checkpointer.finish()
         comparison = self._collect(last=True)
-        events = self.process.gather(list(self.trace.events))
+        events = self.process.gather(self.trace.events)
         if self.observer is not None:
             if comparison is not None:
                 self.observer.costs(comparison)
-            trace = self.directory.path / "trace.json"
+            trace = self.directory.path / TRACE
             with self.directory.writing(trace):
                 write_trace(trace, events, "measured")
             seconds = time.monotonic() - self._started

@@ -115,6 +115,8 @@ class Checkpointer:
 
     def _write(self, path: Path, tensors: State, state: RunState) -> None:
         """Write a checkpoint and put it in its place: the work of the thread."""
+        activity = self._process.activity
+        activity.phase = f"writing {path.name}"
         try:
             write_state(
                 partial_path(path),
@@ -127,9 +129,12 @@ class Checkpointer:
             if self._process.rank == WRITER:
                 _commit(path)
                 prune(self._directory.path, self._settings, self._best)
+            activity.checkpoint = str(path.relative_to(self._directory.path))
         except BaseException as error:
             self._failure = error
         finally:
+            activity.phase = None
+            activity.advance()
             self._copied.set()
 
 

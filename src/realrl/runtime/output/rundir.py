@@ -118,7 +118,8 @@ class RunDirectory:
             if restored is None:
                 self._clear()
             else:
-                self._go_back(restored)
+                shutil.rmtree(self.path / PROGRAMS, ignore_errors=True)
+                self.go_back(restored)
             (self.path / PROGRAMS).mkdir(parents=True, exist_ok=True)
             write_whole(self.path / CONFIG, dump_experiment(experiment))
             AlgorithmRecord.of(get_spec(experiment), self._trained).save(self.path)
@@ -144,20 +145,19 @@ class RunDirectory:
             else:
                 entry.unlink()
 
-    def _go_back(self, restored: Restored) -> None:
+    def go_back(self, restored: Restored) -> None:
         """Delete what the run has written after a checkpoint, but not what is replaced when it comes there again.
 
-        Checkpoints that could not be read are put aside.
+        Later checkpoints, which could not be read or are of what is left out, are put aside. OSError.
         """
         for step, path in list_checkpoints(self.path).items():
             if step > restored.state.step:
-                aside = path.with_name(f"damaged-{path.name}")
+                aside = path.with_name(f"unused-{path.name}")
                 if aside.exists():
                     shutil.rmtree(aside)
                 path.rename(aside)
-        shutil.rmtree(self.path / PROGRAMS, ignore_errors=True)
         (self.path / SUMMARY).unlink(missing_ok=True)
-        if self._metrics.exists() and self._metrics.stat().st_size > restored.state.metrics_bytes:
+        if self.metrics_bytes > restored.state.metrics_bytes:
             os.truncate(self._metrics, restored.state.metrics_bytes)
 
     @property

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from realrl.cli.recipe import Overrides
-
 if TYPE_CHECKING:
     from realrl.runtime.doctor.finding import Finding
 
@@ -19,10 +17,15 @@ DoctorRecipe = Annotated[
     ),
 ]
 
+DoctorOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Fields to set on top of the recipe.", show_default=False),
+]
+
 
 def doctor(
     recipe: DoctorRecipe = None,
-    overrides: Overrides = None,
+    overrides: DoctorOverrides = None,
     cluster: Annotated[
         str | None,
         typer.Option(
