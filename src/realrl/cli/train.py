@@ -169,6 +169,7 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     from realrl.checkpoint.sources import check_directories, check_trainable
     from realrl.plan.presets import SEARCH
     from realrl.planner.profile.profile import Profile
+    from realrl.runtime.output.trackers.trackers import check_trackers
     from realrl.runtime.prepare.compile import compile_recipe, with_sizes
     from realrl.runtime.prepare.devices import check_kind, search_spec
     from realrl.runtime.prepare.fit.check import check_fit
@@ -178,6 +179,7 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     from realrl.runtime.processes.launch import check_local
 
     check_trainable(experiment)
+    check_trackers(experiment)
     searches = experiment.plan == SEARCH
     compiled = None if searches else compile_recipe(experiment, cluster)
     check_directories(experiment)
