@@ -25,6 +25,7 @@ from realrl.runtime.processes.environment import (
     STORE_VARIABLE,
     under_launcher,
 )
+from realrl.runtime.processes.memory import steady_memory
 from realrl.runtime.processes.messages import gather_values
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -133,6 +134,7 @@ def resolve_cluster(text: str, device: Device) -> Cluster:
 
 def connect(device: Device) -> Process:
     """Join the process group, or be the only rank; UserError when there are not enough GPUs for all."""
+    steady_memory()
     cuda = use_cuda(device)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count()
