@@ -221,6 +221,8 @@ def test_an_answer_that_comes_drop_by_drop_is_given_up_in_time() -> None:
 
 
 def test_an_answer_that_is_nested_without_end_is_no_json() -> None:
-    with serving(lambda number, body: (200, b"[" * 200_000)) as service:
-        with pytest.raises(client.RequestError, match="which is no JSON"):
-            client.Client(HttpConfig(url=service.url)).post(b"{}")
+    with (
+        serving(lambda number, body: (200, b"[" * 200_000)) as service,
+        pytest.raises(client.RequestError, match="which is no JSON"),
+    ):
+        client.Client(HttpConfig(url=service.url)).post(b"{}")
