@@ -49,7 +49,8 @@ def train_one_rank(recipe: str, changes: list[str], out: Path) -> None:
     """Train as one rank and write what memory it had after each step."""
     from realrl.cli.progress.training import Progress
     from realrl.recipe.load import load_experiment
-    from realrl.runtime.train import TrainingRun, train
+    from realrl.runtime.train import train
+    from realrl.runtime.training_run import TrainingRun
 
     rows: list[tuple[float, int, int]] = []
 

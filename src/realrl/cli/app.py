@@ -1,5 +1,6 @@
 """The `realrl` command. Command modules import what they run only once the arguments are understood."""
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -12,13 +13,16 @@ from realrl.cli.data import data
 from realrl.cli.eval import eval
 from realrl.cli.export import export
 from realrl.cli.generate import generate
+from realrl.cli.launch.command import launchers
+from realrl.cli.monitoring.status import status
+from realrl.cli.monitoring.watch import watch
 from realrl.cli.plan import plan
 from realrl.cli.profile import profile
 from realrl.cli.report import report
 from realrl.cli.show import show
 from realrl.cli.tokenizer import tokenizer
 from realrl.cli.train import train
-from realrl.runtime.processes.environment import is_writer
+from realrl.runtime.processes.environment import SCRATCH_VARIABLE, is_writer
 from realrl.runtime.processes.signals import Interrupted, find_interruption
 
 app = typer.Typer(
@@ -28,8 +32,24 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train, plan, profile, show, data, config, eval, generate, export, tokenizer, report):
+COMMANDS = (
+    train,
+    plan,
+    profile,
+    show,
+    data,
+    config,
+    eval,
+    generate,
+    export,
+    tokenizer,
+    report,
+    status,
+    watch,
+)
+for command in COMMANDS:
     app.command()(command)
+app.add_typer(launchers, name="launch")
 
 
 @app.callback(invoke_without_command=True)
@@ -74,6 +94,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _report_interruption(interrupted: Interrupted) -> int:
-    if interrupted.message and is_writer():
+    # Of ranks that the local launcher has started, it says so itself.
+    if interrupted.message and is_writer() and SCRATCH_VARIABLE not in os.environ:
         print(f"realrl: {interrupted.message}", file=sys.stderr)
     return interrupted.status

@@ -62,7 +62,9 @@ def profile(
     if not under_launcher():
         here = _processes(request, None if experiment is None or cluster is not None else experiment.cluster)
         if here.size > 1:
+            from realrl.recipe.launch import LaunchConfig
             from realrl.runtime.processes.launch import check_local, launch
+            from realrl.runtime.processes.local_ranks import Start
 
             check_local(here)
             options = [
@@ -76,7 +78,7 @@ def profile(
                 word for name, values in options for value in values or [] for word in (name, value)
             ]
             arguments += ["--quick"] * quick + ["--again"] * again
-            raise typer.Exit(launch(here, arguments))
+            raise typer.Exit(launch(Start(here, arguments), LaunchConfig()))
     from realrl.cli.progress.profiling import ProfileProgress
     from realrl.runtime.profiler.driver import profile as run
 

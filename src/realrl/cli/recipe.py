@@ -46,6 +46,7 @@ def launch_ranks(experiment: "Experiment", arguments: Sequence[str]) -> None:
     from realrl.runtime.prepare.gpu import ask_machine
     from realrl.runtime.prepare.search.cached_plan import cached_plan
     from realrl.runtime.processes.launch import check_local, launch
+    from realrl.runtime.processes.local_ranks import Start
 
     cluster = find_cluster(experiment)
     if cluster.size == 1:
@@ -58,4 +59,4 @@ def launch_ranks(experiment: "Experiment", arguments: Sequence[str]) -> None:
         check_functions(experiment)
         found = cached_plan(experiment, search_spec(experiment, cluster, here), partial(typer.echo, err=True))
         plan = found.to_text(build_graph(experiment))
-    raise typer.Exit(launch(cluster, arguments, plan))
+    raise typer.Exit(launch(Start(cluster, arguments, plan), experiment.launch))

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import typer
 
 from realrl.cli.recipe import Overrides, Recipe, find_cluster
-from realrl.runtime.processes.signals import find_interruption
+from realrl.runtime.processes.signals import Interrupted, find_interruption
 
 if TYPE_CHECKING:
     from realrl.plan.cluster import Cluster
     from realrl.plan.plan import Plan
     from realrl.recipe.experiment import Experiment
+    from realrl.runtime.processes.local_ranks import Start
 
 
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
@@ -44,10 +45,13 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
                 return
             plan = _check(experiment, cluster)
             if cluster.size > 1:
-                from realrl.runtime.processes.launch import launch
+                from realrl.runtime.processes.launch import launch_training
+                from realrl.runtime.processes.local_ranks import Start
 
                 text = None if plan is None else plan.to_text(build_graph(experiment))
-                raise typer.Exit(launch(cluster, ["train", recipe, *overrides], text, run_dir))
+                start = Start(cluster, ["train", recipe, *overrides], text)
+                fewer = partial(_shrink, recipe, overrides, experiment)
+                raise typer.Exit(launch_training(start, experiment.launch, run_dir, fewer))
         from realrl.cli.progress.training import Progress
         from realrl.runtime.train import train as run
 
@@ -76,6 +80,7 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
     An interruption learns what has been saved; nothing half written is left. Yields a function for the run's
     directory, None as long as the run has not made it.
     """
+    from realrl.program.trace_file import merge_rank_traces
     from realrl.recipe.graphs import build_graph
     from realrl.runtime.output.rundir import RunDirectory
     from realrl.runtime.output.saved import find_saved, remove_partial
@@ -88,8 +93,12 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
     def run_dir() -> Path | None:
         return directory.path if directory.mark() not in (None, before) else None
 
+    failure: BaseException | None = None
     try:
         yield run_dir
+    except BaseException as error:
+        failure = error
+        raise
     finally:
         interrupted = find_interruption()
         if interrupted is not None:
@@ -99,6 +108,55 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
                 interrupted.saved = saved.describe(experiment.training.steps)
         if is_writer() and run_dir() is not None:
             remove_partial(directory.path)
+            # What is there of a run that failed says what led to it.
+            with suppress(OSError):
+                merge_rank_traces(directory.path)
+            _write_end(directory.path, interrupted or failure)
+
+
+def _write_end(run_dir: Path, failure: BaseException | None) -> None:
+    """Write how the run ended, unless the launcher has, which knows the first cause."""
+    from realrl.runtime.monitor.ended import write_end
+    from realrl.runtime.processes.error_reports import describe_failure
+
+    if failure is None or (isinstance(failure, typer.Exit) and not failure.exit_code):
+        write_end(run_dir, 0)
+    elif isinstance(failure, Interrupted):
+        write_end(run_dir, failure.status, failure.message)
+    elif isinstance(failure, Exception) and not isinstance(failure, typer.Exit):
+        described = describe_failure(failure)
+        write_end(run_dir, described.status, described.message)
+
+
+def _shrink(recipe: str, overrides: list[str], experiment: "Experiment", devices: int) -> "Start | None":
+    """Find how a run goes on with at most so many devices of this machine; None where it cannot.
+
+    The plan is that of the recipe where it is a preset or a search, and else a search.
+    """
+    from realrl.config.errors import UserError
+    from realrl.plan.presets import PRESETS, SEARCH
+    from realrl.recipe.graphs import build_graph
+    from realrl.recipe.load import load_experiment
+    from realrl.runtime.processes.local_ranks import Start
+
+    kind = experiment.cluster.rpartition(":")[0]
+    named = experiment.plan in (*PRESETS, SEARCH)
+    for size in range(devices, experiment.launch.min_devices - 1, -1):
+        changes = [f"cluster={kind and kind + ':'}1x{size}", *([] if named else [f"plan={SEARCH}"])]
+        arguments = [*overrides, *changes]
+        try:
+            changed = load_experiment(recipe, arguments)
+            plan = _check(changed, find_cluster(changed))
+        except UserError as error:
+            typer.echo(f"note: the run cannot go on with {size} devices: {error}", err=True)
+            continue
+        if not named:
+            typer.echo(
+                f"note: {experiment.plan} is for other devices; a plan is searched for {size}", err=True
+            )
+        text = None if plan is None else plan.to_text(build_graph(changed))
+        return Start(find_cluster(changed), ["train", recipe, *arguments], text)
+    return None
 
 
 def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":

@@ -92,7 +92,8 @@ class Evaluation:
         with self._process.together():
             if self._process.rank == WRITER:
                 if self._judge is not None:
-                    _ask(self._judge, answers)
+                    with self._process.activity.function(self._settings.judge or ""):
+                        _ask(self._judge, answers)
                 metrics = flatten(totals) | self._metrics.compute(answers, self._opponents)
                 rows = self._metrics.write_rows(answers, self._opponents, self._shown_keys)
                 result = EvaluationResult(metrics, answers, rows)

@@ -165,7 +165,7 @@ def evaluate_recipe(
     plan = None if experiment.plan == SEARCH else make_written_plan(experiment, cluster)
     if plan is not None:
         compile_evaluation(experiment, plan)
-    with connect(experiment.device) as process:
+    with connect(experiment.device, experiment.launch) as process:
         here = find_least_device(process)
         check_kind(experiment, cluster, here)
         if plan is None:
@@ -186,7 +186,8 @@ def evaluate_recipe(
         with process.together():
             run.load()
         start = time.monotonic()
-        result = run.evaluation.run()
+        with process.activity.part("eval"):
+            result = run.evaluation.run()
         if process.rank != WRITER:
             return None
         return EvaluationReport(result, run.origins, time.monotonic() - start)

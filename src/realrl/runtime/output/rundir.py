@@ -41,6 +41,7 @@ from realrl.runtime.output.saved import (
     checkpoint_path,
     find_saved,
     list_checkpoints,
+    remove_partial,
 )
 from realrl.runtime.output.saved_state import name_state_file
 
@@ -124,7 +125,9 @@ class RunDirectory:
             if restored is None:
                 self._clear()
             else:
-                self._go_back(restored)
+                remove_partial(self.path)
+                shutil.rmtree(self.path / PROGRAMS, ignore_errors=True)
+                self.go_back(restored)
             # Samples, data and weights are nobody else's business unless the user says so.
             make_private(self.path)
             (self.path / PROGRAMS).mkdir(exist_ok=True)
@@ -151,20 +154,19 @@ class RunDirectory:
             else:
                 entry.unlink()
 
-    def _go_back(self, restored: Restored) -> None:
+    def go_back(self, restored: Restored) -> None:
         """Delete what the run has written after a checkpoint, but not what is replaced when it comes there again.
 
-        Checkpoints that could not be read are put aside.
+        Later checkpoints, which could not be read or are of what is left out, are put aside. OSError.
         """
         for step, path in list_checkpoints(self.path).items():
             if step > restored.state.step:
-                aside = path.with_name(f"damaged-{path.name}")
+                aside = path.with_name(f"unused-{path.name}")
                 if aside.exists():
                     shutil.rmtree(aside)
                 path.rename(aside)
-        shutil.rmtree(self.path / PROGRAMS, ignore_errors=True)
         (self.path / SUMMARY).unlink(missing_ok=True)
-        if self._metrics.exists() and self._metrics.stat().st_size > restored.state.metrics_bytes:
+        if self.metrics_bytes > restored.state.metrics_bytes:
             os.truncate(self._metrics, restored.state.metrics_bytes)
 
     @property

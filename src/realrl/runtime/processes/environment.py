@@ -16,6 +16,9 @@ SCRATCH_VARIABLE = "REALRL_SCRATCH"
 PLAN_VARIABLE = "REALRL_PLAN"
 """Path of the plan that the local launcher has searched for."""
 
+SLOT_VARIABLE = "REALRL_SLOT"
+"""Number of a rank's device on this machine, which stays when the run goes on without some of the others."""
+
 
 RESTART_VARIABLE = "REALRL_RESTART"
 """How often the local launcher has started the run again; torchrun and SLURM have variables of their own."""

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +28,9 @@ A process that was killed may have found another one gone, and one that blames i
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 """Operating system errors that are never bugs."""
 
+PLACE = "__realrl_place__"
+"""Attribute of an exception with the place in the run where it came up."""
+
 _GLOO = re.compile(r"(^|failed with )\[(\S*/)?gloo/\S+:\d+\] ")
 """Start of gloo's error messages: the place in its source."""
 
@@ -46,6 +49,10 @@ class Failure:
     """Traceback to print where the message cannot say enough: of a bug, or of the user's own code."""
     alone: bool = False
     """Whether a mistake that the user can correct came up on this rank, and others may not know of it."""
+    final: bool = False
+    """Whether the same would come again if the run were started again."""
+    device: bool = False
+    """Whether this rank's device may be broken: its process died or froze, or the driver refuses."""
 
 
 def describe_failure(error: Exception) -> Failure:
@@ -56,21 +63,42 @@ def describe_failure(error: Exception) -> Failure:
     if isinstance(error, UserError | RunError):
         status = USER_STATUS if isinstance(error, UserError) else RUN_STATUS
         trace, alone = (error.trace, error.alone) if isinstance(error, UserCodeError) else ("", False)
-        return Failure(text, status, rank, time.time(), trace=trace, alone=alone)
+        return Failure(text, status, rank, time.time(), trace=trace, alone=alone, final=True)
     who = f"rank {rank}: " if _is_one_of_several() else ""
+    place = find_place(error)
     refusal = as_os_error(error)
     if isinstance(error, MemoryError) or name == "OutOfMemoryError":
-        return Failure(f"{who}out of memory{text and ': '}{text}", RUN_STATUS, rank, time.time())
+        return Failure(f"{who}out of memory{place}{text and ': '}{text}", RUN_STATUS, rank, time.time())
     if _blames_a_peer(error):
         # What follows in gloo's text is advice, and ends with a picture.
-        message = f"{who}another rank has gone: {name}: {text.partition('. ')[0]}"
+        message = f"{who}another rank has gone{place}: {name}: {text.partition('. ')[0]}"
         return Failure(message=message, status=RUN_STATUS, rank=rank, time=time.time(), distance=CONSEQUENCE)
     if refusal is not None and refusal.errno in _DISK:
         file = f"{refusal.filename} cannot be written: " if refusal.filename else ""
-        return Failure(f"{who}{file}{reason_of(refusal)}", RUN_STATUS, rank, time.time())
-    message = f"{who}unexpected {name}{text and ': '}{text}; see the traceback above"
+        return Failure(f"{who}{file}{reason_of(refusal)}", RUN_STATUS, rank, time.time(), final=True)
+    message = f"{who}unexpected {name}{place}{text and ': '}{text}; see the traceback above"
     trace = "".join(traceback.format_exception(error))
-    return Failure(message, RUN_STATUS, rank, time.time(), trace=trace)
+    device = name == "AcceleratorError" or "CUDA error" in text
+    return Failure(message, RUN_STATUS, rank, time.time(), trace=trace, device=device)
+
+
+def find_place(error: BaseException) -> str:
+    """Find where in a run an error came up, as part of a message; empty where nobody has noted it."""
+    place = getattr(error, PLACE, None)
+    return f" {place}" if place else ""
+
+
+def report_end(message: str, *, prints: bool) -> None:
+    """Leave for torchrun why a rank ends that has not failed itself, and print it, or else log it."""
+    rank = _rank()
+    own = "" if is_writer() else f"rank {rank}: "
+    failure = Failure(message, RUN_STATUS, rank, time.time(), distance=CAUSE if prints else CONSEQUENCE)
+    _write_for_torchrun(failure)
+    text, *notes = message.split("\n")
+    if prints:
+        print("\n".join([*notes, f"realrl: {own}{text}"]), file=sys.stderr, flush=True)
+    else:
+        os.write(2, f"ends because {text}\n".encode())
 
 
 def report_failure(error: Exception) -> int:
@@ -92,10 +120,13 @@ def report_failure(error: Exception) -> int:
     return failure.status
 
 
-def print_failure(failure: Failure, *, prefix: str = "", logs: Path | None = None) -> None:
+def print_failure(
+    failure: Failure, *, prefix: str = "", logs: Path | None = None, notes: Sequence[str] = ()
+) -> None:
     """Print a failure, its message last."""
     message = failure.message if failure.message.startswith(prefix) else prefix + failure.message
     note = "" if logs is None else f"note: the logs of all ranks are in {logs}\n"
+    note += "".join(f"note: {text}\n" for text in notes)
     print(f"{failure.trace}{note}realrl: {message}", file=sys.stderr, flush=True)
 
 

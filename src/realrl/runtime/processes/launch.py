@@ -1,41 +1,24 @@
-"""Local launcher: several processes on this machine, as torchrun would start them."""
+"""Local launcher: several processes on this machine, as torchrun would start them, again after failures."""
 
-import math
-import os
-import signal
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from pathlib import Path
 
 from realrl.config.errors import UserError
-from realrl.config.files import write_whole
 from realrl.plan.cluster import Cluster
-from realrl.runtime.processes.environment import (
-    LAUNCHER_VARIABLE,
-    PLAN_VARIABLE,
-    SCRATCH_VARIABLE,
-    STORE_VARIABLE,
-)
-from realrl.runtime.processes.error_reports import (
-    CAUSE,
-    DEATH,
-    USER_STATUS,
-    Failure,
-    find_first_cause,
-    print_failure,
-    read_failures,
-)
-from realrl.runtime.processes.logs import keep_logs, name_log_file
-from realrl.runtime.processes.signals import GRACE, show_cursor
+from realrl.recipe.launch import LaunchConfig
+from realrl.runtime.monitor.ended import write_end
+from realrl.runtime.monitor.note_file import NoteFile
+from realrl.runtime.monitor.watch import describe_waiting
+from realrl.runtime.processes.error_reports import USER_STATUS, Failure, print_failure
+from realrl.runtime.processes.local_ranks import LocalRanks, Outcome, Start
+from realrl.runtime.processes.logs import LOGS, keep_logs
+from realrl.runtime.processes.orphans import Scratch
+from realrl.runtime.processes.restarts import Restarts, Slots
+from realrl.runtime.processes.signals import deferred_termination, end_by_signal, stop_requested
 
-POLL = 0.05
-"""Seconds between checks of the processes."""
-MOMENT = 2.0
-"""Seconds that ranks get, after one has failed, to notice and report it themselves."""
+Shrink = Callable[[int], Start | None]
+"""Finds how to go on with at most so many devices; None where the run cannot."""
 
 
 def check_local(cluster: Cluster) -> None:
@@ -47,129 +30,98 @@ def check_local(cluster: Cluster) -> None:
         )
 
 
-def launch(
-    cluster: Cluster,
-    arguments: Sequence[str],
-    plan: str | None = None,
-    run_dir: Callable[[], Path | None] = lambda: None,
+def launch(start: Start, settings: LaunchConfig) -> int:
+    """Run a command in local processes, once; return its exit status.
+
+    When one process fails, the others are ended, and the first cause is printed, once. As in a shell, the status is
+    128 + N where signal N ended a process. Raises Interrupted when this process is to end, after the others have.
+    """
+    outcome, logs = _run(start, settings, list(range(start.cluster.size)), 0, lambda: None)
+    return 0 if outcome.cause is None else _report(outcome, outcome.cause, logs)
+
+
+def launch_training(
+    start: Start, settings: LaunchConfig, run_dir: Callable[[], Path | None], shrink: Shrink
 ) -> int:
-    """Run `realrl ARGUMENTS` in one local process per device of `cluster`; return the exit status of the run.
+    """Train in local processes until the run is done or cannot go on; return its exit status, as of `launch`.
 
-    `plan` is the text of the plan file found for a recipe that says `plan: search`. When one process fails, the
-    others are ended, and the first cause is printed, once. What else they print goes to `logs` in `run_dir()`,
-    which may be None if the run has not made one. As in a shell, the status is 128 + N where signal N ended a
-    process of the run. Raises Interrupted when this process is to end, after the others have.
+    After failures that may pass it is started again, and goes on from its last checkpoint, with fewer devices where
+    some are gone for good. Ranks keep their logs in `run_dir()`, which is None as long as the run has not made one.
+    SIGTERM lets them finish the step and save.
     """
-    with tempfile.TemporaryDirectory(prefix="realrl-") as scratch:
-        processes: list[subprocess.Popen[bytes]] = []
-        variables = {}
-        if plan is not None:
-            variables[PLAN_VARIABLE] = str(Path(scratch) / "plan.yaml")
-            write_whole(Path(variables[PLAN_VARIABLE]), plan)
-        try:
-            for rank in range(cluster.size):
-                environment = _environment(rank, cluster.size, scratch) | variables
-                processes.append(_start(arguments, environment, rank, scratch))
-            failed = _wait(processes)
-        finally:
-            _end(processes)
-            if processes and processes[0].returncode and processes[0].returncode < 0:
-                show_cursor()
+    restarts, slots = Restarts(settings.max_restarts), Slots(start.cluster.size, settings)
+    with deferred_termination(settings.grace_seconds):
+        while True:
+            outcome, logs = _run(start, settings, slots.kept, restarts.total, run_dir)
+            cause = outcome.cause
+            if cause is None:
+                return 0
+            if stop_requested():
+                end_by_signal()
+            directory = run_dir()
+            if not restarts.allow(cause, outcome.step):
+                if directory is not None:
+                    write_end(directory, cause.status, cause.message)
+                return _report(outcome, cause, logs)
+            again = f"{cause.message}; starting again ({_count(restarts, settings)})"
+            if directory is not None:
+                NoteFile(directory).add(again)
+            _say(outcome, again, logs)
+            start = _shrunken(start, slots, cause, restarts, outcome, shrink) or start
+
+
+def _run(
+    start: Start, settings: LaunchConfig, slots: list[int], restart: int, run_dir: Callable[[], Path | None]
+) -> tuple[Outcome, Path | None]:
+    """Start the processes once; tell how they ended, and where their logs are."""
+    with Scratch() as scratch:
+        outcome = LocalRanks(scratch, settings).run(start, slots, restart)
         directory = run_dir()
-        logs = None if directory is None else directory / "logs"
-        if not failed:
-            if logs is not None:
-                keep_logs(Path(scratch), logs)
-            return 0
-        failures = {failure.rank: failure for failure in read_failures(Path(scratch))}
-        for rank, noticed in failed.items():
-            failures.setdefault(rank, _death(rank, processes[rank].returncode, noticed))
-        cause = find_first_cause(failures.values())
-        kept = None
-        if cause.status != USER_STATUS or cause.trace:
-            kept = keep_logs(Path(scratch), logs)
-        print_failure(cause, logs=kept)
-        return cause.status
+        logs = None if directory is None else directory / LOGS
+        mistake = (
+            outcome.cause is not None and outcome.cause.status == USER_STATUS and not outcome.cause.trace
+        )
+        if (outcome.cause is None and logs is None) or mistake:
+            return outcome, None
+        return outcome, keep_logs(scratch, logs)
 
 
-def _start(
-    arguments: Sequence[str], environment: Mapping[str, str], rank: int, scratch: str
-) -> "subprocess.Popen[bytes]":
-    """Start a rank.
-
-    Only the first one has the screen, and none gets Ctrl-C, which a terminal sends to all: the launcher ends
-    them.
-    """
-    command = [sys.executable, "-m", "realrl", *arguments]
-    # Signals that are blocked here are blocked in what is started. One that comes meanwhile is not lost.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        with nullcontext() if rank == 0 else name_log_file(scratch, rank).open("ab") as log:
-            return subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _environment(rank: int, world: int, scratch: str) -> dict[str, str]:
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return {
-        "OMP_NUM_THREADS": str(max(1, cores // world)),
-        # glibc gives large blocks back to the system at once, and a training step asks for them all again,
-        # thousands of page faults each time.
-        "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
-        "MALLOC_TRIM_THRESHOLD_": str(8 * 10**9),
-        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        STORE_VARIABLE: str(Path(scratch) / "store"),
-        SCRATCH_VARIABLE: scratch,
-        LAUNCHER_VARIABLE: str(os.getpid()),
-    }
+def _shrunken(
+    start: Start, slots: Slots, cause: Failure, restarts: Restarts, outcome: Outcome, shrink: Shrink
+) -> Start | None:
+    """Find how to go on without the devices that are gone for good; None where none are, or the run cannot."""
+    lost = slots.count(cause, progressed=outcome.progressed)
+    if not lost:
+        return None
+    left = [slot for slot in slots.kept if slot not in lost]
+    fewer = shrink(len(left))
+    if fewer is None:
+        return None
+    slots.keep(left[: fewer.cluster.size])
+    restarts.forgive()
+    print(
+        f"note: device {', '.join(map(str, lost))} has failed too often without finishing a step (launch.tries);"
+        f" going on with cluster={fewer.cluster}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return fewer
 
 
-def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> dict[int, float]:
-    """Wait for all processes; return rank -> time of failure, by the clock.
-
-    Once one fails, the others get a moment to fail for the same reason and report it.
-    """
-    failed: dict[int, float] = {}
-    deadline = math.inf
-    while time.monotonic() < deadline:
-        codes = [process.poll() for process in processes]
-        for rank, code in enumerate(codes):
-            if code:
-                failed.setdefault(rank, time.time())
-        if None not in codes:
-            break
-        if failed and deadline == math.inf:
-            deadline = time.monotonic() + MOMENT
-        time.sleep(POLL)
-    return failed
+def _count(restarts: Restarts, settings: LaunchConfig) -> str:
+    return f"restart {restarts.total}, {restarts.in_vain} of {settings.max_restarts} without progress"
 
 
-def _death(rank: int, code: int, noticed: float) -> Failure:
-    """Describe the failure of a rank that could not report it."""
-    if code > 0:
-        message = f"the process of rank {rank} ended with status {code} and left no message"
-        return Failure(message=message, status=code, rank=rank, time=noticed, distance=DEATH)
-    reason = signal.strsignal(-code) or "unknown"
-    message = f"signal {-code} ({reason}) ended the process of rank {rank}"
-    # Libraries abort a process whose peers have gone. It happened at some time since the look before.
-    distance = DEATH if -code == signal.SIGABRT else CAUSE
-    return Failure(message=message, status=128 - code, rank=rank, time=noticed - 2 * POLL, distance=distance)
+def _say(outcome: Outcome, text: str, logs: Path | None) -> None:
+    """Print notes on a failure after which the run goes on."""
+    notes = [] if outcome.cause is None else describe_waiting(outcome.signs, outcome.cause.rank)
+    where = [] if logs is None else [f"the logs of all ranks are in {logs}"]
+    for note in (*where, *notes, text):
+        print(f"note: {note}", file=sys.stderr, flush=True)
 
 
-def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Terminate processes that still run, and kill those that have not ended after GRACE seconds."""
-    for action in (signal.SIGTERM, signal.SIGKILL):
-        for process in processes:
-            if process.poll() is None:
-                process.send_signal(action)
-        deadline = time.monotonic() + GRACE
-        while time.monotonic() < deadline and any(process.poll() is None for process in processes):
-            time.sleep(POLL)
+def _report(outcome: Outcome, cause: Failure, logs: Path | None) -> int:
+    """Print the failure that ends a run; return its status."""
+    notes = [] if cause.status == USER_STATUS else describe_waiting(outcome.signs, cause.rank)
+    print_failure(cause, logs=logs, notes=notes)
+    return cause.status

@@ -4,10 +4,14 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
-from realrl.runtime.processes.environment import SCRATCH_VARIABLE
+from realrl.runtime.processes.environment import SCRATCH_VARIABLE, restart_count
+
+LOGS = "logs"
+"""Directory of a run with the log of each rank."""
 
 
 def name_log_file(scratch: str | Path, rank: int) -> Path:
@@ -32,30 +36,59 @@ def divert_errors() -> None:
     sys.stderr = sys.__stderr__ = screen  # type: ignore[misc]
 
 
+def move_log(rank: int, directory: Path) -> None:
+    """Write this rank's log in `directory` from now on, after what earlier starts of the run have left there.
+
+    Under torchrun, too, where Python's own standard error stays on the screen. Where there is no room, all stays as
+    it is.
+    """
+    scratch = os.environ.get(SCRATCH_VARIABLE)
+    if scratch is None and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    with suppress(OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+        sys.stderr.flush()
+        sys.stdout.flush()
+        with (directory / f"rank-{rank}.log").open("ab", buffering=0) as log:
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+            log.write(f"{stamp} rank {rank} is process {os.getpid()}, start {restart_count() + 1}\n".encode())
+            before = None if scratch is None else name_log_file(scratch, rank)
+            if before is None:
+                screen = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
+                sys.stderr = sys.__stderr__ = screen  # type: ignore[misc]
+            elif before.exists():
+                log.write(before.read_bytes())
+                before.unlink()
+            os.dup2(log.fileno(), 2)
+            if rank != 0 and scratch is not None:
+                os.dup2(log.fileno(), 1)
+
+
 def keep_logs(scratch: Path, directory: Path | None) -> Path | None:
-    """Copy logs that are not empty to `directory`; return where they are, or None.
+    """Append logs that are still in `scratch` to those in `directory`; return where the run's logs are, or None.
 
     Where there is no directory, or no room in it, they go to a new one for temporary files.
     """
     files = [file for file in sorted(scratch.glob("rank-*.log")) if file.stat().st_size]
+    if directory is not None and (_appended(files, directory) or not files):
+        return directory if directory.is_dir() else None
     if not files:
         return None
-    if directory is not None and _copied(files, directory):
-        return directory
     with suppress(OSError):
         other = Path(tempfile.mkdtemp(prefix="realrl-logs-"))
-        if _copied(files, other):
+        if _appended(files, other):
             return other
     return None
 
 
-def _copied(files: list[Path], directory: Path) -> bool:
-    """Copy all files; return False, leaving none behind, where that fails."""
+def _appended(files: list[Path], directory: Path) -> bool:
+    """Append all files to those of the same name; return False where that fails."""
     try:
-        directory.mkdir(exist_ok=True)
+        if files:
+            directory.mkdir(exist_ok=True)
         for file in files:
-            shutil.copyfile(file, directory / file.name)
+            with (directory / file.name).open("ab") as log, file.open("rb") as source:
+                shutil.copyfileobj(source, log)
     except OSError:
-        shutil.rmtree(directory, ignore_errors=True)
         return False
     return True

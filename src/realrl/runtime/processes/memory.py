@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,13 +29,14 @@ class HostMemory:
 
 
 def read_memory() -> HostMemory:
-    """Read the resident memory of this process; zeros where the system does not tell."""
+    """Read the resident memory of this process; the peak for both where the system tells no more."""
     with suppress(OSError, ValueError, KeyError):
         lines = Path("/proc/self/status").read_text().splitlines()
         fields = dict(line.split(":", 1) for line in lines if line.startswith(("VmRSS", "VmHWM")))
         sizes = {name: int(text.split()[0]) * 1024 for name, text in fields.items()}
         return HostMemory(resident=sizes["VmRSS"], peak=sizes["VmHWM"])
-    return HostMemory(0, 0)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return HostMemory(resident=peak, peak=peak)
 
 
 def steady_memory() -> None:

@@ -1,14 +1,13 @@
 """Process of one rank: its rank, its device, and its process groups."""
 
 import os
-import shutil
+import secrets
 import sys
-import threading
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,16 +16,17 @@ import torch.distributed as dist
 from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.model.group import Group
 from realrl.plan.cluster import Cluster
+from realrl.recipe.launch import LaunchConfig
+from realrl.runtime.monitor.activity import Activity
 from realrl.runtime.prepare.cluster import written_cluster
 from realrl.runtime.prepare.gpu import NO_GPU, Gpu
-from realrl.runtime.processes.environment import (
-    LAUNCHER_VARIABLE,
-    SCRATCH_VARIABLE,
-    STORE_VARIABLE,
-    under_launcher,
-)
+from realrl.runtime.processes.environment import STORE_VARIABLE, under_launcher
+from realrl.runtime.processes.logs import LOGS, move_log
+from realrl.runtime.processes.meeting import TIMEOUT, meet
 from realrl.runtime.processes.memory import steady_memory
 from realrl.runtime.processes.messages import gather_values
+from realrl.runtime.processes.network import limit_silence
+from realrl.runtime.processes.supervision import Supervision
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -39,6 +39,16 @@ class Process:
     world: int
     device: torch.device
     control: dist.ProcessGroup | None = None
+    activity: Activity = field(default_factory=Activity)
+    """What this rank is doing, for those that watch it."""
+    supervision: Supervision | None = None
+    """Threads that show it to them; None where nobody watches."""
+
+    def publish(self, run_dir: Path) -> None:
+        """Keep this rank's log and status in the run's directory from now on."""
+        if self.supervision is not None:
+            move_log(self.rank, run_dir / LOGS)
+            self.supervision.publish(run_dir)
 
     @property
     def gpu(self) -> Gpu | None:
@@ -55,6 +65,7 @@ class Process:
             handle = dist.new_group(sorted(ranks)) if len(ranks) > 1 else None
             if self.rank in ranks:
                 found[ranks] = Group(ranks, ranks.index(self.rank), handle)
+        limit_silence()
         return found
 
     def make_control_group(self) -> dist.ProcessGroup | None:
@@ -95,6 +106,8 @@ class Process:
         lost when their sender exits. After any other failure a rank leaves at once: others may be gone.
         """
         alone = isinstance(error, UserCodeError) and error.alone
+        if self.supervision is not None:
+            self.supervision.close(error)
         if self.control is None or alone or (kind and not issubclass(kind, UserError)):
             return
         if kind is None:
@@ -132,8 +145,11 @@ def resolve_cluster(text: str, device: Device) -> Cluster:
     return cluster
 
 
-def connect(device: Device) -> Process:
-    """Join the process group, or be the only rank; UserError when there are not enough GPUs for all."""
+def connect(device: Device, launch: LaunchConfig | None = None) -> Process:
+    """Join the process group, or be the only rank; UserError when there are not enough GPUs for all.
+
+    `launch` has the limits by which ranks watch each other where no launcher of ours does.
+    """
     steady_memory()
     cuda = use_cuda(device)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -146,26 +162,32 @@ def connect(device: Device) -> Process:
     place = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(place)
-    if not under_launcher() or int(os.environ["WORLD_SIZE"]) == 1:
-        return Process(0, 1, place)
-    rank = int(os.environ["RANK"])
-    world = int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ.get("RANK", 0))
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    supervision = Supervision(rank, place)
+    if not under_launcher() or world == 1:
+        return Process(0, 1, place, activity=supervision.activity, supervision=supervision)
     if not cuda:
         wait_to_be_scheduled()
     store = os.environ.get(STORE_VARIABLE)
-    if store:
-        _follow(int(os.environ[LAUNCHER_VARIABLE]))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        init_method=f"file://{store}" if store else "env://",
+        store=dist.FileStore(store, world) if store else meet(rank, world),
         rank=rank,
         world_size=world,
-        timeout=timedelta(minutes=30),
+        timeout=TIMEOUT,
     )
     if cuda:
         # NCCL wants every rank at a group's first operation; later ones may be between some of them.
         dist.all_reduce(torch.zeros((), device=place))
-    return Process(rank, world, place, dist.new_group(backend="gloo"))
+    control = dist.new_group(backend="gloo")
+    process = Process(rank, world, place, control, activity=supervision.activity, supervision=supervision)
+    if store is None:
+        supervision.watch_others(world, process.gather(secrets.token_hex(8))[0], launch or LaunchConfig())
+        dist.barrier(group=control)
+        supervision.start_watch()
+    limit_silence()
+    return process
 
 
 def wait_to_be_scheduled() -> None:
@@ -181,17 +203,3 @@ def wait_to_be_scheduled() -> None:
         with suppress(OSError):
             if os.sched_getscheduler(0) == os.SCHED_OTHER:
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def _follow(launcher: int) -> None:
-    """End this process when the launcher is gone, in whatever way, and clean up after it."""
-
-    def watch() -> None:
-        while os.getppid() == launcher:
-            time.sleep(1)
-        scratch = os.environ.get(SCRATCH_VARIABLE)
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -21,6 +21,12 @@ PATIENCE = 10.0
 It may be busy in code that is not Python, or wait for a rank that has gone.
 """
 
+ECHO = 2.0
+"""Seconds after SIGTERM in which another one is the same request.
+
+Slurm sends it to every process of a job, and torchrun, which is one of them, passes it on.
+"""
+
 GRACE = PATIENCE / 4
 """Seconds that the local launcher waits for its processes, once after SIGTERM and once after SIGKILL.
 
@@ -80,8 +86,8 @@ def find_interruption() -> Interrupted | None:
 def deferred_termination(grace: float) -> Iterator[None]:
     """Have SIGTERM set a flag in the block, `stop_requested`, instead of ending what is under way.
 
-    Where `raise_signals` handles signals, the next signal, or `grace` seconds, end the process at once, and a process
-    that has not ended by itself at the end of the block is interrupted there.
+    Where `raise_signals` handles signals, the next one ends the process at once, as does PATIENCE after `grace`
+    seconds.
     """
     before = signal.getsignal(signal.SIGTERM)
     if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
@@ -98,8 +104,6 @@ def deferred_termination(grace: float) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGTERM, before)
         _deferral.grace = None
-    if _deferral.requested:
-        end_by_signal(signal.SIGTERM)
 
 
 def stop_requested() -> bool:
@@ -159,7 +163,8 @@ def show_cursor() -> None:
 def _end_at_last(reader: int) -> None:
     first = _await_signal(reader, None)
     grace = _deferral.grace if first == signal.SIGTERM else None
-    _await_signal(reader, PATIENCE if grace is None else grace)
+    if grace is None or not _await_signal(reader, ECHO, but=signal.SIGTERM):
+        _await_signal(reader, PATIENCE + (grace or 0.0))
     show_cursor()
     if is_writer():
         message = (
@@ -169,11 +174,11 @@ def _end_at_last(reader: int) -> None:
     os._exit(128 + first)
 
 
-def _await_signal(reader: int, seconds: float | None) -> int:
-    """Wait for the next signal; return its number, or 0 when there was none for so long."""
+def _await_signal(reader: int, seconds: float | None, but: int = 0) -> int:
+    """Wait for the next signal `but` one; return its number, or 0 when there was none for so long."""
     while select.select([reader], [], [], seconds)[0]:
         number = os.read(reader, 1)[0]
-        if number in SIGNALS:
+        if number in SIGNALS and number != but:
             return number
     return 0
 

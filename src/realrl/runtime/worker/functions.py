@@ -14,6 +14,7 @@ from realrl.config.errors import UserCodeError
 from realrl.data.batch import Ragged
 from realrl.program.instructions import Run
 from realrl.program.text import format_instruction
+from realrl.runtime.monitor.activity import Activity
 from realrl.runtime.worker.trace_recorder import Trace
 
 
@@ -34,8 +35,8 @@ class Functions:
     for several threads.
     """
 
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
+    def __init__(self, trace: Trace, activity: Activity) -> None:
+        self._trace, self._activity = trace, activity
         self._tasks: dict[str, SimpleQueue[Callable[[], None]]] = {}
         self._running: dict[str, Future[Returned]] = {}
 
@@ -47,7 +48,8 @@ class Functions:
 
         def task() -> None:
             try:
-                with self._trace.slice(format_instruction(run), host=True, step=step), torch.no_grad():
+                traced = self._trace.slice(format_instruction(run), host=True, step=step)
+                with traced, self._activity.function(function), torch.no_grad():
                     start = time.monotonic()
                     outputs, metrics = method.call(inputs)
                     end = time.monotonic()

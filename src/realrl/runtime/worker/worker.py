@@ -74,9 +74,12 @@ class _Step:
     timer: StepTimer | None
     metrics: dict[str, Metrics]
     """By call."""
+    advance: Callable[[], None]
+    """Tells those that watch this rank that it gets on."""
 
     def after_pass(self) -> None:
         """Note that a token has been generated, or a micro-batch has passed through the model in one direction."""
+        self.advance()
         if self.timer is not None:
             self.timer.fold_allocations()
 
@@ -97,7 +100,8 @@ class Worker:
         self._process, self._roles, self._algorithm = process, roles, algorithm
         self._stop_token_ids, self._trace, self._tokenizer = stop_token_ids, trace, tokenizer
         self._exchange = Exchange(process)
-        self._functions = Functions(trace)
+        self._activity = process.activity
+        self._functions = Functions(trace, process.activity)
         self._movers: dict[type[Instruction], Callable[..., None]] = {
             Reallocate: roles.reallocate,
             Release: roles.release,
@@ -111,9 +115,12 @@ class Worker:
 
     def start(self, program: Program) -> None:
         """Execute a program that only moves parameters, before the first step."""
-        for instruction in program.instructions:
-            with self._trace.slice(format_instruction(instruction), step=0):
+        for position, instruction in enumerate(program.instructions):
+            text = format_instruction(instruction)
+            self._activity.begin(text, None, 0, position)
+            with self._trace.slice(text, step=0):
                 self._movers[type(instruction)](instruction)
+            self._activity.advance()
 
     def run(
         self, program: Program, store: Store, step: StepInput, timer: StepTimer | None = None
@@ -123,7 +130,7 @@ class Worker:
         Returns metrics by call: all of them on the rank that writes, elsewhere those this rank took part in. Raises
         what a function has raised, where its outputs or metrics are needed or the step ends.
         """
-        now = _Step(store, step, timer, {})
+        now = _Step(store, step, timer, {}, self._activity.advance)
         handlers: dict[type[Instruction], Callable[..., None]] = {
             Feed: lambda _: store.feed(step.records),
             Run: lambda i: self._run_call(i, now),
@@ -133,17 +140,22 @@ class Worker:
             Report: lambda i: self._exchange.report(i, now.metrics),
             **self._movers,
         }
-        for instruction in program.instructions:
+        orders = {call.name: i for i, call in enumerate(store.graph.order)}
+        reached = 0
+        for position, instruction in enumerate(program.instructions):
+            text, of = format_instruction(instruction), _call_of(instruction)
+            reached = max(reached, orders.get(of or "", 0))
+            self._activity.begin(text, of, reached, position)
             if isinstance(instruction, Run) and instruction.role is None:
                 self._start(instruction, now)
                 continue
-            text = format_instruction(instruction)
             measured = nullcontext() if timer is None else timer.instruction(instruction)
             with self._trace.slice(text, step=step.sampling_seed.step) as details, measured:
                 function = self._needed(instruction)
                 if function is not None:
                     details["waiting"] = self._collect(function, now)
                 handlers[type(instruction)](instruction)
+            self._activity.advance()
         for function in self._functions.running:
             with self._trace.slice(f"wait for {function}", step=step.sampling_seed.step):
                 self._collect(function, now)
@@ -250,6 +262,16 @@ class Worker:
             call=call.name,
             candidates=call.candidates,
         )
+
+
+def _call_of(instruction: Instruction) -> str | None:
+    """Name the call that an instruction belongs to, if it belongs to one."""
+    match instruction:
+        case Run(call=call) | ShareLengths(call=call) | Report(call=call) | Send(producer=call):
+            return call
+        case Receive(consumer=call):
+            return call
+    return None
 
 
 def _describe_logits(error: NotFiniteLogitsError, step: StepInput) -> str:
