@@ -32,6 +32,7 @@ from realrl.runtime.processes.error_reports import (
     read_failures,
 )
 from realrl.runtime.processes.logs import name_log_file
+from realrl.runtime.processes.network import INTERFACE_VARIABLES, find_loopback
 from realrl.runtime.processes.orphans import find_ranks
 from realrl.runtime.processes.signals import show_cursor, stop_requested
 
@@ -203,11 +204,7 @@ def _environment(rank: int, world: int, scratch: Path) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return {
         "OMP_NUM_THREADS": str(max(1, cores // world)),
-        # glibc gives large blocks back to the system at once, and a training step asks for them all again,
-        # thousands of page faults each time.
-        "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
-        "MALLOC_TRIM_THRESHOLD_": str(8 * 10**9),
-        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        **dict.fromkeys(INTERFACE_VARIABLES, find_loopback()),
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
