@@ -99,6 +99,9 @@ def test_every_realrl_command_is_understood(here: Path, document: str, command: 
         assert run_app([name]) == 0
         return
     assert name in group.commands, f"{document}: there is no command {name}"
+    while arguments and hasattr(group.commands[name], "commands"):
+        group, (name, *arguments) = group.commands[name], arguments
+        assert name in group.commands, f"{document}: there is no command {name}"
     if not arguments:
         return
     if len(arguments) == 1 and arguments[0].startswith("--"):  # an option that is talked about

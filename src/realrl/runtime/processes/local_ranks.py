@@ -150,7 +150,7 @@ class LocalRanks:
         failures = {failure.rank: failure for failure in read_failures(self._scratch)}
         for rank, noticed in failed.items():
             code = self._processes[rank].returncode
-            failures.setdefault(rank, _death(rank, code, noticed, signs.get(rank)))
+            failures.setdefault(rank, describe_death(rank, code, noticed, signs.get(rank)))
         return find_first_cause(failures.values())
 
     def _dump_stacks(self, signs: Mapping[int, Sign]) -> None:
@@ -225,7 +225,7 @@ def _visible(slots: Sequence[int]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[slot] for slot in slots if slot < len(names))}
 
 
-def _death(rank: int, code: int, noticed: float, sign: Sign | None) -> Failure:
+def describe_death(rank: int, code: int, noticed: float, sign: Sign | None) -> Failure:
     """Describe the failure of a rank that could not report it."""
     place = "" if sign is None else f" {sign.place}"
     if code > 0:
