@@ -13,6 +13,9 @@ from realrl.cli.data import data
 from realrl.cli.eval import eval
 from realrl.cli.export import export
 from realrl.cli.generate import generate
+from realrl.cli.launch.command import launchers
+from realrl.cli.monitoring.status import status
+from realrl.cli.monitoring.watch import watch
 from realrl.cli.plan import plan
 from realrl.cli.profile import profile
 from realrl.cli.report import report
@@ -29,8 +32,24 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train, plan, profile, show, data, config, eval, generate, export, tokenizer, report):
+COMMANDS = (
+    train,
+    plan,
+    profile,
+    show,
+    data,
+    config,
+    eval,
+    generate,
+    export,
+    tokenizer,
+    report,
+    status,
+    watch,
+)
+for command in COMMANDS:
     app.command()(command)
+app.add_typer(launchers, name="launch")
 
 
 @app.callback(invoke_without_command=True)

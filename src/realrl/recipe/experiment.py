@@ -15,10 +15,13 @@ from realrl.recipe.launch import LaunchConfig
 
 
 class DebugConfig(Settings):
-    """Checks that cost time."""
+    """Checks that cost time, and records for those who look into a run."""
 
     verify_reallocation: bool = False
     """After each reallocation, prove by checksums that what arrived on every rank is what was sent."""
+    traced_steps: int = Field(default=5, ge=1, le=1000)
+    """Number of last steps that `trace.json` and `traces/` of the run's directory show, instruction by
+    instruction. Every rank keeps them in memory, some 20 kB per step, and at most 20,000 instructions."""
 
 
 class Models(Settings):

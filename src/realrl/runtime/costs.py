@@ -12,9 +12,10 @@ from realrl.planner.calibration.comparison import Comparison
 from realrl.planner.calibration.coverage import describe_times
 from realrl.planner.profile.profile import Profile
 from realrl.planner.profile.versions import read_versions
+from realrl.planner.simulate.estimate import Estimate
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
-from realrl.runtime.measure.compare import RunInfo, compare
+from realrl.runtime.measure.compare import RunInfo, compare, predict
 from realrl.runtime.measure.step_timer import StepTimer, measure_clock_offsets
 from realrl.runtime.measure.timing_log import TimingLog
 from realrl.runtime.prepare.compile import Compiled, stored_models
@@ -51,6 +52,8 @@ class Costs:
         self._source = phase.plan[_lengths_call(phase.graph).name].output_ranks[0]
         self._prompts, self._answers = deque[int](maxlen=KEPT_LENGTHS), deque[int](maxlen=KEPT_LENGTHS)
         self._log = TimingLog()
+        self.predicted: Estimate | None = None
+        """Prediction of the last comparison, on the rank that writes."""
         self._next = 0.0
         """Time from which the next comparison may be made."""
 
@@ -111,10 +114,11 @@ class Costs:
     def _compare(self, info: RunInfo) -> Comparison:
         """Compare, without a prediction where that fails: by now it must not cost anybody a run."""
         try:
-            return compare(info, self._profile, self._log)
+            self.predicted = predict(info, self._profile)
+            return compare(info, self.predicted, self._log)
         except Exception as error:
             self._say(f"what steps cost is not predicted: {type(error).__name__}: {error}")
-        self.spec = None
+        self.spec = self.predicted = None
         return compare(replace(info, spec=None), None, self._log)
 
 

@@ -1,8 +1,9 @@
 """Training loop of one rank."""
 
 import math
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, NoReturn, Protocol
@@ -17,8 +18,9 @@ from realrl.engine.training.skipped_steps import SkippedStepsError
 from realrl.plan.presets import SEARCH
 from realrl.planner.calibration.comparison import COSTS, Comparison
 from realrl.planner.profile.profile import Profile
+from realrl.planner.simulate.predicted_trace import predict_step
 from realrl.program.lower import WRITER
-from realrl.program.trace_file import write_trace
+from realrl.program.trace_file import TRACE, TRACES, write_trace
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.checkpoints.agreement import StepAgreement
@@ -31,6 +33,7 @@ from realrl.runtime.costs import Costs
 from realrl.runtime.evaluate import Evaluation
 from realrl.runtime.evaluation.best import BestEvaluation
 from realrl.runtime.evaluation_run import Opponent, make_opponent
+from realrl.runtime.monitor.note_file import NoteFile
 from realrl.runtime.output.earlier import EarlierRun, find_earlier_run
 from realrl.runtime.output.notes import (
     StepNotes,
@@ -43,6 +46,7 @@ from realrl.runtime.output.run_state import Restored, RunState
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.output.saved import BEST, find_saved, list_checkpoints
 from realrl.runtime.output.saved_state import find_saved_state, load_saved_state
+from realrl.runtime.output.shared import check_shared
 from realrl.runtime.output.stopped import make_stop_error
 from realrl.runtime.prepare.compile import Compiled, compile_recipe, models, stored_models, with_sizes
 from realrl.runtime.prepare.devices import check_kind
@@ -55,11 +59,14 @@ from realrl.runtime.saving import ModelSaver
 from realrl.runtime.setup import RecordLoader, load_functions, load_shared_tokenizer, load_stop_token_ids
 from realrl.runtime.step import TrainingSteps
 from realrl.runtime.worker.roles import Roles
+from realrl.runtime.worker.trace_files import TraceFiles
 from realrl.runtime.worker.trace_recorder import Trace
 from realrl.runtime.worker.worker import Worker
 
 COLLECT_EVERY = 100
 """Steps between writes of the measured costs, if evaluations and checkpoints are further apart."""
+COLLECT_EARLY = (2, 10, 30)
+"""Steps after which they are written, too, so that a long run says early what its steps cost."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,7 @@ def train(
         with process.together():
             make = run_class or TrainingRun
             run = make(experiment, compiled, process, observer if process.rank == WRITER else None, earlier)
+        check_shared(run.directory.path, process, cluster.nodes)
         # Mistakes that show without weights are found before any rank takes minutes to load some.
         run.face_opponent()
         process.activity.enter("load")
@@ -199,9 +207,10 @@ class TrainingRun:
         functions = load_functions(algorithm, compiled.phases.values(), process.rank)
         loader = RecordLoader(experiment, self.tokenizer, self.stop_token_ids, functions)
         self.records = loader.load_train(compiled.train)
-        say: Callable[[str], None] = observer.note if observer is not None else lambda text: None
-        self.costs = Costs(experiment, compiled, process, self.roles, profile, say)
-        self.trace = Trace(process.rank)
+        self.costs = Costs(experiment, compiled, process, self.roles, profile, self._say)
+        self.trace = Trace(process.rank, experiment.debug.traced_steps)
+        self.trace_files = TraceFiles(self.directory.path, self.trace)
+        self._note_file = NoteFile(self.directory.path)
         self.worker = Worker(process, self.roles, algorithm, self.stop_token_ids, self.trace, self.tokenizer)
         self.training = TrainingSteps(experiment, compiled, process, self.worker, self.costs, self.records)
         self.steps = self.training.count
@@ -267,7 +276,8 @@ class TrainingRun:
         """Restore everything from the last checkpoint of the run that is continued; UserError where none can be
         read."""
         if self.earlier is not None and self.earlier.checkpoints:
-            found = restore(self.earlier.checkpoints, self.contents, self.process, self._group)
+            paths = [self.directory.checkpoint(step) for step in self.earlier.checkpoints]
+            found = restore(paths, self.contents, self.process, self._group)
             self._restored = found
             self._take(found.state)
         self.roles.offload_homes()
@@ -302,10 +312,12 @@ class TrainingRun:
             *list_trained_parts(stored_models(self.experiment, self.compiled.train.graph, self.roles.shapes)),
             *self.saving_notes,
         ]
+        # Those of an earlier start, on other ranks perhaps.
+        shutil.rmtree(self.directory.path / TRACES, ignore_errors=True)
         for note in notes:
-            observer.note(note)
+            self._say(note)
         if self.costs.source is not None:
-            observer.note(f"predictions: {self.costs.source}")
+            self._say(f"predictions: {self.costs.source}")
         observer.begin(self.experiment, self.steps)
 
     def execute(self, started: float) -> None:
@@ -316,6 +328,14 @@ class TrainingRun:
         self._started = started
         if self._restored is not None:
             self._started -= self._restored.state.seconds
+        try:
+            self._run_steps()
+        finally:
+            # Also where it fails: what led to that is in it.
+            self.trace_files.write()
+        self._finish()
+
+    def _run_steps(self) -> None:
         activity = self.process.activity
         activity.steps = self.steps
         activity.enter("train")
@@ -342,7 +362,6 @@ class TrainingRun:
             if stops and done < self.steps:
                 self._stop(done)
             self.agreement.say()
-        self._finish()
 
     def _ask(self) -> tuple[bool, bool]:
         """Tell whether the last checkpoint is too old, which one rank says for all, and whether to end."""
@@ -355,7 +374,7 @@ class TrainingRun:
         last = done >= self.steps
         evaluates = last or bool(every and done % every == 0)
         saves = not resumed and (last or late or self.checkpointer.is_due(done))
-        if not last and (evaluates or saves or done % COLLECT_EVERY == 0):
+        if not last and (evaluates or saves or done % COLLECT_EVERY == 0 or done in COLLECT_EARLY):
             self._collect(last=False)
         if last and not resumed:
             self._check_learning()
@@ -407,14 +426,13 @@ class TrainingRun:
         if self.observer is not None:
             self.directory.go_back(found)
             records = taken - found.state.taken
-            self.observer.note(
-                f"{what}; training goes back to step {found.state.step}, leaving out {records} records"
-            )
+            self._say(f"{what}; training goes back to step {found.state.step}, leaving out {records} records")
         return found.state.step
 
     def _train_step(self, step: int) -> Spike | None:
         """Train a step; a spike of the metric that is watched, on the rank that writes."""
         start = time.monotonic()
+        self.trace.begin_step()
         try:
             metrics = self.training.run(step)
         except SkippedStepsError as error:
@@ -422,12 +440,19 @@ class TrainingRun:
         except UserCodeError as error:
             raise self._saying_what_is_saved(error) from error
         self._record(MetricsRecord(step + 1, "train", time.monotonic() - start, metrics))
+        self.trace_files.refresh()
         if self.observer is not None:
             for note in self.notes.describe_step(step + 1, metrics):
-                self.observer.note(note)
+                self._say(note)
             if self._spikes is not None:
                 return self._spikes.look(step + 1, metrics)
         return None
+
+    def _say(self, text: str) -> None:
+        """Show a note, and keep it in the run's directory, on the rank that writes."""
+        if self.observer is not None:
+            self.observer.note(text)
+            self._note_file.add(text)
 
     def _check_learning(self) -> None:
         """Check, on all ranks, that the last training step was applied by all of its roles; else RunError."""
@@ -443,11 +468,16 @@ class TrainingRun:
         return make_stop_error(error, step=step, rank=self.process.rank, run_dir=self.directory.path)
 
     def _collect(self, *, last: bool) -> Comparison | None:
-        """Write the costs of steps so far, and return them, on the rank that writes."""
+        """Write the costs and the trace of steps so far, and return the costs, on the rank that writes."""
+        self.trace_files.write()
         comparison = self.costs.collect(last=last)
         if comparison is not None:
             with self.directory.writing(self.directory.path / COSTS):
                 comparison.save(self.directory.path)
+                if self.costs.predicted is not None:
+                    predict_step(self.costs.predicted).save(self.directory.path)
+        if self.observer is not None and not last:
+            self.trace_files.merge()
         return comparison
 
     def _evaluate(self, done: int) -> None:
@@ -508,11 +538,11 @@ class TrainingRun:
     def _finish(self) -> None:
         self.checkpointer.finish()
         comparison = self._collect(last=True)
-        events = self.process.gather(list(self.trace.events))
+        events = self.process.gather(self.trace.events)
         if self.observer is not None:
             if comparison is not None:
                 self.observer.costs(comparison)
-            trace = self.directory.path / "trace.json"
+            trace = self.directory.path / TRACE
             with self.directory.writing(trace):
                 write_trace(trace, events, "measured")
             seconds = time.monotonic() - self._started

@@ -9,6 +9,9 @@ from realrl.config.errors import UserError
 from realrl.config.explain import nearest
 from realrl.recipe.data import SpikeConfig
 
+_LEAST = 1e-3
+"""Distance of values from their median, in units of it, below which they are taken for the same."""
+
 
 @dataclass(frozen=True)
 class Spike:
@@ -40,6 +43,7 @@ class SpikeDetector:
         usual = median(self._values) if self._values else value
         if 2 * len(self._values) >= self._settings.window:
             distance = median(abs(other - usual) for other in self._values)
+            distance = max(distance, _LEAST * abs(usual))
             if not value - usual <= self._settings.factor * distance:
                 return Spike(step, value, usual)
         if value == value:

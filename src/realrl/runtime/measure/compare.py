@@ -49,19 +49,28 @@ class RunInfo:
     """Peak bytes that torch's allocator reserved on a GPU."""
 
 
-def compare(info: RunInfo, profile: Profile | None, log: "TimingLog") -> Comparison:
-    """Compare the measured times of training steps with those predicted for the lengths that occurred."""
+def predict(info: RunInfo, profile: Profile | None) -> Estimate | None:
+    """Predict a training step for the lengths that occurred; None where the kind of the devices is unknown."""
+    if info.spec is None:
+        return None
+    graph = info.compiled.train.graph
+    scenario = Scenario(
+        graph=graph,
+        models=stored_models(info.experiment, graph, info.shapes),
+        spec=info.spec,
+        workload=Workload.of(info.experiment, prompts=info.prompts, answers=info.answers),
+        cost=CostModel(info.spec, profile),
+        memory=MemoryModel(info.spec),
+    )
+    return estimate_plan(scenario, info.compiled.train.plan)
+
+
+def compare(info: RunInfo, expected: Estimate | None, log: "TimingLog") -> Comparison:
+    """Compare the measured times of training steps with the predicted ones."""
     graph = info.compiled.train.graph
     plan = info.compiled.train.plan
     stored = stored_models(info.experiment, graph, info.shapes)
     workload = Workload.of(info.experiment, prompts=info.prompts, answers=info.answers)
-    expected: Estimate | None = None
-    if info.spec is not None:
-        cost, memory = CostModel(info.spec, profile), MemoryModel(info.spec)
-        expected = estimate_plan(
-            Scenario(graph=graph, models=stored, spec=info.spec, workload=workload, cost=cost, memory=memory),
-            plan,
-        )
     return Comparison(
         cluster=str(plan.cluster),
         spec=info.spec,

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from realrl.config.errors import RunError, UserError
-from realrl.config.files import as_os_error, check_directory, partial_path, reason_of, write_whole
+from realrl.config.files import (
+    as_os_error,
+    check_directory,
+    make_private,
+    partial_path,
+    reason_of,
+    write_whole,
+)
 from realrl.config.paths import local_path
 from realrl.config.user_code import find_source, is_own_module
 from realrl.plan.plan import Plan
@@ -119,7 +126,9 @@ class RunDirectory:
             else:
                 shutil.rmtree(self.path / PROGRAMS, ignore_errors=True)
                 self.go_back(restored)
-            (self.path / PROGRAMS).mkdir(parents=True, exist_ok=True)
+            # Samples, data and weights are nobody else's business unless the user says so.
+            make_private(self.path)
+            (self.path / PROGRAMS).mkdir(exist_ok=True)
             write_whole(self.path / CONFIG, dump_experiment(experiment))
             AlgorithmRecord.of(get_spec(experiment), self._trained).save(self.path)
             for setting, file in _find_code(experiment).items():
