@@ -44,6 +44,8 @@ MOMENT = 2.0
 """Seconds that ranks get, after one has failed, to notice and report it themselves."""
 DUMP = 0.3
 """Seconds that ranks get to write their stacks into their logs."""
+TEMPORARY = "tmp"
+"""Directory in the scratch directory for temporary files of ranks."""
 _ASKED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """Exit statuses of ranks that were told to end."""
 
@@ -95,6 +97,7 @@ class LocalRanks:
         if start.plan is not None:
             variables[PLAN_VARIABLE] = str(self._scratch / "plan.yaml")
             write_whole(Path(variables[PLAN_VARIABLE]), start.plan)
+        (self._scratch / TEMPORARY).mkdir()
         try:
             for rank in range(start.cluster.size):
                 environment = _environment(rank, start.cluster.size, self._scratch)
@@ -213,6 +216,8 @@ def _environment(rank: int, world: int, scratch: Path) -> dict[str, str]:
         STORE_VARIABLE: str(scratch / "store"),
         SCRATCH_VARIABLE: str(scratch),
         LAUNCHER_VARIABLE: str(os.getpid()),
+        # What a rank that is killed leaves there goes with the scratch directory.
+        "TMPDIR": str(scratch / TEMPORARY),
     }
 
 
