@@ -31,10 +31,10 @@ def start(*arguments: str, module: str = "realrl", **variables: str) -> "subproc
     )
 
 
-def end(process: "subprocess.Popen[str]") -> tuple[int, str]:
-    """Exit status and standard error of a command, which must end soon."""
+def end(process: "subprocess.Popen[str]", starts: int = 1) -> tuple[int, str]:
+    """Exit status and standard error of a command, which must end soon, after so many starts of its processes."""
     try:
-        _, error = process.communicate(timeout=PATIENCE)
+        _, error = process.communicate(timeout=PATIENCE * starts)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise

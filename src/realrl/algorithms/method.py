@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -218,6 +218,17 @@ class FunctionMethod(Protocol):
 
         Called in another thread than everything else; what it raises ends the run.
         """
+
+
+@runtime_checkable
+class StatefulMethod(Protocol):
+    """A method of a function that keeps something from step to step."""
+
+    def state_dict(self) -> Any:
+        """Save it as JSON values; None where there is nothing."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Load what `state_dict` saved, on this rank or, on another number of ranks, on the first one."""
 
 
 Method = GenerateMethod | InferenceMethod | TrainMethod | FunctionMethod

@@ -14,6 +14,9 @@ from realrl.cli.eval import eval
 from realrl.cli.export import export
 from realrl.cli.generate import generate
 from realrl.cli.launchers import launchers
+from realrl.cli.monitoring.doctor import doctor
+from realrl.cli.monitoring.status import status
+from realrl.cli.monitoring.watch import watch
 from realrl.cli.plan import plan
 from realrl.cli.profile import profile
 from realrl.cli.report import report
@@ -30,7 +33,23 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train, plan, profile, show, data, config, eval, generate, export, tokenizer, report):
+COMMANDS = (
+    train,
+    plan,
+    profile,
+    show,
+    data,
+    config,
+    eval,
+    generate,
+    export,
+    tokenizer,
+    report,
+    doctor,
+    status,
+    watch,
+)
+for command in COMMANDS:
     app.command()(command)
 app.add_typer(launchers, name="launch")
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from realrl.cli.recipe import Overrides, Recipe, find_cluster
-from realrl.runtime.processes.signals import find_interruption
+from realrl.runtime.processes.signals import Interrupted, find_interruption
 
 if TYPE_CHECKING:
     from realrl.plan.cluster import Cluster
@@ -113,6 +113,7 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
     An interruption learns what has been saved; nothing half written is left. Yields a function for the run's
     directory, None as long as the run has not made it.
     """
+    from realrl.program.trace_file import merge_rank_traces
     from realrl.recipe.graphs import build_graph
     from realrl.runtime.output.rundir import RunDirectory
     from realrl.runtime.output.saved import find_saved, remove_partial
@@ -125,8 +126,12 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
     def run_dir() -> Path | None:
         return directory.path if directory.mark() not in (None, before) else None
 
+    failure: BaseException | None = None
     try:
         yield run_dir
+    except BaseException as error:
+        failure = error
+        raise
     finally:
         interrupted = find_interruption()
         if interrupted is not None:
@@ -136,6 +141,24 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
                 interrupted.saved = saved.describe(experiment.training.steps)
         if is_writer() and run_dir() is not None:
             remove_partial(directory.path)
+            # What is there of a run that failed says what led to it.
+            with suppress(OSError):
+                merge_rank_traces(directory.path)
+            _write_end(directory.path, interrupted or failure)
+
+
+def _write_end(run_dir: Path, failure: BaseException | None) -> None:
+    """Write how the run ended, unless the launcher has, which knows the first cause."""
+    from realrl.runtime.monitor.ended import write_end
+    from realrl.runtime.processes.error_reports import describe_failure
+
+    if failure is None or (isinstance(failure, typer.Exit) and not failure.exit_code):
+        write_end(run_dir, 0)
+    elif isinstance(failure, Interrupted):
+        write_end(run_dir, failure.status, failure.message)
+    elif isinstance(failure, Exception) and not isinstance(failure, typer.Exit):
+        described = describe_failure(failure)
+        write_end(run_dir, described.status, described.message)
 
 
 def _shrink(recipe: str, overrides: list[str], experiment: "Experiment", devices: int) -> "Start | None":
@@ -179,6 +202,7 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     from realrl.checkpoint.sources import check_directories, check_trainable
     from realrl.plan.presets import SEARCH
     from realrl.planner.profile.profile import Profile
+    from realrl.runtime.output.trackers.trackers import check_trackers
     from realrl.runtime.prepare.compile import compile_recipe, with_sizes
     from realrl.runtime.prepare.devices import check_kind, search_spec
     from realrl.runtime.prepare.fit.check import check_fit
@@ -188,6 +212,7 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     from realrl.runtime.processes.launch import check_local
 
     check_trainable(experiment)
+    check_trackers(experiment)
     searches = experiment.plan == SEARCH
     compiled = None if searches else compile_recipe(experiment, cluster)
     check_directories(experiment)

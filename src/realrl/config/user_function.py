@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import json
 import math
 from collections.abc import Awaitable, Callable, Mapping, Set
 from importlib.util import find_spec
@@ -61,6 +62,32 @@ class UserFunction:
         if name in self._parameters and self._parameters[name].kind not in _COLLECTING:
             return True
         return any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
+
+    def state_dict(self) -> Any:
+        """Save what it keeps, where it is an object with `state_dict` and `load_state_dict`; else None.
+
+        UserCodeError where that raises, or gives anything but JSON values.
+        """
+        if not all(
+            callable(getattr(self._function, name, None)) for name in ("state_dict", "load_state_dict")
+        ):
+            return None
+        function: Any = self._function
+        with self._code.errors("raised in state_dict:"):
+            state = function.state_dict()
+        try:
+            json.dumps(state)
+        except (TypeError, ValueError, RecursionError):
+            raise UserCodeError(
+                f"{self.label}: state_dict gave {show(state)}; it must give JSON values"
+            ) from None
+        return state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Load what `state_dict` saved; UserCodeError where that raises."""
+        function: Any = self._function
+        with self._code.errors("raised in load_state_dict:"):
+            function.load_state_dict(state)
 
     def numbers(self, count: int, *arguments: Any, **named: Any) -> list[float]:
         """Call it for `count` completions: a finite number for each. UserCodeError where it raises, or gives

@@ -16,6 +16,9 @@ Event = dict[str, Any]
 """A slice in the Chrome trace format: `name`, `tid` (the row: the rank, or its host's), `ts` and `dur` in
 microseconds, and `args`."""
 
+TRACE, TRACES = "trace.json", "traces"
+"""File of a run directory with the last steps of all ranks, and its folder of a file per rank."""
+
 _HOST = 1_000_000
 """Number of the row of rank 0's host; of other ranks so many more."""
 
@@ -43,12 +46,24 @@ def make_event(
 def write_trace(path: Path, ranks: Sequence[Iterable[Event]], source: Source) -> None:
     """Write the events of all ranks, a row for each rank, and one for its host if that calls functions; the first
     event at time 0."""
-    group = _GROUPS[source]
-    events = [event for rank in ranks for event in rank]
+    write_whole(path, json.dumps(make_trace(dict(enumerate(ranks)), source)))
+
+
+def make_trace(ranks: Mapping[int, Iterable[Event]], source: Source) -> dict[str, Any]:
+    """Make the content of a trace file of ranks; the first event at time 0."""
+    events = [event for rank in ranks.values() for event in rank]
     origin = min((event["ts"] for event in events), default=0.0)
-    document = [{"name": "process_name", "ph": "M", "pid": group, "args": {"name": source}}]
+    rows = _list_rows(ranks, events, source)
+    shifted = [{**event, "pid": _GROUPS[source], "ts": event["ts"] - origin} for event in events]
+    return {"traceEvents": rows + shifted, "displayTimeUnit": "ms"}
+
+
+def _list_rows(ranks: Iterable[int], events: Iterable[Event], source: Source) -> list[Event]:
+    """List what names the rows of a trace."""
+    group = _GROUPS[source]
+    document: list[Event] = [{"name": "process_name", "ph": "M", "pid": group, "args": {"name": source}}]
     used = {event["tid"] for event in events}
-    for rank in range(len(ranks)):
+    for rank in ranks:
         rows = [(rank, f"rank {rank}"), *[(_HOST + rank, f"rank {rank} host")] * (_HOST + rank in used)]
         for order, (row, title) in enumerate(rows):
             for name, args in (
@@ -56,5 +71,63 @@ def write_trace(path: Path, ranks: Sequence[Iterable[Event]], source: Source) ->
                 ("thread_sort_index", {"sort_index": 2 * rank + order}),
             ):
                 document.append({"name": name, "ph": "M", "pid": group, "tid": row, "args": args})
-    document += [{**event, "pid": group, "ts": event["ts"] - origin} for event in events]
-    write_whole(path, json.dumps({"traceEvents": document, "displayTimeUnit": "ms"}))
+    return document
+
+
+def find_rank(event: Event) -> int:
+    """Find the rank in whose row, or in whose host's, an event is."""
+    row: int = event["tid"]
+    return row % _HOST
+
+
+def is_host(event: Event) -> bool:
+    """Tell whether an event is a function, which runs beside the rank's other instructions."""
+    return bool(event["tid"] >= _HOST)
+
+
+def write_rank_trace(run_dir: Path, rank: int, events: Sequence[Event]) -> None:
+    """Write the events of one rank of a run, at their times of the day. OSError."""
+    slices = [{**event, "pid": _GROUPS["measured"]} for event in events]
+    document = {"traceEvents": [*_list_rows([rank], events, "measured"), *slices], "displayTimeUnit": "ms"}
+    write_whole(_rank_file(run_dir, rank), json.dumps(document))
+
+
+def read_rank_traces(run_dir: Path, most: int | None = None) -> dict[int, list[Event]]:
+    """Read the events of the first `most` ranks of a run, or of all, that have written any; other files are left
+    out."""
+    names = (file.stem.removeprefix("rank-") for file in (run_dir / TRACES).glob("rank-*.json"))
+    ranks = sorted(int(name) for name in names if name.isdecimal())
+    found = {rank: read_events(_rank_file(run_dir, rank)) for rank in ranks[:most]}
+    return {rank: events for rank, events in found.items() if events}
+
+
+def read_events(file: Path) -> list[Event]:
+    """Read the slices of a trace; none where the file is absent, or something else."""
+    try:
+        return read_slices(json.loads(file.read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []
+
+
+def read_slices(document: Any) -> list[Event]:
+    """Read the slices of the content of a trace file; KeyError, ValueError, TypeError or AttributeError where it is
+    none."""
+    return [
+        {"name": str(e["name"]), "tid": int(e["tid"]), "ts": float(e["ts"]), "dur": float(e["dur"])}
+        | {"ph": "X", "args": dict(e.get("args", {}))}
+        for e in document["traceEvents"]
+        if e["ph"] == "X"
+    ]
+
+
+def merge_rank_traces(run_dir: Path) -> None:
+    """Write `trace.json` from what the ranks of a run have left, where that is newer. OSError."""
+    ranks = read_rank_traces(run_dir)
+    whole = run_dir / TRACE
+    newest = max((_rank_file(run_dir, rank).stat().st_mtime_ns for rank in ranks), default=0)
+    if ranks and (not whole.exists() or whole.stat().st_mtime_ns < newest):
+        write_whole(whole, json.dumps(make_trace(ranks, "measured")))
+
+
+def _rank_file(run_dir: Path, rank: int) -> Path:
+    return run_dir / TRACES / f"rank-{rank}.json"

@@ -55,6 +55,8 @@ def _problems(experiment: Experiment) -> Iterator[str]:
     sampling = None if spec.generation is None else spec.generation(experiment)
     if spec.generation is not None and not isinstance(sampling, GenerationConfig):
         yield f"algorithm {spec.name}: generation: {type(sampling).__name__} is not a GenerationConfig"
+    if experiment.checkpoint.keep_best and experiment.evaluation.best is None:
+        yield "checkpoint.keep_best needs a metric; give evaluation.best, or set checkpoint.keep_best=0"
     yield from find_evaluation_problems(experiment, sampling)
     if sampling is None:
         return

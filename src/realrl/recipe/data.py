@@ -69,13 +69,31 @@ class DataConfig(Settings):
         return self
 
 
+class SpikeConfig(Settings):
+    """Spikes of a metric, after which training goes back to a checkpoint and leaves out the records since."""
+
+    metric: str
+    """Metric of training steps, `call/name` as in metrics.jsonl, such as `actor.train/loss`."""
+    factor: float = Field(default=3.0, gt=1, le=1e6)
+    """A value is a spike where it is farther above the median of the values before than so many times their usual
+    distance from it (the median distance)."""
+    window: int = Field(default=32, ge=4, le=10**5)
+    """Values before that are looked at; there must be at least half as many."""
+    back: PositiveInt = 1
+    """Go back at least so many steps before the spike, to the last checkpoint that is as old as that."""
+    most: PositiveInt = 3
+    """How often in a run; the next spike ends it."""
+
+
 class TrainingConfig(Settings):
-    """Length of training."""
+    """Length of training, and what stops it or sets it back."""
 
     epochs: float = Field(default=1.0, gt=0, le=1e6)
     """Passes over the training data."""
     steps: int | None = Field(default=None, gt=0, le=10**9)
     """Number of training steps; takes precedence over `epochs`."""
+    spike: SpikeConfig | None = None
+    """Go back where a metric rises far above its usual values; null for never."""
     max_skipped: PositiveInt = 10
     """Stop the run when this many optimizer steps of a call in a row were skipped because their gradient was not
     finite, or some in each of this many training steps in a row. A run whose last training step skipped all of

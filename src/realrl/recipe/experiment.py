@@ -12,13 +12,17 @@ from realrl.recipe.checkpoint import CheckpointConfig, Resume
 from realrl.recipe.data import DataConfig, TrainingConfig
 from realrl.recipe.evaluation import EvaluationConfig
 from realrl.recipe.launch import LaunchConfig
+from realrl.recipe.sections.trackers import TrackersConfig
 
 
 class DebugConfig(Settings):
-    """Checks that cost time."""
+    """Checks that cost time, and records for those who look into a run."""
 
     verify_reallocation: bool = False
     """After each reallocation, prove by checksums that what arrived on every rank is what was sent."""
+    traced_steps: int = Field(default=5, ge=1, le=1000)
+    """Number of last steps that `trace.json` and `traces/` of the run's directory show, instruction by
+    instruction. Every rank keeps them in memory, some 20 kB per step, and at most 20,000 instructions."""
 
 
 class Models(Settings):
@@ -86,6 +90,7 @@ class Experiment(Settings):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     launch: LaunchConfig = LaunchConfig()
+    trackers: TrackersConfig = TrackersConfig()
     debug: DebugConfig = DebugConfig()
     models: Models
     """The model of each role."""

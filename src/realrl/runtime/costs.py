@@ -12,13 +12,15 @@ from realrl.planner.calibration.comparison import Comparison
 from realrl.planner.calibration.coverage import describe_times
 from realrl.planner.profile.profile import Profile
 from realrl.planner.profile.versions import read_versions
+from realrl.planner.simulate.estimate import Estimate
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
-from realrl.runtime.measure.compare import RunInfo, compare
+from realrl.runtime.measure.compare import RunInfo, compare, predict
 from realrl.runtime.measure.step_timer import StepTimer, measure_clock_offsets
 from realrl.runtime.measure.timing_log import TimingLog
 from realrl.runtime.prepare.compile import Compiled, stored_models
 from realrl.runtime.prepare.devices import spec_of
+from realrl.runtime.processes.memory import HostMemory, read_memory
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.store import Store
@@ -51,6 +53,8 @@ class Costs:
         self._source = phase.plan[_lengths_call(phase.graph).name].output_ranks[0]
         self._prompts, self._answers = deque[int](maxlen=KEPT_LENGTHS), deque[int](maxlen=KEPT_LENGTHS)
         self._log = TimingLog()
+        self.predicted: Estimate | None = None
+        """Prediction of the last comparison, on the rank that writes."""
         self._next = 0.0
         """Time from which the next comparison may be made."""
 
@@ -84,7 +88,13 @@ class Costs:
         call this together.
         """
         offsets = measure_clock_offsets(self._process, self._compiled.train.plan.cluster.nodes)
-        mine = (self.timer.take(), self.timer.reserved, list(self._prompts), list(self._answers))
+        mine = (
+            self.timer.take(),
+            self.timer.reserved,
+            read_memory(),
+            list(self._prompts),
+            list(self._answers),
+        )
         everyone = self._process.gather(mine)
         if self._process.rank != WRITER:
             return None
@@ -92,7 +102,8 @@ class Costs:
         start = time.monotonic()
         if not self._log.step.seconds or (start < self._next and not last):
             return None
-        _, _, prompts, answers = everyone[self._source]
+        *_, prompts, answers = everyone[self._source]
+        memories = [memory for _, _, memory, *_ in everyone]
         info = RunInfo(
             experiment=self._experiment,
             compiled=self._compiled,
@@ -102,6 +113,10 @@ class Costs:
             prompts=prompts,
             answers=answers,
             reserved=max(reserved for _, reserved, *_ in everyone),
+            resident=HostMemory(
+                resident=max(memory.resident for memory in memories),
+                peak=max(memory.peak for memory in memories),
+            ),
         )
         comparison = self._compare(info)
         end = time.monotonic()
@@ -111,10 +126,11 @@ class Costs:
     def _compare(self, info: RunInfo) -> Comparison:
         """Compare, without a prediction where that fails: by now it must not cost anybody a run."""
         try:
-            return compare(info, self._profile, self._log)
+            self.predicted = predict(info, self._profile)
+            return compare(info, self.predicted, self._log)
         except Exception as error:
             self._say(f"what steps cost is not predicted: {type(error).__name__}: {error}")
-        self.spec = None
+        self.spec = self.predicted = None
         return compare(replace(info, spec=None), None, self._log)
 
 

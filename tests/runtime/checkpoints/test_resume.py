@@ -34,8 +34,13 @@ def write_recipe(world: World, algorithm: str, directory: Path, **changes: Any) 
     """A recipe of 5 steps with evaluations and a checkpoint after every step."""
     directory.mkdir(exist_ok=True)
     records = world.root / f"{FORMS.get(algorithm, 'ppo')}.jsonl"
-    more = {"data__eval": str(records), "evaluation__every": 2}
-    return world.recipe(algorithm, directory, checkpoint__every=1, checkpoint__keep=10, **{**more, **changes})
+    more = {
+        "data__eval": str(records),
+        "evaluation__every": 2,
+        "checkpoint__every": 1,
+        "checkpoint__keep": 10,
+    }
+    return world.recipe(algorithm, directory, **{**more, **changes})
 
 
 PPO = {

@@ -10,7 +10,7 @@ import torch
 from realrl.algorithms.method import FunctionInput, Metrics
 from realrl.algorithms.rewards.config import RewardTerm
 from realrl.algorithms.rewards.inference import compute_score_metrics
-from realrl.algorithms.rewards.scorers import make_scorer
+from realrl.algorithms.rewards.scorers import FunctionScorer, make_scorer
 from realrl.algorithms.rewards.scoring.limits import Deadline, LimitedRunner, TimeLimitError
 from realrl.algorithms.rewards.scoring.scores import NOT_APPLICABLE, SKIPPED, TEXTS, RewardFailure, Score
 from realrl.config.errors import UserCodeError
@@ -51,6 +51,15 @@ class RewardFunction:
     def load(self) -> None:
         """Get the scorer ready; UserError where that fails."""
         self._scorer.load()
+
+    def state_dict(self) -> Any:
+        """Save what a function of the user's keeps from step to step, if it does."""
+        return self._scorer.state_dict() if isinstance(self._scorer, FunctionScorer) else None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Load what `state_dict` saved."""
+        if isinstance(self._scorer, FunctionScorer):
+            self._scorer.load_state_dict(state)
 
     def wants(self, field: str) -> bool:
         """Tell whether the scorer looks at a field."""

@@ -53,6 +53,14 @@ class FunctionScorer:
                 f"{self.label} takes {name} by position only; it is called with keyword arguments"
             )
 
+    def state_dict(self) -> Any:
+        """Save what the function keeps; None where it keeps nothing."""
+        return self._function.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Load what `state_dict` saved."""
+        self._function.load_state_dict(state)
+
     def wants(self, name: str) -> bool:
         """Tell whether the function takes an argument of that name."""
         return self._function.accepts(name)

@@ -140,7 +140,7 @@ def draw_timeline(report: "PlanReport") -> TimelineDrawing:
         rows,
         tuple(_borders(bands, tops, heights, spec)),
         tuple(boxes),
-        tuple(_ticks(estimate.step_seconds)),
+        tuple(list_ticks(estimate.step_seconds)),
     )
 
 
@@ -179,7 +179,7 @@ def _box(area: Area, devices: int, y: float, height: float, report: "PlanReport"
         case Run(call, str(role), placement):
             look = f"{find_role_class(report, role)} {report.scenario.graph.call(call).kind}"
             seconds = format_seconds(block.end - block.start)
-            labels += _labels(call, role, format_strategy(placement), seconds)
+            labels += list_labels(call, role, format_strategy(placement), seconds)
         case Reallocate(role, into=into):
             look = f"{find_role_class(report, into or role)} move"
         case Load(role) | Offload(role):
@@ -216,7 +216,7 @@ def _function_box(of: CallEstimate, y: float, report: "PlanReport") -> DrawnBox:
     )
 
 
-def _labels(call: str, role: str, degrees: str, seconds: str) -> Iterator[Label]:
+def list_labels(call: str, role: str, degrees: str, seconds: str) -> Iterator[Label]:
     """List the ways to label the box of a call."""
     words = tuple(call.split("."))
     yield Label((call, f"{degrees} · {seconds}"))
@@ -227,7 +227,7 @@ def _labels(call: str, role: str, degrees: str, seconds: str) -> Iterator[Label]
     yield from (Label((role,), upwards) for upwards in (False, True))
 
 
-def _ticks(seconds: float) -> Iterator[Tick]:
+def list_ticks(seconds: float) -> Iterator[Tick]:
     """List round times, at most ten at level 0, and about five between each two at the next level."""
     size: float = 10 ** floor(log10(seconds))
     first = next(size * f for f in (0.1, 0.2, 0.5, 1, 2, 5) if seconds / (size * f) <= 10)

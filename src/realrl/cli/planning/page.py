@@ -1,10 +1,7 @@
 """Page of a plan: one file that any browser opens without a network, or its picture alone."""
 
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from realrl import __version__
 from realrl.cli.page.memory import list_parts, make_memory_cards
@@ -17,6 +14,7 @@ from realrl.cli.page.tables import (
     make_sizes_table,
     place_bound,
 )
+from realrl.cli.page.templating import find_template
 from realrl.cli.page.text import format_batch, format_devices
 from realrl.cli.page.timeline import draw_timeline
 from realrl.cli.page.words import list_legend, list_remarks, write_notes
@@ -32,7 +30,7 @@ def write_page(report: "PlanReport", path: Path, title: str, *, source: str = ""
     `source` is the origin of the times; `command` is the command line that made it. Neither is mentioned where it
     is empty.
     """
-    page = _template("page.html.jinja").render(
+    page = find_template("page.html.jinja").render(
         title=title,
         version=__version__,
         command=command,
@@ -64,17 +62,5 @@ def write_page(report: "PlanReport", path: Path, title: str, *, source: str = ""
 
 def draw_timeline_svg(report: "PlanReport", title: str) -> str:
     """Draw the picture of a step alone, as the text of a self-contained SVG file."""
-    picture = _template("picture.svg.jinja")
+    picture = find_template("picture.svg.jinja")
     return picture.render(timeline=draw_timeline(report), legend=list_legend(report), title=title)
-
-
-@cache
-def _environment() -> Environment:
-    loader = PackageLoader("realrl.cli.page", "templates")
-    return Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
-    )
-
-
-def _template(name: str) -> Template:
-    return _environment().get_template(name)

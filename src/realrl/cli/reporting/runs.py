@@ -4,8 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from realrl.cli.reporting.metrics import MetricLine, find_metric, read_rows
 from realrl.config.errors import UserError
 from realrl.config.paths import local_path
 from realrl.config.yaml_file import read_yaml
@@ -13,15 +14,6 @@ from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
 from realrl.runtime.output.saved import find_saved
 
 LineKind = Literal["train", "eval"]
-
-
-@dataclass(frozen=True)
-class MetricLine:
-    """Metrics of one training step, or of one evaluation; None for a number that is not finite."""
-
-    step: int
-    kind: str
-    metrics: dict[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -56,16 +48,12 @@ class FinishedRun:
         A value is None where it was not finite.
         """
         evaluations = (line.metrics for line in self.lines if line.kind == "eval")
-        values = [metrics[name] for metrics in evaluations if (name := _name(metrics, metric))]
+        values = [metrics[name] for metrics in evaluations if (name := find_metric(metrics, metric))]
         return (values[0], values[-1]) if values else None
 
 
-def _name(metrics: dict[str, float | None], metric: str) -> str | None:
-    return next((name for name in metrics if name == metric or name.endswith("/" + metric)), None)
-
-
 def _find(metrics: dict[str, float | None], metric: str) -> float | None:
-    name = _name(metrics, metric)
+    name = find_metric(metrics, metric)
     return None if name is None else metrics[name]
 
 
@@ -101,14 +89,9 @@ def _read_run(path: Path) -> FinishedRun:
     if not (path / "summary.json").exists():
         raise UserError(f"{path}: {_describe_unfinished(path)}")
     algorithm = AlgorithmRecord.load(path)
-    lines = (MetricLine(row["step"], row["kind"], row["metrics"]) for row in _rows(path / "metrics.jsonl"))
-    names = (*algorithm.sample_keys, "judge")
+    lines = map(MetricLine.parse, read_rows(path / "metrics.jsonl"))
     samples = (
-        tuple(
-            Sample(row["prompt"], row["completion"], {name: row[name] for name in names if name in row})
-            for row in _rows(file)
-        )
-        for file in sorted((path / "samples").glob("step-*.jsonl"))
+        read_samples(file, algorithm.sample_keys) for file in sorted((path / "samples").glob("step-*.jsonl"))
     )
     return FinishedRun(
         path=path,
@@ -119,18 +102,17 @@ def _read_run(path: Path) -> FinishedRun:
     )
 
 
+def read_samples(file: Path, keys: Sequence[str]) -> tuple[Sample, ...]:
+    """Read the samples of an evaluation, with the numbers under `keys` and the judge's."""
+    names = (*keys, "judge")
+    return tuple(
+        Sample(row["prompt"], row["completion"], {name: row[name] for name in names if name in row})
+        for row in read_rows(file)
+    )
+
+
 def _describe_unfinished(path: Path) -> str:
     """Write the error message for a run that is still running, or that was interrupted."""
     saved = find_saved(path, AlgorithmRecord.load(path).trained)
     steps = read_yaml(str(path / "config.yaml"))["training"]["steps"]
     return f"a report takes finished runs, and this one goes on or has ended {saved.describe(steps)}"
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            rows.append(json.loads(line))
-        except (ValueError, RecursionError):
-            raise UserError(f"{path}, line {number}: not valid JSON") from None
-    return rows

@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 
 from realrl.plan.plan import Plan
 from realrl.planner.simulate.durations import Durations
-from realrl.planner.simulate.estimate import Slice
+from realrl.planner.simulate.estimate import Estimate, Slice
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.simulate.simulator import STEPS, simulate
 from realrl.program.instructions import Run
 from realrl.program.lower import home_placements, kept_copies, lower, lower_start
+from realrl.program.prediction_file import PredictedMemory, PredictedStep
 from realrl.program.text import format_instruction
 from realrl.program.trace_file import Event, make_event
 
@@ -27,21 +28,35 @@ def predict_trace(scenario: Scenario, plan: Plan, steps: int = STEPS) -> list[li
     return trace
 
 
-def _events(slices: Sequence[Sequence[Slice]], durations: Durations, after: float) -> list[list[Event]]:
-    return [
-        [
-            make_event(
-                slice_.rank,
-                format_instruction(slice_.instruction),
-                1e6 * (after + slice_.start),
-                1e6 * slice_.seconds,
-                {"step": slice_.step, "waiting": slice_.waiting, **_terms(slice_, durations)},
-                host=slice_.host,
-            )
-            for slice_ in rank
-        ]
-        for rank in slices
+def predict_step(estimate: Estimate) -> PredictedStep:
+    """Predict the trace events and the memory of one step."""
+    memory = [
+        PredictedMemory(
+            rank=device.rank,
+            capacity_bytes=device.capacity,
+            resting_bytes=sum(device.resident.values()),
+            peak_bytes=device.peak.bytes,
+            during=device.peak.during,
+        )
+        for device in estimate.memory
     ]
+    ranks = [[_event(slice_, 0.0, {}) for slice_ in rank] for rank in estimate.slices]
+    return PredictedStep(seconds=estimate.repeated_seconds, ranks=ranks, memory=tuple(memory))
+
+
+def _events(slices: Sequence[Sequence[Slice]], durations: Durations, after: float) -> list[list[Event]]:
+    return [[_event(slice_, after, _terms(slice_, durations)) for slice_ in rank] for rank in slices]
+
+
+def _event(slice_: Slice, after: float, terms: Mapping[str, float]) -> Event:
+    return make_event(
+        slice_.rank,
+        format_instruction(slice_.instruction),
+        1e6 * (after + slice_.start),
+        1e6 * slice_.seconds,
+        {"step": slice_.step, "waiting": slice_.waiting, **terms},
+        host=slice_.host,
+    )
 
 
 def _terms(slice_: Slice, durations: Durations) -> Mapping[str, float]:

@@ -39,7 +39,7 @@ class Checkpointer:
     ) -> None:
         """`group` has all ranks, for the threads alone; `export` writes models into a directory, on all ranks."""
         self._settings, self._best = experiment.checkpoint, experiment.evaluation.best
-        self._process, self._contents, self._directory, self._group = process, contents, directory, group
+        self._process, self._contents, self._directory, self.group = process, contents, directory, group
         self._export = export
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
@@ -115,21 +115,26 @@ class Checkpointer:
 
     def _write(self, path: Path, tensors: State, state: RunState) -> None:
         """Write a checkpoint and put it in its place: the work of the thread."""
+        activity = self._process.activity
+        activity.phase = f"writing {path.name}"
         try:
             write_state(
                 partial_path(path),
                 tensors,
                 state.to_json(),
                 rank=self._process.rank,
-                group=self._group,
+                group=self.group,
                 copied=self._copied.set,
             )
             if self._process.rank == WRITER:
                 _commit(path)
                 prune(self._directory.path, self._settings, self._best)
+            activity.checkpoint = str(path.relative_to(self._directory.path))
         except BaseException as error:
             self._failure = error
         finally:
+            activity.phase = None
+            activity.advance()
             self._copied.set()
 
 

@@ -1,5 +1,8 @@
 """Tensors of a checkpoint: the boxes of parameters and optimizer state that one rank saves and loads."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -51,6 +54,18 @@ class CheckpointContents:
             else:
                 _add_trained(state, role, trainer, held, whole=True)
         return state
+
+    @contextmanager
+    def in_device_memory(self) -> Iterator[None]:
+        """Have all that is loaded in device memory for the block, in which it changes."""
+        memories = [held.memory for _, _, _, held in self._list_sets()]
+        memories += [trainer.memory for trainer in self._roles.trainers.values()]
+        offloaded = [memory for memory in memories if not memory.resident]
+        for memory in offloaded:
+            memory.load()
+        yield
+        for memory in offloaded:
+            memory.offload()
 
     def spread(self) -> None:
         """Bring what ranks have loaded of trained parameters to all that share them."""

@@ -26,6 +26,7 @@ from realrl.program.instructions import Program, Reallocate
 from realrl.program.text import format_instruction
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.compile import Compiled, stored_models
+from realrl.runtime.processes.memory import HostMemory
 
 if TYPE_CHECKING:
     from realrl.runtime.measure.timing_log import TimingLog
@@ -47,21 +48,32 @@ class RunInfo:
     """Lengths that occurred, in tokens."""
     reserved: int
     """Peak bytes that torch's allocator reserved on a GPU."""
+    resident: HostMemory
+    """Largest resident memory of any process."""
 
 
-def compare(info: RunInfo, profile: Profile | None, log: "TimingLog") -> Comparison:
-    """Compare the measured times of training steps with those predicted for the lengths that occurred."""
+def predict(info: RunInfo, profile: Profile | None) -> Estimate | None:
+    """Predict a training step for the lengths that occurred; None where the kind of the devices is unknown."""
+    if info.spec is None:
+        return None
+    graph = info.compiled.train.graph
+    scenario = Scenario(
+        graph=graph,
+        models=stored_models(info.experiment, graph, info.shapes),
+        spec=info.spec,
+        workload=Workload.of(info.experiment, prompts=info.prompts, answers=info.answers),
+        cost=CostModel(info.spec, profile),
+        memory=MemoryModel(info.spec),
+    )
+    return estimate_plan(scenario, info.compiled.train.plan)
+
+
+def compare(info: RunInfo, expected: Estimate | None, log: "TimingLog") -> Comparison:
+    """Compare the measured times of training steps with the predicted ones."""
     graph = info.compiled.train.graph
     plan = info.compiled.train.plan
     stored = stored_models(info.experiment, graph, info.shapes)
     workload = Workload.of(info.experiment, prompts=info.prompts, answers=info.answers)
-    expected: Estimate | None = None
-    if info.spec is not None:
-        cost, memory = CostModel(info.spec, profile), MemoryModel(info.spec)
-        expected = estimate_plan(
-            Scenario(graph=graph, models=stored, spec=info.spec, workload=workload, cost=cost, memory=memory),
-            plan,
-        )
     return Comparison(
         cluster=str(plan.cluster),
         spec=info.spec,
@@ -77,6 +89,8 @@ def compare(info: RunInfo, profile: Profile | None, log: "TimingLog") -> Compari
             if text in log.spans  # what is done every n steps may not have been done yet
         ),
         reserved_bytes=info.reserved or None,
+        resident_bytes=info.resident.resident or None,
+        peak_resident_bytes=info.resident.peak or None,
     )
 
 

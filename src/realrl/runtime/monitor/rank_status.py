@@ -11,6 +11,10 @@ RANKS = "ranks"
 Doing = Literal["start", "load", "train", "eval", "save", "end"]
 """Parts of a run, as a rank goes through them."""
 
+_NUMBERS = {"rank", "pid", "time", "started", "step", "steps", "since", "restart"} | {
+    f"{name}_bytes" for name in ("resident", "peak_resident", "device", "device_limit")
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
@@ -55,7 +59,12 @@ class RankStatus:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
-        """Read what `to_json` writes; unknown keys are ignored. ValueError where one is missing."""
+        """Read what `to_json` writes; unknown keys are ignored. ValueError where one is missing or no number."""
+        if not isinstance(found, Mapping):
+            raise ValueError("not an object")
+        for name in _NUMBERS & found.keys():
+            if not isinstance(found[name], int | float) and found[name] is not None:
+                raise ValueError(f"{name} is {found[name]!r}")
         known = {field.name: found[field.name] for field in fields(cls) if field.name in found}
         if known.get("doing", "start") not in get_args(Doing):
             raise ValueError(f"doing is {known['doing']!r}")
@@ -80,7 +89,7 @@ def read_statuses(directory: Path) -> dict[int, RankStatus]:
     for file in directory.glob("rank-*.json"):
         try:
             status = RankStatus.from_json(json.loads(file.read_text()))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
         found[status.rank] = status
     return dict(sorted(found.items()))

@@ -62,7 +62,7 @@ class Watch:
         self._looked = clock()
         self._moved = self._looked
         """When there was progress last."""
-        self._progress = 0
+        self._progress = -1
         self._cpu: dict[int, float] = {}
         """CPU seconds of each rank when there was progress last."""
 

@@ -11,6 +11,7 @@ from realrl.config.errors import UserError
 from realrl.config.explain import brief
 from realrl.config.yaml_file import read_yaml
 from realrl.recipe.experiment import Experiment
+from realrl.recipe.load import dump_settings
 from realrl.runtime.output.history import HISTORY, read_history
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.output.saved import BEST, CONFIG, SUMMARY, list_checkpoints
@@ -48,11 +49,11 @@ _SHOWN = 3
 class EarlierRun:
     """An earlier run that is continued.
 
-    checkpoints: the latest one first; the run starts from its beginning where there is none. changed: settings that
-    are different now, as `name: old, now new`. finished: whether there is nothing left to do.
+    checkpoints: steps before each, the latest one first; the run starts from its beginning where there is none.
+    changed: settings that are different now, as `name: old, now new`. finished: whether nothing is left to do.
     """
 
-    checkpoints: tuple[Path, ...]
+    checkpoints: tuple[int, ...]
     changed: tuple[str, ...] = ()
     finished: bool = False
 
@@ -73,7 +74,7 @@ def find_earlier_run(experiment: Experiment) -> EarlierRun | None:
             f"run_dir={path} holds an earlier run, and resume=never; choose another directory, set resume=auto to"
             " continue it, or overwrite=true to delete it"
         )
-    mine, theirs = experiment.model_dump(mode="json"), _read_config(path)
+    mine, theirs = dump_settings(experiment), _read_config(path)
     differing = {
         name: f"{name}: {brief(old)}, now {brief(new)}" for name, (old, new) in _compare(theirs, mine).items()
     }
@@ -86,7 +87,7 @@ def find_earlier_run(experiment: Experiment) -> EarlierRun | None:
         )
     ended = (path / SUMMARY).is_file()
     longer = any(name in differing for name in _LENGTH)
-    checkpoints = tuple(list_checkpoints(path).values())
+    checkpoints = tuple(list_checkpoints(path))
     if ended and not longer and not others:
         return EarlierRun(checkpoints, finished=True)
     if not checkpoints and (saved := _find_models(path)) is not None:

@@ -76,6 +76,10 @@ def describe_mixture(sources: Sequence[SourceCount]) -> str:
     return join(parts)
 
 
+_KEPT = 1000
+"""Maximum notes of an algorithm that are told apart and shown: those that name numbers differ each time."""
+
+
 class StepNotes:
     """Notes on the metrics of training steps, and the number of skipped optimizer steps."""
 
@@ -103,7 +107,7 @@ class StepNotes:
                 steps = "1 optimizer step" if count == 1 else f"{count} optimizer steps so far"
                 yield f"step {step}: {call.name} has skipped {steps}; not finite: {causes}"
         for text in self._algorithm.notes(metrics):
-            if text not in self._said:
+            if text not in self._said and len(self._said) < _KEPT:
                 self._said.add(text)
                 yield f"step {step}: {text}"
         if step == 1:

@@ -24,8 +24,12 @@ class RunState:
     """What the algorithm saves."""
     trainers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What the trainer of each role saves."""
+    functions: Mapping[str, list[Any]] = field(default_factory=dict)
+    """What the functions of a call save, those of its output ranks in order."""
     best: Mapping[str, Any] | None = None
     """The best evaluation so far, where the recipe keeps one."""
+    rollbacks: int = 0
+    """How often training has gone back after a spike."""
     notes: Mapping[str, Any] = field(default_factory=dict)
     """What notes to the user depend on."""
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.recipe.launch import LaunchConfig
+from realrl.runtime.monitor.ended import write_end
+from realrl.runtime.monitor.note_file import NoteFile
 from realrl.runtime.monitor.watch import describe_waiting
 from realrl.runtime.processes.error_reports import USER_STATUS, Failure, print_failure
 from realrl.runtime.processes.local_ranks import LocalRanks, Outcome, Start
@@ -69,9 +71,15 @@ def launch_training(
                 return 0
             if stop_requested():
                 end_by_signal()
+            directory = run_dir()
             if not restarts.allow(cause, outcome.step):
+                if directory is not None:
+                    write_end(directory, cause.status, cause.message)
                 return _report(outcome, cause, logs)
-            _say(outcome, f"{cause.message}; starting again ({_count(restarts, settings)})", logs)
+            again = f"{cause.message}; starting again ({_count(restarts, settings)})"
+            if directory is not None:
+                NoteFile(directory).add(again)
+            _say(outcome, again, logs)
             start = _shrunken(start, slots, cause, restarts, outcome, shrink) or start
 
 

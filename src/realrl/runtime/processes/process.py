@@ -22,8 +22,10 @@ from realrl.runtime.prepare.cluster import written_cluster
 from realrl.runtime.prepare.gpu import NO_GPU, Gpu
 from realrl.runtime.processes.environment import STORE_VARIABLE, under_launcher
 from realrl.runtime.processes.logs import LOGS, move_log
-from realrl.runtime.processes.meeting import TIMEOUT, meet
-from realrl.runtime.processes.network import limit_silence
+from realrl.runtime.network.meeting import TIMEOUT, meet
+from realrl.runtime.processes.memory import steady_memory
+from realrl.runtime.processes.messages import gather_values
+from realrl.runtime.network.interfaces import limit_silence
 from realrl.runtime.processes.supervision import Supervision
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -72,12 +74,10 @@ class Process:
         return None if self.control is None else dist.new_group(backend="gloo")
 
     def gather(self, value: Any) -> list[Any]:
-        """All-gather one object per rank: the list in the order of ranks, on every rank."""
+        """All-gather one plain value or record per rank: the list in the order of ranks, on every rank."""
         if self.control is None:
             return [value]
-        everyone: list[Any] = [None] * self.world
-        dist.all_gather_object(everyone, value, group=self.control)
-        return everyone
+        return gather_values(value, self.control)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -150,6 +150,7 @@ def connect(device: Device, launch: LaunchConfig | None = None) -> Process:
 
     `launch` has the limits by which ranks watch each other where no launcher of ours does.
     """
+    steady_memory()
     cuda = use_cuda(device)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count()

@@ -1,0 +1,292 @@
+"""Kills processes of runs at points chosen by a seed, and compares the final models with those of undisturbed runs.
+
+Each run is killed several times, every time it has been started again: one rank by SIGKILL, at an instruction of a
+kind or in a phase of writing a checkpoint. It must end by itself, with the very bytes of the final models of a run
+that nobody has disturbed, and leave no process, temporary file, shared memory or half checkpoint behind.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from realrl.testing.models import save_model
+from realrl.testing.records import list_sentences, make_up_records
+from realrl.testing.shape import SHAPE
+
+STEPS = 4
+KILLS = 8
+"""Kills of a run, and so the number of its restarts."""
+PATIENCE = 3600.0
+"""Seconds after which a run, with all its starts, is taken to hang."""
+CASES = (
+    ("ppo", 2, "symmetric"),
+    ("grpo", 2, "interleave"),
+    ("ppo", 4, "disjoint"),
+    ("grpo", 3, "disjoint"),
+    ("ppo", 3, "interleave"),
+    ("grpo", 4, "symmetric"),
+)
+"""Algorithm, processes and plan."""
+PHASES = ("begin", "copied", "written", "commit", "committed", "prune", "pruned", "final", "saved")
+"""Phases of saving; those between `commit` and `pruned` are of rank 0 alone."""
+OF_WRITER = ("commit", "committed", "prune", "pruned")
+
+HOOK = """
+import os
+if os.environ.get("RANK") is not None:
+    import json, signal, threading
+    from pathlib import Path
+    rank, start = int(os.environ["RANK"]), int(os.environ.get("REALRL_RESTART", "0"))
+    points = json.loads(os.environ["KILL_POINTS"])
+    point = points[start] if start < len(points) and points[start]["rank"] == rank else None
+    counts = {}
+
+    def passed(name):
+        counts[name] = counts.get(name, 0) + 1
+        if point is not None and point["name"] == name and counts[name] == point["count"]:
+            Path(os.environ["KILL_MARKS"], f"{start}").write_text(name)
+            if point["delay"]:
+                threading.Timer(point["delay"], os.kill, (os.getpid(), signal.SIGKILL)).start()
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    if point is not None:
+        from realrl.runtime.checkpoints import checkpointer
+        from realrl.runtime.monitor.activity import Activity
+        from realrl.runtime.worker.roles import Roles
+
+        def between(owner, name, before, after):
+            action = getattr(owner, name)
+            def wrapped(*arguments, **named):
+                passed(before)
+                result = action(*arguments, **named)
+                passed(after)
+                return result
+            setattr(owner, name, wrapped)
+
+        begin = Activity.begin
+        def begun(self, instruction, *more, **named):
+            begin(self, instruction, *more, **named)
+            passed(instruction.split()[0])
+        Activity.begin = begun
+        write = checkpointer.write_state
+        def write_state(*arguments, copied, **named):
+            def told():
+                copied()
+                passed("copied")
+            passed("begin")
+            write(*arguments, copied=told, **named)
+            passed("written")
+        checkpointer.write_state = write_state
+        between(checkpointer, "_commit", "commit", "committed")
+        between(checkpointer, "prune", "prune", "pruned")
+        between(Roles, "save", "final", "saved")
+"""
+"""Runs at the start of every process that Python starts."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe, and the number of its processes."""
+
+    algorithm: str
+    size: int
+    plan: str
+
+    def __str__(self) -> str:
+        return f"{self.algorithm}-{self.size}-{self.plan}"
+
+
+class World:
+    """Tokenizer, records, models and runs of this program, in a directory of its own."""
+
+    def __init__(self, root: Path) -> None:
+        from realrl.data.tokenizer import train_bpe
+
+        self.root = root
+        tokenizer = train_bpe(list_sentences(), SHAPE["vocab_size"])
+        tokenizer.save_pretrained(str(root / "tokenizer"))
+        records = make_up_records("prompt")
+        (root / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        save_model(root / "actor", "lm", tokenizer, SHAPE)
+        save_model(root / "reward", "scalar", tokenizer, SHAPE)
+        (root / "patches").mkdir()
+        (root / "patches" / "sitecustomize.py").write_text(HOOK)
+
+    def write_recipe(self, case: Case, run_dir: Path) -> Path:
+        """Write the recipe of a case."""
+        models: dict[str, Any] = {
+            "actor": {"path": str(self.root / "actor"), "optimizer": {"lr": 1e-3}},
+            "reward": {"path": str(self.root / "reward")},
+        }
+        section = {"minibatches": 2}
+        if case.algorithm == "ppo":
+            models["critic"] = {"optimizer": {"lr": 1e-3}}
+            section = {**section, "value_norm": "running"}
+        recipe = {
+            "algorithm": case.algorithm,
+            "run_dir": str(run_dir),
+            "cluster": f"1x{case.size}",
+            "device": "cpu",
+            "plan": case.plan,
+            "micro_batch_tokens": 256,
+            "models": models,
+            "data": {"train": str(self.root / "prompts.jsonl"), "batch": 8},
+            "training": {"steps": STEPS},
+            "generation": {"max_new_tokens": 6},
+            "checkpoint": {"every": 1},
+            "launch": {"max_restarts": KILLS + 1, "shrink": False},
+            "ppo" if case.algorithm == "ppo" else "policy": section,
+        }
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        file = run_dir.parent / "recipe.yaml"
+        file.write_text(yaml.safe_dump(recipe))
+        return file
+
+
+@dataclass
+class Ended:
+    """End of a run: what was wrong with it, its final files by name, and the kill points that it came to."""
+
+    wrong: list[str]
+    final: dict[str, str]
+    killed: list[str]
+
+
+def run(world: World, case: Case, name: str, points: list[dict[str, Any]]) -> Ended:
+    """Run a case, killing it at these points."""
+    directory = world.root / name
+    recipe = world.write_recipe(case, directory / "run")
+    for folder in ("temporary", "marks"):
+        (directory / folder).mkdir()
+    shared = set(os.listdir("/dev/shm"))
+    variables = {
+        "TMPDIR": str(directory / "temporary"),
+        "KILL_POINTS": json.dumps(points),
+        "KILL_MARKS": str(directory / "marks"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(world.root / "patches"), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, "-m", "realrl", "train", str(recipe)]
+    process = subprocess.Popen(
+        command, env={**os.environ, **variables}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        _, error = process.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return Ended(["does not end"], {}, [])
+    finally:
+        leftover = _find_processes(f"KILL_MARKS={directory / 'marks'}")
+    (directory / "error.txt").write_text(error)
+    wrong = [] if process.returncode == 0 else [f"ends with status {process.returncode}: {error[-400:]}"]
+    wrong += [f"leaves process {pid}" for pid in leftover]
+    wrong += [f"leaves {file}" for file in os.listdir(directory / "temporary") if file.startswith("realrl")]
+    wrong += [f"leaves /dev/shm/{file}" for file in set(os.listdir("/dev/shm")) - shared if "torch" in file]
+    wrong += [f"leaves {file}" for file in (directory / "run").rglob(".*")]
+    killed = [file.read_text() for file in sorted((directory / "marks").iterdir())]
+    files = [file for file in sorted((directory / "run").glob("final*/**/*")) if file.is_file()]
+    files += sorted((directory / "run").glob("final*.json"))
+    final = {
+        str(file.relative_to(directory / "run")): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in files
+    }
+    return Ended(wrong, final, killed)
+
+
+def _find_processes(marker: str) -> list[int]:
+    """Find processes that have this variable in their environment."""
+    time.sleep(0.5)
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def choose_points(case: Case, verbs: dict[int, Counter[str]], chance: random.Random) -> list[dict[str, Any]]:
+    """Choose where to kill each start of a run: a rank, and how often it has passed a place by then."""
+    points = []
+    for _ in range(KILLS):
+        rank = chance.randrange(case.size)
+        if chance.random() < 0.4:
+            name = chance.choice(PHASES[:7])
+            rank = 0 if name in OF_WRITER else rank
+            count = 1
+        else:
+            name = chance.choice(sorted(verbs[rank]))
+            count = chance.randint(1, verbs[rank][name])
+        delay = chance.choice((0.0, 0.0, 0.002, 0.02))
+        points.append({"rank": rank, "name": name, "count": count, "delay": delay})
+    # The models at the end are saved once, by the last start.
+    points[-1] = {"rank": 0, "name": chance.choice(PHASES[7:]), "count": 1, "delay": 0.0}
+    return points
+
+
+def read_verbs(run_dir: Path, size: int) -> dict[int, Counter[str]]:
+    """Count the instructions of each kind in a step of each rank."""
+    found = {}
+    for rank in range(size):
+        lines = (run_dir / "programs" / f"train-rank{rank}.txt").read_text().splitlines()[1:]
+        found[rank] = Counter(line.split()[0] for line in lines)
+    return found
+
+
+def main() -> None:
+    """Kill runs until there have been enough kills, and print what was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--points", type=int, default=80)
+    parser.add_argument("--out", type=Path, help="directory to keep all runs in")
+    given = parser.parse_args()
+    chance = random.Random(given.seed)
+    with tempfile.TemporaryDirectory(prefix="kill-") as scratch:
+        root = Path(scratch) if given.out is None else given.out
+        root.mkdir(parents=True, exist_ok=True)
+        world = World(root)
+        expected: dict[Case, Ended] = {}
+        killed: Counter[str] = Counter()
+        wrong = number = 0
+        while sum(killed.values()) < given.points:
+            case = Case(*CASES[number % len(CASES)])
+            number += 1
+            if case not in expected:
+                expected[case] = run(world, case, f"{case}-undisturbed", [])
+                if expected[case].wrong:
+                    sys.exit(f"{case}: {expected[case].wrong}")
+            verbs = read_verbs(root / f"{case}-undisturbed" / "run", case.size)
+            points = choose_points(case, verbs, chance)
+            started = time.monotonic()
+            ended = run(world, case, f"{case}-{number}", points)
+            killed.update(ended.killed)
+            if not ended.wrong and ended.final != expected[case].final:
+                differing = dict(expected[case].final.items() ^ ended.final.items())
+                ended.wrong.append(f"ends otherwise: {', '.join(sorted(differing))}")
+            wrong += bool(ended.wrong)
+            seconds = time.monotonic() - started
+            names = ", ".join(ended.killed)
+            print(f"{case} run {number}: {len(ended.killed)} kills ({names}) in {seconds:.0f} s", flush=True)
+            for text in ended.wrong:
+                print(f"  WRONG: {text}; points {json.dumps(points)}", flush=True)
+        print(f"seed {given.seed}: {sum(killed.values())} kills in {number} runs, {wrong} of them wrong")
+        print(", ".join(f"{name} {count}" for name, count in sorted(killed.items())))
+        sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

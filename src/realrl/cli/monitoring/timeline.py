@@ -1,0 +1,215 @@
+"""Picture of the last step of a run, as it was measured, with the predicted one below, on one scale."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from realrl.cli.page.templating import find_template
+from realrl.cli.page.text import format_interval, format_seconds, format_strategy
+from realrl.cli.page.timeline import DrawnBand, DrawnBox, Label, TimelineDrawing, list_labels, list_ticks
+from realrl.cli.page.tips import make_tip
+from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Run
+from realrl.program.prediction_file import PredictedStep
+from realrl.program.text import parse_instruction
+from realrl.program.trace_file import Event, find_rank, is_host, read_rank_traces
+
+_RANKS, _ALONE = 64, 8
+"""Ranks that are read, and the most that are drawn each by itself; of more, those that do the same are one band."""
+_HEIGHT, _LEAST, _MOST = 420, 18, 40
+"""Pixels of the whole picture where rows are neither too thin nor too high."""
+_EVALUATION = 1 << 40
+"""Number from which on steps are evaluations."""
+_NEGLIGIBLE = 2e-4
+"""Fraction of the picture; shorter slices are not drawn."""
+_COLOURS = 8
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row of the picture: the slices of one rank, for all that do the same; times in seconds."""
+
+    name: str
+    detail: str
+    slices: Sequence[Event]
+    origin: float
+
+
+@dataclass(frozen=True)
+class StepPicture:
+    """The picture, and the step it is of."""
+
+    step: int
+    """Step, counted from 1."""
+    seconds: float
+    """Seconds from the first slice to the end of the last one."""
+    predicted_seconds: float | None
+    drawing: TimelineDrawing
+
+    def to_html(self) -> dict[str, object]:
+        """Make the SVG elements of both parts; what comes from the run is escaped in them."""
+        module = find_template("timeline.jinja").module
+        return {
+            "step": self.step,
+            "seconds": self.seconds,
+            "predicted_seconds": self.predicted_seconds,
+            "height": round(self.drawing.height + module.axis, 1),  # type: ignore[attr-defined]
+            "gutter": str(module.gutter(self.drawing)),  # type: ignore[attr-defined]
+            "plot": str(module.patterns()) + str(module.plot(self.drawing, True)),  # type: ignore[attr-defined]
+        }
+
+
+def draw_last_step(run_dir: Path, kinds: Mapping[str, str]) -> StepPicture | None:
+    """Draw the last step that all ranks have finished; None as long as there is none.
+
+    `kinds`: call -> kind, as far as that is known; of other calls the end of their name tells.
+    """
+    traces = read_rank_traces(run_dir, _RANKS)
+    step = _find_step(traces)
+    if step is None:
+        return None
+    measured = {
+        rank: [event for event in events if event["args"].get("step") == step]
+        for rank, events in traces.items()
+    }
+    measured = {rank: events for rank, events in measured.items() if events}
+    origin = min(event["ts"] for events in measured.values() for event in events)
+    seconds = _end(event for events in measured.values() for event in events) - origin / 1e6
+    found = PredictedStep.load(run_dir)
+    predicted: dict[int, list[Event]] = {}
+    for event in (event for rank in found.ranks for event in rank) if found is not None else ():
+        if find_rank(event) in measured:
+            predicted.setdefault(find_rank(event), []).append(event)
+    expected = _end(event for events in predicted.values() for event in events) if predicted else None
+    rows = list(_list_rows(measured, predicted, origin))
+    drawing = _draw(rows, max(seconds, expected or 0.0, 1e-6), kinds)
+    return StepPicture(step + 1, seconds, expected, drawing)
+
+
+def _find_step(traces: Mapping[int, Sequence[Event]]) -> int | None:
+    """Find the latest step of training that most ranks have slices of.
+
+    Ranks write at different moments, each when a step has ended: the latest of one may be unknown to others.
+    """
+    counts: dict[int, int] = {}
+    for events in traces.values():
+        for step in {event["args"].get("step") for event in events}:
+            if isinstance(step, int) and 0 <= step < _EVALUATION:
+                counts[step] = counts.get(step, 0) + 1
+    return max(counts, key=lambda step: (counts[step], step), default=None)
+
+
+def _list_rows(
+    measured: Mapping[int, Sequence[Event]], predicted: Mapping[int, Sequence[Event]], origin: float
+) -> Iterator[_Row]:
+    def work(rank: int) -> object:
+        names = [
+            [event["name"] for event in sorted(events, key=lambda event: event["ts"])]
+            for events in (measured[rank], predicted.get(rank, ()))
+        ]
+        return rank if len(measured) <= _ALONE else names
+
+    for _, group in groupby(measured, key=work):
+        ranks = list(group)
+        name = f"rank{'s' if len(ranks) > 1 else ''} {format_interval(ranks)}"
+        for detail, events, start in (
+            ("measured", measured[ranks[0]], origin),
+            ("predicted", predicted.get(ranks[0], ()), 0.0),
+        ):
+            for host in (False, True):
+                slices = [event for event in events if is_host(event) == host]
+                if slices:
+                    yield _Row(name + " host" * host, detail, slices, start / 1e6)
+
+
+def _draw(rows: Sequence[_Row], whole: float, kinds: Mapping[str, str]) -> TimelineDrawing:
+    height = float(min(_MOST, max(_LEAST, _HEIGHT / len(rows))))
+    colours = _choose_colours(rows)
+    bands, boxes, borders = [], [], []
+    for number, row in enumerate(rows):
+        y = number * height
+        first = number == 0 or rows[number - 1].name != row.name
+        bands.append(DrawnBand(y, height, row.name if first else row.detail, ""))
+        if first and number:
+            borders.append(y)
+        for event in sorted(row.slices, key=lambda event: event["ts"]):
+            box = _box(event, row, whole, colours, kinds, y, height)
+            if box is not None:
+                boxes.append(box)
+    ticks = tuple(tick for tick in list_ticks(whole) if tick.x < 99)  # the last one's text would be cut
+    return TimelineDrawing(height * len(rows), tuple(bands), tuple(borders), tuple(boxes), ticks)
+
+
+def _box(
+    event: Event,
+    row: _Row,
+    whole: float,
+    colours: Mapping[str, str],
+    kinds: Mapping[str, str],
+    y: float,
+    height: float,
+) -> DrawnBox | None:
+    waiting = event["args"].get("waiting")
+    start = event["ts"] / 1e6 - row.origin
+    end = start + event["dur"] / 1e6
+    if isinstance(waiting, int | float) and 0 < waiting < event["dur"] / 1e6:
+        start += waiting
+    if end - start < _NEGLIGIBLE * whole:
+        return None
+    instruction = _parse(event["name"])
+    look, call = "wait", ""
+    labels: list[Label] = []
+    seconds = format_seconds(end - start)
+    match instruction:
+        case Run(call, None, _):
+            look, labels = "function", [Label((f"{call} · {seconds}",)), Label((call,))]
+        case Run(call, str(role), placement):
+            look = f"{colours[role]} {_kind(call, kinds)}"
+            labels = list(list_labels(call, role, format_strategy(placement), seconds))
+        case Reallocate(role, into=into):
+            look = f"{colours[into or role]} move"
+        case Load(role) | Offload(role):
+            look = f"{colours[role]} host"
+    title = " ".join(event["name"].split())
+    facts = [("takes", seconds), ("from", f"{start:.3f} s"), ("to", f"{end:.3f} s")]
+    facts += [("on", f"{row.name}, {row.detail}"), ("error", str(event["args"].get("error", "")))]
+    return DrawnBox(
+        x=100 * max(0.0, start) / whole,
+        width=100 * (end - start) / whole,
+        y=y + 1,
+        height=height - 2,
+        look=look,
+        call=call,
+        labels=tuple(labels),
+        tip=make_tip(title, facts),
+    )
+
+
+def _choose_colours(rows: Sequence[_Row]) -> dict[str, str]:
+    """Choose the colour of each role, in the order in which they come."""
+    roles: dict[str, None] = {}
+    for row in rows:
+        for event in sorted(row.slices, key=lambda event: event["ts"]):
+            match _parse(event["name"]):
+                case Run(role=str(role)) | Load(role) | Offload(role):
+                    roles[role] = None
+                case Reallocate(role, into=into):
+                    roles |= dict.fromkeys(name for name in (role, into) if name)
+    return {role: f"r{number % _COLOURS}" for number, role in enumerate(roles)}
+
+
+def _parse(name: str) -> Instruction | None:
+    """Read an instruction; None of what is none, such as a wait for a function."""
+    try:
+        return parse_instruction(name)
+    except ValueError:
+        return None
+
+
+def _kind(call: str, kinds: Mapping[str, str]) -> str:
+    last = call.rpartition(".")[2]
+    return kinds.get(call) or next((kind for kind in ("generate", "train") if kind in last), "inference")
+
+
+def _end(events: Iterator[Event]) -> float:
+    return max((event["ts"] + event["dur"]) / 1e6 for event in events)

@@ -1,0 +1,310 @@
+"""Status of a run that goes on or has ended, read from its directory. No torch."""
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from realrl.cli.reporting.metrics import MetricLine, find_metric, read_last
+from realrl.config.errors import UserError
+from realrl.config.paths import local_path
+from realrl.config.yaml_file import read_yaml
+from realrl.program.prediction_file import PredictedStep
+from realrl.program.text import format_ranks
+from realrl.runtime.monitor.ended import Ended
+from realrl.runtime.monitor.rank_status import RANKS, RankStatus, read_statuses
+from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
+from realrl.runtime.output.history import HISTORY, read_history
+from realrl.runtime.output.saved import BEST, CONFIG, METRICS, SUMMARY, list_checkpoints
+
+Liveness = Literal["running", "finished", "failed", "interrupted", "stale"]
+
+FRESH = 15.0
+"""Seconds after which a rank that has not been heard of, which it should be every 2 seconds, counts as silent."""
+_RECENT = 20
+"""Number of steps over which a rate is taken."""
+_TAIL = 1 << 22
+"""Bytes at the end of metrics.jsonl that are read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Seconds of the last training steps."""
+
+    last: float
+    recent: float
+    """Median of the last steps, 20 at most."""
+    before: float | None
+    """Median of as many steps before those; None where there are fewer."""
+    steps: tuple[float, ...]
+    """Seconds of the last steps, in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatestMetric:
+    """Latest value of a curve of the algorithm; None where it was not finite."""
+
+    metric: str
+    label: str
+    kind: str
+    step: int
+    value: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastCheckpoint:
+    """Last complete checkpoint, or saved models where those are newer."""
+
+    path: str
+    """Path relative to the run's directory."""
+    time: float
+    """When it was written, in seconds since 1970."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """Status of a run at some time. Times are in seconds since 1970."""
+
+    run_dir: str
+    algorithm: str | None
+    state: Liveness
+    reason: str
+    """Why that is its state, in words; empty where there is nothing to say."""
+    time: float
+    started: float | None
+    step: int
+    """Training steps done."""
+    steps: int | None
+    """Training steps of the run; None where that is not known yet."""
+    rates: Rates | None
+    predicted_step_seconds: float | None
+    end: float | None
+    """When the run will have ended at the rate of its last steps; of one that has ended, when that was."""
+    predicted_end: float | None
+    """When it will have ended at the rate that the plan predicts."""
+    metrics: tuple[LatestMetric, ...]
+    checkpoint: LastCheckpoint | None
+    restarts: int
+    """How often the run has been started again, by itself or by somebody."""
+    ranks: tuple[RankStatus, ...]
+    silent: tuple[int, ...]
+    """Ranks of a running run that are not heard of."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to JSON values."""
+        return asdict(self)
+
+
+def check_run(directory: str) -> Path:
+    """Find the directory of a run; UserError where it holds none."""
+    path = local_path(directory)
+    if not path.is_dir():
+        raise UserError(f"{directory}: no such directory")
+    if not (path / CONFIG).is_file():
+        raise UserError(f"{directory} holds no run: config.yaml is missing")
+    return path
+
+
+def read_status(path: Path, now: float | None = None) -> RunStatus:
+    """Read the status of a run in a directory that `check_run` accepts. What is damaged or absent is left out."""
+    now = time.time() if now is None else now
+    config = _read_config(path)
+    ranks = _read_ranks(path)
+    lines = read_last(path / METRICS, _TAIL)
+    trained = [line for line in lines if line.kind == "train"]
+    algorithm = _read_algorithm(path)
+    ended = Ended.load(path)
+    state, reason, silent = _find_state(path, ranks, ended, now)
+    step = max([*(line.step for line in lines[-1:]), *(rank.step for rank in ranks)], default=0)
+    steps = next((rank.steps for rank in ranks if rank.steps), None) or _number(config, "training", "steps")
+    rates = _find_rates(trained)
+    predicted = PredictedStep.load(path)
+    seconds = None if predicted is None or not isfinite(predicted.seconds) else predicted.seconds
+    end = predicted_end = None
+    if state == "running" and steps is not None:
+        since = _modified(path / METRICS) or now
+        further = _evaluation_seconds(config, lines, step, steps)
+        if rates is not None:
+            end = max(now, since + (steps - step) * rates.recent + further)
+        if seconds is not None:
+            predicted_end = max(now, since + (steps - step) * seconds + further)
+    elif state != "running":
+        end = ended.time if ended is not None else _modified(path / SUMMARY)
+    return RunStatus(
+        run_dir=str(path),
+        algorithm=None if algorithm is None else algorithm.name,
+        state=state,
+        reason=reason,
+        time=now,
+        started=min((rank.started for rank in ranks), default=_modified(path / CONFIG)),
+        step=step,
+        steps=steps,
+        rates=rates,
+        predicted_step_seconds=seconds,
+        end=end,
+        predicted_end=predicted_end,
+        metrics=() if algorithm is None else tuple(_list_latest(algorithm, lines)),
+        checkpoint=_find_checkpoint(path, ranks),
+        restarts=max([len(read_history(path / HISTORY)) - 1, 0, *(rank.restart for rank in ranks)]),
+        ranks=ranks,
+        silent=silent,
+    )
+
+
+def _read_ranks(path: Path) -> tuple[RankStatus, ...]:
+    """Read the ranks of the last start; of an earlier one there may have been more."""
+    found = read_statuses(path / RANKS).values()
+    begun = max((rank.started for rank in found), default=0.0)
+    return tuple(rank for rank in found if rank.time > begun - FRESH)
+
+
+def _find_state(
+    path: Path, ranks: Sequence[RankStatus], ended: Ended | None, now: float
+) -> tuple[Liveness, str, tuple[int, ...]]:
+    """Find the state of a run, the reason for it, and the ranks that are silent."""
+    silent = tuple(rank.rank for rank in ranks if now - rank.time > FRESH or _is_gone(rank, now))
+    newest = max((rank.time for rank in ranks), default=None)
+    # A beat at the very end may come after the command has written how it ended.
+    over = ended is not None and (newest is None or newest < ended.time + 3)
+    if ranks and len(silent) < len(ranks) and not over:
+        words = _describe_silence([rank for rank in ranks if rank.rank in silent], now)
+        return "running", words, silent
+    if over and ended is not None:
+        if ended.status == 0:
+            return "finished", "", ()
+        return "interrupted" if ended.status in (130, 143) else "failed", ended.message, ()
+    if (path / SUMMARY).is_file():
+        return "finished", "", ()
+    if ranks:
+        return "stale", _describe_silence(ranks, now), ()
+    changed = _modified(path / METRICS) or _modified(path / CONFIG) or 0.0
+    if now - changed < 4 * FRESH:
+        return "running", "no rank has reported yet", ()
+    return "stale", f"nothing has been written for {format_duration(now - changed)}", ()
+
+
+def _is_gone(rank: RankStatus, now: float) -> bool:
+    """Tell whether a process of this machine, which should have been heard of, does not exist."""
+    if now - rank.time < 3 or rank.host != socket.gethostname() or rank.pid <= 0:
+        return False
+    try:
+        os.kill(rank.pid, 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        pass
+    return False
+
+
+def _describe_silence(silent: Sequence[RankStatus], now: float) -> str:
+    if not silent:
+        return ""
+    last = max(rank.time for rank in silent)
+    text = f"{_name_ranks(silent)} silent for {format_duration(now - last)}"
+    gone = [rank for rank in silent if _is_gone(rank, now)]
+    if gone:
+        text += f"; gone: the process{'es' * (len(gone) > 1)} of {_name_ranks(gone)}"
+    return text
+
+
+def _name_ranks(ranks: Sequence[RankStatus]) -> str:
+    numbers = format_ranks(sorted(rank.rank for rank in ranks)).replace(",", ", ")
+    return f"rank{'s' * (len(ranks) > 1)} {numbers}"
+
+
+def _find_rates(trained: Sequence[MetricLine]) -> Rates | None:
+    seconds = [line.seconds for line in trained if line.seconds is not None and line.seconds >= 0]
+    if not seconds:
+        return None
+    recent, before = seconds[-_RECENT:], seconds[-2 * _RECENT : -_RECENT]
+    return Rates(
+        last=seconds[-1],
+        recent=median(recent),
+        before=median(before) if len(before) == _RECENT else None,
+        steps=tuple(recent),
+    )
+
+
+def _evaluation_seconds(config: Any, lines: Sequence[MetricLine], step: int, steps: int) -> float:
+    """Estimate the seconds of the evaluations that are still to come."""
+    taken = [line.seconds for line in lines if line.kind == "eval" and line.seconds is not None]
+    if not taken or step >= steps:
+        return 0.0
+    every = _number(config, "evaluation", "every")
+    due = 1 if every is None else (steps - 1) // every - step // every + 1
+    return due * median(taken[-_RECENT:])
+
+
+def _list_latest(algorithm: AlgorithmRecord, lines: Sequence[MetricLine]) -> list[LatestMetric]:
+    """List the latest values of the algorithm's curves, in training and in evaluations."""
+    found = []
+    for metric, label in algorithm.curves.items():
+        for kind in ("train", "eval"):
+            for line in reversed(lines):
+                name = find_metric(line.metrics, metric) if line.kind == kind else None
+                if name is not None:
+                    value = line.metrics[name]
+                    found.append(
+                        LatestMetric(metric=name, label=label, kind=kind, step=line.step, value=value)
+                    )
+                    break
+    return found
+
+
+def _find_checkpoint(path: Path, ranks: Sequence[RankStatus]) -> LastCheckpoint | None:
+    named = [path / rank.checkpoint for rank in ranks if rank.checkpoint]
+    named += list(list_checkpoints(path).values())[:1]
+    named += [path / name for name in (BEST, "final")]
+    written = [(changed, file) for file in named if (changed := _modified(file)) is not None]
+    if not written:
+        return None
+    changed, file = max(written)
+    return LastCheckpoint(path=os.path.relpath(file, path), time=changed)
+
+
+def _read_algorithm(path: Path) -> AlgorithmRecord | None:
+    try:
+        return AlgorithmRecord.load(path) if (path / RECORD).is_file() else None
+    except (UserError, OSError):
+        return None
+
+
+def _read_config(path: Path) -> Any:
+    try:
+        return read_yaml(str(path / CONFIG))
+    except UserError:
+        return {}
+
+
+def _number(config: Any, section: str, name: str) -> int | None:
+    """Find a positive whole number in a recipe as a file has it."""
+    found = config.get(section) if isinstance(config, Mapping) else None
+    value = found.get(name) if isinstance(found, Mapping) else None
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _modified(file: Path) -> float | None:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return None
+
+
+def format_duration(seconds: float) -> str:
+    """Format seconds with one or two units: `0.52 s`, `45 s`, `12 min`, `3 h 20 min`, `2 d 4 h`."""
+    if seconds < 9.95:
+        return f"{max(0.0, seconds):.2g} s"
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours = round(minutes / 60)
+    if hours < 24:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{hours // 24} d {hours % 24} h"

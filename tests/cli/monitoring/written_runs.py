@@ -1,0 +1,110 @@
+"""Directories of runs, written on the spot."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from realrl.checkpoint.state.manifest import MANIFEST
+from realrl.program.prediction_file import PredictedMemory, PredictedStep
+from realrl.program.trace_file import Event, make_event, write_rank_trace
+from realrl.recipe.registry import find_algorithm
+from realrl.runtime.monitor.rank_status import RANKS, RankStatus, name_status_file
+from realrl.runtime.output.algorithm_record import AlgorithmRecord
+
+GIB = 1 << 30
+GONE = 2**22 - 1
+"""A process id that no process has."""
+CALLS = ("actor.generate [actor] on d2 t1 p1 @0-1 mb=8192", "actor.train [actor] on d2 t1 p1 @0-1 mb=8192")
+
+
+def write_run(path: Path, steps: int = 40, **training: Any) -> Path:
+    """A run of PPO that has come to a step, evaluated every 10; the last 20 steps took 2 s each, others 1 s."""
+    path.mkdir(parents=True)
+    settings = {"steps": 100, **training}
+    config = {"algorithm": "ppo", "training": settings, "evaluation": {"every": 10}}
+    (path / "config.yaml").write_text(json.dumps(config))
+    AlgorithmRecord.of(find_algorithm("ppo")[0], ("actor", "critic")).save(path)
+    add_steps(path, range(steps))
+    return path
+
+
+def add_steps(path: Path, steps: Sequence[int]) -> None:
+    with (path / "metrics.jsonl").open("a") as file:
+        for step in steps:
+            if step % 10 == 0:
+                file.write(
+                    format_line(step, "eval", 4.0, {"reward.inference/score": step / 10, "judge": None})
+                )
+            seconds = 2.0 if step >= steps[-1] - 19 else 1.0
+            metrics = {"actor.train/score": step / 100, "actor.train/kl": 0.5, "actor.train/loss": 1.5}
+            file.write(format_line(step + 1, "train", seconds, metrics))
+
+
+def format_line(step: int, kind: str, seconds: float, metrics: dict[str, float | None]) -> str:
+    return json.dumps({"step": step, "kind": kind, "seconds": seconds, "metrics": metrics}) + "\n"
+
+
+def write_rank(path: Path, rank: int, *, ago: float = 0.0, **changes: Any) -> None:
+    now = time.time()
+    known = {
+        "rank": rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "time": now - ago,
+        "started": now - ago - 100,
+        "step": 40,
+        "steps": 100,
+        "doing": "train",
+        "instruction": f"run        {CALLS[0]}",
+        "call": "actor.generate",
+        "since": now - ago - 1.5,
+        "resident_bytes": GIB,
+        "peak_resident_bytes": 2 * GIB,
+        "device_bytes": GIB,
+    }
+    (path / RANKS).mkdir(exist_ok=True)
+    name_status_file(path / RANKS, rank).write_text(RankStatus.from_json(known | changes).to_text())
+
+
+def write_step(path: Path, ranks: int = 2, extra: Sequence[Event] = (), step: int = 39) -> None:
+    """Traces of the last step, each call of which took 1 s, and its prediction of half of that."""
+    predicted = []
+    for rank in range(ranks):
+        slices = [
+            make_event(rank, f"run        {call}", 5e15 + i * 1e6, 1e6, {"step": step})
+            for i, call in enumerate(CALLS)
+        ]
+        write_rank_trace(path, rank, [*slices, *extra])
+        predicted.append(
+            [
+                make_event(rank, f"run        {call}", i * 5e5, 5e5, {"step": 0, "waiting": 0.0})
+                for i, call in enumerate(CALLS)
+            ]
+        )
+    memory = tuple(
+        PredictedMemory(
+            rank=rank,
+            capacity_bytes=4 * GIB,
+            resting_bytes=GIB,
+            peak_bytes=3 * GIB,
+            during="actor.train",
+        )
+        for rank in range(ranks)
+    )
+    PredictedStep(seconds=1.25, ranks=predicted, memory=memory).save(path)
+
+
+def write_samples(path: Path, step: int, rows: Sequence[dict[str, Any]]) -> None:
+    (path / "samples").mkdir(exist_ok=True)
+    (path / "samples" / f"step-{step:06}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_checkpoint(path: Path, step: int) -> None:
+    """A checkpoint that looks whole from outside."""
+    folder = path / "checkpoints" / f"step-{step:06}"
+    folder.mkdir(parents=True)
+    (folder / MANIFEST).write_text("{}")

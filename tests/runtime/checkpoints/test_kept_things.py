@@ -1,0 +1,143 @@
+"""What goes on after a resume besides weights: a reward's own state, and what is kept of checkpoints."""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from realrl.cli.app import run_app
+from realrl.config.errors import UserError
+from realrl.recipe.checkpoint import CheckpointConfig
+from realrl.recipe.data import SpikeConfig
+from realrl.recipe.evaluation import BestConfig
+from realrl.runtime.checkpoints.retention import choose_kept
+from realrl.runtime.checkpoints.spikes import Spike, SpikeDetector
+from realrl.runtime.output.saved import list_checkpoints
+from tests.conftest import World, read_metrics
+from tests.runtime.checkpoints.interrupted import interrupt
+from tests.runtime.checkpoints.test_resume import lines, write_recipe
+
+REWARD = """
+class Novelty:
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, completions):
+        self.calls += 1
+        return [self.calls + len(text) / 100 for text in completions]
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+
+novelty = Novelty()
+"""
+
+
+def test_a_reward_function_goes_on_with_its_state(world: World, tmp_path: Path) -> None:
+    reward = tmp_path / "novelty.py"
+    reward.write_text(REWARD)
+    changes = {"reward": f"{reward}:novelty", "models__reward": None, "evaluation__every": None}
+    recipe = write_recipe(world, "grpo", tmp_path / "whole", data__eval=None, **changes)
+    # In processes of their own: in this one, a function that has been imported keeps what it has.
+    assert run_app(["train", str(recipe), "cluster=1x2"]) == 0
+    whole = tmp_path / "whole" / "run"
+    resumed = interrupt(whole, 2, tmp_path)
+    assert run_app(["train", str(recipe), f"run_dir={resumed}", "cluster=1x2"]) == 0
+    assert lines(resumed) == lines(whole)
+
+
+def test_training_goes_back_after_a_spike_without_the_records_since(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looked: list[int] = []
+
+    def look(self: SpikeDetector, step: int, metrics: object) -> Spike | None:
+        looked.append(step)
+        return Spike(step, 9.0, 1.0) if step == 4 and looked.count(4) == 1 else None
+
+    monkeypatch.setattr(SpikeDetector, "look", look)
+    spike = {"metric": "actor.train/loss", "back": 2}
+    recipe = write_recipe(
+        world, "sft", tmp_path / "whole", training__spike=spike, data__shuffle=False, plan="symmetric"
+    )
+    assert run_app(["train", str(recipe)]) == 0
+    run_dir = tmp_path / "whole" / "run"
+    assert looked == [1, 2, 3, 4, 3, 4, 5]
+    assert [line["step"] for line in lines(run_dir) if line["kind"] == "train"] == [1, 2, 3, 4, 5]
+    assert {*list_checkpoints(run_dir)} == {1, 2, 3, 4, 5}
+    assert (run_dir / "checkpoints" / "unused-step-000003").is_dir()
+    error = capsys.readouterr().err
+    assert "step 4: actor.train/loss is 9, usually 1; training goes back to step 2, leaving out 32" in error
+
+
+def test_spikes_are_far_above_what_is_usual() -> None:
+    detector = SpikeDetector(SpikeConfig(metric="loss", window=8, factor=4.0))
+    values = [3.0, 2.9, 3.1, 3.0, 2.9, 3.1, 2.0, 3.3, 4.5, 3.0, float("nan")]
+    spikes = [detector.look(step, {"loss": value}) for step, value in enumerate(values, 1)]
+    assert [spike.step for spike in spikes if spike is not None] == [9, 11]
+    assert spikes[8] is not None and spikes[8].usual == pytest.approx(3.0)
+    with pytest.raises(UserError, match=r"no such metric; did you mean losses\?"):
+        detector.look(1, {"losses": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_best", "direction", "kept"),
+    [
+        (2, 0, "highest", {40, 50}),
+        (1, 1, "highest", {30, 50}),
+        (1, 2, "lowest", {10, 20, 50}),
+        (9, 1, "highest", {10, 20, 30, 40, 50}),
+    ],
+)
+def test_the_last_and_the_best_checkpoints_are_kept(
+    keep: int, keep_best: int, direction: Literal["highest", "lowest"], kept: set[int]
+) -> None:
+    settings, best = CheckpointConfig(keep=keep, keep_best=keep_best), BestConfig(metric="m", keep=direction)
+    metrics = {10: 1.0, 20: 1.5, 30: 3.0, 40: 2.0}
+    assert choose_kept([10, 20, 30, 40, 50], settings, best, metrics) == kept
+
+
+def test_the_checkpoint_of_the_best_evaluation_is_kept(world: World, tmp_path: Path) -> None:
+    best = {"metric": "actor.inference/loss", "keep": "highest"}
+    more = {"evaluation__best": best, "checkpoint__keep_best": 1, "evaluation__every": 1}
+    recipe = write_recipe(world, "sft", tmp_path / "whole", checkpoint__keep=1, **more)
+    assert run_app(["train", str(recipe)]) == 0
+    run_dir = tmp_path / "whole" / "run"
+    # The loss falls, so that the highest one is the first.
+    assert {*list_checkpoints(run_dir)} == {0, 5}
+    note = json.loads((run_dir / "checkpoints" / "step-000000" / "metric.json").read_text())
+    assert note["value"] == read_metrics(run_dir, "eval")[0]["actor.inference/loss"]
+
+
+def test_an_export_is_what_was_saved(world: World, tmp_path: Path) -> None:
+    recipe = write_recipe(world, "ppo", tmp_path / "whole", data__eval=None, evaluation__every=None)
+    assert run_app(["train", str(recipe), "training.steps=1"]) == 0
+    run_dir = tmp_path / "whole" / "run"
+    assert run_app(["export", str(run_dir), "--out", str(tmp_path / "out")]) == 0
+    for role, saved in (("actor", "final"), ("critic", "final-critic")):
+        files = {file.name for file in (run_dir / saved).iterdir()}
+        assert {file.name for file in (tmp_path / "out" / role).iterdir()} == files
+        for name in files:
+            assert (tmp_path / "out" / role / name).read_bytes() == (run_dir / saved / name).read_bytes()
+    assert run_app(["export", str(run_dir), "--out", str(tmp_path / "out")]) == 2
+    assert run_app(["export", str(run_dir), "--out", str(tmp_path / "o"), "--step", "7"]) == 2
+
+
+def test_a_new_run_from_saved_models_goes_on_with_their_state(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kl = {"ppo__kl": {"adaptive": True, "target": 0.01, "horizon": 100}}
+    none = {"data__eval": None, "evaluation__every": None, "training__steps": 2}
+    assert run_app(["train", str(write_recipe(world, "ppo", tmp_path / "first", **kl, **none))]) == 0
+    final = tmp_path / "first" / "run" / "final"
+    coefficient = json.loads(final.with_name("final-state.json").read_text())["state"]["kl_coef"]
+    models = {"models__actor": {"path": str(final)}, "models__critic": {"path": f"{final}-critic"}}
+    recipe = write_recipe(world, "ppo", tmp_path / "second", **kl, **none, **models)
+    assert run_app(["train", str(recipe)]) == 0
+    assert f"the algorithm goes on from {final}-state.json" in capsys.readouterr().err
+    first = read_metrics(tmp_path / "second" / "run")[0]
+    assert first["actor.train/kl_coef"] == pytest.approx(coefficient)
