@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from realrl.config.errors import UserError
 from realrl.runtime.network import interfaces
-from realrl.runtime.network.meeting import open_room
 from realrl.runtime.network.interfaces import INTERFACE_VARIABLE, find_interface, find_own_address, use_route
+from realrl.runtime.network.meeting import open_room
 
 
 def test_ranks_that_meet_again_find_nothing_of_those_that_have_gone() -> None:
