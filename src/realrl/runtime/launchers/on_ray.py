@@ -13,7 +13,7 @@ from typing import Any
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.recipe.launch import LaunchConfig
-from realrl.runtime.launchers.rank_process import Look, ActorPlace, RankProcess, list_import_path
+from realrl.runtime.launchers.rank_process import ActorPlace, Look, RankProcess, list_import_path
 from realrl.runtime.monitor.sign import Sign
 from realrl.runtime.processes.environment import RESTART_VARIABLE
 from realrl.runtime.processes.error_reports import DEATH, Failure, find_first_cause
