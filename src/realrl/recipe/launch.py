@@ -6,7 +6,7 @@ from realrl.config.base import Settings
 
 
 class LaunchConfig(Settings):
-    """What becomes of a run whose processes fail."""
+    """Limits and restarts for runs whose processes fail."""
 
     freeze_seconds: float = Field(default=30.0, ge=2, le=86_400)
     """Seconds without a sign of life after which a process is taken to be frozen, and the run fails. A process that
