@@ -1,6 +1,7 @@
 """`realrl train`."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -148,10 +149,14 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
 
 
 def _write_end(run_dir: Path, failure: BaseException | None) -> None:
-    """Write how the run ended, unless the launcher has, which knows the first cause."""
+    """Write how the run ended; in processes of the local launcher, it does, knowing the first cause and whether it
+    starts them again."""
     from realrl.runtime.monitor.ended import write_end
+    from realrl.runtime.processes.environment import SCRATCH_VARIABLE
     from realrl.runtime.processes.error_reports import describe_failure
 
+    if SCRATCH_VARIABLE in os.environ:
+        return
     if failure is None or (isinstance(failure, typer.Exit) and not failure.exit_code):
         write_end(run_dir, 0)
     elif isinstance(failure, Interrupted):
