@@ -59,6 +59,16 @@ def reason_of(error: OSError) -> str:
     return error.strerror or str(error) or type(error).__name__
 
 
+def make_private(directory: Path) -> None:
+    """Make a directory that only this user can look into; one that is there keeps its mode. OSError.
+
+    Directories above it are made as the user's umask says.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    # A mode given to mkdir is still subject to the umask, which can only take away.
+    directory.mkdir(mode=0o700, exist_ok=True)
+
+
 def check_file(name: str, path: Path) -> None:
     """Check that a file could be written, making its directory if need be; UserError beginning with `name`."""
     if path.is_dir():

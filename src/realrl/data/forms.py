@@ -342,7 +342,7 @@ def _template_options(record: Fields) -> Fields:
     if isinstance(tools, str) and tools.lstrip().startswith("["):
         try:
             tools = json.loads(tools)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise BadRecordError("field 'tools' is not valid JSON") from None
     # Whatever else is called so is for functions.
     described = isinstance(tools, list) and bool(tools) and all(isinstance(tool, dict) for tool in tools)

@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -14,6 +14,8 @@ MANIFEST = "manifest.json"
 """File that makes a directory a checkpoint; it is written last."""
 FORMAT = 1
 """Version of the format; readers refuse any other."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+"""Bytes of an element, by the name of each dtype that tensors of a checkpoint may have."""
 LARGEST_MANIFEST = 2**31
 """Bytes of a file that is read as a manifest, at most."""
 
@@ -101,12 +103,41 @@ def read_manifest(directory: Path) -> Manifest:
             raise CheckpointError(f"{directory / name} cannot be read: {reason_of(error)}") from None
         if found != size:
             raise CheckpointError(f"{directory / name} is damaged: it has {found} bytes instead of {size}")
+    _check_chunks(file, manifest)
     return manifest
 
 
 def is_checkpoint(directory: Path) -> bool:
     """Tell whether a directory is a checkpoint that was written to its end."""
     return (directory / MANIFEST).is_file()
+
+
+def _check_chunks(file: Path, manifest: Manifest) -> None:
+    """Check that all boxes lie inside their tensors and inside files of the checkpoint; else CheckpointError.
+
+    So that a reader neither allocates what no file holds, nor reads files elsewhere.
+    """
+    if any(not isinstance(size, int) or Path(name).name != name for name, size in manifest.files.items()):
+        raise CheckpointError(f"{file} is damaged: it names files that are no files of a checkpoint")
+    for name, tensor in manifest.tensors.items():
+        width = DTYPE_BYTES.get(tensor.dtype)
+        if width is None or not _are_sizes(tensor.shape):
+            raise CheckpointError(f"{file} is damaged: {name} has no known type or no shape")
+        for chunk in tensor.chunks:
+            inside = (
+                _are_sizes((*chunk.offset, *chunk.size, chunk.start))
+                and len(chunk.offset) == len(chunk.size) == len(tensor.shape)
+                and all(
+                    offset + size <= whole
+                    for offset, size, whole in zip(chunk.offset, chunk.size, tensor.shape, strict=True)
+                )
+            )
+            if not inside or chunk.start + prod(chunk.size) * width > manifest.files.get(chunk.file, -1):
+                raise CheckpointError(f"{file} is damaged: it names parts of {name} that there are not")
+
+
+def _are_sizes(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, int) and value >= 0 for value in values)
 
 
 def _to_text(value: Any) -> str:

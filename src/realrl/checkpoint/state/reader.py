@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from realrl.checkpoint.state.manifest import CheckpointError, Chunk, Manifest
+from realrl.checkpoint.state.manifest import DTYPE_BYTES, CheckpointError, Chunk, Manifest
 from realrl.checkpoint.state.pieces import PiecesLoadPlanner, State
 from realrl.checkpoint.state.writer import find_cause
 from realrl.config.files import reason_of
 
-DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+DTYPES = {name: getattr(torch, name) for name in DTYPE_BYTES}
 """Dtypes that tensors of a checkpoint may have, by name."""
 
 

@@ -1,5 +1,6 @@
 """Messages between pipeline stages."""
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -99,11 +100,15 @@ class Pipeline:
         """Broadcast the last stage's metrics to every stage."""
         if self.group.size == 1:
             return metrics
-        box = [metrics.to_plain() if self.last else None]
-        cpu = torch.device("cpu")
-        dist.broadcast_object_list(box, self.group.ranks[-1], group=self.group.handle, device=cpu)
-        assert box[0] is not None, "the last stage has sent its metrics"
-        return Metrics.from_plain(box[0])
+        source, handle = self.group.ranks[-1], self.group.handle
+        text = json.dumps(metrics.to_plain()).encode() if self.last else b""
+        size = torch.tensor([len(text)])
+        dist.broadcast(size, source, group=handle)
+        message = torch.empty(int(size), dtype=torch.uint8)
+        if self.last:
+            message = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        dist.broadcast(message, source, group=handle)
+        return Metrics.from_plain(json.loads(message.numpy().tobytes()))
 
     def wait_sends(self) -> None:
         """Wait until everything sent has left."""

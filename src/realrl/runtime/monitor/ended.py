@@ -1,4 +1,4 @@
-"""How a run ended, as a file of its directory. No torch."""
+"""End of a run, as a file of its directory. No torch."""
 
 import json
 import time

@@ -49,11 +49,11 @@ _SHOWN = 3
 class EarlierRun:
     """An earlier run that is continued.
 
-    checkpoints: the latest one first; the run starts from its beginning where there is none. changed: settings that
-    are different now, as `name: old, now new`. finished: whether there is nothing left to do.
+    checkpoints: steps before each, the latest one first; the run starts from its beginning where there is none.
+    changed: settings that are different now, as `name: old, now new`. finished: whether nothing is left to do.
     """
 
-    checkpoints: tuple[Path, ...]
+    checkpoints: tuple[int, ...]
     changed: tuple[str, ...] = ()
     finished: bool = False
 
@@ -87,7 +87,7 @@ def find_earlier_run(experiment: Experiment) -> EarlierRun | None:
         )
     ended = (path / SUMMARY).is_file()
     longer = any(name in differing for name in _LENGTH)
-    checkpoints = tuple(list_checkpoints(path).values())
+    checkpoints = tuple(list_checkpoints(path))
     if ended and not longer and not others:
         return EarlierRun(checkpoints, finished=True)
     if not checkpoints and (saved := _find_models(path)) is not None:

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from realrl.config.errors import RunError, UserError
-from realrl.config.files import as_os_error, check_directory, partial_path, reason_of, write_whole
+from realrl.config.files import (
+    as_os_error,
+    check_directory,
+    make_private,
+    partial_path,
+    reason_of,
+    write_whole,
+)
 from realrl.config.paths import local_path
 from realrl.config.secrets.redaction import redact_code
 from realrl.config.user_code import find_source, is_own_module
@@ -35,6 +42,7 @@ from realrl.runtime.output.saved import (
     checkpoint_path,
     find_saved,
     list_checkpoints,
+    remove_partial,
 )
 from realrl.runtime.output.saved_state import name_state_file
 from realrl.runtime.output.trackers.trackers import TRACKED, Trackers, open_trackers
@@ -118,9 +126,12 @@ class RunDirectory:
             if restored is None:
                 self._clear()
             else:
+                remove_partial(self.path)
                 shutil.rmtree(self.path / PROGRAMS, ignore_errors=True)
                 self.go_back(restored)
-            (self.path / PROGRAMS).mkdir(parents=True, exist_ok=True)
+            # Samples, data and weights are nobody else's business unless the user says so.
+            make_private(self.path)
+            (self.path / PROGRAMS).mkdir(exist_ok=True)
             write_whole(self.path / CONFIG, dump_experiment(experiment))
             AlgorithmRecord.of(get_spec(experiment), self._trained).save(self.path)
             for setting, file in _find_code(experiment).items():

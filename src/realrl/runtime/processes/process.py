@@ -22,6 +22,9 @@ from realrl.runtime.prepare.cluster import written_cluster
 from realrl.runtime.prepare.gpu import NO_GPU, Gpu
 from realrl.runtime.processes.environment import STORE_VARIABLE, under_launcher
 from realrl.runtime.processes.logs import LOGS, move_log
+from realrl.runtime.processes.meeting import TIMEOUT, meet
+from realrl.runtime.processes.messages import gather_values
+from realrl.runtime.processes.network import limit_silence
 from realrl.runtime.processes.supervision import Supervision
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -61,6 +64,7 @@ class Process:
             handle = dist.new_group(sorted(ranks)) if len(ranks) > 1 else None
             if self.rank in ranks:
                 found[ranks] = Group(ranks, ranks.index(self.rank), handle)
+        limit_silence()
         return found
 
     def make_control_group(self) -> dist.ProcessGroup | None:
@@ -69,12 +73,10 @@ class Process:
         return None if self.control is None else dist.new_group(backend="gloo")
 
     def gather(self, value: Any) -> list[Any]:
-        """All-gather one object per rank: the list in the order of ranks, on every rank."""
+        """All-gather one plain value or record per rank: the list in the order of ranks, on every rank."""
         if self.control is None:
             return [value]
-        everyone: list[Any] = [None] * self.world
-        dist.all_gather_object(everyone, value, group=self.control)
-        return everyone
+        return gather_values(value, self.control)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -168,10 +170,10 @@ def connect(device: Device, launch: LaunchConfig | None = None) -> Process:
     store = os.environ.get(STORE_VARIABLE)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        init_method=f"file://{store}" if store else "env://",
+        store=dist.FileStore(store, world) if store else meet(rank, world),
         rank=rank,
         world_size=world,
-        timeout=timedelta(minutes=30),
+        timeout=TIMEOUT,
     )
     if cuda:
         # NCCL wants every rank at a group's first operation; later ones may be between some of them.
@@ -182,6 +184,7 @@ def connect(device: Device, launch: LaunchConfig | None = None) -> Process:
         supervision.watch_others(world, process.gather(secrets.token_hex(8))[0], launch or LaunchConfig())
         dist.barrier(group=control)
         supervision.start_watch()
+    limit_silence()
     return process
 
 

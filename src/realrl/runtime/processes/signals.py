@@ -21,6 +21,12 @@ PATIENCE = 10.0
 It may be busy in code that is not Python, or wait for a rank that has gone.
 """
 
+ECHO = 2.0
+"""Seconds after SIGTERM in which another one is the same request.
+
+Slurm sends it to every process of a job, and torchrun, which is one of them, passes it on.
+"""
+
 GRACE = PATIENCE / 4
 """Seconds that the local launcher waits for its processes, once after SIGTERM and once after SIGKILL.
 
@@ -157,7 +163,8 @@ def show_cursor() -> None:
 def _end_at_last(reader: int) -> None:
     first = _await_signal(reader, None)
     grace = _deferral.grace if first == signal.SIGTERM else None
-    _await_signal(reader, PATIENCE + (grace or 0.0))
+    if grace is None or not _await_signal(reader, ECHO, but=signal.SIGTERM):
+        _await_signal(reader, PATIENCE + (grace or 0.0))
     show_cursor()
     if is_writer():
         message = (
@@ -167,11 +174,11 @@ def _end_at_last(reader: int) -> None:
     os._exit(128 + first)
 
 
-def _await_signal(reader: int, seconds: float | None) -> int:
-    """Wait for the next signal; return its number, or 0 when there was none for so long."""
+def _await_signal(reader: int, seconds: float | None, but: int = 0) -> int:
+    """Wait for the next signal `but` one; return its number, or 0 when there was none for so long."""
     while select.select([reader], [], [], seconds)[0]:
         number = os.read(reader, 1)[0]
-        if number in SIGNALS:
+        if number in SIGNALS and number != but:
             return number
     return 0
 

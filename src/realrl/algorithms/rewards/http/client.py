@@ -104,7 +104,7 @@ class Client:
             raise RequestError(f"answered more than {LARGEST_ANSWER >> 20} MiB")
         try:
             return json.loads(content)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise RequestError(f"answered {content[:40]!r}, which is no JSON") from None
 
     def _wait(self, attempt: int, retry_after: float | None) -> float:

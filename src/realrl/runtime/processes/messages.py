@@ -1,0 +1,74 @@
+"""Python values as messages between ranks.
+
+They are pickled, since plans and times are dataclasses, but read back by a reader that makes nothing other than
+plain values and records of this package: whoever gets a message into the network of a run cannot run code by it.
+"""
+
+import importlib
+import io
+import pickle
+from dataclasses import is_dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel
+
+from realrl.config.errors import RunError, UserError
+
+_PACKAGE = __name__.partition(".")[0]
+_PLAIN = {
+    ("builtins", "set"),
+    ("builtins", "frozenset"),
+    ("builtins", "range"),
+    ("builtins", "complex"),
+    ("builtins", "bytearray"),
+    ("collections", "deque"),
+    ("collections", "defaultdict"),
+    ("collections", "OrderedDict"),
+}
+"""Types, besides those that pickle has codes for, that may be in a message."""
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reader that refuses all classes and functions but those of records."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Find a class by name; UnpicklingError for any that is no record of this package."""
+        if (module, name) in _PLAIN:
+            return super().find_class(module, name)
+        # Not by super(), which would import whatever module is named.
+        if module.partition(".")[0] == _PACKAGE:
+            found = getattr(importlib.import_module(module), name, None)
+            if isinstance(found, type) and _is_record(found):
+                return found
+        raise pickle.UnpicklingError(f"{module}.{name} may not be in a message between ranks")
+
+
+def _is_record(kind: type) -> bool:
+    return is_dataclass(kind) or issubclass(kind, BaseModel | Enum | UserError | RunError)
+
+
+def pack(value: Any) -> bytes:
+    """Write a value as a message."""
+    return pickle.dumps(value)
+
+
+def unpack(message: bytes) -> Any:
+    """Read the value of a message; UnpicklingError where it has more than plain values and records."""
+    return _PlainUnpickler(io.BytesIO(message)).load()
+
+
+def gather_values(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """All-gather one value per rank of a group for CPU tensors: the list in the order of ranks, on every rank."""
+    message = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
+    world = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(message)]), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(message)] = message
+    everyone = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
+    dist.all_gather(everyone, padded, group=group)
+    return [unpack(part[: int(size)].numpy().tobytes()) for part, size in zip(everyone, sizes, strict=True)]
