@@ -17,7 +17,7 @@ from realrl.runtime.doctor.finding import Finding, ok, run_checks
 from realrl.runtime.doctor.gpus import check_driver, check_torch_gpus
 from realrl.runtime.doctor.links import GroupFigures, PeerFigures, judge_clocks, judge_links
 from realrl.runtime.doctor.machine import Host, check_cores, check_limits, check_memory, check_shared_memory
-from realrl.runtime.doctor.network import check_hub, check_interfaces, check_name, check_ports
+from realrl.runtime.doctor.network import check_hub, check_interfaces, check_host_name, check_ports
 from realrl.runtime.doctor.recipe_needs import find_needs
 from realrl.runtime.doctor.storage import check_storage
 from realrl.runtime.doctor.variables import check_variables
@@ -293,9 +293,9 @@ def test_names_and_interfaces_are_checked(tmp_path: Path) -> None:
     def fail(name: str) -> str:
         raise socket.gaierror(-2, "Name or service not known")
 
-    expect(check_name(2, "box", fail), "problem", "box, has no address")
-    expect(check_name(1, "box", fail), "warning", "/etc/hosts")
-    expect(check_name(2, "box", lambda name: "127.0.1.1"), "ok", "which other nodes cannot reach")
+    expect(check_host_name(2, "box", fail), "problem", "box, has no address")
+    expect(check_host_name(1, "box", fail), "warning", "/etc/hosts")
+    expect(check_host_name(2, "box", lambda name: "127.0.1.1"), "ok", "which other nodes cannot reach")
     for name, state in {"eth0": "up", "ib0": "down", "lo": "unknown"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "operstate").write_text(f"{state}\n")
