@@ -38,6 +38,8 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
         raise UserError(f"algorithm={experiment.algorithm} trains nothing; realrl eval runs it")
     with _tidied(experiment) as run_dir:
         if not under_launcher():
+            if experiment.launch.by == "ray":
+                raise typer.Exit(_train_on_ray(experiment, ["train", recipe, *overrides], run_dir))
             cluster = find_cluster(experiment)
             earlier = find_earlier_run(experiment)
             if earlier is not None and earlier.finished:
@@ -57,6 +59,37 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
 
         with Progress() as progress:
             run(experiment, progress)
+
+
+def _train_on_ray(experiment: "Experiment", arguments: list[str], run_dir: Callable[[], Path | None]) -> int:
+    """Train on the nodes of a Ray cluster; return the exit status. Ranks find a plan and check that it fits."""
+    from realrl.checkpoint.sources import check_trainable
+    from realrl.config.errors import UserError
+    from realrl.plan.presets import SEARCH
+    from realrl.runtime.launchers.on_ray import RayCluster
+    from realrl.runtime.output.earlier import find_earlier_run
+    from realrl.runtime.prepare.cluster import named_cluster, written_cluster
+    from realrl.runtime.prepare.compile import compile_recipe
+    from realrl.runtime.processes.launch import launch_training
+    from realrl.runtime.processes.local_ranks import Start
+
+    cluster = written_cluster(experiment.cluster)
+    if cluster is None:
+        raise UserError(
+            "launch.by=ray: cluster=auto does not say how many nodes to take; set it, for example, to 2x8"
+        )
+    earlier = find_earlier_run(experiment)
+    if earlier is not None and earlier.finished:
+        typer.echo(f"run_dir={experiment.run_dir} holds this run, which is done", err=True)
+        return 0
+    check_trainable(experiment)
+    if experiment.plan != SEARCH:
+        compile_recipe(experiment, cluster)
+    named = named_cluster(experiment.cluster)
+    cpus = named is not None and all(group.device.cpu for group in named.groups)
+    gpus = {"cpu": False, "cuda": True, "auto": None}[experiment.device] if not cpus else False
+    ray = RayCluster(cluster, gpus=gpus, settings=experiment.launch)
+    return launch_training(Start(cluster, arguments), experiment.launch, run_dir, lambda _: None, ray.run)
 
 
 def _find_recipe(given: str, overrides: list[str]) -> tuple[str, list[str]]:

@@ -98,9 +98,11 @@ def report_end(message: str, *, prints: bool) -> None:
     """Leave for torchrun why a rank ends that has not failed itself, and print it, or else log it."""
     rank = _rank()
     own = "" if is_writer() else f"rank {rank}: "
-    failure = Failure(message, RUN_STATUS, rank, time.time(), distance=CAUSE if prints else CONSEQUENCE)
-    _write_for_torchrun(failure)
     text, *notes = message.split("\n")
+    distance = CAUSE if prints else CONSEQUENCE
+    _write_for_torchrun(
+        Failure(message=text, status=RUN_STATUS, rank=rank, time=time.time(), distance=distance)
+    )
     if prints:
         print("\n".join([*notes, f"realrl: {own}{text}"]), file=sys.stderr, flush=True)
     else:

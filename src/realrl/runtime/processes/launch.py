@@ -20,13 +20,17 @@ from realrl.runtime.processes.signals import deferred_termination, end_by_signal
 Shrink = Callable[[int], Start | None]
 """Finds how to go on with at most so many devices; None where the run cannot."""
 
+RunOnce = Callable[[Start, int], Outcome]
+"""Starts the processes of a run, restarted so often, and waits for their end."""
+
 
 def check_local(cluster: Cluster) -> None:
     """Check that processes of this machine alone can be the cluster's devices; else UserError."""
     if cluster.nodes > 1:
         raise UserError(
-            f"cluster={cluster} has {cluster.nodes} nodes; start it on each of them with"
-            f" torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.devices_per_node} -m realrl ..."
+            f"cluster={cluster} has {cluster.nodes} nodes, and this machine is one; `realrl launch torchrun` writes"
+            " the command for each of them, `realrl launch slurm` and `kubernetes` a job, and launch.by=ray takes"
+            " the nodes of a Ray cluster"
         )
 
 
@@ -41,9 +45,15 @@ def launch(start: Start, settings: LaunchConfig) -> int:
 
 
 def launch_training(
-    start: Start, settings: LaunchConfig, run_dir: Callable[[], Path | None], shrink: Shrink
+    start: Start,
+    settings: LaunchConfig,
+    run_dir: Callable[[], Path | None],
+    shrink: Shrink,
+    run: RunOnce | None = None,
 ) -> int:
-    """Train in local processes until the run is done or cannot go on; return its exit status, as of `launch`.
+    """Train until the run is done or cannot go on; return its exit status, as of `launch`.
+
+    `run` starts the processes once and waits for them; by default they are local ones.
 
     After failures that may pass it is started again, and goes on from its last checkpoint, with fewer devices where
     some are gone for good. Ranks keep their logs in `run_dir()`, which is None as long as the run has not made one.
@@ -52,7 +62,10 @@ def launch_training(
     restarts, slots = Restarts(settings.max_restarts), Slots(start.cluster.size, settings)
     with deferred_termination(settings.grace_seconds):
         while True:
-            outcome, logs = _run(start, settings, slots.kept, restarts.total, run_dir)
+            if run is None:
+                outcome, logs = _run(start, settings, slots.kept, restarts.total, run_dir)
+            else:
+                outcome, logs = run(start, restarts.total), _find_logs(run_dir)
             cause = outcome.cause
             if cause is None:
                 return 0
@@ -84,6 +97,11 @@ def _run(
         if (outcome.cause is None and logs is None) or mistake:
             return outcome, None
         return outcome, keep_logs(scratch, logs)
+
+
+def _find_logs(run_dir: Callable[[], Path | None]) -> Path | None:
+    directory = run_dir()
+    return None if directory is None or not (directory / LOGS).is_dir() else directory / LOGS
 
 
 def _shrunken(

@@ -23,6 +23,7 @@ from realrl.runtime.prepare.gpu import NO_GPU, Gpu
 from realrl.runtime.processes.environment import STORE_VARIABLE, under_launcher
 from realrl.runtime.processes.logs import LOGS, move_log
 from realrl.runtime.processes.meeting import TIMEOUT, meet
+from realrl.runtime.processes.memory import steady_memory
 from realrl.runtime.processes.messages import gather_values
 from realrl.runtime.processes.network import limit_silence
 from realrl.runtime.processes.supervision import Supervision
@@ -149,6 +150,7 @@ def connect(device: Device, launch: LaunchConfig | None = None) -> Process:
 
     `launch` has the limits by which ranks watch each other where no launcher of ours does.
     """
+    steady_memory()
     cuda = use_cuda(device)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count()
