@@ -17,7 +17,7 @@ from realrl.runtime.doctor.finding import Finding, ok, run_checks
 from realrl.runtime.doctor.gpus import check_driver, check_torch_gpus
 from realrl.runtime.doctor.links import GroupFigures, PeerFigures, judge_clocks, judge_links
 from realrl.runtime.doctor.machine import Host, check_cores, check_limits, check_memory, check_shared_memory
-from realrl.runtime.doctor.network import check_hub, check_interfaces, check_host_name, check_ports
+from realrl.runtime.doctor.network import check_host_name, check_hub, check_interfaces, check_ports
 from realrl.runtime.doctor.recipe_needs import find_needs
 from realrl.runtime.doctor.storage import check_storage
 from realrl.runtime.doctor.variables import check_variables
