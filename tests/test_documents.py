@@ -44,8 +44,10 @@ def commands() -> Iterator[tuple[str, str]]:
 
 def _commands(name: str, lines: list[str]) -> Iterator[tuple[str, str]]:
     for line in lines:
+        if line.split()[:1] not in [[program] for program in PROGRAMS]:
+            continue
         words = shlex.split(" ".join(line.split()), comments=True)
-        if len(words) > 1 and words[0] in PROGRAMS:
+        if len(words) > 1:
             yield name, shlex.join(words)
 
 

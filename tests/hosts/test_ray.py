@@ -99,7 +99,7 @@ def test_a_run_on_ray_needs_ray_and_a_cluster(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("realrl.runtime.launchers.on_ray.find_spec", lambda _: None)
+    monkeypatch.setattr("realrl.runtime.launcher.on_ray.find_spec", lambda _: None)
     assert run_app(["train", str(world.recipe("ppo", tmp_path, cluster=cluster, launch__by="ray"))]) == 2
     wanted = {"2x1": "pip install 'realrl[ray]'", "auto": "cluster=auto does not say how many nodes"}[cluster]
     assert wanted in capsys.readouterr().err
