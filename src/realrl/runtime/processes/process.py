@@ -16,7 +16,7 @@ import torch.distributed as dist
 from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.model.group import Group
 from realrl.plan.cluster import Cluster
-from realrl.recipe.launch import LaunchConfig
+from realrl.recipe.sections.launch import LaunchConfig
 from realrl.runtime.monitor.activity import Activity
 from realrl.runtime.network.interfaces import limit_silence
 from realrl.runtime.network.meeting import TIMEOUT, meet
