@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from realrl.plan.cluster import Cluster
     from realrl.plan.plan import Plan
     from realrl.recipe.experiment import Experiment
-    from realrl.runtime.processes.local_ranks import Start
+    from realrl.runtime.launcher.local_ranks import Start
 
 
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
@@ -48,8 +48,8 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
                 return
             plan = _check(experiment, cluster)
             if cluster.size > 1:
-                from realrl.runtime.processes.launch import launch_training
-                from realrl.runtime.processes.local_ranks import Start
+                from realrl.runtime.launcher.launch import launch_training
+                from realrl.runtime.launcher.local_ranks import Start
 
                 text = None if plan is None else plan.to_text(build_graph(experiment))
                 start = Start(cluster, ["train", recipe, *overrides], text)
@@ -67,12 +67,12 @@ def _train_on_ray(experiment: "Experiment", arguments: list[str], run_dir: Calla
     from realrl.checkpoint.sources import check_trainable
     from realrl.config.errors import UserError
     from realrl.plan.presets import SEARCH
-    from realrl.runtime.launchers.on_ray import RayCluster
+    from realrl.runtime.launcher.launch import launch_training
+    from realrl.runtime.launcher.local_ranks import Start
+    from realrl.runtime.launcher.on_ray import RayCluster
     from realrl.runtime.output.earlier import find_earlier_run
     from realrl.runtime.prepare.cluster import named_cluster, written_cluster
     from realrl.runtime.prepare.compile import compile_recipe
-    from realrl.runtime.processes.launch import launch_training
-    from realrl.runtime.processes.local_ranks import Start
 
     cluster = written_cluster(experiment.cluster)
     if cluster is None:
@@ -175,7 +175,7 @@ def _shrink(recipe: str, overrides: list[str], experiment: "Experiment", devices
     from realrl.plan.presets import PRESETS, SEARCH
     from realrl.recipe.graphs import build_graph
     from realrl.recipe.load import load_experiment
-    from realrl.runtime.processes.local_ranks import Start
+    from realrl.runtime.launcher.local_ranks import Start
 
     kind = experiment.cluster.rpartition(":")[0]
     named = experiment.plan in (*PRESETS, SEARCH)
@@ -207,6 +207,7 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     from realrl.checkpoint.sources import check_directories, check_trainable
     from realrl.plan.presets import SEARCH
     from realrl.planner.profile.profile import Profile
+    from realrl.runtime.launcher.launch import check_local
     from realrl.runtime.output.trackers.trackers import check_trackers
     from realrl.runtime.prepare.compile import compile_recipe, with_sizes
     from realrl.runtime.prepare.devices import check_kind, search_spec
@@ -214,7 +215,6 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     from realrl.runtime.prepare.functions import check_functions
     from realrl.runtime.prepare.gpu import ask_machine
     from realrl.runtime.prepare.search.cached_plan import cached_plan
-    from realrl.runtime.processes.launch import check_local
 
     check_trainable(experiment)
     check_trackers(experiment)

@@ -117,12 +117,9 @@ class RankProcess:
             return asdict(failure)
         with suppress(OSError, ValueError):
             left = json.loads((self._scratch.path / _ERROR).read_text())
-            return {
-                "message": left["message"],
-                "status": 1,
-                "rank": self._rank,
-                "time": float(left["timestamp"]),
-            }
+            # What follows are notes, which the launcher makes itself.
+            message = left["message"].partition("\n")[0]
+            return {"message": message, "status": 1, "rank": self._rank, "time": float(left["timestamp"])}
         return None
 
     def log(self) -> bytes:

@@ -7,20 +7,20 @@ from pathlib import Path
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.recipe.launch import LaunchConfig
+from realrl.runtime.launcher.local_ranks import LocalRanks, RanksEnd, Start
+from realrl.runtime.launcher.restarts import RestartCounter, Slots
 from realrl.runtime.monitor.ended import STARTS_AGAIN, write_end
 from realrl.runtime.monitor.note_file import NoteFile
 from realrl.runtime.monitor.watch import describe_waiting
 from realrl.runtime.processes.error_reports import USER_STATUS, Failure, print_failure
-from realrl.runtime.processes.local_ranks import LocalRanks, Outcome, Start
 from realrl.runtime.processes.logs import LOGS, keep_logs
 from realrl.runtime.processes.orphans import Scratch
-from realrl.runtime.processes.restarts import Restarts, Slots
 from realrl.runtime.processes.signals import deferred_termination, end_by_signal, stop_requested
 
 Shrink = Callable[[int], Start | None]
 """Finds how to go on with at most so many devices; None where the run cannot."""
 
-RunOnce = Callable[[Start, int], Outcome]
+RunOnce = Callable[[Start, int], RanksEnd]
 """Starts the processes of a run, restarted so often, and waits for their end."""
 
 
@@ -59,7 +59,7 @@ def launch_training(
     some are gone for good. Ranks keep their logs in `run_dir()`, which is None as long as the run has not made one.
     SIGTERM lets them finish the step and save.
     """
-    restarts, slots = Restarts(settings.max_restarts), Slots(start.cluster.size, settings)
+    restarts, slots = RestartCounter(settings.max_restarts), Slots(start.cluster.size, settings)
     with deferred_termination(settings.grace_seconds):
         while True:
             if run is None:
@@ -86,7 +86,7 @@ def launch_training(
 
 def _run(
     start: Start, settings: LaunchConfig, slots: list[int], restart: int, run_dir: Callable[[], Path | None]
-) -> tuple[Outcome, Path | None]:
+) -> tuple[RanksEnd, Path | None]:
     """Start the processes once; tell how they ended, and where their logs are."""
     with Scratch() as scratch:
         outcome = LocalRanks(scratch, settings).run(start, slots, restart)
@@ -106,7 +106,7 @@ def _find_logs(run_dir: Callable[[], Path | None]) -> Path | None:
 
 
 def _shrunken(
-    start: Start, slots: Slots, cause: Failure, restarts: Restarts, outcome: Outcome, shrink: Shrink
+    start: Start, slots: Slots, cause: Failure, restarts: RestartCounter, outcome: RanksEnd, shrink: Shrink
 ) -> Start | None:
     """Find how to go on without the devices that are gone for good; None where none are, or the run cannot."""
     lost = slots.count(cause, progressed=outcome.progressed)
@@ -127,11 +127,11 @@ def _shrunken(
     return fewer
 
 
-def _count(restarts: Restarts, settings: LaunchConfig) -> str:
+def _count(restarts: RestartCounter, settings: LaunchConfig) -> str:
     return f"restart {restarts.total}, {restarts.in_vain} of {settings.max_restarts} without progress"
 
 
-def _say(outcome: Outcome, text: str, logs: Path | None) -> None:
+def _say(outcome: RanksEnd, text: str, logs: Path | None) -> None:
     """Print notes on a failure after which the run goes on."""
     notes = [] if outcome.cause is None else describe_waiting(outcome.signs, outcome.cause.rank)
     where = [] if logs is None else [f"the logs of all ranks are in {logs}"]
@@ -139,7 +139,7 @@ def _say(outcome: Outcome, text: str, logs: Path | None) -> None:
         print(f"note: {note}", file=sys.stderr, flush=True)
 
 
-def _report(outcome: Outcome, cause: Failure, logs: Path | None) -> int:
+def _report(outcome: RanksEnd, cause: Failure, logs: Path | None) -> int:
     """Print the failure that ends a run; return its status."""
     notes = [] if cause.status == USER_STATUS else describe_waiting(outcome.signs, cause.rank)
     print_failure(cause, logs=logs, notes=notes)

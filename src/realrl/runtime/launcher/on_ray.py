@@ -13,11 +13,11 @@ from typing import Any
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.recipe.launch import LaunchConfig
-from realrl.runtime.launchers.rank_process import Look, Place, RankProcess, list_import_path
+from realrl.runtime.launcher.local_ranks import MOMENT, RanksEnd, Start, describe_death
+from realrl.runtime.launcher.rank_process import Look, Place, RankProcess, list_import_path
 from realrl.runtime.monitor.sign import Sign
 from realrl.runtime.processes.environment import RESTART_VARIABLE
 from realrl.runtime.processes.error_reports import DEATH, Failure, find_first_cause
-from realrl.runtime.processes.local_ranks import MOMENT, Outcome, Start, describe_death
 from realrl.runtime.processes.signals import stop_requested
 
 POLL = 0.25
@@ -52,7 +52,7 @@ class RayCluster:
         self._job = secrets.token_hex(8)
         self._check_size()
 
-    def run(self, start: Start, restart: int) -> Outcome:
+    def run(self, start: Start, restart: int) -> RanksEnd:
         """Run all ranks once; tell how they ended. None of them is left."""
         ranks = RayRanks(self._cluster, self._gpus, self._settings)
         try:
@@ -136,7 +136,7 @@ class RayRanks:
             self._actors.append(own.remote())
         self._places = _get([actor.place.remote() for actor in self._actors])
 
-    def wait(self) -> Outcome:
+    def wait(self) -> RanksEnd:
         """Wait for all ranks, and show the first one's output. Once one fails, others get a moment to say why."""
         failed: dict[int, float] = {}
         gone: dict[int, Failure] = {}
@@ -155,7 +155,7 @@ class RayRanks:
             self._forward(now)
             time.sleep(POLL)
         self._show(b"\n" if self._held else b"")
-        outcome = Outcome(signs=self._read_signs())
+        outcome = RanksEnd(signs=self._read_signs())
         if failed:
             outcome.cause = self._find_cause(failed, gone)
         return outcome
