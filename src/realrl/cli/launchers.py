@@ -14,7 +14,7 @@ launchers = typer.Typer(
     no_args_is_help=True,
 )
 
-Out = Annotated[
+OutFile = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="File to write; standard output by default.", show_default=False),
 ]
@@ -61,7 +61,7 @@ def torchrun(
     cpus: Cpus = None,
     max_restarts: Restarts = 3,
     directory: Directory = None,
-    out: Out = None,
+    out: OutFile = None,
 ) -> None:
     """Print the command to run on each node."""
     from realrl.cli.launch.job import make_job
@@ -122,7 +122,7 @@ def slurm(
     cpus: Cpus = None,
     max_restarts: Restarts = 3,
     directory: Directory = None,
-    out: Out = None,
+    out: OutFile = None,
 ) -> None:
     """Write a script for sbatch; its job goes back into the queue at its time limit, and then continues."""
     from realrl.cli.launch.job import make_job
@@ -185,7 +185,7 @@ def kubernetes(
     name: Name = None,
     cpus: Cpus = None,
     max_restarts: Restarts = 3,
-    out: Out = None,
+    out: OutFile = None,
 ) -> None:
     """Write a manifest of a PyTorchJob for the Kubeflow training operator (v1)."""
     from realrl.cli.launch.job import make_job

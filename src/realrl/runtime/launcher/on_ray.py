@@ -14,7 +14,7 @@ from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.recipe.sections.launch import LaunchConfig
 from realrl.runtime.launcher.local_ranks import MOMENT, RanksEnd, Start, describe_death
-from realrl.runtime.launcher.rank_process import Look, Place, RankProcess, list_import_path
+from realrl.runtime.launcher.rank_process import ActorPlace, Look, RankProcess, list_import_path
 from realrl.runtime.monitor.sign import Sign
 from realrl.runtime.processes.environment import RESTART_VARIABLE
 from realrl.runtime.processes.error_reports import DEATH, Failure, find_first_cause
@@ -82,14 +82,14 @@ class RayRanks:
         self._cluster, self._gpus, self._settings = cluster, gpus, settings
         self._group: Any = None
         self._actors: list[Any] = []
-        self._places: list[Place] = []
+        self._places: list[ActorPlace] = []
         self._looks: list[Look] = []
         self._held = b""
         """Start of a line on the first rank's screen."""
         self._asked: float | None = None
 
     def start(self, arguments: Sequence[str], job: str, restart: int) -> None:
-        """Place the actors, and have each start its rank. UserError where nodes do not become free."""
+        """ActorPlace the actors, and have each start its rank. UserError where nodes do not become free."""
         self._place()
         gpus: defaultdict[str, list[str]] = defaultdict(list)
         for place in self._places:

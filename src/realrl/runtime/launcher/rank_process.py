@@ -24,8 +24,8 @@ _ERROR = "error.json"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where an actor runs: a node of the Ray cluster, its address and a free port of it, and its own GPUs."""
+class ActorPlace:
+    """Node of the Ray cluster that an actor runs on: its address, a free port of it, and the GPUs of the actor."""
 
     node: str
     address: str
@@ -53,7 +53,7 @@ class RankProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._rank, self._read = 0, 0
 
-    def place(self) -> Place:
+    def place(self) -> ActorPlace:
         """Tell where this is."""
         import ray
 
@@ -62,7 +62,7 @@ class RankProcess:
             probe.bind(("", 0))
             port = int(probe.getsockname()[1])
         gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
-        return Place(context.get_node_id(), str(ray.util.get_node_ip_address()), port, gpus)
+        return ActorPlace(context.get_node_id(), str(ray.util.get_node_ip_address()), port, gpus)
 
     def start(
         self,
