@@ -1,6 +1,7 @@
 """`realrl train`."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from realrl.plan.cluster import Cluster
     from realrl.plan.plan import Plan
     from realrl.recipe.experiment import Experiment
-    from realrl.runtime.processes.local_ranks import Start
+    from realrl.runtime.launcher.local_ranks import Start
 
 
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
@@ -38,6 +39,8 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
         raise UserError(f"algorithm={experiment.algorithm} trains nothing; realrl eval runs it")
     with _tidied(experiment) as run_dir:
         if not under_launcher():
+            if experiment.launch.by == "ray":
+                raise typer.Exit(_train_on_ray(experiment, ["train", recipe, *overrides], run_dir))
             cluster = find_cluster(experiment)
             earlier = find_earlier_run(experiment)
             if earlier is not None and earlier.finished:
@@ -45,8 +48,8 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
                 return
             plan = _check(experiment, cluster)
             if cluster.size > 1:
-                from realrl.runtime.processes.launch import launch_training
-                from realrl.runtime.processes.local_ranks import Start
+                from realrl.runtime.launcher.launch import launch_training
+                from realrl.runtime.launcher.local_ranks import Start
 
                 text = None if plan is None else plan.to_text(build_graph(experiment))
                 start = Start(cluster, ["train", recipe, *overrides], text)
@@ -57,6 +60,37 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
 
         with Progress() as progress:
             run(experiment, progress)
+
+
+def _train_on_ray(experiment: "Experiment", arguments: list[str], run_dir: Callable[[], Path | None]) -> int:
+    """Train on the nodes of a Ray cluster; return the exit status. Ranks find a plan and check that it fits."""
+    from realrl.checkpoint.sources import check_trainable
+    from realrl.config.errors import UserError
+    from realrl.plan.presets import SEARCH
+    from realrl.runtime.launcher.launch import launch_training
+    from realrl.runtime.launcher.local_ranks import Start
+    from realrl.runtime.launcher.on_ray import RayCluster
+    from realrl.runtime.output.earlier import find_earlier_run
+    from realrl.runtime.prepare.cluster import named_cluster, written_cluster
+    from realrl.runtime.prepare.compile import compile_recipe
+
+    cluster = written_cluster(experiment.cluster)
+    if cluster is None:
+        raise UserError(
+            "launch.by=ray: cluster=auto does not say how many nodes to take; set it, for example, to 2x8"
+        )
+    earlier = find_earlier_run(experiment)
+    if earlier is not None and earlier.finished:
+        typer.echo(f"run_dir={experiment.run_dir} holds this run, which is done", err=True)
+        return 0
+    check_trainable(experiment)
+    if experiment.plan != SEARCH:
+        compile_recipe(experiment, cluster)
+    named = named_cluster(experiment.cluster)
+    cpus = named is not None and all(group.device.cpu for group in named.groups)
+    gpus = {"cpu": False, "cuda": True, "auto": None}[experiment.device] if not cpus else False
+    ray = RayCluster(cluster, gpus=gpus, settings=experiment.launch)
+    return launch_training(Start(cluster, arguments), experiment.launch, run_dir, lambda _: None, ray.run)
 
 
 def _find_recipe(given: str, overrides: list[str]) -> tuple[str, list[str]]:
@@ -115,10 +149,14 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
 
 
 def _write_end(run_dir: Path, failure: BaseException | None) -> None:
-    """Write how the run ended, unless the launcher has, which knows the first cause."""
+    """Write how the run ended; in processes of the local launcher, it does, knowing the first cause and whether it
+    starts them again."""
     from realrl.runtime.monitor.ended import write_end
+    from realrl.runtime.processes.environment import SCRATCH_VARIABLE
     from realrl.runtime.processes.error_reports import describe_failure
 
+    if SCRATCH_VARIABLE in os.environ:
+        return
     if failure is None or (isinstance(failure, typer.Exit) and not failure.exit_code):
         write_end(run_dir, 0)
     elif isinstance(failure, Interrupted):
@@ -137,7 +175,7 @@ def _shrink(recipe: str, overrides: list[str], experiment: "Experiment", devices
     from realrl.plan.presets import PRESETS, SEARCH
     from realrl.recipe.graphs import build_graph
     from realrl.recipe.load import load_experiment
-    from realrl.runtime.processes.local_ranks import Start
+    from realrl.runtime.launcher.local_ranks import Start
 
     kind = experiment.cluster.rpartition(":")[0]
     named = experiment.plan in (*PRESETS, SEARCH)
@@ -169,15 +207,17 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     from realrl.checkpoint.sources import check_directories, check_trainable
     from realrl.plan.presets import SEARCH
     from realrl.planner.profile.profile import Profile
+    from realrl.runtime.launcher.launch import check_local
+    from realrl.runtime.output.trackers.trackers import check_trackers
     from realrl.runtime.prepare.compile import compile_recipe, with_sizes
     from realrl.runtime.prepare.devices import check_kind, search_spec
     from realrl.runtime.prepare.fit.check import check_fit
     from realrl.runtime.prepare.functions import check_functions
     from realrl.runtime.prepare.gpu import ask_machine
     from realrl.runtime.prepare.search.cached_plan import cached_plan
-    from realrl.runtime.processes.launch import check_local
 
     check_trainable(experiment)
+    check_trackers(experiment)
     searches = experiment.plan == SEARCH
     compiled = None if searches else compile_recipe(experiment, cluster)
     check_directories(experiment)

@@ -9,6 +9,7 @@ from realrl.recipe.experiment import Experiment
 from realrl.runtime.observer import RunObserver
 from realrl.runtime.output.earlier import EarlierRun, find_earlier_run
 from realrl.runtime.output.shared import check_shared
+from realrl.runtime.output.trackers.trackers import check_trackers
 from realrl.runtime.prepare.compile import compile_recipe, with_sizes
 from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.fit.check import check_fit
@@ -27,6 +28,7 @@ def train(
     """
     started = time.monotonic()
     check_trainable(experiment)
+    check_trackers(experiment)
     cluster = resolve_cluster(experiment.cluster, experiment.device)
     # Before the ranks meet, where there is nothing to search for: mistakes in a plan need no meeting.
     compiled = None if experiment.plan == SEARCH else compile_recipe(experiment, cluster)
@@ -68,5 +70,8 @@ def train(
         with process.together():
             run.open()
         process.publish(run.directory.path)
-        with deferred_termination(experiment.launch.grace_seconds):
-            run.execute(started)
+        try:
+            with deferred_termination(experiment.launch.grace_seconds):
+                run.execute(started)
+        finally:
+            run.directory.close_trackers(done=False)  # unless they are closed

@@ -4,12 +4,12 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from realrl.algorithms.build import build_algorithm
 from realrl.checkpoint.notes import list_saving_notes
 from realrl.config.errors import RunError, UserCodeError
+from realrl.config.secrets.redaction import redact
 from realrl.data.dataset import Dataset
 from realrl.engine.parallel_groups import list_rank_sets
 from realrl.engine.training.skipped_steps import SkippedStepsError
@@ -192,8 +192,8 @@ class TrainingRun:
             return
         restored = self.continuation.restored
         self.directory.start(self.experiment, self.compiled.train.plan, self.compiled.programs, restored)
-        if find_spec("tensorboard") is not None:
-            self.directory.open_tensorboard()
+        done = 0 if restored is None else restored.state.step
+        self.directory.open_trackers(self.experiment, self._say, done)
         notes = [
             *list_resume_notes(self.earlier, restored),
             *list_state_notes(self._started_from),
@@ -297,8 +297,10 @@ class TrainingRun:
     def _say(self, text: str) -> None:
         """Show a note, and keep it in the run's directory, on the rank that writes."""
         if self.observer is not None:
+            text = redact(text)
             self.observer.note(text)
             self._note_file.add(text)
+            self.directory.note(text)
 
     def _check_learning(self) -> None:
         """Check, on all ranks, that the last training step was applied by all of its roles; else RunError."""
@@ -396,4 +398,5 @@ class TrainingRun:
             if self.best.settings is not None:
                 summary["best"] = self.best.to_json()
             self.directory.finish(summary)
+            self.directory.close_trackers(done=True)
             self.observer.end(self.experiment.run_dir, seconds)

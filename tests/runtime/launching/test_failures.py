@@ -76,20 +76,29 @@ def runs(world: World, tmp_path: Path) -> Iterator[Runs]:
         process.communicate()
 
 
-@pytest.mark.parametrize("torchrun", [False, True])
-def test_a_frozen_rank_is_named_with_its_last_instruction(runs: Runs, torchrun: bool) -> None:
+FROZEN = r"rank 1 is frozen: no sign of life for \d+ seconds; last seen "
+DIED = "the process of rank 1 died "
+
+
+@pytest.mark.parametrize(
+    ("torchrun", "number", "said"),
+    [(False, signal.SIGSTOP, FROZEN), (True, signal.SIGSTOP, FROZEN), (True, signal.SIGKILL, DIED)],
+)
+def test_a_frozen_or_dead_rank_is_named_with_its_last_instruction(
+    runs: Runs, torchrun: bool, number: signal.Signals, said: str
+) -> None:
     more = {"cluster": "auto"} if torchrun else {}
     launcher = runs.start(
-        training__steps=10**6, launch={"freeze_seconds": 3, "max_restarts": 0}, torchrun=torchrun, **more
+        training__steps=10**6, launch={"freeze_seconds": 6, "max_restarts": 0}, torchrun=torchrun, **more
     )
     runs.under_way(launcher)
     processes = ranks(launcher.pid)
-    os.kill(processes[1], signal.SIGSTOP)
+    os.kill(processes[1], number)
     status, error = end(launcher)
     assert status == 1
-    said = r"realrl: rank 1 is frozen: no sign of life for \d+ seconds; last seen in step \d+, \w+"
-    assert re.search(said, error), error
-    assert re.search(r"note: rank 0 was in step \d+, \w+ .*, for \d+ seconds\n", error)
+    place = r"(at the start|while loading|in step \d+|while saving after step \d+)"
+    assert re.search(f"realrl: {said}{place}", error), error
+    assert re.search(rf"note: rank 0 was {place}.*, for \d+ seconds\n", error), error
     assert "most recent call first" in runs.log(0) and "in execute" in runs.log(0), "its stack"
     assert not any(map(alive, processes.values())) and (torchrun or not runs.leftover())
 

@@ -16,16 +16,18 @@ from realrl.config.paths import local_path
 from realrl.config.yaml_file import read_yaml
 from realrl.program.prediction_file import PredictedStep
 from realrl.program.text import format_ranks
-from realrl.runtime.monitor.ended import Ended
+from realrl.runtime.monitor.ended import STARTS_AGAIN, Ended
 from realrl.runtime.monitor.rank_status import RANKS, RankStatus, read_statuses
 from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
 from realrl.runtime.output.history import HISTORY, read_history
 from realrl.runtime.output.saved import BEST, CONFIG, METRICS, SUMMARY, list_checkpoints
 
-State = Literal["running", "finished", "failed", "interrupted", "stale"]
+Liveness = Literal["running", "finished", "failed", "interrupted", "stale"]
 
 FRESH = 15.0
 """Seconds after which a rank that has not been heard of, which it should be every 2 seconds, counts as silent."""
+_LOADING = 900.0
+"""Seconds in which a run that is started again should be heard of."""
 _RECENT = 20
 """Number of steps over which a rate is taken."""
 _TAIL = 1 << 22
@@ -72,7 +74,7 @@ class RunStatus:
 
     run_dir: str
     algorithm: str | None
-    state: State
+    state: Liveness
     reason: str
     """Why that is its state, in words; empty where there is nothing to say."""
     time: float
@@ -165,7 +167,7 @@ def _read_ranks(path: Path) -> tuple[RankStatus, ...]:
 
 def _find_state(
     path: Path, ranks: Sequence[RankStatus], ended: Ended | None, now: float
-) -> tuple[State, str, tuple[int, ...]]:
+) -> tuple[Liveness, str, tuple[int, ...]]:
     """Find the state of a run, the reason for it, and the ranks that are silent."""
     silent = tuple(rank.rank for rank in ranks if now - rank.time > FRESH or _is_gone(rank, now))
     newest = max((rank.time for rank in ranks), default=None)
@@ -177,6 +179,9 @@ def _find_state(
     if over and ended is not None:
         if ended.status == 0:
             return "finished", "", ()
+        if ended.status == STARTS_AGAIN:
+            gone = now - ended.time > _LOADING
+            return "stale" if gone else "running", ended.message, ()
         return "interrupted" if ended.status in (130, 143) else "failed", ended.message, ()
     if (path / SUMMARY).is_file():
         return "finished", "", ()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from realrl.runtime.monitor.rank_status import Doing
-from realrl.runtime.monitor.sign import Board, Sign, shorten
+from realrl.runtime.monitor.sign import Board, Sign, shorten_instruction
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class _Now:
 
 
 class Activity:
-    """What a rank is doing now.
+    """Activity of a rank at this moment.
 
     The main thread and those of functions write, others read; every write is one assignment.
     """
@@ -63,7 +63,9 @@ class Activity:
 
     def begin(self, instruction: str, call: str | None, order: int, position: int) -> None:
         """Begin an instruction, the one at `position` of its program, of the call at `order` in the graph."""
-        self._set(_Now(self._now.doing, shorten(instruction), call, order, position, time.monotonic()))
+        self._set(
+            _Now(self._now.doing, shorten_instruction(instruction), call, order, position, time.monotonic())
+        )
 
     def advance(self) -> None:
         """Note that something was done: an instruction, a token, a micro-batch, a file."""

@@ -28,7 +28,7 @@ _PLACES: Mapping[Doing, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sign:
-    """What a rank is doing, as those that watch it see it."""
+    """Sign of life of a rank, with what it is doing."""
 
     rank: int
     machine: str
@@ -66,7 +66,7 @@ class Sign:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """How far the rank has come, comparable between ranks."""
+        """Progress of the rank, comparable between ranks."""
         return self.step, self.order, self.position
 
     def to_json(self) -> str:
@@ -139,7 +139,7 @@ class FileBoard:
         return dict(sorted(found.items()))
 
 
-def shorten(text: str) -> str:
+def shorten_instruction(text: str) -> str:
     """Shorten an instruction to what fits into a sign, on one line without gaps."""
     return " ".join(text.split())[:_LONGEST]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from realrl.runtime.monitor.sign import BEAT, Sign
-from realrl.runtime.monitor.watch import Limits, Verdict, Watch, describe_waiting
+from realrl.runtime.monitor.watch import SignWatch, Verdict, WatchLimits, describe_waiting
 
 _VERDICT = "verdict"
 _ENDED = "ended"
@@ -121,18 +121,18 @@ class RankWatch:
     """Thread of a rank that watches other ranks, and ends this process once the run has failed."""
 
     def __init__(
-        self, board: StoreBoard, limits: Limits, rank: int, end: Callable[[str, bool], None]
+        self, board: StoreBoard, limits: WatchLimits, rank: int, end: Callable[[str, bool], None]
     ) -> None:
         """`end` is called with what is wrong, and whether this rank found it; it must not return."""
         self._board, self._limits, self._rank, self._end = board, limits, rank, end
         self._stop = threading.Event()
 
     def start(self) -> None:
-        """Watch from now on. All ranks must have left a first sign."""
+        """SignWatch from now on. All ranks must have left a first sign."""
         threading.Thread(target=self._work, name="watch", daemon=True).start()
 
     def stop(self) -> None:
-        """Watch no longer, and let others know that this rank ends well."""
+        """SignWatch no longer, and let others know that this rank ends well."""
         self._stop.set()
         self._board.say_ended()
 
@@ -143,7 +143,7 @@ class RankWatch:
         watched = [*signs] if self._rank == 0 else sorted({0, *siblings})
         # One rank alone judges whether nothing gets on: it sees all.
         judges = self._rank == 0
-        watch = Watch(self._limits if judges else replace(self._limits, stall_seconds=None))
+        watch = SignWatch(self._limits if judges else replace(self._limits, stall_seconds=None))
         while not self._stop.wait(BEAT):
             signs = self._board.read_some(watched)
             verdict = self._find_dead(signs, siblings) or watch.look(

@@ -1,4 +1,4 @@
-"""Watch over the signs of life of all ranks: who is frozen, or what nobody gets on with. No torch."""
+"""SignWatch over the signs of life of all ranks: who is frozen, or what nobody gets on with. No torch."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ _LIVELY = ("train", "eval", "save")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class WatchLimits:
     """Time that may pass before something is taken to be wrong."""
 
     freeze_seconds: float
@@ -37,7 +37,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong with a run, and with which rank it began."""
+    """Judgement of what is wrong with a run, and with which rank it began."""
 
     rank: int
     message: str
@@ -53,10 +53,10 @@ class _Seen:
     at: float
 
 
-class Watch:
+class SignWatch:
     """Watcher of the signs of ranks, by its own clock alone."""
 
-    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limits: WatchLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
         self._seen: dict[int, _Seen] = {}
         self._looked = clock()

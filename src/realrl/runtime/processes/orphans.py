@@ -79,11 +79,16 @@ def end_with_launcher(launcher: int) -> None:
 
 
 def find_ranks(scratch: str) -> list[int]:
-    """Find the other processes that have been started with this scratch directory, ranks and what they started."""
-    needle = f"{SCRATCH_VARIABLE}={scratch}".encode()
+    """Find the other processes of a launcher: ranks and what they have started.
+
+    They have its scratch directory in a variable, or, where they have no variables, they work in a directory there.
+    """
+    variable = f"{SCRATCH_VARIABLE}={scratch}".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if int(entry.name) != os.getpid() and needle in (entry / "environ").read_bytes().split(b"\0"):
+            inside = Path(os.readlink(entry / "cwd")).is_relative_to(scratch)
+            started = inside or variable in (entry / "environ").read_bytes().split(b"\0")
+            if started and int(entry.name) != os.getpid():
                 found.append(int(entry.name))
     return found

@@ -13,7 +13,7 @@ from realrl.runtime.monitor.activity import Activity
 from realrl.runtime.monitor.monitor import Monitor
 from realrl.runtime.monitor.sign import FileBoard
 from realrl.runtime.monitor.store_board import PATIENCE, RankWatch, StoreBoard
-from realrl.runtime.monitor.watch import Limits, Verdict
+from realrl.runtime.monitor.watch import Verdict, WatchLimits
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, SCRATCH_VARIABLE, restart_count
 from realrl.runtime.processes.error_reports import (
     CONSEQUENCE,
@@ -23,10 +23,11 @@ from realrl.runtime.processes.error_reports import (
     report_end,
 )
 from realrl.runtime.processes.orphans import end_with_launcher
+from realrl.runtime.processes.signals import deferred_termination
 
 
 class Supervision:
-    """What shows a rank to those that watch it, and ends it with them."""
+    """Threads that show a rank to those that watch it, and end it with them."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         """Give signs of life to the local launcher from now on, if one has started this process."""
@@ -42,7 +43,7 @@ class Supervision:
 
     def watch_others(self, world: int, token: str, launch: LaunchConfig) -> None:
         """Give signs of life in the store of torchrun; the ranks then `start_watch`, when all have."""
-        limits = Limits.of(launch)
+        limits = WatchLimits.of(launch)
         self._store = StoreBoard(self.activity.rank, world, token, launch.freeze_seconds)
         self._watch = RankWatch(self._store, limits, self.activity.rank, _end)
         self._monitor.beat(self._store)
@@ -76,7 +77,9 @@ class Supervision:
             return
         failure = describe_failure(error)
         if failure.distance == CONSEQUENCE:
-            time.sleep(PATIENCE)
+            # torchrun ends by SIGTERM what one dead process leaves, which must not pass for the cause.
+            with deferred_termination(PATIENCE):
+                time.sleep(PATIENCE)
         self._store.convict(Verdict(self.activity.rank, failure.message, frozen=False))
 
 

@@ -14,7 +14,8 @@ from realrl.config.files import write_whole
 from realrl.plan.cluster import Cluster
 from realrl.recipe.launch import LaunchConfig
 from realrl.runtime.monitor.sign import FileBoard, Sign
-from realrl.runtime.monitor.watch import Limits, Verdict, Watch
+from realrl.runtime.monitor.watch import SignWatch, Verdict, WatchLimits
+from realrl.runtime.network.interfaces import INTERFACE_VARIABLES, find_loopback
 from realrl.runtime.processes.environment import (
     LAUNCHER_VARIABLE,
     PLAN_VARIABLE,
@@ -32,7 +33,6 @@ from realrl.runtime.processes.error_reports import (
     read_failures,
 )
 from realrl.runtime.processes.logs import name_log_file
-from realrl.runtime.processes.network import INTERFACE_VARIABLES, find_loopback
 from realrl.runtime.processes.orphans import find_ranks
 from realrl.runtime.processes.signals import show_cursor, stop_requested
 
@@ -44,13 +44,15 @@ MOMENT = 2.0
 """Seconds that ranks get, after one has failed, to notice and report it themselves."""
 DUMP = 0.3
 """Seconds that ranks get to write their stacks into their logs."""
+TEMPORARY = "tmp"
+"""Directory in the scratch directory for temporary files of ranks."""
 _ASKED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """Exit statuses of ranks that were told to end."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What is started: `realrl ARGUMENTS` in a process for each device of the cluster."""
+    """Command to start, `realrl ARGUMENTS`, in a process for each device of the cluster."""
 
     cluster: Cluster
     arguments: Sequence[str]
@@ -59,7 +61,7 @@ class Start:
 
 
 @dataclass
-class Outcome:
+class RanksEnd:
     """End of all processes."""
 
     cause: Failure | None = None
@@ -85,16 +87,17 @@ class LocalRanks:
         self._scratch, self._settings = scratch, settings
         self._processes: list[subprocess.Popen[bytes]] = []
         self._board = FileBoard(scratch)
-        self._watch = Watch(Limits.of(settings))
+        self._watch = SignWatch(WatchLimits.of(settings))
         self._asked: float | None = None
         """When ranks were told to end, by the monotonic clock."""
 
-    def run(self, start: Start, slots: Sequence[int], restart: int) -> Outcome:
+    def run(self, start: Start, slots: Sequence[int], restart: int) -> RanksEnd:
         """Start the processes on the devices of these numbers, and wait for their end, which is that of all."""
         variables = {RESTART_VARIABLE: str(restart), **_visible(slots)}
         if start.plan is not None:
             variables[PLAN_VARIABLE] = str(self._scratch / "plan.yaml")
             write_whole(Path(variables[PLAN_VARIABLE]), start.plan)
+        (self._scratch / TEMPORARY).mkdir()
         try:
             for rank in range(start.cluster.size):
                 environment = _environment(rank, start.cluster.size, self._scratch)
@@ -104,10 +107,10 @@ class LocalRanks:
         finally:
             self._end()
 
-    def _wait(self) -> Outcome:
+    def _wait(self) -> RanksEnd:
         """Wait for all processes. Once one fails, the others get a moment to report why."""
         failed: dict[int, float] = {}
-        outcome = Outcome()
+        outcome = RanksEnd()
         first = looked = time.monotonic()
         while True:
             codes = [process.poll() for process in self._processes]
@@ -129,7 +132,7 @@ class LocalRanks:
                 verdict = self._watch.look({r: s for r, s in signs.items() if codes[r] is None})
                 if verdict is not None:
                     self._dump_stacks(signs)
-                    return Outcome(_judge(verdict), signs)
+                    return RanksEnd(_judge(verdict), signs)
             time.sleep(POLL)
         if failed:
             self._dump_stacks(outcome.signs)
@@ -150,7 +153,7 @@ class LocalRanks:
         failures = {failure.rank: failure for failure in read_failures(self._scratch)}
         for rank, noticed in failed.items():
             code = self._processes[rank].returncode
-            failures.setdefault(rank, _death(rank, code, noticed, signs.get(rank)))
+            failures.setdefault(rank, describe_death(rank, code, noticed, signs.get(rank)))
         return find_first_cause(failures.values())
 
     def _dump_stacks(self, signs: Mapping[int, Sign]) -> None:
@@ -213,6 +216,8 @@ def _environment(rank: int, world: int, scratch: Path) -> dict[str, str]:
         STORE_VARIABLE: str(scratch / "store"),
         SCRATCH_VARIABLE: str(scratch),
         LAUNCHER_VARIABLE: str(os.getpid()),
+        # What a rank that is killed leaves there goes with the scratch directory.
+        "TMPDIR": str(scratch / TEMPORARY),
     }
 
 
@@ -225,7 +230,7 @@ def _visible(slots: Sequence[int]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[slot] for slot in slots if slot < len(names))}
 
 
-def _death(rank: int, code: int, noticed: float, sign: Sign | None) -> Failure:
+def describe_death(rank: int, code: int, noticed: float, sign: Sign | None) -> Failure:
     """Describe the failure of a rank that could not report it."""
     place = "" if sign is None else f" {sign.place}"
     if code > 0:

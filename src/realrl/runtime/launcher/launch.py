@@ -7,26 +7,30 @@ from pathlib import Path
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.recipe.launch import LaunchConfig
-from realrl.runtime.monitor.ended import write_end
+from realrl.runtime.launcher.local_ranks import LocalRanks, RanksEnd, Start
+from realrl.runtime.launcher.restarts import RestartCounter, Slots
+from realrl.runtime.monitor.ended import STARTS_AGAIN, write_end
 from realrl.runtime.monitor.note_file import NoteFile
 from realrl.runtime.monitor.watch import describe_waiting
 from realrl.runtime.processes.error_reports import USER_STATUS, Failure, print_failure
-from realrl.runtime.processes.local_ranks import LocalRanks, Outcome, Start
 from realrl.runtime.processes.logs import LOGS, keep_logs
 from realrl.runtime.processes.orphans import Scratch
-from realrl.runtime.processes.restarts import Restarts, Slots
 from realrl.runtime.processes.signals import deferred_termination, end_by_signal, stop_requested
 
 Shrink = Callable[[int], Start | None]
 """Finds how to go on with at most so many devices; None where the run cannot."""
+
+RunOnce = Callable[[Start, int], RanksEnd]
+"""Starts the processes of a run, restarted so often, and waits for their end."""
 
 
 def check_local(cluster: Cluster) -> None:
     """Check that processes of this machine alone can be the cluster's devices; else UserError."""
     if cluster.nodes > 1:
         raise UserError(
-            f"cluster={cluster} has {cluster.nodes} nodes; start it on each of them with"
-            f" torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.devices_per_node} -m realrl ..."
+            f"cluster={cluster} has {cluster.nodes} nodes, and this machine is one; `realrl launch torchrun` writes"
+            " the command for each of them, `realrl launch slurm` and `kubernetes` a job, and launch.by=ray takes"
+            " the nodes of a Ray cluster"
         )
 
 
@@ -41,18 +45,27 @@ def launch(start: Start, settings: LaunchConfig) -> int:
 
 
 def launch_training(
-    start: Start, settings: LaunchConfig, run_dir: Callable[[], Path | None], shrink: Shrink
+    start: Start,
+    settings: LaunchConfig,
+    run_dir: Callable[[], Path | None],
+    shrink: Shrink,
+    run: RunOnce | None = None,
 ) -> int:
-    """Train in local processes until the run is done or cannot go on; return its exit status, as of `launch`.
+    """Train until the run is done or cannot go on; return its exit status, as of `launch`.
+
+    `run` starts the processes once and waits for them; by default they are local ones.
 
     After failures that may pass it is started again, and goes on from its last checkpoint, with fewer devices where
     some are gone for good. Ranks keep their logs in `run_dir()`, which is None as long as the run has not made one.
     SIGTERM lets them finish the step and save.
     """
-    restarts, slots = Restarts(settings.max_restarts), Slots(start.cluster.size, settings)
+    restarts, slots = RestartCounter(settings.max_restarts), Slots(start.cluster.size, settings)
     with deferred_termination(settings.grace_seconds):
         while True:
-            outcome, logs = _run(start, settings, slots.kept, restarts.total, run_dir)
+            if run is None:
+                outcome, logs = _run(start, settings, slots.kept, restarts.total, run_dir)
+            else:
+                outcome, logs = run(start, restarts.total), _find_logs(run_dir)
             cause = outcome.cause
             if cause is None:
                 return 0
@@ -66,13 +79,14 @@ def launch_training(
             again = f"{cause.message}; starting again ({_count(restarts, settings)})"
             if directory is not None:
                 NoteFile(directory).add(again)
+                write_end(directory, STARTS_AGAIN, again)
             _say(outcome, again, logs)
             start = _shrunken(start, slots, cause, restarts, outcome, shrink) or start
 
 
 def _run(
     start: Start, settings: LaunchConfig, slots: list[int], restart: int, run_dir: Callable[[], Path | None]
-) -> tuple[Outcome, Path | None]:
+) -> tuple[RanksEnd, Path | None]:
     """Start the processes once; tell how they ended, and where their logs are."""
     with Scratch() as scratch:
         outcome = LocalRanks(scratch, settings).run(start, slots, restart)
@@ -86,8 +100,13 @@ def _run(
         return outcome, keep_logs(scratch, logs)
 
 
+def _find_logs(run_dir: Callable[[], Path | None]) -> Path | None:
+    directory = run_dir()
+    return None if directory is None or not (directory / LOGS).is_dir() else directory / LOGS
+
+
 def _shrunken(
-    start: Start, slots: Slots, cause: Failure, restarts: Restarts, outcome: Outcome, shrink: Shrink
+    start: Start, slots: Slots, cause: Failure, restarts: RestartCounter, outcome: RanksEnd, shrink: Shrink
 ) -> Start | None:
     """Find how to go on without the devices that are gone for good; None where none are, or the run cannot."""
     lost = slots.count(cause, progressed=outcome.progressed)
@@ -108,11 +127,11 @@ def _shrunken(
     return fewer
 
 
-def _count(restarts: Restarts, settings: LaunchConfig) -> str:
+def _count(restarts: RestartCounter, settings: LaunchConfig) -> str:
     return f"restart {restarts.total}, {restarts.in_vain} of {settings.max_restarts} without progress"
 
 
-def _say(outcome: Outcome, text: str, logs: Path | None) -> None:
+def _say(outcome: RanksEnd, text: str, logs: Path | None) -> None:
     """Print notes on a failure after which the run goes on."""
     notes = [] if outcome.cause is None else describe_waiting(outcome.signs, outcome.cause.rank)
     where = [] if logs is None else [f"the logs of all ranks are in {logs}"]
@@ -120,7 +139,7 @@ def _say(outcome: Outcome, text: str, logs: Path | None) -> None:
         print(f"note: {note}", file=sys.stderr, flush=True)
 
 
-def _report(outcome: Outcome, cause: Failure, logs: Path | None) -> int:
+def _report(outcome: RanksEnd, cause: Failure, logs: Path | None) -> int:
     """Print the failure that ends a run; return its status."""
     notes = [] if cause.status == USER_STATUS else describe_waiting(outcome.signs, cause.rank)
     print_failure(cause, logs=logs, notes=notes)

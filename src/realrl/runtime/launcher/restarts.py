@@ -7,7 +7,7 @@ from realrl.recipe.launch import LaunchConfig
 from realrl.runtime.processes.error_reports import DEATH, Failure
 
 
-class Restarts:
+class RestartCounter:
     """Counter of failures without progress between them."""
 
     def __init__(self, limit: int) -> None:

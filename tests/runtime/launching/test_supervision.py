@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from realrl.recipe.launch import LaunchConfig
+from realrl.runtime.launcher.restarts import RestartCounter, Slots
 from realrl.runtime.monitor.activity import Activity
 from realrl.runtime.monitor.rank_status import RankStatus, name_status_file, read_statuses
 from realrl.runtime.monitor.sign import FileBoard, Sign
-from realrl.runtime.monitor.watch import GAP, Limits, Verdict, Watch, describe_waiting
+from realrl.runtime.monitor.watch import GAP, SignWatch, Verdict, WatchLimits, describe_waiting
 from realrl.runtime.processes.error_reports import DEATH, Failure
-from realrl.runtime.processes.restarts import Restarts, Slots
 
-LIMITS = Limits(freeze_seconds=5, stall_seconds=60)
+LIMITS = WatchLimits(freeze_seconds=5, stall_seconds=60)
 
 
 class Ranks:
@@ -22,7 +22,7 @@ class Ranks:
     def __init__(self, *signs: Sign) -> None:
         self.now = 100.0
         self.signs = dict(enumerate(signs))
-        self.watch = Watch(LIMITS, lambda: self.now)
+        self.watch = SignWatch(LIMITS, lambda: self.now)
 
     def live(
         self, seconds: int, *, frozen: tuple[int, ...] = (), busy: tuple[int, ...] = ()
@@ -136,20 +136,20 @@ def failure(**changes: object) -> Failure:
 
 
 def test_restarts_are_counted_without_progress_alone() -> None:
-    restarts = Restarts(2)
+    restarts = RestartCounter(2)
     decisions = [restarts.allow(failure(), step) for step in (5, 5, 5)]
     assert decisions == [True, True, False]
-    restarts = Restarts(2)
+    restarts = RestartCounter(2)
     assert all(restarts.allow(failure(), step) for step in range(1, 20))
     assert restarts.total == 19
     assert not restarts.allow(failure(final=True), 30)
-    assert not Restarts(0).allow(failure(), 5)
+    assert not RestartCounter(0).allow(failure(), 5)
 
 
 def test_an_exception_before_the_first_step_would_come_again() -> None:
-    assert not Restarts(3).allow(failure(trace="Traceback"), 0)
-    assert Restarts(3).allow(failure(trace="Traceback"), 1)
-    assert Restarts(3).allow(failure(), 0)
+    assert not RestartCounter(3).allow(failure(trace="Traceback"), 0)
+    assert RestartCounter(3).allow(failure(trace="Traceback"), 1)
+    assert RestartCounter(3).allow(failure(), 0)
 
 
 def test_a_device_that_fails_again_and_again_is_given_up() -> None:
