@@ -18,7 +18,7 @@ from realrl.model.group import Group
 from realrl.plan.cluster import Cluster
 from realrl.recipe.sections.launch import LaunchConfig
 from realrl.runtime.monitor.activity import Activity
-from realrl.runtime.monitor.memory import steady_memory
+from realrl.runtime.monitor.host_memory import steady_memory
 from realrl.runtime.network.interfaces import limit_silence
 from realrl.runtime.network.meeting import TIMEOUT, meet
 from realrl.runtime.prepare.cluster import written_cluster
