@@ -52,7 +52,7 @@ def list_overrides(run: Path, given: argparse.Namespace, cluster: str) -> list[s
     demo = given.demo.resolve()
     return [
         *(f"cluster={cluster}", f"run_dir={run}", "overwrite=false", f"training.steps={given.steps}"),
-        *("evaluation.every=0", "checkpoint.every=1", "data.eval=null", "evaluation.judge=null"),
+        *("checkpoint.every=1", "data.eval=null", "evaluation.judge=null"),
         f"data.train={demo}/data/demo/prompts_train.jsonl",
         f"models.actor.path={demo}/runs/demo/sft/final",
         f"models.reward.path={demo}/runs/demo/reward/final",

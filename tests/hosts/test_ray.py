@@ -78,7 +78,7 @@ def test_ranks_on_ray_learn_the_same_although_one_dies(nodes: None, world: World
             {"cluster": "3x1"},
             "cluster=3x1 needs 3 nodes with 1 CPUs each; the nodes of the Ray cluster have 1, 1",
         ),
-        ({"cluster": "2x1", "data__train": "/no/such.jsonl"}, "data.train=/no/such.jsonl"),
+        ({"cluster": "2x1", "data__train": "/no/such.jsonl"}, "data file /no/such.jsonl does not exist"),
     ],
 )
 def test_mistakes_are_one_message_of_a_run_on_ray(

@@ -89,7 +89,7 @@ class RayRanks:
         self._asked: float | None = None
 
     def start(self, arguments: Sequence[str], job: str, restart: int) -> None:
-        """ActorPlace the actors, and have each start its rank. UserError where nodes do not become free."""
+        """Place the actors, and have each start its rank. UserError where nodes do not become free."""
         self._place()
         gpus: defaultdict[str, list[str]] = defaultdict(list)
         for place in self._places:

@@ -25,7 +25,7 @@ _ERROR = "error.json"
 
 @dataclass(frozen=True)
 class ActorPlace:
-    """Node of the Ray cluster that an actor runs on: its address, a free port of it, and the GPUs of the actor."""
+    """Place of an actor: a node of the Ray cluster, its address and a free port of it, and its own GPUs."""
 
     node: str
     address: str
