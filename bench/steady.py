@@ -24,8 +24,8 @@ from typing import Any
 import yaml
 from results_file import ResultsFile
 
+from realrl.runtime.monitor.host_memory import read_memory
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, STORE_VARIABLE, leave
-from realrl.runtime.processes.memory import read_memory
 
 ROOT = Path(__file__).parents[1]
 CASES = ("tiny/1", "tiny/2", "demo/1", "demo/2")

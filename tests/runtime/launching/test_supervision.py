@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from realrl.recipe.launch import LaunchConfig
+from realrl.recipe.sections.launch import LaunchConfig
 from realrl.runtime.launcher.restarts import RestartCounter, Slots
 from realrl.runtime.monitor.activity import Activity
 from realrl.runtime.monitor.rank_status import RankStatus, name_status_file, read_statuses

@@ -12,7 +12,7 @@ from typing import Any
 
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
-from realrl.recipe.launch import LaunchConfig
+from realrl.recipe.sections.launch import LaunchConfig
 from realrl.runtime.launcher.local_ranks import MOMENT, RanksEnd, Start, describe_death
 from realrl.runtime.launcher.rank_process import ActorPlace, Look, RankProcess, list_import_path
 from realrl.runtime.monitor.sign import Sign
@@ -89,7 +89,7 @@ class RayRanks:
         self._asked: float | None = None
 
     def start(self, arguments: Sequence[str], job: str, restart: int) -> None:
-        """ActorPlace the actors, and have each start its rank. UserError where nodes do not become free."""
+        """Place the actors, and have each start its rank. UserError where nodes do not become free."""
         self._place()
         gpus: defaultdict[str, list[str]] = defaultdict(list)
         for place in self._places:

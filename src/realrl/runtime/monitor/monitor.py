@@ -12,9 +12,9 @@ import torch
 
 from realrl.config.files import partial_path
 from realrl.runtime.monitor.activity import Activity
+from realrl.runtime.monitor.host_memory import read_memory
 from realrl.runtime.monitor.rank_status import RANKS, RankStatus, name_status_file
 from realrl.runtime.monitor.sign import BEAT, Board
-from realrl.runtime.processes.memory import read_memory
 
 STATUS_EVERY = 2.0
 """Seconds between writes of the status file."""
