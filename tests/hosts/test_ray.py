@@ -54,7 +54,7 @@ def test_ranks_on_ray_learn_the_same_although_one_dies(nodes: None, world: World
             process = json.loads(statuses.read_text())["pid"]
         time.sleep(0.05)
     os.kill(process, signal.SIGKILL)
-    _, error = run.communicate(timeout=180)
+    _, error = run.communicate(timeout=240)
     assert run.returncode == 0, error
     (restart,) = [line for line in error.splitlines() if "starting again" in line]
     # Seen by the actor that holds it, or by the rank beside it.
@@ -85,7 +85,7 @@ def test_mistakes_are_one_message_of_a_run_on_ray(
     nodes: None, fields: dict[str, str], message: str, world: World, tmp_path: Path
 ) -> None:
     run = start(world.recipe("ppo", tmp_path, launch__by="ray", **fields))
-    _, error = run.communicate(timeout=120)
+    _, error = run.communicate(timeout=240)
     assert run.returncode == 2
     assert [line for line in error.splitlines() if line.startswith("realrl: ")] == error.splitlines()[-1:]
     assert message in error and "Traceback" not in error

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from realrl.config.errors import UserError
+from realrl.config.errors import RunError, UserError
 from realrl.plan.cluster import Cluster
 from realrl.recipe.sections.launch import LaunchConfig
 from realrl.runtime.launcher.local_ranks import MOMENT, RanksEnd, Start, describe_death
@@ -233,9 +233,13 @@ class RayRanks:
 
 
 def _get(calls: Sequence[Any]) -> list[Any]:
+    """Wait for answers of actors; RunError where they do not come."""
     import ray
 
-    found: list[Any] = ray.get(list(calls), timeout=PLACING)
+    try:
+        found: list[Any] = ray.get(list(calls), timeout=PLACING)
+    except ray.exceptions.GetTimeoutError:
+        raise RunError(f"actors on the Ray cluster have not answered within {PLACING:.0f} seconds") from None
     return found
 
 
