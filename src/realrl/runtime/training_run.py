@@ -176,7 +176,7 @@ class TrainingRun:
         """Restore everything from the last checkpoint of the run that is continued; UserError where none can be
         read."""
         if self.earlier is not None:
-            self.continuation.restore(self.earlier.checkpoints)
+            self.continuation.restore(self.earlier.checkpoints, self.steps)
         self.roles.offload_homes()
 
     def open(self) -> None:
