@@ -51,7 +51,7 @@ class Continuation:
         if checkpoints:
             if checkpoints[0] > steps:
                 raise UserError(
-                    f"run_dir={self._directory.path} is at step {checkpoints[0]}, and this recipe has {steps} steps;"
+                    f"run_dir={self._directory.path} is at step {checkpoints[0]}, and this recipe has {steps};"
                     " raise training.steps, or choose another directory"
                 )
             paths = [self._directory.checkpoint(step) for step in checkpoints]
