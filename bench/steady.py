@@ -24,8 +24,8 @@ from typing import Any
 import yaml
 from results_file import ResultsFile
 
+from realrl.runtime.monitor.memory import read_memory
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, STORE_VARIABLE, leave
-from realrl.runtime.processes.memory import keep_freed_memory, read_memory
 
 ROOT = Path(__file__).parents[1]
 CASES = ("tiny/1", "tiny/2", "demo/1", "demo/2")
@@ -47,10 +47,10 @@ TINY = {
 
 def train_one_rank(recipe: str, changes: list[str], out: Path) -> None:
     """Train as one rank and write what memory it had after each step."""
-    keep_freed_memory()
     from realrl.cli.progress.training import Progress
     from realrl.recipe.load import load_experiment
-    from realrl.runtime.train import TrainingRun, train
+    from realrl.runtime.train import train
+    from realrl.runtime.training_run import TrainingRun
 
     rows: list[tuple[float, int, int]] = []
 
@@ -102,7 +102,8 @@ def run(world: str, processes: int, steps: int, demo: Path) -> dict[str, Any]:
         recipe = make_tiny_world(Path(scratch)) if tiny else str(ROOT / "recipes/demo/ppo.yaml")
         changes = [f"training.steps={steps}", f"run_dir={scratch}/run", f"cluster=1x{processes}"]
         started = [_start(recipe, changes, scratch, rank, processes, demo) for rank in range(processes)]
-        if any(list(map(subprocess.Popen.wait, started))):
+        statuses = [process.wait() for process in started]
+        if any(statuses):
             sys.exit(f"{world} on {processes} processes failed")
         files = [Path(scratch) / f"rank-{rank}.json" for rank in range(processes)]
         ranks = [json.loads(file.read_text()) for file in files]

@@ -44,8 +44,10 @@ def commands() -> Iterator[tuple[str, str]]:
 
 def _commands(name: str, lines: list[str]) -> Iterator[tuple[str, str]]:
     for line in lines:
+        if line.split()[:1] not in [[program] for program in PROGRAMS]:
+            continue
         words = shlex.split(" ".join(line.split()), comments=True)
-        if len(words) > 1 and words[0] in PROGRAMS:
+        if len(words) > 1:
             yield name, shlex.join(words)
 
 
@@ -99,6 +101,9 @@ def test_every_realrl_command_is_understood(here: Path, document: str, command: 
         assert run_app([name]) == 0
         return
     assert name in group.commands, f"{document}: there is no command {name}"
+    while arguments and hasattr(group.commands[name], "commands"):
+        group, (name, *arguments) = group.commands[name], arguments
+        assert name in group.commands, f"{document}: there is no command {name}"
     if not arguments:
         return
     if len(arguments) == 1 and arguments[0].startswith("--"):  # an option that is talked about

@@ -17,7 +17,8 @@ from realrl.engine.generation.decode_batch import DecodeBatch
 from realrl.planner.calibration.comparison import Comparison
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import load_experiment
-from realrl.runtime.train import MetricsRecord, train
+from realrl.runtime.observer import MetricsRecord
+from realrl.runtime.train import train
 
 REWARD = Path(__file__).with_name("reward.py")
 

@@ -3,7 +3,12 @@
 import os
 import sys
 
-from realrl.runtime.processes.environment import SCRATCH_VARIABLE, leave, under_launcher
+from realrl.runtime.processes.environment import (
+    SCRATCH_VARIABLE,
+    has_abandoned_threads,
+    leave,
+    under_launcher,
+)
 from realrl.runtime.processes.signals import find_interruption, forget_signals, raise_signals
 
 
@@ -18,7 +23,8 @@ def main() -> None:
         if interrupted is None:
             raise
         status = interrupted.status
-    if under_launcher():
+    # What a tracker still waits for must not keep this process.
+    if under_launcher() or has_abandoned_threads():
         leave(status)
     sys.exit(status)
 

@@ -1,4 +1,4 @@
-"""What `realrl launch` writes is understood by shells and YAML, and asks for what the recipe needs."""
+"""What `realrl launch` writes is understood by shells and YAML, and asks for the recipe's nodes and devices."""
 
 import re
 import shlex
@@ -43,7 +43,7 @@ def test_a_slurm_script_asks_for_the_nodes_and_devices_of_the_recipe(tmp_path: P
 
 def test_a_slurm_script_for_cpus_asks_for_no_gpus(tmp_path: Path) -> None:
     text = write(tmp_path / "job.sh", "slurm", "cluster=2x4", "device=cpu")
-    assert "--cpus-per-task=4" in sbatch_options(text) and "gpus" not in text
+    assert "--cpus-per-task=4" in sbatch_options(text) and "--gpus" not in text
 
 
 def test_a_manifest_has_a_pod_for_each_node(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_torchrun_is_told_each_nodes_address(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("slurm",), "cluster=auto does not say how many nodes the job has"),
+        (("slurm", "cluster=auto"), "cluster=auto does not say how many nodes the job has"),
         (
             ("kubernetes", "cluster=2x8", "overwrite=true"),
             "overwrite=true: a pod that is started again would",

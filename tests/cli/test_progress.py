@@ -4,7 +4,7 @@ import pytest
 
 from realrl.cli.progress.training import Progress
 from realrl.recipe.load import parse_experiment
-from realrl.runtime.train import MetricsRecord
+from realrl.runtime.observer import MetricsRecord
 
 EXPERIMENT = parse_experiment(
     {

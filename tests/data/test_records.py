@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from realrl.config.errors import UserError
+from realrl.data.sources import files
 from realrl.data.sources.records import read_records
 from realrl.data.sources.rejects import Rejects
 
@@ -248,3 +249,16 @@ def test_records_with_a_key_twice_can_be_skipped(tmp_path, name):
 def test_a_folder_that_is_no_data_set_is_a_user_error(tmp_path):
     with pytest.raises(UserError, match="is a directory without records"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".csv", ".json"])
+def test_small_files_that_unpack_to_huge_ones_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    monkeypatch.setattr(files, "LARGEST_LINE", 1 << 20)
+    monkeypatch.setattr(files, "LARGEST_ARRAY", 1 << 20)
+    file = tmp_path / f"bomb{ending}.gz"
+    file.write_bytes(gzip.compress(b"[" + bytes(2 << 20)))
+    assert file.stat().st_size < 4096
+    with pytest.raises(UserError, match=r"bomb.*: (a line of )?more than .* unpacked"):
+        list(read_records(str(file), Rejects("skip")))

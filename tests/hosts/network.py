@@ -2,12 +2,11 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 PORT = 29500
 """Where hosts meet; every host has all ports of its own."""
@@ -78,46 +77,42 @@ class Hosts:
         self._say("heal")
 
     def start(
-        self, host: int, command: Sequence[str], variables: Mapping[str, str] | None = None, **options: Any
-    ) -> "subprocess.Popen[str]":
-        """Start a command on a host; `signal_command` sends it signals."""
+        self, host: int, command: Sequence[str], log: Path, variables: Mapping[str, str] | None = None
+    ) -> "subprocess.Popen[bytes]":
+        """Start a command on a host, which writes its output to `log`."""
         spaces = ("--net", "--uts", "--pid", "--mount", f"--wd={os.getcwd()}")
-        enter = ("nsenter", f"--target={self._holders[host]}", *spaces, "--")
-        return subprocess.Popen(
-            [*enter, *command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **(variables or {})},
-            start_new_session=True,
-            **options,
-        )
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                ["nsenter", f"--target={self._holders[host]}", *spaces, "--", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **(variables or {})},
+                start_new_session=True,
+            )
 
     def torchrun(
-        self, host: int, hosts: int, processes: int, *arguments: str, restarts: int = 0, **variables: str
-    ) -> "subprocess.Popen[str]":
-        """Start torchrun for `python -m realrl ARGUMENTS` on one of the first `hosts` hosts."""
+        self, host: int, hosts: int, log: Path, *arguments: str, restarts: int = 0
+    ) -> "subprocess.Popen[bytes]":
+        """Start torchrun for one process of `realrl ARGUMENTS` on one of the first `hosts` hosts."""
         command = (
             *(sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", str(hosts), "--nproc-per-node", str(processes), "--max-restarts", str(restarts)),
+            *("--nnodes", str(hosts), "--nproc-per-node", "1", "--max-restarts", str(restarts)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.address(0)}:{PORT}", "--rdzv-id", "test"),
-            *("--rdzv-conf", f"is_host={host == 0},read_timeout=300", "--local-addr", self.address(host)),
+            *(
+                "--rdzv-conf",
+                f"is_host={int(host == 0)},read_timeout=300",
+                "--local-addr",
+                self.address(host),
+            ),
             *("-m", "realrl", *arguments),
         )
-        return self.start(host, command, {"OMP_NUM_THREADS": "1", **variables})
+        return self.start(host, command, log, {"OMP_NUM_THREADS": "1"})
 
     def _say(self, command: str) -> None:
         stream = _of(self._switch.stdin)
         stream.write(command + "\n")
         stream.flush()
-
-
-def signal_command(process: "subprocess.Popen[str]", number: signal.Signals) -> None:
-    """Send a signal to what `Hosts.start` has started: the child of the process that entered the host."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    for child in children:
-        os.kill(int(child), number)
 
 
 def _of(stream: "IO[str] | None") -> "IO[str]":

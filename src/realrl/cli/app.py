@@ -14,6 +14,7 @@ from realrl.cli.eval import eval
 from realrl.cli.export import export
 from realrl.cli.generate import generate
 from realrl.cli.launch.command import launchers
+from realrl.cli.monitoring.doctor import doctor
 from realrl.cli.monitoring.status import status
 from realrl.cli.monitoring.watch import watch
 from realrl.cli.plan import plan
@@ -44,6 +45,7 @@ COMMANDS = (
     export,
     tokenizer,
     report,
+    doctor,
     status,
     watch,
 )

@@ -63,8 +63,8 @@ def profile(
         here = _processes(request, None if experiment is None or cluster is not None else experiment.cluster)
         if here.size > 1:
             from realrl.recipe.launch import LaunchConfig
-            from realrl.runtime.launcher.launch import check_local, launch
-            from realrl.runtime.launcher.local_ranks import Start
+            from realrl.runtime.launchers.launch import check_local, launch
+            from realrl.runtime.launchers.local_ranks import Start
 
             check_local(here)
             options = [

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from realrl.plan.cluster import Cluster
     from realrl.plan.plan import Plan
     from realrl.recipe.experiment import Experiment
-    from realrl.runtime.launcher.local_ranks import Start
+    from realrl.runtime.launchers.local_ranks import Start
 
 
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
@@ -38,6 +38,8 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
         raise UserError(f"algorithm={experiment.algorithm} trains nothing; realrl eval runs it")
     with _tidied(experiment) as run_dir:
         if not under_launcher():
+            if experiment.launch.by == "ray":
+                raise typer.Exit(_train_on_ray(experiment, ["train", recipe, *overrides], run_dir))
             cluster = find_cluster(experiment)
             earlier = find_earlier_run(experiment)
             if earlier is not None and earlier.finished:
@@ -45,18 +47,51 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
                 return
             plan = _check(experiment, cluster)
             if cluster.size > 1:
-                from realrl.runtime.launcher.launch import launch_training
-                from realrl.runtime.launcher.local_ranks import Start
+                from realrl.runtime.launchers.launch import launch_training
+                from realrl.runtime.launchers.local_ranks import Start
+                from realrl.runtime.prepare.gpu import count_visible_gpus
 
                 text = None if plan is None else plan.to_text(build_graph(experiment))
                 start = Start(cluster, ["train", recipe, *overrides], text)
                 fewer = partial(_shrink, recipe, overrides, experiment)
-                raise typer.Exit(launch_training(start, experiment.launch, run_dir, fewer))
+                seen = partial(count_visible_gpus, experiment.device)
+                raise typer.Exit(launch_training(start, experiment.launch, run_dir, fewer, seen=seen))
         from realrl.cli.progress.training import Progress
         from realrl.runtime.train import train as run
 
         with Progress() as progress:
             run(experiment, progress)
+
+
+def _train_on_ray(experiment: "Experiment", arguments: list[str], run_dir: Callable[[], Path | None]) -> int:
+    """Train on the nodes of a Ray cluster; return the exit status. Ranks find a plan and check that it fits."""
+    from realrl.checkpoint.sources import check_trainable
+    from realrl.config.errors import UserError
+    from realrl.plan.presets import SEARCH
+    from realrl.runtime.launchers.launch import launch_training
+    from realrl.runtime.launchers.local_ranks import Start
+    from realrl.runtime.launchers.on_ray import RayCluster
+    from realrl.runtime.output.earlier import find_earlier_run
+    from realrl.runtime.prepare.cluster import named_cluster, written_cluster
+    from realrl.runtime.prepare.compile import compile_recipe
+
+    cluster = written_cluster(experiment.cluster)
+    if cluster is None:
+        raise UserError(
+            "launch.by=ray: cluster=auto does not say how many nodes to take; set it, for example, to 2x8"
+        )
+    earlier = find_earlier_run(experiment)
+    if earlier is not None and earlier.finished:
+        typer.echo(f"run_dir={experiment.run_dir} holds this run, which is done", err=True)
+        return 0
+    check_trainable(experiment)
+    if experiment.plan != SEARCH:
+        compile_recipe(experiment, cluster)
+    named = named_cluster(experiment.cluster)
+    cpus = named is not None and all(group.device.cpu for group in named.groups)
+    gpus = {"cpu": False, "cuda": True, "auto": None}[experiment.device] if not cpus else False
+    ray = RayCluster(cluster, gpus=gpus, settings=experiment.launch)
+    return launch_training(Start(cluster, arguments), experiment.launch, run_dir, lambda _: None, ray.run)
 
 
 def _find_recipe(given: str, overrides: list[str]) -> tuple[str, list[str]]:
@@ -137,7 +172,7 @@ def _shrink(recipe: str, overrides: list[str], experiment: "Experiment", devices
     from realrl.plan.presets import PRESETS, SEARCH
     from realrl.recipe.graphs import build_graph
     from realrl.recipe.load import load_experiment
-    from realrl.runtime.launcher.local_ranks import Start
+    from realrl.runtime.launchers.local_ranks import Start
 
     kind = experiment.cluster.rpartition(":")[0]
     named = experiment.plan in (*PRESETS, SEARCH)
@@ -169,7 +204,8 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     from realrl.checkpoint.sources import check_directories, check_trainable
     from realrl.plan.presets import SEARCH
     from realrl.planner.profile.profile import Profile
-    from realrl.runtime.launcher.launch import check_local
+    from realrl.runtime.launchers.launch import check_local
+    from realrl.runtime.output.trackers.trackers import check_trackers
     from realrl.runtime.prepare.compile import compile_recipe, with_sizes
     from realrl.runtime.prepare.devices import check_kind, search_spec
     from realrl.runtime.prepare.fit.check import check_fit
@@ -178,6 +214,7 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     from realrl.runtime.prepare.search.cached_plan import cached_plan
 
     check_trainable(experiment)
+    check_trackers(experiment)
     searches = experiment.plan == SEARCH
     compiled = None if searches else compile_recipe(experiment, cluster)
     check_directories(experiment)

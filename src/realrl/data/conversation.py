@@ -119,11 +119,9 @@ def _render(
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, **{**options, "add_generation_prompt": prompt}
         )
-    except (
-        jinja2.TemplateError,
-        TypeError,
-        ValueError,
-    ) as error:  # whatever a template does with what it is given
-        raise BadRecordError(f"the chat template refuses the messages: {error}") from None
+    except Exception as error:  # a template is a program, which may fail in any way
+        known = isinstance(error, jinja2.TemplateError | TypeError | ValueError)
+        reason = str(error) if known else f"{type(error).__name__}: {error}"
+        raise BadRecordError(f"the chat template refuses the messages: {reason}") from None
     assert isinstance(text, str)
     return text

@@ -12,6 +12,7 @@ from realrl.recipe.checkpoint import CheckpointConfig, Resume
 from realrl.recipe.data import DataConfig, TrainingConfig
 from realrl.recipe.evaluation import EvaluationConfig
 from realrl.recipe.launch import LaunchConfig
+from realrl.recipe.sections.trackers import TrackersConfig
 
 
 class DebugConfig(Settings):
@@ -89,6 +90,7 @@ class Experiment(Settings):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     launch: LaunchConfig = LaunchConfig()
+    trackers: TrackersConfig = TrackersConfig()
     debug: DebugConfig = DebugConfig()
     models: Models
     """The model of each role."""

@@ -1,12 +1,18 @@
 """Settings of the supervision of a run: failures, restarts, and the end by SIGTERM."""
 
+from typing import Literal
+
 from pydantic import Field, PositiveInt
 
 from realrl.config.base import Settings
 
 
 class LaunchConfig(Settings):
-    """Limits and restarts for runs whose processes fail."""
+    """Launcher of a run, and limits and restarts for one whose processes fail."""
+
+    by: Literal["local", "ray"] = "local"
+    """What starts a process for each device: `local` on this machine; `ray` on the nodes of a Ray cluster,
+    which has to run already. It says nothing under torchrun, in whatever way that was started."""
 
     freeze_seconds: float = Field(default=30.0, ge=2, le=86_400)
     """Seconds without a sign of life after which a process is taken to be frozen, and the run fails. A process that
@@ -15,7 +21,7 @@ class LaunchConfig(Settings):
     """Minutes without progress on any rank after which a run is taken to be stuck, and fails: no instruction ended,
     no token was generated, no micro-batch computed, no function returned. null for never."""
     max_restarts: int = Field(default=3, ge=0, le=1_000_000)
-    """How often in a row the local launcher starts a failed run again from its last checkpoint without its getting
+    """How often in a row the launcher starts a failed run again from its last checkpoint without its getting
     further than before. Three, so that a run outlives what passes, and gives up on what does not. A mistake in what
     you gave, a full disk, diverged learning or an interruption ends the run, and so does an exception before its
     first step. Under torchrun, `--max-restarts` says it."""

@@ -1,13 +1,14 @@
 """Recipes: a YAML file plus `key=value` overrides, validated into an experiment."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
 from realrl.config.errors import UserError
 from realrl.config.explain import brief, explain, shorten
+from realrl.config.secrets.redaction import REDACTED, redact_settings
 from realrl.config.yaml_file import dump_yaml, parse_yaml, read_yaml
 from realrl.recipe.checks import complete
 from realrl.recipe.experiment import Experiment
@@ -24,6 +25,11 @@ def load_experiment(path: str, overrides: Sequence[str] = ()) -> Experiment:
         raise UserError(f"{path} holds no recipe: it must be a mapping such as algorithm: sft")
     for override in overrides:
         settings = apply_override(settings, override)
+    for name in _list_redacted(settings):
+        raise UserError(
+            f"{path}: {name} holds {REDACTED}, which stands for a secret that was not written; give it again by"
+            f" {name}=VALUE behind the recipe"
+        )
     return parse_experiment(settings)
 
 
@@ -64,5 +70,24 @@ def apply_override(settings: dict[str, Any], override: str) -> dict[str, Any]:
 
 
 def dump_experiment(experiment: Experiment) -> str:
-    """YAML with every field of an experiment, defaults included; loads back to an equal object."""
-    return dump_yaml(experiment.model_dump(mode="json"))
+    """YAML with every field of an experiment, defaults included; loads back to an equal object.
+
+    Secrets are replaced, and where there were some, it does not load until they are given again.
+    """
+    return dump_yaml(dump_settings(experiment))
+
+
+def dump_settings(experiment: Experiment) -> dict[str, Any]:
+    """Dump the nested settings of an experiment, as JSON has them, without secrets."""
+    settings: dict[str, Any] = redact_settings(experiment.model_dump(mode="json"))
+    return settings
+
+
+def _list_redacted(settings: Any, name: str = "") -> Iterator[str]:
+    """List the dotted paths of settings from which a secret was removed."""
+    if isinstance(settings, str) and REDACTED in settings:
+        yield name
+    parts: Iterable[tuple[Any, Any]] = settings.items() if isinstance(settings, dict) else ()
+    parts = enumerate(settings) if isinstance(settings, list) else parts
+    for key, value in parts:
+        yield from _list_redacted(value, f"{name}.{key}" if name else str(key))

@@ -18,6 +18,7 @@ from realrl.recipe.experiment import Experiment
 from realrl.runtime.measure.compare import RunInfo, compare, predict
 from realrl.runtime.measure.step_timer import StepTimer, measure_clock_offsets
 from realrl.runtime.measure.timing_log import TimingLog
+from realrl.runtime.monitor.memory import HostMemory, read_memory
 from realrl.runtime.prepare.compile import Compiled, stored_models
 from realrl.runtime.prepare.devices import spec_of
 from realrl.runtime.processes.process import Process
@@ -87,7 +88,13 @@ class Costs:
         call this together.
         """
         offsets = measure_clock_offsets(self._process, self._compiled.train.plan.cluster.nodes)
-        mine = (self.timer.take(), self.timer.reserved, list(self._prompts), list(self._answers))
+        mine = (
+            self.timer.take(),
+            self.timer.reserved,
+            read_memory(),
+            list(self._prompts),
+            list(self._answers),
+        )
         everyone = self._process.gather(mine)
         if self._process.rank != WRITER:
             return None
@@ -95,7 +102,8 @@ class Costs:
         start = time.monotonic()
         if not self._log.step.seconds or (start < self._next and not last):
             return None
-        _, _, prompts, answers = everyone[self._source]
+        *_, prompts, answers = everyone[self._source]
+        memories = [memory for _, _, memory, *_ in everyone]
         info = RunInfo(
             experiment=self._experiment,
             compiled=self._compiled,
@@ -105,6 +113,10 @@ class Costs:
             prompts=prompts,
             answers=answers,
             reserved=max(reserved for _, reserved, *_ in everyone),
+            resident=HostMemory(
+                resident=max(memory.resident for memory in memories),
+                peak=max(memory.peak for memory in memories),
+            ),
         )
         comparison = self._compare(info)
         end = time.monotonic()

@@ -1,9 +1,10 @@
 """Rewards from a service: what is sent, and what becomes of services that fail."""
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from reward_functions import load_method, make_input, scores_of
 
 from realrl.algorithms.rewards.http import client
+from realrl.algorithms.rewards.http.config import HttpConfig
 from realrl.config.errors import UserCodeError, UserError
 
 Answer = Callable[[int, dict[str, Any]], tuple[int, Any]]
@@ -193,3 +195,34 @@ def test_a_failed_request_skips_its_samples_alone() -> None:
     with serving(answer) as service:
         found = score_by(service.url, ["a", "bad", "abc"], on_error="skip", batch=1)
     assert found[0] == 1 and found[1] != found[1] and found[2] == 3
+
+
+def test_an_answer_that_comes_drop_by_drop_is_given_up_in_time() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    stop = threading.Event()
+
+    def drip() -> None:
+        connection, _ = listener.accept()
+        with connection, suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            while not stop.wait(0.02):
+                connection.sendall(b" ")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    config = HttpConfig(url=f"http://127.0.0.1:{listener.getsockname()[1]}/", request_timeout=0.2, retries=0)
+    try:
+        with pytest.raises(client.RequestError, match=r"did not answer within 0\.2 s"):
+            client.Client(config).post(b"{}")
+    finally:
+        stop.set()
+        thread.join()
+        listener.close()
+
+
+def test_an_answer_that_is_nested_without_end_is_no_json() -> None:
+    with (
+        serving(lambda number, body: (200, b"[" * 200_000)) as service,
+        pytest.raises(client.RequestError, match="which is no JSON"),
+    ):
+        client.Client(HttpConfig(url=service.url)).post(b"{}")

@@ -21,7 +21,7 @@ from realrl.program.memory import StoredModel
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
 from realrl.runtime.prepare.trained_parts import list_trained_parts
-from realrl.runtime.train import TrainingRun
+from realrl.runtime.training_run import TrainingRun
 from tests.conftest import PPO_CALLS, World, read_metrics
 from tests.runtime.models.test_offload import prepared
 

@@ -20,7 +20,7 @@ from realrl.program.instructions import Load
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
 from realrl.runtime.processes.process import Process
-from realrl.runtime.train import TrainingRun
+from realrl.runtime.training_run import TrainingRun
 from realrl.runtime.worker.roles import Roles
 from tests.conftest import World, read_metrics
 

@@ -25,7 +25,8 @@ from realrl.runtime.costs import lengths
 from realrl.runtime.measure.allocations import Allocations, count_allocations
 from realrl.runtime.measure.step_timer import StepTimer, StepTimes, TimedSpan, estimate_offset
 from realrl.runtime.measure.timing_log import KEPT_STEPS, TimingLog
-from realrl.runtime.train import MetricsRecord, train
+from realrl.runtime.observer import MetricsRecord
+from realrl.runtime.train import train
 from realrl.runtime.worker.store import Store
 from realrl.testing.ranks import Silent
 from tests.conftest import World

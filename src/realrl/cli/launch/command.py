@@ -10,7 +10,7 @@ import typer
 from realrl.cli.recipe import Overrides, Recipe
 
 launchers = typer.Typer(
-    help="Write what starts a recipe on several nodes: torchrun commands, a Slurm script, a Kubernetes manifest.",
+    help="Write what starts a recipe on several nodes: torchrun's commands, a Slurm script, a Kubernetes manifest.",
     no_args_is_help=True,
 )
 
@@ -26,7 +26,7 @@ Cpus = Annotated[
     typer.Option(
         "--cpus",
         min=1,
-        help="CPU cores for the process of each device: 8 for a GPU, 1 without.",
+        help="CPU cores of each device's process: 8 for a GPU, 1 without.",
         show_default=False,
     ),
 ]
@@ -223,10 +223,10 @@ def kubernetes(
 def _check(pattern: str, option: str, value: str, accepted: str) -> None:
     """Check the value of an option; else UserError."""
     from realrl.config.errors import UserError
-    from realrl.config.explain import brief
+    from realrl.config.explain import shorten
 
     if not re.fullmatch(pattern, value):
-        raise UserError(f"{option} {brief(value)}: it must be {accepted}")
+        raise UserError(f"{option} {shorten(value)}: it must be {accepted}")
 
 
 def _write(text: str, out: str | None) -> None:

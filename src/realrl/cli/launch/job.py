@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from realrl.recipe.experiment import Experiment
 
 PATIENCE = 300
-"""Seconds that torchrun on one node waits for an answer of the first one; networks recover sooner."""
+"""Seconds that torchrun on one node waits for an answer of the first one: longer than a network is gone."""
 CPUS_BESIDE_A_GPU = 8
 """CPU cores of a process that computes on a GPU, unless the user says otherwise."""
 
@@ -92,12 +92,12 @@ def make_job(
 def check_name(name: str) -> str:
     """Check a name for Slurm and Kubernetes alike, and return it; else UserError."""
     from realrl.config.errors import UserError
-    from realrl.config.explain import brief
+    from realrl.config.explain import shorten
 
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?", name):
         raise UserError(
-            f"--name {brief(name)}: it must have at most 50 lower-case letters, digits and hyphens, a letter first"
-            " and no hyphen last"
+            f"--name {shorten(name)}: it must have at most 50 lower-case letters, digits and hyphens, a letter"
+            " first and no hyphen last"
         )
     return name
 
@@ -116,8 +116,8 @@ def _find_devices(experiment: "Experiment") -> "tuple[Cluster, bool]":
     kinds = _list_kinds(named_cluster(experiment.cluster))
     if len(kinds) > 1:
         raise UserError(
-            f"cluster={experiment.cluster} has nodes of different kinds ({', '.join(kinds)}); a job asks for"
-            " nodes of one kind"
+            f"cluster={experiment.cluster} has nodes of different kinds ({', '.join(kinds)}); a job asks for nodes"
+            " of one kind"
         )
     cpu = set(kinds.values()) == {True}
     if kinds and experiment.device != "auto" and (experiment.device == "cpu") != cpu:

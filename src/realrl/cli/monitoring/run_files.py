@@ -9,8 +9,8 @@ from realrl.cli.reporting.metrics import MetricPart, read_part
 from realrl.runtime.monitor.note_file import NOTES
 from realrl.runtime.output.saved import BEST, METRICS, list_checkpoints
 
-_LINES = 1 << 20
-"""Bytes of metrics that are read at a time."""
+_LINES, _WHOLE = 1 << 20, 1 << 24
+"""Bytes of metrics that are read at a time, and up to which all lines are read."""
 _NOTES, _ROWS, _LETTERS, _LARGEST = 200, 64, 4000, 1 << 26
 """Maximum notes, samples of an evaluation, letters of a text, and bytes of a file that is sent as it is."""
 
@@ -48,7 +48,9 @@ class RunFiles:
             return MetricPart((), 0, False), ""
         status = file.stat()
         start = offset if offset <= status.st_size else 0
-        return read_part(file, start, _LINES), f"{status.st_ino}"
+        # Curves of long runs have fewer points than steps; reading all of them would take a while.
+        every = 1 + (status.st_size - start) // _WHOLE
+        return read_part(file, start, _LINES * min(every, 16), every), f"{status.st_ino}"
 
     def list_sampled_steps(self) -> list[int]:
         """List the steps after which there are samples, in order."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from realrl import __version__
 from realrl.cli.monitoring.run_files import RunFiles
-from realrl.cli.monitoring.server import Answer, Query, Route
+from realrl.cli.monitoring.server import Query, Reply, Route
 from realrl.cli.monitoring.status_text import describe_doing
 from realrl.cli.monitoring.timeline import draw_last_step
 from realrl.cli.page.templating import find_template
@@ -40,7 +40,7 @@ class RunPage:
             f"/{PREDICTED}": lambda _: self._download(PREDICTED),
         }
 
-    def make_page(self, _: Query) -> Answer:
+    def make_page(self, _: Query) -> Reply:
         """Make the page itself, which holds nothing of the run but its name."""
         nonce = secrets.token_urlsafe(16)
         name = self._files.path.resolve().name
@@ -49,9 +49,9 @@ class RunPage:
             f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self';"
             " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
         )
-        return Answer(text.encode(), "text/html; charset=utf-8", policy=policy)
+        return Reply(text.encode(), "text/html; charset=utf-8", policy=policy)
 
-    def read_run(self, _: Query) -> Answer:
+    def read_run(self, _: Query) -> Reply:
         """Read all but curves, samples and the timeline."""
         path = self._files.path
         status = read_status(path)
@@ -62,7 +62,7 @@ class RunPage:
             {**rank, "does": describe_doing(whole)}
             for rank, whole in zip(found["ranks"][:_RANKS], status.ranks, strict=False)
         ]
-        return Answer.of_json(
+        return Reply.of_json(
             {
                 "status": found,
                 "curves": [] if algorithm is None else list(algorithm.curves.items()),
@@ -75,7 +75,7 @@ class RunPage:
             }
         )
 
-    def read_metrics(self, query: Query) -> Answer:
+    def read_metrics(self, query: Query) -> Reply:
         """Read what has come after `offset`: the metrics whose names, separated by commas, are in `names`."""
         names = query.get("names", "").split(",")[:_NAMES]
         part, file = self._files.read_metrics(_whole(query.get("offset")))
@@ -87,24 +87,24 @@ class RunPage:
             values = [None if name is None else line.metrics[name] for name in found]
             rows.append((line.step, line.kind, line.seconds, values))
         content = {"file": file, "offset": part.offset, "more": part.more, "rows": rows, "known": [*known]}
-        return Answer.of_json(content)
+        return Reply.of_json(content)
 
-    def read_samples(self, query: Query) -> Answer:
+    def read_samples(self, query: Query) -> Reply:
         """Read the samples of the evaluation after `step` training steps."""
         algorithm = self._algorithm()
         keys = () if algorithm is None else algorithm.sample_keys
-        return Answer.of_json(self._files.read_samples(_whole(query.get("step")), keys))
+        return Reply.of_json(self._files.read_samples(_whole(query.get("step")), keys))
 
-    def read_step(self, _: Query) -> Answer:
+    def read_step(self, _: Query) -> Reply:
         """Draw the timeline of the last step."""
         costs = self._costs()
         calls = [] if costs is None else costs["calls"]
         picture = draw_last_step(self._files.path, {call["name"]: call["kind"] for call in calls})
-        return Answer.of_json(None if picture is None else picture.to_html())
+        return Reply.of_json(None if picture is None else picture.to_html())
 
-    def _download(self, name: str) -> Answer | None:
+    def _download(self, name: str) -> Reply | None:
         content = self._files.read(name)
-        return None if content is None else Answer(content, "application/json", file=name)
+        return None if content is None else Reply(content, "application/json", file=name)
 
     def _algorithm(self) -> AlgorithmRecord | None:
         try:

@@ -26,7 +26,7 @@ _HEADERS = {
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     """Content of a response, its type, and the file name under which it is saved, if it is to be."""
 
     content: bytes
@@ -36,7 +36,7 @@ class Answer:
     """Content security policy."""
 
     @classmethod
-    def of_json(cls, value: Any) -> "Answer":
+    def of_json(cls, value: Any) -> "Reply":
         """Make an answer of JSON values."""
         try:
             text = json.dumps(value, allow_nan=False)
@@ -45,7 +45,7 @@ class Answer:
         return cls(text.encode(), "application/json")
 
 
-Route = Callable[[Query], Answer | None]
+Route = Callable[[Query], Reply | None]
 
 
 class PageServer(ThreadingHTTPServer):
@@ -75,7 +75,7 @@ class PageServer(ThreadingHTTPServer):
         return f"http://{host}:{self.server_address[1]}/?token={self.token}"
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer a request once there are few enough."""
+        """Reply a request once there are few enough."""
         with self._free:
             super().process_request_thread(request, client_address)
 
@@ -111,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "realrl", ""
 
     def do_GET(self) -> None:
-        """Answer from the routes."""
+        """Reply from the routes."""
         address = urlsplit(self.path)
         query = {name: values[-1] for name, values in parse_qs(address.query).items()}
         if self.server.local and not is_loopback(_hostname(self.headers.get("Host", ""))):
@@ -137,9 +137,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, answer)
 
     def _refuse(self, status: HTTPStatus, text: str) -> None:
-        self._send(status, Answer(f"{text}\n".encode(), "text/plain; charset=utf-8"))
+        self._send(status, Reply(f"{text}\n".encode(), "text/plain; charset=utf-8"))
 
-    def _send(self, status: HTTPStatus, answer: Answer) -> None:
+    def _send(self, status: HTTPStatus, answer: Reply) -> None:
         self.send_response(status)
         self.send_header("Content-Type", answer.type)
         self.send_header("Content-Length", str(len(answer.content)))

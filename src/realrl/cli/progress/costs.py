@@ -49,9 +49,21 @@ def costs_note(comparison: "Comparison") -> str:
     measured = f"medians of {steps} steps" if steps > 1 else "one step"
     if comparison.spec is None:
         unknown = "nothing was predicted, since the kind of the devices is not known"
-        return f"{measured}; {unknown}{_wait_note(comparison)}"
+        return f"{measured}; {unknown}{_wait_note(comparison)}{_resident_note(comparison)}"
+    memory = "memory: tensors on the fullest device"
     return (
-        f"{measured}; ratio: measured over predicted; memory: of the fullest device{_wait_note(comparison)}"
+        f"{measured}; ratio: measured over predicted; {memory}{_wait_note(comparison)}"
+        f"{_resident_note(comparison)}"
+    )
+
+
+def _resident_note(comparison: "Comparison") -> str:
+    resident, peak = comparison.resident_bytes, comparison.peak_resident_bytes
+    if resident is None or peak is None:
+        return ""
+    return (
+        f"; the largest process has {format_bytes(resident)} of host memory, libraries included, and had"
+        f" {format_bytes(peak)}"
     )
 
 

@@ -15,7 +15,7 @@ from realrl.recipe.algorithm import get_spec
 if TYPE_CHECKING:
     from realrl.planner.calibration.comparison import Comparison
     from realrl.recipe.experiment import Experiment
-    from realrl.runtime.train import MetricsRecord
+    from realrl.runtime.observer import MetricsRecord
 
 _QUIET_SECONDS = 10.0
 """Minimum seconds between training lines without a terminal, so that a log stays readable."""

@@ -52,8 +52,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def read_part(path: Path, offset: int, limit: int) -> MetricPart:
+def read_part(path: Path, offset: int, limit: int, every: int = 1) -> MetricPart:
     """Read the whole lines in `limit` bytes of a file that grows; what is no line of metrics is left out.
+
+    Of training steps only one in `every` is read.
 
     OSError where the file cannot be read. At least one line is read, however long, if there is a whole one.
     """
@@ -63,7 +65,10 @@ def read_part(path: Path, offset: int, limit: int) -> MetricPart:
         if len(text) == limit and b"\n" not in text:
             text += file.readline()
     end = text.rfind(b"\n") + 1
-    return MetricPart(tuple(_parse_lines(text[:end].splitlines())), offset + end, len(text) >= limit)
+    lines = text[:end].splitlines()
+    if every > 1:
+        lines = [line for i, line in enumerate(lines) if i % every == 0 or b'"eval"' in line]
+    return MetricPart(tuple(_parse_lines(lines)), offset + end, len(text) >= limit)
 
 
 def read_last(path: Path, limit: int) -> tuple[MetricLine, ...]:

@@ -22,7 +22,7 @@ from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
 from realrl.runtime.output.history import HISTORY, read_history
 from realrl.runtime.output.saved import BEST, CONFIG, METRICS, SUMMARY, list_checkpoints
 
-State = Literal["running", "finished", "failed", "interrupted", "stale"]
+Liveness = Literal["running", "finished", "failed", "interrupted", "stale"]
 
 FRESH = 15.0
 """Seconds after which a rank that has not been heard of, which it should be every 2 seconds, counts as silent."""
@@ -72,7 +72,7 @@ class RunStatus:
 
     run_dir: str
     algorithm: str | None
-    state: State
+    state: Liveness
     reason: str
     """Why that is its state, in words; empty where there is nothing to say."""
     time: float
@@ -165,7 +165,7 @@ def _read_ranks(path: Path) -> tuple[RankStatus, ...]:
 
 def _find_state(
     path: Path, ranks: Sequence[RankStatus], ended: Ended | None, now: float
-) -> tuple[State, str, tuple[int, ...]]:
+) -> tuple[Liveness, str, tuple[int, ...]]:
     """Find the state of a run, the reason for it, and the ranks that are silent."""
     silent = tuple(rank.rank for rank in ranks if now - rank.time > FRESH or _is_gone(rank, now))
     newest = max((rank.time for rank in ranks), default=None)

@@ -19,6 +19,10 @@ Record = tuple[str, dict[str, Any]]
 """Origin of a record, as FILE:LINE (FILE:ROW in tables, counted from 1), and the record."""
 
 COMPRESSED = (".gz", ".zst")
+LARGEST_LINE = 256 << 20
+"""Bytes of a line, unpacked: a small file may unpack to one that fills all memory."""
+LARGEST_ARRAY = 8 << 30
+"""Bytes of a .json file, unpacked, which is read whole."""
 
 
 def find_ending(path: str) -> str | None:
@@ -41,7 +45,7 @@ def read_file(file: str, rejects: Rejects) -> Iterator[Record]:
 
 def _read_json_lines(file: str, rejects: Rejects) -> Iterator[Record]:
     with _opened(file) as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(_lines(file, lines), 1):
             if not line.strip():
                 continue
             origin = f"{file}:{number}"
@@ -62,7 +66,14 @@ def _read_json(file: str, rejects: Rejects) -> Iterator[Record]:
     """Decode an array of objects one by one, so that their lines are known; JSON lines pass too."""
     with _opened(file) as binary:
         try:
-            text = binary.read().decode("utf-8-sig")
+            content = binary.read(LARGEST_ARRAY + 1)
+            if len(content) > LARGEST_ARRAY:
+                raise UserError(
+                    f"{file}: more than {LARGEST_ARRAY >> 30} GiB, unpacked, which are read at once; write its"
+                    " records as .jsonl, one JSON object a line"
+                )
+            text = content.decode("utf-8-sig")
+            del content
         except UnicodeDecodeError as error:
             raise UserError(f"cannot read data file {file}: {error}") from None
     position = _skip(text, 0, "")
@@ -109,7 +120,8 @@ def _skip(text: str, position: int, separator: str) -> int:
 def _read_csv(file: str, rejects: Rejects) -> Iterator[Record]:
     """Read a table whose first line has the names of the fields; every value is text, an empty one is absent."""
     with _opened(file) as binary:
-        rows = csv.reader(io.TextIOWrapper(binary, encoding="utf-8-sig", newline=""), strict=True)
+        text = io.TextIOWrapper(binary, encoding="utf-8-sig", newline="")
+        rows = csv.reader(_lines(file, text), strict=True)
         names: list[str] = []
         while True:
             line = rows.line_num + 1  # a quoted cell may go over several lines
@@ -157,6 +169,16 @@ def _check_object(origin: str, value: Any, rejects: Rejects) -> Iterator[Record]
         rejects(
             origin, f"not a JSON object but {json.dumps(value)[:40]}; every record must be one JSON object"
         )
+
+
+def _lines(file: str, lines: Any) -> Iterator[Any]:
+    """Yield the lines of a text or binary file; UserError for one that is too long to be a record."""
+    number = 0
+    while line := lines.readline(LARGEST_LINE + 1):
+        number += 1
+        if len(line) > LARGEST_LINE:
+            raise UserError(f"{file}:{number}: a line of more than {LARGEST_LINE >> 20} MiB, unpacked")
+        yield line
 
 
 @contextmanager

@@ -107,6 +107,11 @@ class Comparison(Settings):
     reallocations: tuple[MoveCosts, ...] = Field(strict=False)
     reserved_bytes: PositiveInt | None
     """Peak bytes reserved by torch's caching allocator on a GPU, fragmentation included."""
+    resident_bytes: PositiveInt | None = None
+    """Largest resident memory of a process after the last of these steps: libraries and what the host's allocator
+    keeps are in it, besides tensors. None where the system does not tell."""
+    peak_resident_bytes: PositiveInt | None = None
+    """Largest resident memory of a process until then."""
 
     def save(self, directory: str | Path) -> None:
         """Write the files of a run directory atomically."""

@@ -39,7 +39,7 @@ class Checkpointer:
     ) -> None:
         """`group` has all ranks, for the threads alone; `export` writes models into a directory, on all ranks."""
         self._settings, self._best = experiment.checkpoint, experiment.evaluation.best
-        self._process, self._contents, self._directory, self._group = process, contents, directory, group
+        self._process, self._contents, self._directory, self.group = process, contents, directory, group
         self._export = export
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
@@ -123,7 +123,7 @@ class Checkpointer:
                 tensors,
                 state.to_json(),
                 rank=self._process.rank,
-                group=self._group,
+                group=self.group,
                 copied=self._copied.set,
             )
             if self._process.rank == WRITER:

@@ -48,6 +48,15 @@ class StateKeeper:
             if call in phase.plan.placements and isinstance(method, StatefulMethod)
         }
 
+    @property
+    def taken(self) -> int:
+        """Records taken of the data."""
+        return self._training.taken
+
+    @taken.setter
+    def taken(self, count: int) -> None:
+        self._training.taken = count
+
     def collect(self, step: int, *, seconds: float, evaluated: int | None, rollbacks: int) -> RunState:
         """Collect the state after so many steps; arguments as the fields of it."""
         trainers: dict[str, dict[str, Any]] = {}

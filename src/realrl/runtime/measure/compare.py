@@ -25,6 +25,7 @@ from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Program, Reallocate
 from realrl.program.text import format_instruction
 from realrl.recipe.experiment import Experiment
+from realrl.runtime.monitor.memory import HostMemory
 from realrl.runtime.prepare.compile import Compiled, stored_models
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class RunInfo:
     """Lengths that occurred, in tokens."""
     reserved: int
     """Peak bytes that torch's allocator reserved on a GPU."""
+    resident: HostMemory
+    """Largest resident memory of any process."""
 
 
 def predict(info: RunInfo, profile: Profile | None) -> Estimate | None:
@@ -86,6 +89,8 @@ def compare(info: RunInfo, expected: Estimate | None, log: "TimingLog") -> Compa
             if text in log.spans  # what is done every n steps may not have been done yet
         ),
         reserved_bytes=info.reserved or None,
+        resident_bytes=info.resident.resident or None,
+        peak_resident_bytes=info.resident.peak or None,
     )
 
 

@@ -1,9 +1,7 @@
 """Threads by which a rank gives signs of life and keeps its status file."""
 
 import faulthandler
-import resource
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,12 +12,12 @@ import torch
 
 from realrl.config.files import partial_path
 from realrl.runtime.monitor.activity import Activity
+from realrl.runtime.monitor.memory import read_memory
 from realrl.runtime.monitor.rank_status import RANKS, RankStatus, name_status_file
 from realrl.runtime.monitor.sign import BEAT, Board
 
 STATUS_EVERY = 2.0
 """Seconds between writes of the status file."""
-_PAGE = resource.getpagesize()
 
 
 class Monitor:
@@ -73,7 +71,7 @@ class Monitor:
     def describe(self) -> RankStatus:
         """Describe what this rank does and holds now."""
         activity, sign, now = self._activity, self._activity.sign(), time.time()
-        resident = _resident_bytes()
+        memory = read_memory()
         on_gpu = self._device.type == "cuda"
         limit = torch.cuda.get_device_properties(self._device).total_memory if on_gpu else None
         return RankStatus(
@@ -89,23 +87,11 @@ class Monitor:
             call=sign.call,
             since=now - sign.waited,
             function=sign.function,
-            resident_bytes=resident,
-            peak_resident_bytes=_peak_resident_bytes(),
-            device_bytes=torch.cuda.memory_reserved(self._device) if on_gpu else resident,
+            resident_bytes=memory.resident,
+            peak_resident_bytes=memory.peak,
+            device_bytes=torch.cuda.memory_reserved(self._device) if on_gpu else memory.resident,
             device_limit_bytes=limit,
             checkpoint=activity.checkpoint,
             restart=self._restart,
             phase=activity.phase,
         )
-
-
-def _resident_bytes() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
-    except (OSError, ValueError):
-        return _peak_resident_bytes()
-
-
-def _peak_resident_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

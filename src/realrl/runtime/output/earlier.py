@@ -11,6 +11,7 @@ from realrl.config.errors import UserError
 from realrl.config.explain import brief
 from realrl.config.yaml_file import read_yaml
 from realrl.recipe.experiment import Experiment
+from realrl.recipe.load import dump_settings
 from realrl.runtime.output.history import HISTORY, read_history
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.output.saved import BEST, CONFIG, SUMMARY, list_checkpoints
@@ -73,7 +74,7 @@ def find_earlier_run(experiment: Experiment) -> EarlierRun | None:
             f"run_dir={path} holds an earlier run, and resume=never; choose another directory, set resume=auto to"
             " continue it, or overwrite=true to delete it"
         )
-    mine, theirs = experiment.model_dump(mode="json"), _read_config(path)
+    mine, theirs = dump_settings(experiment), _read_config(path)
     differing = {
         name: f"{name}: {brief(old)}, now {brief(new)}" for name, (old, new) in _compare(theirs, mine).items()
     }

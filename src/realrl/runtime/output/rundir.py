@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import glob
 from pathlib import Path
@@ -19,6 +19,7 @@ from realrl.config.files import (
     write_whole,
 )
 from realrl.config.paths import local_path
+from realrl.config.secrets.redaction import redact_code
 from realrl.config.user_code import find_source, is_own_module
 from realrl.plan.plan import Plan
 from realrl.program.instructions import Program
@@ -41,16 +42,17 @@ from realrl.runtime.output.saved import (
     checkpoint_path,
     find_saved,
     list_checkpoints,
+    remove_partial,
 )
 from realrl.runtime.output.saved_state import name_state_file
+from realrl.runtime.output.trackers.trackers import TRACKED, Trackers, open_trackers
 
 PLAN, PROGRAMS = "plan.yaml", "programs"
 """Files of every run's directory. A directory without them is not ours and never deleted."""
 CODE = "code"
 """Directory of copies of the files with code that the recipe names, each by the name of its setting."""
-_STARTED = {PROGRAMS, CONFIG, PLAN, CODE, RECORD, HISTORY, "logs", "ranks"}
+_STARTED = {PROGRAMS, CONFIG, PLAN, CODE, RECORD, HISTORY, "logs", "ranks", *TRACKED}
 """All that is there before the first step; a run that ended before has left nothing else."""
-BOARD = "tensorboard"
 BEST_NOTE = f"{BEST}.json"
 """File that says which evaluation the best models are of."""
 EVALUATIONS = "eval"
@@ -65,7 +67,7 @@ class RunDirectory:
         self.path = local_path(path)
         self._trained = trained
         self._metrics = self.path / METRICS
-        self._board: Any = None
+        self._trackers = Trackers()
 
     def check(self, experiment: Experiment) -> bool:
         """Check that the directory can be used, and tell whether it holds a run; else UserError.
@@ -124,6 +126,7 @@ class RunDirectory:
             if restored is None:
                 self._clear()
             else:
+                remove_partial(self.path)
                 shutil.rmtree(self.path / PROGRAMS, ignore_errors=True)
                 self.go_back(restored)
             # Samples, data and weights are nobody else's business unless the user says so.
@@ -133,7 +136,8 @@ class RunDirectory:
             AlgorithmRecord.of(get_spec(experiment), self._trained).save(self.path)
             for setting, file in _find_code(experiment).items():
                 (self.path / CODE).mkdir(exist_ok=True)
-                shutil.copyfile(file, self.path / CODE / f"{setting}.py")
+                code = redact_code(file.read_bytes().decode(errors="surrogateescape"))
+                (self.path / CODE / f"{setting}.py").write_bytes(code.encode(errors="surrogateescape"))
             plan.save(self.path / PLAN, build_graph(experiment))
             for name, ranks in programs.items():
                 for program in ranks:
@@ -177,11 +181,17 @@ class RunDirectory:
         entries = self.path.iterdir() if self.path.exists() else ()
         return [entry for entry in entries if entry.name != EVALUATIONS]
 
-    def open_tensorboard(self) -> None:
-        """Write metrics for TensorBoard, too, from now on."""
-        from torch.utils.tensorboard.writer import SummaryWriter
+    def open_trackers(self, experiment: Experiment, say: Callable[[str], None], done: int = 0) -> None:
+        """Send metrics to the trackers of the recipe, too, from now on; `done` steps were trained before."""
+        self._trackers = open_trackers(experiment, self.path, say, done)
 
-        self._board = SummaryWriter(str(self.path / BOARD))
+    def note(self, text: str) -> None:
+        """Send a note to the trackers."""
+        self._trackers.note(text)
+
+    def close_trackers(self, *, done: bool) -> None:
+        """End the trackers, within bounds of time; `done`: whether the run ended well."""
+        self._trackers.close(done=done)
 
     def log(self, step: int, kind: str, seconds: float, metrics: Mapping[str, float]) -> None:
         """Append one line to metrics.jsonl; metrics that are not finite become null there.
@@ -204,10 +214,7 @@ class RunDirectory:
             except OSError:
                 os.ftruncate(file.fileno(), end)
                 raise
-        if self._board is not None:
-            with self.writing(self.path / BOARD):
-                for name, value in metrics.items():
-                    self._board.add_scalar(f"{kind}/{name}", value, step)
+        self._trackers.log(step, kind, seconds, metrics)
 
     def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write what an evaluation generated, one JSON object per line; RunError when that fails."""
@@ -220,8 +227,6 @@ class RunDirectory:
         file = self.path / SUMMARY
         with self.writing(file):
             write_whole(file, json.dumps(summary, indent=2) + "\n")
-            if self._board is not None:
-                self._board.close()
 
     def write_state(self, which: Checkpoint, algorithm: str, state: Mapping[str, Any]) -> None:
         """Write the state of an algorithm of this name beside saved models; RunError when that fails."""

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 from typing import NoReturn
 
 STORE_VARIABLE = "REALRL_STORE"
@@ -35,6 +36,15 @@ def restart_count() -> int:
 def find_job() -> str | None:
     """Find what names the launch that this process belongs to, the same after restarts; None where nothing does."""
     return next((f"{name}={os.environ[name]}" for name in _JOBS if os.environ.get(name)), None)
+
+
+ABANDONED = "realrl-background"
+"""Start of the names of threads that may wait for ever, and are then left alone."""
+
+
+def has_abandoned_threads() -> bool:
+    """Check whether a thread still runs that nobody waits for any more."""
+    return any(thread.name.startswith(ABANDONED) for thread in threading.enumerate())
 
 
 def quiet_profiler() -> None:

@@ -9,11 +9,12 @@ import time
 import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.config.files import as_os_error, partial_path, reason_of
+from realrl.config.secrets.redaction import redact
 from realrl.runtime.processes.environment import SCRATCH_VARIABLE, is_writer
 
 USER_STATUS, RUN_STATUS = 2, 1
@@ -56,7 +57,12 @@ class Failure:
 
 
 def describe_failure(error: Exception) -> Failure:
-    """Describe the failure behind an unhandled exception."""
+    """Describe the failure behind an unhandled exception, without secrets."""
+    failure = _describe(error)
+    return replace(failure, message=redact(failure.message), trace=redact(failure.trace))
+
+
+def _describe(error: Exception) -> Failure:
     rank = _rank()
     name = type(error).__name__
     text = " ".join(str(error).split())
@@ -167,7 +173,7 @@ def log_error(error: Exception) -> None:
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
     text = f"{stamp} rank {_rank()} ends:\n{''.join(traceback.format_exception(error))}"
     with suppress(OSError):
-        os.write(2, text.encode())
+        os.write(2, redact(text).encode())
 
 
 def _write_for_torchrun(failure: Failure) -> None:

@@ -1,13 +1,14 @@
 """Log files of the processes of the local launcher, and where they are kept. No torch."""
 
 import os
-import shutil
 import sys
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 
+from realrl.config.files import whole_file
+from realrl.config.secrets.redaction import redact
 from realrl.runtime.processes.environment import SCRATCH_VARIABLE, restart_count
 
 LOGS = "logs"
@@ -67,10 +68,14 @@ def move_log(rank: int, directory: Path) -> None:
 def keep_logs(scratch: Path, directory: Path | None) -> Path | None:
     """Append logs that are still in `scratch` to those in `directory`; return where the run's logs are, or None.
 
-    Where there is no directory, or no room in it, they go to a new one for temporary files.
+    Secrets in all of them are replaced, now that nobody writes there any more. Where there is no directory, or no
+    room in it, they go to a new one for temporary files.
     """
     files = [file for file in sorted(scratch.glob("rank-*.log")) if file.stat().st_size]
     if directory is not None and (_appended(files, directory) or not files):
+        for file in directory.glob("rank-*.log"):
+            with suppress(OSError):
+                _redact_file(file)
         return directory if directory.is_dir() else None
     if not files:
         return None
@@ -88,7 +93,20 @@ def _appended(files: list[Path], directory: Path) -> bool:
             directory.mkdir(exist_ok=True)
         for file in files:
             with (directory / file.name).open("ab") as log, file.open("rb") as source:
-                shutil.copyfileobj(source, log)
+                log.writelines(map(_redact_line, source))
     except OSError:
         return False
     return True
+
+
+def _redact_file(file: Path) -> None:
+    """Replace secrets in a log, of which native libraries and code of the user's have written a part. OSError."""
+    with file.open("rb") as lines:
+        if all(_redact_line(line) == line for line in lines):
+            return
+    with whole_file(file) as partial, partial.open("wb") as log, file.open("rb") as lines:
+        log.writelines(map(_redact_line, lines))
+
+
+def _redact_line(line: bytes) -> bytes:
+    return redact(line.decode(errors="surrogateescape")).encode(errors="surrogateescape")

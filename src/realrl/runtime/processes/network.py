@@ -14,6 +14,9 @@ from realrl.config.errors import UserError
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """Network interface that gloo listens on, and connects from; by default it is that of the host's name."""
 
+INTERFACE_VARIABLES = (INTERFACE_VARIABLE, "NCCL_SOCKET_IFNAME")
+"""The same for gloo and NCCL. NCCL's ranks of one machine only meet there; data goes through the devices."""
+
 SILENCE = 20
 """Seconds after which a host that answers nothing is taken to be gone.
 
@@ -28,8 +31,14 @@ _WITHOUT_PORT = 9
 
 
 def use_loopback() -> None:
-    """Have gloo speak with processes of this machine alone, unless the user says otherwise."""
-    os.environ.setdefault(INTERFACE_VARIABLE, "lo" if sys.platform == "linux" else "lo0")
+    """Have gloo and NCCL speak with processes of this machine alone, unless the user says otherwise."""
+    for variable in INTERFACE_VARIABLES:
+        os.environ.setdefault(variable, find_loopback())
+
+
+def find_loopback() -> str:
+    """Name the network interface that leads to this machine alone."""
+    return "lo" if sys.platform == "linux" else "lo0"
 
 
 def use_route(

@@ -18,6 +18,7 @@ from realrl.model.group import Group
 from realrl.plan.cluster import Cluster
 from realrl.recipe.launch import LaunchConfig
 from realrl.runtime.monitor.activity import Activity
+from realrl.runtime.monitor.memory import steady_memory
 from realrl.runtime.prepare.cluster import written_cluster
 from realrl.runtime.prepare.gpu import NO_GPU, Gpu
 from realrl.runtime.processes.environment import STORE_VARIABLE, under_launcher
@@ -149,6 +150,7 @@ def connect(device: Device, launch: LaunchConfig | None = None) -> Process:
 
     `launch` has the limits by which ranks watch each other where no launcher of ours does.
     """
+    steady_memory()
     cuda = use_cuda(device)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count()

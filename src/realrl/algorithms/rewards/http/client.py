@@ -86,9 +86,10 @@ class Client:
 
     def _try(self, body: bytes) -> Any:
         request = Request(self._config.url, body, self._headers)
+        end = monotonic() + self._config.request_timeout
         try:
             with self._opener.open(request, timeout=self._config.request_timeout) as response:
-                content = response.read(LARGEST_ANSWER + 1)
+                content = _read(response, end)
         except HTTPError as error:
             message = f"answered {error.code} {error.reason}"
             if error.code in REPEATED:
@@ -112,6 +113,20 @@ class Client:
         if retry_after is not None:
             return min(retry_after, LONGEST_WAIT)
         return min(self._config.backoff * 2**attempt, LONGEST_WAIT) * random.uniform(0.5, 1)
+
+
+def _read(response: Any, end: float) -> bytes:
+    """Read an answer up to `LARGEST_ANSWER` and one byte; TimeoutError where it is not complete at time `end`.
+
+    The timeout of a connection is that of each of its parts, of which an answer may have any number.
+    """
+    parts, size = [], 0
+    while size <= LARGEST_ANSWER and (part := response.read1(1 << 16)):
+        parts.append(part)
+        size += len(part)
+        if monotonic() > end:
+            raise TimeoutError
+    return b"".join(parts)
 
 
 class _Unavailable(Exception):

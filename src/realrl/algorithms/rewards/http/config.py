@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
 from realrl.config.patterns import Pattern
+from realrl.config.secrets.redaction import redact
 
 NUMBER = r"([-+]?\d+(?:\.\d+)?)"
 
@@ -54,7 +55,18 @@ class HttpConfig(Settings):
     def _consistent(self) -> Self:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"url={self.url}: write http://HOST:PORT/PATH, or https")
+            raise ValueError(f"url={redact(self.url)}: write http://HOST:PORT/PATH, or https")
+        if "@" in parts.netloc:
+            raise ValueError(
+                "url has a user or password in it; put `Basic BASE64` into an environment variable, and name that"
+                " in headers.Authorization"
+            )
+        for header, variable in self.headers.items():
+            if not re.fullmatch(r"[A-Za-z_]\w*", variable):
+                raise ValueError(
+                    f"headers.{header} must be the name of an environment variable that holds the value, such as"
+                    " SCORER_KEY, and not the value"
+                )
         if self.kind == "chat":
             missing = [f for f in ("model", "prompt_template") if getattr(self, f) is None]
             if missing:
@@ -79,7 +91,14 @@ class HttpConfig(Settings):
         for header, variable in self.headers.items():
             value = os.environ.get(variable)
             if not value:
-                raise UserError(f"headers.{header}: the environment variable {variable} is not set")
+                # A key that was written in place of a name may look like one.
+                known = f" {variable}" if variable.isupper() else ""
+                raise UserError(f"headers.{header}: the environment variable{known} is not set")
+            if not value.isascii() or not value.isprintable():
+                raise UserError(
+                    f"headers.{header}: {variable} holds a line break or another character that"
+                    " headers cannot have"
+                )
             bare = header.lower() == "authorization" and " " not in value
             found[header] = f"Bearer {value}" if bare else value
         return found

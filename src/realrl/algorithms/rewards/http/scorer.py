@@ -11,6 +11,7 @@ from realrl.algorithms.rewards.scoring.limits import map_in_threads
 from realrl.algorithms.rewards.scoring.scores import RewardFailure, Score
 from realrl.config.errors import UserError
 from realrl.config.patterns import find_last
+from realrl.config.secrets.redaction import redact
 from realrl.config.user_function import read_number, show
 
 
@@ -18,7 +19,7 @@ class HttpScorer:
     """A service that is asked for scores."""
 
     def __init__(self, setting: str, config: HttpConfig) -> None:
-        self.label = f"{setting} ({config.url})"
+        self.label = f"{setting} ({redact(config.url)})"
         self._setting, self._config = setting, config
         self._client: Client | None = None
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.recipe.launch import LaunchConfig
-from realrl.runtime.launcher.local_ranks import LocalRanks, RanksEnd, Start
-from realrl.runtime.launcher.restarts import RestartCounter, Slots
+from realrl.runtime.launchers.local_ranks import LocalRanks, RanksEnd, Start
+from realrl.runtime.launchers.restarts import RestartCounter, Slots
 from realrl.runtime.monitor.ended import write_end
 from realrl.runtime.monitor.note_file import NoteFile
 from realrl.runtime.monitor.watch import describe_waiting
@@ -17,16 +17,22 @@ from realrl.runtime.processes.logs import LOGS, keep_logs
 from realrl.runtime.processes.orphans import Scratch
 from realrl.runtime.processes.signals import deferred_termination, end_by_signal, stop_requested
 
+CountDevices = Callable[[], int | None]
+"""Counts the devices of this machine; None where there are none to count, as of CPUs."""
 Shrink = Callable[[int], Start | None]
 """Finds how to go on with at most so many devices; None where the run cannot."""
+
+RunOnce = Callable[[Start, int], RanksEnd]
+"""Starts the processes of a run, restarted so often, and waits for their end."""
 
 
 def check_local(cluster: Cluster) -> None:
     """Check that processes of this machine alone can be the cluster's devices; else UserError."""
     if cluster.nodes > 1:
         raise UserError(
-            f"cluster={cluster} has {cluster.nodes} nodes; start it on each of them with"
-            f" torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.devices_per_node} -m realrl ..."
+            f"cluster={cluster} has {cluster.nodes} nodes, and this machine is one; `realrl launch torchrun` writes"
+            " the command for each of them, `realrl launch slurm` and `kubernetes` a job, and launch.by=ray takes"
+            " the nodes of a Ray cluster"
         )
 
 
@@ -41,9 +47,17 @@ def launch(start: Start, settings: LaunchConfig) -> int:
 
 
 def launch_training(
-    start: Start, settings: LaunchConfig, run_dir: Callable[[], Path | None], shrink: Shrink
+    start: Start,
+    settings: LaunchConfig,
+    run_dir: Callable[[], Path | None],
+    shrink: Shrink,
+    run: RunOnce | None = None,
+    seen: CountDevices = lambda: None,
 ) -> int:
-    """Train in local processes until the run is done or cannot go on; return its exit status, as of `launch`.
+    """Train until the run is done or cannot go on; return its exit status, as of `launch`.
+
+    `run` starts the processes once and waits for them; by default they are local ones. `seen` counts the devices
+    that are there now, where they can be counted.
 
     After failures that may pass it is started again, and goes on from its last checkpoint, with fewer devices where
     some are gone for good. Ranks keep their logs in `run_dir()`, which is None as long as the run has not made one.
@@ -52,7 +66,10 @@ def launch_training(
     restarts, slots = RestartCounter(settings.max_restarts), Slots(start.cluster.size, settings)
     with deferred_termination(settings.grace_seconds):
         while True:
-            outcome, logs = _run(start, settings, slots.kept, restarts.total, run_dir)
+            if run is None:
+                outcome, logs = _run(start, settings, slots.kept, restarts.total, run_dir)
+            else:
+                outcome, logs = run(start, restarts.total), _find_logs(run_dir)
             cause = outcome.cause
             if cause is None:
                 return 0
@@ -67,7 +84,7 @@ def launch_training(
             if directory is not None:
                 NoteFile(directory).add(again)
             _say(outcome, again, logs)
-            start = _shrunken(start, slots, cause, restarts, outcome, shrink) or start
+            start = _shrunken(slots, cause, restarts, outcome, shrink, seen) or start
 
 
 def _run(
@@ -86,25 +103,40 @@ def _run(
         return outcome, keep_logs(scratch, logs)
 
 
+def _find_logs(run_dir: Callable[[], Path | None]) -> Path | None:
+    directory = run_dir()
+    return None if directory is None or not (directory / LOGS).is_dir() else directory / LOGS
+
+
 def _shrunken(
-    start: Start, slots: Slots, cause: Failure, restarts: RestartCounter, outcome: RanksEnd, shrink: Shrink
+    slots: Slots,
+    cause: Failure,
+    restarts: RestartCounter,
+    outcome: RanksEnd,
+    shrink: Shrink,
+    seen: CountDevices,
 ) -> Start | None:
     """Find how to go on without the devices that are gone for good; None where none are, or the run cannot."""
     lost = slots.count(cause, progressed=outcome.progressed)
-    if not lost:
-        return None
     left = [slot for slot in slots.kept if slot not in lost]
+    reason = (
+        f"device {', '.join(map(str, lost))} has failed too often without finishing a step (launch.tries)"
+    )
+    there = seen() if cause.device and slots.may_shrink else None
+    if there is not None and there < len(left):
+        # The driver has numbered those that are left anew.
+        left, reason = (
+            list(range(there)),
+            f"there were {len(slots.kept)} devices, and torch finds {there} now",
+        )
+    if len(left) == len(slots.kept):
+        return None
     fewer = shrink(len(left))
     if fewer is None:
         return None
     slots.keep(left[: fewer.cluster.size])
     restarts.forgive()
-    print(
-        f"note: device {', '.join(map(str, lost))} has failed too often without finishing a step (launch.tries);"
-        f" going on with cluster={fewer.cluster}",
-        file=sys.stderr,
-        flush=True,
-    )
+    print(f"note: {reason}; going on with cluster={fewer.cluster}", file=sys.stderr, flush=True)
     return fewer
 
 

@@ -151,15 +151,20 @@ def test_metrics_come_as_they_are_written(run: Path) -> None:
         assert len(anew["rows"]) == 3 and anew["offset"] < further["offset"]
 
 
-def test_a_long_run_is_read_in_parts(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("whole", "fewest", "most"), [(1 << 24, 44, 44), (1000, 12, 30)])
+def test_a_long_run_is_read_in_parts(
+    run: Path, monkeypatch: pytest.MonkeyPatch, whole: int, fewest: int, most: int
+) -> None:
     monkeypatch.setattr("realrl.cli.monitoring.run_files._LINES", 500)
+    monkeypatch.setattr("realrl.cli.monitoring.run_files._WHOLE", whole)
     rows, offset, more = [], 0, True
     with served(run) as client:
         while more:
             part = client.read("/api/metrics", offset=offset, names="score")
             rows += part["rows"]
             offset, more = part["offset"], part["more"]
-    assert len(rows) == 44
+    assert [row[0] for row in rows if row[1] == "eval"] == [0, 10, 20, 30]
+    assert fewest <= len(rows) <= most and offset == (run / "metrics.jsonl").stat().st_size
 
 
 def test_what_comes_from_the_run_is_escaped(tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""`realrl doctor`."""
+
+import json
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from realrl.runtime.doctor.finding import Finding
+
+DoctorRecipe = Annotated[
+    str | None,
+    typer.Argument(
+        help="A recipe: YAML file. What it needs is compared with what is here.", show_default=False
+    ),
+]
+
+DoctorOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Fields to set on top of the recipe.", show_default=False),
+]
+
+
+def doctor(
+    recipe: DoctorRecipe = None,
+    overrides: DoctorOverrides = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NODESxDEVICES", help="Processes to examine for, such as 1x2; else the recipe's."
+        ),
+    ] = None,
+    run_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Where a run would write; else the recipe's run_dir.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Examine this machine, or all nodes of torchrun, for what would stop a run or slow it down. Takes seconds.
+
+    Versions, GPUs, links, memory, limits, ports, clocks, the run directory, and variables left over; for each what
+    is wrong and what to do. The exit status is 1 where there is a problem.
+    """
+    from realrl.recipe.load import load_experiment
+    from realrl.runtime.doctor.examine import examine_locally, find_launched, find_subject
+    from realrl.runtime.processes.environment import is_writer, quiet_profiler
+
+    quiet_profiler()
+    experiment = None if recipe is None else load_experiment(recipe, overrides or [])
+    launched = find_launched(os.environ)
+    subject = find_subject(experiment, cluster, run_dir, launched=launched)
+    if launched is None:
+        findings = examine_locally(subject)
+    else:
+        from realrl.runtime.doctor.together import examine_together
+
+        findings = examine_together(subject)
+    if is_writer() or launched is None:
+        _print_json(findings) if as_json else _print_table(findings)
+    raise typer.Exit(int(any(finding.status == "problem" for finding in findings)))
+
+
+def _print_json(findings: "Sequence[Finding]") -> None:
+    typer.echo(json.dumps([finding.to_json() for finding in findings], indent=2))
+
+
+_COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red", "unknown": "magenta"}
+
+
+def _print_table(findings: "Sequence[Finding]") -> None:
+    from collections import Counter
+
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    several = len({finding.node for finding in findings if finding.node}) > 1
+    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    if several:
+        table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        node = [Text(finding.node)] if several else []
+        status = Text(finding.status, style=_COLOURS[finding.status])
+        table.add_row(status, Text(finding.subject), *node, Text(finding.text))
+    console = Console(highlight=False)
+    console.print(table)
+    counts = Counter(finding.status for finding in findings)
+    console.print(
+        f"{counts['problem']} problem{'s' * (counts['problem'] != 1)},"
+        f" {counts['warning']} warning{'s' * (counts['warning'] != 1)}"
+        + (f", {counts['unknown']} not known" if counts["unknown"] else "")
+    )

@@ -1,0 +1,121 @@
+"""Continuation of a run: its checkpoints, going on from one, and going back to one after a spike."""
+
+import time
+from collections.abc import Mapping
+
+from realrl.config.errors import RunError
+from realrl.program.lower import WRITER
+from realrl.recipe.experiment import Experiment
+from realrl.runtime.checkpoints.agreement import StepAgreement
+from realrl.runtime.checkpoints.checkpointer import Checkpointer
+from realrl.runtime.checkpoints.contents import CheckpointContents
+from realrl.runtime.checkpoints.restore import restore
+from realrl.runtime.checkpoints.spikes import Spike, SpikeDetector
+from realrl.runtime.checkpoints.state_keeper import StateKeeper
+from realrl.runtime.output.run_state import Restored, RunState
+from realrl.runtime.output.rundir import RunDirectory
+from realrl.runtime.output.saved import list_checkpoints
+from realrl.runtime.processes.process import Process
+from realrl.runtime.processes.signals import stop_requested
+
+
+class Continuation:
+    """All that a run needs to go on later, elsewhere or from an earlier step, on every rank."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        process: Process,
+        directory: RunDirectory,
+        contents: CheckpointContents,
+        checkpointer: Checkpointer,
+        keeper: StateKeeper,
+    ) -> None:
+        self._experiment, self._process, self._directory = experiment, process, directory
+        self._contents, self._keeper, self.checkpointer = contents, keeper, checkpointer
+        self.agreement = StepAgreement(process, self._ask)
+        self.restored: Restored | None = None
+        """The checkpoint that this start of the run went on from."""
+        self.evaluated: int | None = None
+        """Training steps before the last evaluation."""
+        spike = experiment.training.spike
+        self._spikes = None if spike is None else SpikeDetector(spike)
+        self._rollbacks = 0
+        self._started = time.monotonic()
+
+    def restore(self, checkpoints: tuple[int, ...]) -> None:
+        """Restore everything from the first of the checkpoints, by steps before them, that can be read; UserError
+        where none can be."""
+        if checkpoints:
+            paths = [self._directory.checkpoint(step) for step in checkpoints]
+            self.restored = restore(paths, self._contents, self._process, self.checkpointer.group)
+            self._take(self.restored.state)
+
+    def start(self, started: float) -> None:
+        """Start the clock: this start of the run began at `started`, by the monotonic clock."""
+        before = 0.0 if self.restored is None else self.restored.state.seconds
+        self._started = started - before
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the run has taken, its earlier parts included."""
+        return time.monotonic() - self._started
+
+    def save(self, done: int) -> None:
+        """Begin a checkpoint after so many steps, unless the last one is; RunError as `Checkpointer.save`."""
+        if self.checkpointer.last != done:
+            state = self._keeper.collect(
+                done, seconds=self.seconds, evaluated=self.evaluated, rollbacks=self._rollbacks
+            )
+            self.checkpointer.save(state)
+
+    def watch(self, step: int, metrics: Mapping[str, float]) -> Spike | None:
+        """Look for a spike in the metrics of a step, which the rank that writes has; the same on all ranks."""
+        if self._spikes is None:
+            return None
+        spike = None
+        with self._process.together():
+            if self._process.rank == WRITER:
+                spike = self._spikes.look(step, metrics)
+        found: Spike | None = self._process.gather(spike)[WRITER]
+        return found
+
+    def roll_back(self, spike: Spike) -> tuple[int, str]:
+        """Go back to a checkpoint before a spike, without the records since.
+
+        Returns the number of steps done there, and a note. RunError where there is none, or after too many.
+        """
+        settings, rollbacks = self._experiment.training.spike, self._rollbacks
+        assert settings is not None, "spikes are looked for"
+        self.checkpointer.finish()
+        what = f"step {spike.step}: {settings.metric} is {spike.value:g}, usually {spike.usual:g}"
+        if rollbacks == settings.most:
+            raise RunError(f"{what}; training has gone back {rollbacks} times before (training.spike.most)")
+        saved = self._process.gather(tuple(list_checkpoints(self._directory.path)))[WRITER]
+        before = [self._directory.checkpoint(step) for step in saved if step <= spike.step - settings.back]
+        if not before:
+            raise RunError(
+                f"{what}, and no checkpoint is {settings.back} steps older; see checkpoint.every and .keep"
+            )
+        with self._contents.in_device_memory():
+            found = restore(before, self._contents, self._process, self.checkpointer.group)
+        taken = self._keeper.taken
+        self._take(found.state)
+        self._keeper.taken, self._rollbacks = taken, rollbacks + 1
+        if self._process.rank == WRITER:
+            self._directory.go_back(found)
+        records = taken - found.state.taken
+        return (
+            found.state.step,
+            f"{what}; training goes back to step {found.state.step}, leaving out {records} records",
+        )
+
+    def _take(self, state: RunState) -> None:
+        """Go on from the state of a checkpoint that has been loaded."""
+        self._keeper.give_back(state)
+        self.evaluated, self._rollbacks = state.evaluated, state.rollbacks
+        self.checkpointer.last = state.step
+
+    def _ask(self) -> tuple[bool, bool]:
+        """Tell whether the last checkpoint is too old, which one rank says for all, and whether to end."""
+        return self._process.rank == WRITER and self.checkpointer.is_late(), stop_requested()

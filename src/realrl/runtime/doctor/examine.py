@@ -1,0 +1,184 @@
+"""Examination of a machine, or of all nodes of a run, for what would stop a run or slow it down. No torch."""
+
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from realrl.config.errors import UserError
+from realrl.config.paths import local_path
+from realrl.plan.cluster import Cluster
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cluster.devices import find_gpu_kind
+from realrl.recipe.experiment import Experiment
+from realrl.runtime.doctor.finding import Examination, Finding, ok, problem, run_checks
+from realrl.runtime.doctor.gpus import ask_driver, check_driver, check_torch_gpus, parse_gpus
+from realrl.runtime.doctor.links import judge_clocks, judge_links
+from realrl.runtime.doctor.local_measurement import RankFigures, measure_locally
+from realrl.runtime.doctor.machine import Host, check_cores, check_limits, check_memory, check_shared_memory
+from realrl.runtime.doctor.network import check_hub, check_interfaces, check_name, check_ports
+from realrl.runtime.doctor.recipe_needs import RecipeNeeds, check_recipe, find_needs, list_hub_names
+from realrl.runtime.doctor.storage import check_storage
+from realrl.runtime.doctor.variables import check_variables
+from realrl.runtime.doctor.versions import check_versions
+from realrl.runtime.prepare.cluster import named_cluster, written_cluster
+from realrl.runtime.prepare.gpu import Gpu, Here
+
+SECONDS, RANK_SECONDS = 10.0, 40.0
+"""Most seconds for the checks of a machine, and for its ranks to meet and measure."""
+_WITHOUT_RECIPE = 2
+"""Processes that exchange messages on a machine without GPUs, where no recipe says how many there are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """Subject of an examination: devices, and the recipe and the directory of a run where they are given."""
+
+    cluster: Cluster
+    device: str
+    run_dir: Path
+    experiment: Experiment | None
+    needs: RecipeNeeds
+    spec: ClusterSpec | None
+    """The planner's figures of the devices, where the user names their kind."""
+    launched: bool
+    """Whether a launcher has started this process as one of several."""
+
+
+def find_subject(
+    experiment: Experiment | None, cluster: str | None, run_dir: str | None, *, launched: Cluster | None
+) -> Subject:
+    """Find out what to examine; `launched`: processes that a launcher has started.
+
+    UserError for a wrong cluster.
+    """
+    device = "auto" if experiment is None else experiment.device
+    text = cluster or ("auto" if experiment is None else experiment.cluster)
+    found = launched or written_cluster(text)
+    if found is None:
+        gpus = 0 if device == "cpu" else count_gpus()
+        found = Cluster(1, gpus or (1 if experiment is not None else _WITHOUT_RECIPE))
+    if cluster is not None and experiment is not None:
+        experiment = experiment.model_copy(update={"cluster": cluster})
+    directory = run_dir or (experiment.run_dir if experiment is not None else ".")
+    return Subject(
+        cluster=found,
+        device=device,
+        run_dir=local_path(directory),
+        experiment=experiment,
+        needs=RecipeNeeds(None) if experiment is None else find_needs(experiment, found),
+        spec=named_cluster(text),
+        launched=launched is not None,
+    )
+
+
+def find_launched(environment: Mapping[str, str]) -> Cluster | None:
+    """Find how many processes a launcher has started; None where none has, or nobody knows where they meet."""
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+        return None
+    world = int(environment["WORLD_SIZE"])
+    per_node = int(environment.get("LOCAL_WORLD_SIZE", world))
+    return Cluster(world // per_node, per_node)
+
+
+def count_gpus() -> int:
+    """Count the GPUs that the driver lists; 0 where it cannot be asked."""
+    try:
+        return len(parse_gpus(ask_driver() or ""))
+    except (OSError, ValueError):
+        return 0
+
+
+def examine_node(subject: Subject) -> list[Finding]:
+    """Run the checks of this machine that need no other process."""
+    return run_checks(list(_list_checks(subject)), SECONDS)
+
+
+def examine_locally(subject: Subject) -> list[Finding]:
+    """Examine this machine, with processes of its own that measure as the ranks of a run would."""
+    ranks = subject.cluster.devices_per_node
+    figures: list[RankFigures] = []
+
+    def measure() -> Iterator[Finding]:
+        figures.append(measure_locally(ranks, subject.device, RANK_SECONDS))
+        return iter(())
+
+    # Side by side with what is only read.
+    findings = run_checks([*_list_checks(subject), ("links", measure)], RANK_SECONDS + SECONDS)
+    findings += judge_ranks(subject, figures[0] if figures else RankFigures(torch=None))
+    if subject.cluster.nodes > 1:
+        nodes = subject.cluster.nodes
+        text = f"this is one of {nodes} nodes; start the command with torchrun on all to examine them"
+        findings.append(ok("links", text))
+    return findings
+
+
+def judge_ranks(subject: Subject, figures: RankFigures) -> list[Finding]:
+    """Judge what ranks have measured, and the recipe by the devices they have."""
+    ranks, gpus = subject.cluster.devices_per_node, count_gpus()
+    here = find_here(subject, figures)
+    torch = [] if figures.torch is None else [figures.torch]
+    spec = subject.spec or _guess_spec(subject.cluster, here)
+    checks: list[tuple[str, Examination]] = [
+        ("torch", lambda: check_torch_gpus(torch, ranks=ranks, gpus=gpus, device=subject.device)),
+        ("links", lambda: [problem("links", figures.error)] if figures.error else []),
+        ("links", lambda: judge_links(figures.peers, figures.group, spec)),
+        ("clocks", lambda: judge_clocks(figures.peers)),
+    ]
+    experiment = subject.experiment
+    if experiment is not None:
+        checks.append(("recipe", lambda: check_recipe(experiment, subject.cluster, subject.needs, here)))
+    return run_checks(checks, RANK_SECONDS)
+
+
+def find_here(subject: Subject, figures: RankFigures) -> Here | None:
+    """Find what ranks compute with; None where none of them could say it."""
+    if subject.device == "cpu":
+        return "cpu"
+    if figures.torch is None:
+        return None
+    devices = figures.torch["devices"]
+    return Gpu(*min(devices, key=lambda one: one[1])) if devices else "cpu"
+
+
+def name_node(findings: Sequence[Finding]) -> list[Finding]:
+    """Write the name of this machine into findings about it."""
+    host = socket.gethostname()
+    return [replace(finding, node=host) for finding in findings]
+
+
+def _list_checks(subject: Subject) -> Iterator[tuple[str, Examination]]:
+    host, environment = Host(), os.environ
+    ranks, world = subject.cluster.devices_per_node, subject.cluster.size
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    names = None if subject.experiment is None else list_hub_names(subject.experiment)
+    gpus = 0 if subject.device == "cpu" else count_gpus()
+    meets = subject.launched or {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys()
+    yield "versions", check_versions
+    if subject.device != "cpu":
+        yield "GPUs", check_driver
+    yield "cores", lambda: check_cores(ranks, host)
+    yield "memory", lambda: check_memory(ranks, host)
+    yield "shared memory", lambda: check_shared_memory(min(gpus, ranks), host)
+    yield "limits", lambda: check_limits(ranks, world, host)
+    yield (
+        "environment",
+        lambda: check_variables(environment, ranks=ranks, cores=cores, gpus=gpus, launched=meets),
+    )
+    yield "run directory", lambda: check_storage(subject.run_dir, subject.needs.checkpoint_bytes)
+    yield "network", lambda: check_name(subject.cluster.nodes)
+    yield "network", lambda: check_interfaces(environment)
+    yield "ports", lambda: check_ports(environment, launched=subject.launched)
+    yield "hub", lambda: check_hub(environment, names)
+
+
+def _guess_spec(cluster: Cluster, here: Here | None) -> ClusterSpec | None:
+    """Find the planner's figures of the devices that ranks have; None for GPUs of an unknown kind."""
+    kind = find_gpu_kind(here.name) if isinstance(here, Gpu) else None
+    name = "cpu" if here == "cpu" else None if kind is None else kind.name
+    try:
+        return None if name is None else ClusterSpec.parse(f"{name}:{cluster}")
+    except UserError:
+        return None

@@ -1,0 +1,41 @@
+"""Listener for the progress of a run."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from realrl.planner.calibration.comparison import Comparison
+from realrl.recipe.experiment import Experiment
+
+
+@dataclass(frozen=True)
+class MetricsRecord:
+    """One line of metrics.jsonl."""
+
+    step: int
+    """Number of training steps done."""
+    kind: str
+    """`train` or `eval`."""
+    seconds: float
+    """Duration of the step or evaluation."""
+    metrics: Mapping[str, float]
+    """Metrics by `call/name`."""
+
+
+class RunObserver(Protocol):
+    """Listener for the progress of a run, on the rank that writes."""
+
+    def begin(self, experiment: Experiment, steps: int) -> None:
+        """Begin, before the first step, when everything is loaded."""
+
+    def note(self, text: str) -> None:
+        """Show a note."""
+
+    def record(self, record: MetricsRecord) -> None:
+        """Take a record, after every training step and evaluation."""
+
+    def costs(self, comparison: Comparison) -> None:
+        """Take the measured and predicted costs, after the last step."""
+
+    def end(self, run_dir: str, seconds: float) -> None:
+        """End, after the last step."""

@@ -1,0 +1,139 @@
+"""Trackers in threads of their own, so that none can stop or delay a run."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from realrl.config.secrets.redaction import redact
+from realrl.runtime.output.trackers.tracker import TrackedRun, Tracker
+from realrl.runtime.processes.environment import ABANDONED
+
+CAPACITY = 1000
+"""Records that may wait for a tracker; the oldest are left out for new ones."""
+TRIES = 3
+"""Times that a record is tried."""
+PAUSE, LONGEST_PAUSE = 1.0, 60.0
+"""Seconds between two tries; doubled with each failure in a row, up to a bound."""
+_LONG = 300
+"""Most characters of a tracker's error."""
+
+
+@dataclass(frozen=True)
+class _Record:
+    """Metrics of a step, or a note where there is a text."""
+
+    step: int = 0
+    metrics: Mapping[str, float] | None = None
+    text: str = ""
+
+    def deliver(self, tracker: Tracker) -> None:
+        if self.metrics is None:
+            tracker.note(self.text)
+        else:
+            tracker.log(self.step, self.metrics)
+
+
+class BackgroundTracker:
+    """A tracker that is called in a thread of its own. Its methods return at once, and never raise."""
+
+    def __init__(self, name: str, tracker: Tracker, run: TrackedRun, capacity: int = CAPACITY) -> None:
+        self._name, self._tracker, self._run = name, tracker, run
+        self._waiting: deque[_Record] = deque()
+        self._capacity = capacity
+        self._changed = threading.Condition()
+        self._closing: bool | None = None
+        """Whether the run ended well, once it has ended."""
+        self._logged = self._delivered = 0
+        self._messages: deque[str] = deque()
+        self._said: set[str] = set()
+        self._opened, self._pause = False, PAUSE
+        self._thread = threading.Thread(target=self._work, name=f"{ABANDONED}-{name}", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Queue metrics of a step."""
+        self._logged += 1
+        self._put(_Record(step, dict(metrics)))
+
+    def note(self, text: str) -> None:
+        """Queue a note."""
+        self._put(_Record(text=redact(text)))
+
+    def take_messages(self) -> list[str]:
+        """List what is to be said to the user, each once."""
+        return [self._messages.popleft() for _ in range(len(self._messages))]
+
+    def begin_closing(self, *, done: bool) -> None:
+        """Have the tracker end once nothing waits; `done`: whether the run ended well."""
+        with self._changed:
+            self._closing = done
+            self._changed.notify_all()
+
+    def finish(self, deadline: float) -> None:
+        """Wait for the tracker until the deadline, by the monotonic clock, and sum up what it has missed."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        late = ""
+        if self._thread.is_alive():
+            late = " had not ended in time (trackers.patience)"
+        missing = self._logged - self._delivered
+        if missing:
+            late += f"{' and' if late else ''} misses {missing} of {self._logged} records"
+        if late:
+            self._messages.append(f"{self._name}{late}; metrics.jsonl has them all")
+
+    def _put(self, record: _Record) -> None:
+        with self._changed:
+            if len(self._waiting) >= self._capacity:
+                self._waiting.popleft()
+                self._say(
+                    "slow",
+                    f"is slower than the run: more than {self._capacity} records wait, and the oldest are left out",
+                )
+            self._waiting.append(record)
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while (record := self._take()) is not None:
+            if self._try_repeatedly(record) and record.metrics is not None:
+                self._delivered += 1
+        if self._opened:
+            self._try(lambda: self._tracker.close(done=bool(self._closing)))
+
+    def _take(self) -> _Record | None:
+        """Wait for a record; None when there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closing is not None)
+            return self._waiting.popleft() if self._waiting else None
+
+    def _try_repeatedly(self, record: _Record) -> bool:
+        for _ in range(TRIES):
+            if self._try(lambda: self._deliver(record)):
+                self._pause = PAUSE
+                return True
+            with self._changed:
+                if self._changed.wait_for(lambda: self._closing is not None, self._pause):
+                    return False  # no time is left for more than one try of each
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        return False
+
+    def _deliver(self, record: _Record) -> None:
+        if not self._opened:
+            self._tracker.open(self._run)
+            self._opened = True
+        record.deliver(self._tracker)
+
+    def _try(self, action: Callable[[], None]) -> bool:
+        try:
+            action()
+        except BaseException as error:  # libraries also exit, or interrupt
+            text = " ".join(redact(str(error)).split())
+            self._say("failed", f"fails: {type(error).__name__}: {text[:_LONG]}; the run goes on without it")
+            return False
+        return True
+
+    def _say(self, kind: str, text: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            self._messages.append(f"{self._name} {text}")

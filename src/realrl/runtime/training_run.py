@@ -1,0 +1,402 @@
+"""Run of a recipe on one rank: its parts, and the training loop."""
+
+import math
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+from realrl.algorithms.build import build_algorithm
+from realrl.checkpoint.notes import list_saving_notes
+from realrl.config.errors import RunError, UserCodeError
+from realrl.config.secrets.redaction import redact
+from realrl.data.dataset import Dataset
+from realrl.engine.parallel_groups import list_rank_sets
+from realrl.engine.training.skipped_steps import SkippedStepsError
+from realrl.planner.calibration.comparison import COSTS, Comparison
+from realrl.planner.profile.profile import Profile
+from realrl.planner.simulate.predicted_trace import predict_step
+from realrl.program.lower import WRITER
+from realrl.program.trace_file import TRACE, TRACES, write_trace
+from realrl.recipe.algorithm import get_spec
+from realrl.recipe.experiment import Experiment
+from realrl.runtime.checkpoints.checkpointer import Checkpointer
+from realrl.runtime.checkpoints.contents import CheckpointContents
+from realrl.runtime.checkpoints.continuation import Continuation
+from realrl.runtime.checkpoints.state_keeper import StateKeeper
+from realrl.runtime.costs import Costs
+from realrl.runtime.evaluate import Evaluation
+from realrl.runtime.evaluation.best import BestEvaluation
+from realrl.runtime.evaluation_run import Opponent, make_opponent
+from realrl.runtime.monitor.note_file import NoteFile
+from realrl.runtime.observer import MetricsRecord, RunObserver
+from realrl.runtime.output.earlier import EarlierRun
+from realrl.runtime.output.notes import (
+    StepNotes,
+    list_data_notes,
+    list_model_notes,
+    list_resume_notes,
+    list_state_notes,
+)
+from realrl.runtime.output.rundir import RunDirectory
+from realrl.runtime.output.saved import BEST, find_saved
+from realrl.runtime.output.saved_state import find_saved_state, load_saved_state
+from realrl.runtime.output.stopped import make_stop_error
+from realrl.runtime.prepare.compile import Compiled, models, stored_models
+from realrl.runtime.prepare.trained_parts import list_trained_parts
+from realrl.runtime.processes.process import Process
+from realrl.runtime.processes.signals import end_by_signal
+from realrl.runtime.saving import ModelSaver
+from realrl.runtime.setup import RecordLoader, load_functions, load_shared_tokenizer, load_stop_token_ids
+from realrl.runtime.step import TrainingSteps
+from realrl.runtime.worker.roles import Roles
+from realrl.runtime.worker.trace_files import TraceFiles
+from realrl.runtime.worker.trace_recorder import Trace
+from realrl.runtime.worker.worker import Worker
+
+COLLECT_EVERY = 100
+"""Steps between writes of the measured costs, if evaluations and checkpoints are further apart."""
+COLLECT_EARLY = (2, 10, 30)
+"""Steps after which they are written, too, so that a long run says early what its steps cost."""
+
+
+class TrainingRun:
+    """Run of a recipe on one rank."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        compiled: Compiled,
+        process: Process,
+        observer: RunObserver | None,
+        earlier: EarlierRun | None = None,
+    ) -> None:
+        """Prepare all but weights and the run's directory; UserError for mistakes that show without them.
+
+        `earlier` is the run in its directory that it continues.
+        """
+        self.experiment, self.compiled, self.process, self.observer = experiment, compiled, process, observer
+        self.earlier = earlier
+        # All ranks make groups together, so before anything that one of them may fail at.
+        placements = [p for phase in compiled.phases.values() for p in phase.plan.placements.values()]
+        groups = process.groups(list_rank_sets(placements))
+        group_of_threads = process.make_control_group()
+        graph = compiled.train.graph
+        self.trained = [role for role in graph.roles if graph.trained(role)]
+        self.directory = RunDirectory(experiment.run_dir, self.trained)
+        profile = None if experiment.profile is None else Profile.load(experiment.profile)
+        self.tokenizer = load_shared_tokenizer(experiment)
+        self.stop_token_ids = load_stop_token_ids(experiment, self.tokenizer)
+        self.algorithm = algorithm = build_algorithm(experiment)
+        self._started_from = None if earlier else find_saved_state(experiment, self.trained)
+        if self._started_from is not None:
+            load_saved_state(algorithm, *self._started_from)
+        self.roles = Roles(
+            models(experiment),
+            get_spec(experiment).heads,
+            compiled.homes,
+            process,
+            groups,
+            compiled.train.plan,
+            compiled.train.graph.averages,
+            temperature=algorithm.temperature,
+            seed=experiment.seed,
+            max_skipped=experiment.training.max_skipped,
+            verify=experiment.debug.verify_reallocation,
+        )
+        # Also what saving would stumble over, hours later.
+        self.saving_notes = [
+            f"models.{role}: {text}" for role in self.trained for text in self._saving_notes(role)
+        ]
+        functions = load_functions(algorithm, compiled.phases.values(), process.rank)
+        loader = RecordLoader(experiment, self.tokenizer, self.stop_token_ids, functions)
+        self.records = loader.load_train(compiled.train)
+        self.costs = Costs(experiment, compiled, process, self.roles, profile, self._say)
+        self.trace = Trace(process.rank, experiment.debug.traced_steps)
+        self.trace_files = TraceFiles(self.directory.path, self.trace)
+        self._note_file = NoteFile(self.directory.path)
+        self.worker = Worker(process, self.roles, algorithm, self.stop_token_ids, self.trace, self.tokenizer)
+        self.training = TrainingSteps(experiment, compiled, process, self.worker, self.costs, self.records)
+        self.steps = self.training.count
+        self.evaluation: Evaluation | None = None
+        self.eval_records: Dataset | None = None
+        self._opponent: Opponent | None = None
+        if compiled.evaluation is not None:
+            self.eval_records = records = loader.load_eval(compiled.evaluation)
+            self.evaluation = Evaluation(
+                experiment, process, self.worker, compiled.evaluation, records, tokenizer=self.tokenizer
+            )
+            origins = records.list_origins(range(len(records)))
+            self._opponent = make_opponent(experiment, compiled.train.plan, process, groups, origins)
+        self.best = BestEvaluation(experiment.evaluation.best)
+        self.notes = StepNotes(algorithm, get_spec(experiment))
+        keeper = StateKeeper(
+            process,
+            compiled.train,
+            self.roles,
+            self.training,
+            self.directory,
+            self.notes,
+            self.best,
+            functions,
+            lambda: self.algorithm,
+        )
+        self.saver = ModelSaver(
+            experiment,
+            compiled,
+            process,
+            self.roles,
+            self.directory,
+            self.trained,
+            self.tokenizer,
+            self.stop_token_ids,
+            lambda: self.algorithm,
+        )
+        contents = CheckpointContents(self.roles)
+        self.checkpointer = Checkpointer(
+            experiment, process, contents, self.directory, group_of_threads, self.saver.export
+        )
+        self.roles.before_change = self.checkpointer.wait_copied
+        self.continuation = Continuation(
+            experiment, process, self.directory, contents, self.checkpointer, keeper
+        )
+
+    def face_opponent(self) -> None:
+        """Have the model of `evaluation.against` answer, before any other is loaded."""
+        if self._opponent is not None and self.evaluation is not None:
+            self.evaluation.face(self._opponent.answer())
+            self._opponent = None
+
+    def load(self) -> None:
+        """Load the weights that are not restored from a checkpoint; UserError when they cannot be used."""
+        checkpoints = () if self.earlier is None else self.earlier.checkpoints
+        self.roles.load_weights(restored=self.roles.learning if checkpoints else ())
+
+    def restore(self) -> None:
+        """Restore everything from the last checkpoint of the run that is continued; UserError where none can be
+        read."""
+        if self.earlier is not None:
+            self.continuation.restore(self.earlier.checkpoints)
+        self.roles.offload_homes()
+
+    def open(self) -> None:
+        """Start the run's directory and notify the observer, on the rank that writes.
+
+        UserError when the directory cannot be used.
+        """
+        fresh = {
+            role: names for part in self.process.gather(self.roles.fresh) for role, names in part.items()
+        }
+        observer = self.observer
+        if observer is None:
+            return
+        restored = self.continuation.restored
+        self.directory.start(self.experiment, self.compiled.train.plan, self.compiled.programs, restored)
+        done = 0 if restored is None else restored.state.step
+        self.directory.open_trackers(self.experiment, self._say, done)
+        notes = [
+            *list_resume_notes(self.earlier, restored),
+            *list_state_notes(self._started_from),
+            *list_data_notes({"train": self.records, "eval": self.eval_records}),
+            *list_model_notes(self.experiment, self.steps, {} if restored else fresh),
+            *list_trained_parts(stored_models(self.experiment, self.compiled.train.graph, self.roles.shapes)),
+            *self.saving_notes,
+        ]
+        # Those of an earlier start, on other ranks perhaps.
+        shutil.rmtree(self.directory.path / TRACES, ignore_errors=True)
+        for note in notes:
+            self._say(note)
+        if self.costs.source is not None:
+            self._say(f"predictions: {self.costs.source}")
+        observer.begin(self.experiment, self.steps)
+
+    def execute(self, started: float) -> None:
+        """Train from the first step, or the one after the checkpoint, to the last.
+
+        `started` is when the run began, by the monotonic clock.
+        """
+        self.continuation.start(started)
+        try:
+            self._run_steps()
+        finally:
+            # Also where it fails: what led to that is in it.
+            self.trace_files.write()
+        self._finish()
+
+    def _run_steps(self) -> None:
+        activity = self.process.activity
+        activity.steps = self.steps
+        activity.enter("train")
+        self.worker.start(self.compiled.start[self.process.rank])
+        done, restored, agreement = 0, self.continuation.restored, self.continuation.agreement
+        if restored is None:
+            self._evaluate(0)
+        else:
+            done = restored.state.step
+            activity.step = done
+            self._after_step(done, resumed=True)
+        while done < self.steps:
+            metrics = self._train_step(done)
+            done += 1
+            activity.done(done)
+            spike = self.continuation.watch(done, metrics)
+            if spike is not None:
+                done, note = self.continuation.roll_back(spike)
+                self._say(note)
+                activity.done(done)
+                continue
+            late, stops = agreement.learn()
+            self._after_step(done, late=late)
+            if stops and done < self.steps:
+                self._stop(done)
+            agreement.say()
+
+    def _after_step(self, done: int, *, late: bool = False, resumed: bool = False) -> None:
+        """Save and evaluate where that is due after `done` steps, or `late`; a run that is `resumed` here has been
+        saved."""
+        every = self.experiment.evaluation.every
+        last = done >= self.steps
+        evaluates = last or bool(every and done % every == 0)
+        saves = not resumed and (last or late or self.checkpointer.is_due(done))
+        if not last and (evaluates or saves or done % COLLECT_EVERY == 0 or done in COLLECT_EARLY):
+            self._collect(last=False)
+        if last and not resumed:
+            self._check_learning()
+        # Before the user's judge may fail.
+        if saves:
+            self.continuation.save(done)
+        if last:
+            self.saver.save(None)
+        if evaluates and self.continuation.evaluated != done:
+            self._evaluate(done)
+
+    def _stop(self, done: int) -> NoReturn:
+        """End before the last step, after SIGTERM on some rank, with a checkpoint."""
+        self.continuation.save(done)
+        self.checkpointer.finish()
+        self._collect(last=False)
+        end_by_signal()
+
+    def _train_step(self, step: int) -> dict[str, float]:
+        """Train a step, counted from 0; its metrics, all of them on the rank that writes."""
+        start = time.monotonic()
+        self.trace.begin_step()
+        try:
+            metrics = self.training.run(step)
+        except SkippedStepsError as error:
+            raise self._stopped(error, step + 1) from None
+        except UserCodeError as error:
+            raise self._saying_what_is_saved(error) from error
+        self._record(MetricsRecord(step + 1, "train", time.monotonic() - start, metrics))
+        self.trace_files.refresh()
+        if self.observer is not None:
+            for note in self.notes.describe_step(step + 1, metrics):
+                self._say(note)
+        return metrics
+
+    def _say(self, text: str) -> None:
+        """Show a note, and keep it in the run's directory, on the rank that writes."""
+        if self.observer is not None:
+            text = redact(text)
+            self.observer.note(text)
+            self._note_file.add(text)
+            self.directory.note(text)
+
+    def _check_learning(self) -> None:
+        """Check, on all ranks, that the last training step was applied by all of its roles; else RunError."""
+        with self.process.together():
+            for trainer in self.roles.trainers.values():
+                try:
+                    trainer.check_learning()
+                except SkippedStepsError as error:
+                    raise self._stopped(error, self.steps) from None
+
+    def _stopped(self, error: SkippedStepsError, step: int) -> RunError:
+        """Make the error that ends a run whose loss or gradients are not finite."""
+        return make_stop_error(error, step=step, rank=self.process.rank, run_dir=self.directory.path)
+
+    def _collect(self, *, last: bool) -> Comparison | None:
+        """Write the costs and the trace of steps so far, and return the costs, on the rank that writes."""
+        self.trace_files.write()
+        comparison = self.costs.collect(last=last)
+        if comparison is not None:
+            with self.directory.writing(self.directory.path / COSTS):
+                comparison.save(self.directory.path)
+                if self.costs.predicted is not None:
+                    predict_step(self.costs.predicted).save(self.directory.path)
+        if self.observer is not None and not last:
+            self.trace_files.merge()
+        return comparison
+
+    def _evaluate(self, done: int) -> None:
+        if self.evaluation is None:
+            return
+        start = time.monotonic()
+        try:
+            with self.process.activity.part("eval"):
+                result = self.evaluation.run()
+        except UserCodeError as error:
+            raise self._saying_what_is_saved(error) from error
+        self.continuation.evaluated = done
+        self.notes.take_evaluation(result.metrics)
+        settings = self.experiment.evaluation
+        if self.observer is not None and result.rows:
+            self.directory.write_samples(done, result.rows[: settings.shown * settings.samples])
+        self._record(MetricsRecord(done, "eval", time.monotonic() - start, result.metrics))
+        self._keep_best(done, result.metrics)
+
+    def _keep_best(self, done: int, metrics: Mapping[str, float]) -> None:
+        """Save the trained models where this evaluation is the best one so far, and a checkpoint where it is
+        among the best ones."""
+        if self.best.settings is None:
+            return
+        better, offered = False, False
+        with self.process.together():
+            if self.observer is not None:
+                better = self.best.take(done, metrics)
+                offered = self.checkpointer.offers_best(metrics[self.best.settings.metric])
+        better, offered = self.process.gather((better, offered))[WRITER]
+        if better:
+            if self.observer is not None:
+                self.directory.drop_best()
+            self.saver.save(BEST)
+            if self.observer is not None:
+                self.directory.write_best(self.best.to_json())
+        if offered:
+            self.continuation.save(done)
+            self.checkpointer.keep_best(metrics.get(self.best.settings.metric, math.nan))
+
+    def _saying_what_is_saved(self, error: UserCodeError) -> UserCodeError:
+        """A mistake in a function or in the judge. What was trained before is not lost."""
+        saved = find_saved(self.directory.path, self.trained).checkpoint
+        message = f"{error}; saved: {saved}" if saved else str(error)
+        return UserCodeError(message, error.trace, error.alone)
+
+    def _record(self, record: MetricsRecord) -> None:
+        if self.observer is not None:
+            self.directory.log(record.step, record.kind, record.seconds, record.metrics)
+            self.observer.record(record)
+
+    def _saving_notes(self, role: str) -> Iterator[str]:
+        origin, vocabulary = self.roles.origins[role], self.roles.shapes[role].vocab_size
+        head = get_spec(self.experiment).heads[role]
+        return list_saving_notes(origin, head, self.tokenizer, self.stop_token_ids, vocabulary)
+
+    def _finish(self) -> None:
+        self.checkpointer.finish()
+        comparison = self._collect(last=True)
+        events = self.process.gather(self.trace.events)
+        if self.observer is not None:
+            if comparison is not None:
+                self.observer.costs(comparison)
+            trace = self.directory.path / TRACE
+            with self.directory.writing(trace):
+                write_trace(trace, events, "measured")
+            seconds = self.continuation.seconds
+            summary: dict[str, Any] = {"algorithm": get_spec(self.experiment).name, "steps": self.steps}
+            summary |= {"seconds": round(seconds, 2), "skipped_steps": self.notes.skipped}
+            if self.best.settings is not None:
+                summary["best"] = self.best.to_json()
+            self.directory.finish(summary)
+            self.directory.close_trackers(done=True)
+            self.observer.end(self.experiment.run_dir, seconds)

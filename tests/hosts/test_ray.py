@@ -1,0 +1,101 @@
+"""A run on a Ray cluster of two nodes learns what local processes learn, and starts again when a rank dies."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from realrl.cli.app import run_app
+from tests.conftest import World, read_metrics
+
+needs_ray = pytest.mark.skipif(
+    find_spec("ray") is None, reason="ray is not installed: pip install -e '.[ray]'"
+)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[None]:
+    """Two nodes of a Ray cluster on this machine, with a CPU each."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    for _ in range(2):
+        cluster.add_node(num_cpus=1, num_gpus=0, object_store_memory=80 * 2**20, include_dashboard=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        yield
+    cluster.shutdown()
+
+
+def start(recipe: Path) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "realrl", "train", str(recipe)], stderr=subprocess.PIPE, text=True
+    )
+
+
+@needs_ray
+def test_ranks_on_ray_learn_the_same_although_one_dies(nodes: None, world: World, tmp_path: Path) -> None:
+    (tmp_path / "local").mkdir()
+    fields = {"training__steps": 8, "checkpoint__every": 2}
+    assert run_app(["train", str(world.recipe("ppo", tmp_path / "local", cluster="1x2", **fields))]) == 0
+    recipe = world.recipe("ppo", tmp_path, cluster="2x1", launch__by="ray", **fields)
+    run, process = start(recipe), None
+    statuses, deadline = tmp_path / "run" / "ranks" / "rank-1.json", time.monotonic() + 120
+    while process is None:
+        assert time.monotonic() < deadline and run.poll() is None, run.communicate()
+        if (tmp_path / "run" / "checkpoints" / "step-000002").exists():
+            process = json.loads(statuses.read_text())["pid"]
+        time.sleep(0.05)
+    os.kill(process, signal.SIGKILL)
+    _, error = run.communicate(timeout=180)
+    assert run.returncode == 0, error
+    assert "note: signal 9 (Killed) ended the process of rank 1" in error
+    assert "starting again (restart 1," in error and "done in " in error
+    for line, expected in zip(
+        read_metrics(tmp_path / "run"), read_metrics(tmp_path / "local" / "run"), strict=True
+    ):
+        assert line == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    file = "final/model.safetensors"
+    assert (tmp_path / "run" / file).read_bytes() == (tmp_path / "local" / "run" / file).read_bytes()
+
+
+@needs_ray
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"cluster": "3x1"},
+            "cluster=3x1 needs 3 nodes with 1 CPUs each; the nodes of the Ray cluster have 1, 1",
+        ),
+        ({"cluster": "2x1", "data__train": "/no/such.jsonl"}, "data.train=/no/such.jsonl"),
+    ],
+)
+def test_mistakes_are_one_message_of_a_run_on_ray(
+    nodes: None, fields: dict[str, str], message: str, world: World, tmp_path: Path
+) -> None:
+    run = start(world.recipe("ppo", tmp_path, launch__by="ray", **fields))
+    _, error = run.communicate(timeout=120)
+    assert run.returncode == 2
+    assert [line for line in error.splitlines() if line.startswith("realrl: ")] == error.splitlines()[-1:]
+    assert message in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("cluster", ["2x1", "auto"])
+def test_a_run_on_ray_needs_ray_and_a_cluster(
+    cluster: str,
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("realrl.runtime.launchers.on_ray.find_spec", lambda _: None)
+    assert run_app(["train", str(world.recipe("ppo", tmp_path, cluster=cluster, launch__by="ray"))]) == 2
+    wanted = {"2x1": "pip install 'realrl[ray]'", "auto": "cluster=auto does not say how many nodes"}[cluster]
+    assert wanted in capsys.readouterr().err
