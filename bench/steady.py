@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 from results_file import ResultsFile
 
-from realrl.runtime.monitor.memory import read_memory
+from realrl.runtime.monitor.host_memory import read_memory
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, STORE_VARIABLE, leave
 
 ROOT = Path(__file__).parents[1]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from realrl.cli.app import run_app
-from realrl.cli.drawing import group_alike
+from realrl.cli.planning.drawing import group_alike
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "recipes" / "demo" / "ppo.yaml")

@@ -246,3 +246,12 @@ def test_what_generates_no_text_takes_no_judge(algorithm: str) -> None:
     words = f"evaluation.samples and evaluation.min_new_tokens are about .* {algorithm} generates none"
     with pytest.raises(UserError, match=words):
         parse_experiment(settings)
+
+
+@pytest.mark.parametrize(
+    ("key", "shown"), [("\n", r"'\n'"), ("", "''"), ("a\u202eb", r"'a\u202eb'"), ("x" * 3000, "...")]
+)
+def test_keys_that_nobody_could_read_are_quoted(key: str, shown: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse_experiment({"algorithm": "sft", key: 1})
+    assert shown in str(error.value) and str(error.value).isprintable() and len(str(error.value)) < 700

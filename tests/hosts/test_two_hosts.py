@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from realrl.cli.app import run_app
-from realrl.runtime.processes.network import SILENCE
+from realrl.runtime.network.interfaces import SILENCE
 from tests.conftest import World, read_metrics
 from tests.hosts.network import Hosts, why_no_hosts
 

@@ -13,7 +13,7 @@ from realrl.cli.data import data
 from realrl.cli.eval import eval
 from realrl.cli.export import export
 from realrl.cli.generate import generate
-from realrl.cli.launch.command import launchers
+from realrl.cli.launchers import launchers
 from realrl.cli.monitoring.doctor import doctor
 from realrl.cli.monitoring.status import status
 from realrl.cli.monitoring.watch import watch

@@ -62,9 +62,9 @@ def profile(
     if not under_launcher():
         here = _processes(request, None if experiment is None or cluster is not None else experiment.cluster)
         if here.size > 1:
-            from realrl.recipe.launch import LaunchConfig
-            from realrl.runtime.launchers.launch import check_local, launch
-            from realrl.runtime.launchers.local_ranks import Start
+            from realrl.recipe.sections.launch import LaunchConfig
+            from realrl.runtime.launcher.launch import check_local, launch
+            from realrl.runtime.launcher.local_ranks import Start
 
             check_local(here)
             options = [

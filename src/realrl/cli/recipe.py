@@ -41,8 +41,8 @@ def launch_ranks(experiment: "Experiment", arguments: Sequence[str]) -> None:
     """
     from realrl.plan.presets import SEARCH
     from realrl.recipe.graphs import build_graph
-    from realrl.runtime.launchers.launch import check_local, launch
-    from realrl.runtime.launchers.local_ranks import Start
+    from realrl.runtime.launcher.launch import check_local, launch
+    from realrl.runtime.launcher.local_ranks import Start
     from realrl.runtime.prepare.devices import check_kind, search_spec
     from realrl.runtime.prepare.functions import check_functions
     from realrl.runtime.prepare.gpu import ask_machine

@@ -1,6 +1,7 @@
 """`realrl train`."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from realrl.plan.cluster import Cluster
     from realrl.plan.plan import Plan
     from realrl.recipe.experiment import Experiment
-    from realrl.runtime.launchers.local_ranks import Start
+    from realrl.runtime.launcher.local_ranks import Start
 
 
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
@@ -47,8 +48,8 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
                 return
             plan = _check(experiment, cluster)
             if cluster.size > 1:
-                from realrl.runtime.launchers.launch import launch_training
-                from realrl.runtime.launchers.local_ranks import Start
+                from realrl.runtime.launcher.launch import launch_training
+                from realrl.runtime.launcher.local_ranks import Start
                 from realrl.runtime.prepare.gpu import count_visible_gpus
 
                 text = None if plan is None else plan.to_text(build_graph(experiment))
@@ -68,9 +69,9 @@ def _train_on_ray(experiment: "Experiment", arguments: list[str], run_dir: Calla
     from realrl.checkpoint.sources import check_trainable
     from realrl.config.errors import UserError
     from realrl.plan.presets import SEARCH
-    from realrl.runtime.launchers.launch import launch_training
-    from realrl.runtime.launchers.local_ranks import Start
-    from realrl.runtime.launchers.on_ray import RayCluster
+    from realrl.runtime.launcher.launch import launch_training
+    from realrl.runtime.launcher.local_ranks import Start
+    from realrl.runtime.launcher.on_ray import RayCluster
     from realrl.runtime.output.earlier import find_earlier_run
     from realrl.runtime.prepare.cluster import named_cluster, written_cluster
     from realrl.runtime.prepare.compile import compile_recipe
@@ -150,10 +151,14 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
 
 
 def _write_end(run_dir: Path, failure: BaseException | None) -> None:
-    """Write how the run ended, unless the launcher has, which knows the first cause."""
+    """Write how the run ended; in processes of the local launcher, it does, knowing the first cause and whether it
+    starts them again."""
     from realrl.runtime.monitor.ended import write_end
+    from realrl.runtime.processes.environment import SCRATCH_VARIABLE
     from realrl.runtime.processes.error_reports import describe_failure
 
+    if SCRATCH_VARIABLE in os.environ:
+        return
     if failure is None or (isinstance(failure, typer.Exit) and not failure.exit_code):
         write_end(run_dir, 0)
     elif isinstance(failure, Interrupted):
@@ -172,7 +177,7 @@ def _shrink(recipe: str, overrides: list[str], experiment: "Experiment", devices
     from realrl.plan.presets import PRESETS, SEARCH
     from realrl.recipe.graphs import build_graph
     from realrl.recipe.load import load_experiment
-    from realrl.runtime.launchers.local_ranks import Start
+    from realrl.runtime.launcher.local_ranks import Start
 
     kind = experiment.cluster.rpartition(":")[0]
     named = experiment.plan in (*PRESETS, SEARCH)
@@ -204,7 +209,7 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     from realrl.checkpoint.sources import check_directories, check_trainable
     from realrl.plan.presets import SEARCH
     from realrl.planner.profile.profile import Profile
-    from realrl.runtime.launchers.launch import check_local
+    from realrl.runtime.launcher.launch import check_local
     from realrl.runtime.output.trackers.trackers import check_trackers
     from realrl.runtime.prepare.compile import compile_recipe, with_sizes
     from realrl.runtime.prepare.devices import check_kind, search_spec

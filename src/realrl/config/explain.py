@@ -105,12 +105,18 @@ def explain(error: ValidationError, cls: type[Settings]) -> str:
 def _message(error: ErrorDetails, location: tuple[int | str, ...], cls: type[Settings]) -> str:
     if location and location[-1] == _KEY:
         key = brief(location[-2])
-        return f"{'.'.join(map(str, location[:-2]))}: {key} is not text, so it is no name of a key"
-    path = ".".join(str(part) for part in location)
+        return f"{'.'.join(map(_show_part, location[:-2]))}: {key} is not text, so it is no name of a key"
+    path = ".".join(map(_show_part, location))
     problem = _describe_problem(error, location, cls)
     if path and problem.startswith(f"{location[-1]}="):  # it names the field itself, with the value
         return path.removesuffix(str(location[-1])) + problem
     return f"{path}: {problem}" if path else problem
+
+
+def _show_part(part: int | str) -> str:
+    """Format a part of a location: as it is, unless it is a key that nobody could read."""
+    text = str(part)
+    return text if text.strip() and text.isprintable() and len(text) <= _LONG else brief(part)
 
 
 def _describe_problem(error: ErrorDetails, location: tuple[int | str, ...], cls: type[Settings]) -> str:

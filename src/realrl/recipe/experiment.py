@@ -8,10 +8,10 @@ from realrl.config.base import Settings
 from realrl.config.devices import check_cluster
 from realrl.config.units import check_size
 from realrl.config.words import join
-from realrl.recipe.checkpoint import CheckpointConfig, Resume
 from realrl.recipe.data import DataConfig, TrainingConfig
 from realrl.recipe.evaluation import EvaluationConfig
-from realrl.recipe.launch import LaunchConfig
+from realrl.recipe.sections.checkpoint import CheckpointConfig, Resume
+from realrl.recipe.sections.launch import LaunchConfig
 from realrl.recipe.sections.trackers import TrackersConfig
 
 

@@ -18,7 +18,7 @@ from realrl.recipe.experiment import Experiment
 from realrl.runtime.measure.compare import RunInfo, compare, predict
 from realrl.runtime.measure.step_timer import StepTimer, measure_clock_offsets
 from realrl.runtime.measure.timing_log import TimingLog
-from realrl.runtime.monitor.memory import HostMemory, read_memory
+from realrl.runtime.monitor.host_memory import HostMemory, read_memory
 from realrl.runtime.prepare.compile import Compiled, stored_models
 from realrl.runtime.prepare.devices import spec_of
 from realrl.runtime.processes.process import Process

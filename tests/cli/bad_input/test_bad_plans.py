@@ -76,7 +76,7 @@ def test_a_bad_plan_is_one_error_message_before_any_process_starts(
     def refuse(*_: object) -> int:
         raise AssertionError("processes were started")
 
-    monkeypatch.setattr("realrl.runtime.launchers.launch.launch", refuse)
+    monkeypatch.setattr("realrl.runtime.launcher.launch.launch", refuse)
     changes, extra, sentence = CASES[case]
     calls = {name: entry for name, entry in (CALLS | changes).items() if entry is not None}
     lines = [f"  {name}: {{{entry}}}" for name, entry in calls.items()]

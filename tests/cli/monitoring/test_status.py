@@ -10,7 +10,7 @@ import pytest
 
 from realrl.cli.app import run_app
 from realrl.cli.reporting.status import format_duration, read_status
-from realrl.runtime.monitor.ended import write_end
+from realrl.runtime.monitor.ended import STARTS_AGAIN, write_end
 from tests.cli.monitoring.written_runs import (
     GONE,
     write_checkpoint,
@@ -147,6 +147,15 @@ def test_watching_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     run = write_run(tmp_path / "run")
     write_end(run, 0)
     assert print_status(run, capsys, "--watch", "30").count("finished") == 1
+
+
+def test_a_run_that_is_being_started_again_is_running(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    write_rank(run, 0, ago=20, pid=GONE)
+    write_end(run, STARTS_AGAIN, "rank 0 died; starting again")
+    found = read_status(run)
+    assert (found.state, found.reason, found.silent) == ("running", "rank 0 died; starting again", ())
+    assert read_status(run, time.time() + 3600).state == "stale"
 
 
 @pytest.mark.parametrize("name", ["nowhere", "empty", "file"])

@@ -8,9 +8,9 @@ import pytest
 
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
-from realrl.recipe.checkpoint import CheckpointConfig
 from realrl.recipe.data import SpikeConfig
 from realrl.recipe.evaluation import BestConfig
+from realrl.recipe.sections.checkpoint import CheckpointConfig
 from realrl.runtime.checkpoints.retention import choose_kept
 from realrl.runtime.checkpoints.spikes import Spike, SpikeDetector
 from realrl.runtime.output.saved import list_checkpoints

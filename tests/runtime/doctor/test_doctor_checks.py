@@ -17,7 +17,7 @@ from realrl.runtime.doctor.finding import Finding, ok, run_checks
 from realrl.runtime.doctor.gpus import check_driver, check_torch_gpus
 from realrl.runtime.doctor.links import GroupFigures, PeerFigures, judge_clocks, judge_links
 from realrl.runtime.doctor.machine import Host, check_cores, check_limits, check_memory, check_shared_memory
-from realrl.runtime.doctor.network import check_hub, check_interfaces, check_name, check_ports
+from realrl.runtime.doctor.network import check_host_name, check_hub, check_interfaces, check_ports
 from realrl.runtime.doctor.recipe_needs import find_needs
 from realrl.runtime.doctor.storage import check_storage
 from realrl.runtime.doctor.variables import check_variables
@@ -79,13 +79,17 @@ def test_versions_are_compared_with_what_is_needed() -> None:
     expect(check_versions(needs, find), "problem", "numpy is not installed; run pip install 'numpy>=1.26'")
 
 
-SOUND = "0, NVIDIA H100 80GB HBM3, 550.54, 81559, 4, 0, Disabled, Enabled, Not Active, 34\n"
+SOUND = (
+    "index, name, driver_version, memory.total [MiB], memory.used [MiB], ecc.errors.uncorrected.volatile.total,"
+    " mig.mode.current, persistence_mode, clocks_event_reasons.hw_slowdown\n"
+    "0, NVIDIA H100 80GB HBM3, 550.54, 81559, 4, 0, Disabled, Enabled, Not Active\n"
+)
 DRIVERS = {
     "sound": (SOUND, "ok", "1 x NVIDIA H100 80GB HBM3, 79.6 GiB, driver 550.54"),
     "without ECC": (SOUND.replace(" 0, Dis", " [N/A], Dis"), "ok", "1 x"),
     "errors": (SOUND.replace(" 0, Dis", " 3, Dis"), "problem", "GPU 0 has 3 uncorrected memory errors"),
     "slices": (SOUND.replace("Disabled, Ena", "Enabled, Ena"), "warning", "MIG"),
-    "in use": (SOUND.replace(" 4,", " 40000,"), "warning", "39.1 GiB of 79.6 GiB of GPU 0 are in use"),
+    "in use": (SOUND.replace(", 4,", ", 40000,"), "warning", "39.1 GiB of 79.6 GiB of GPU 0 are in use"),
     "hot": (SOUND.replace("Not Active", "Active"), "warning", "slows itself down"),
     "not persistent": (SOUND.replace("Enabled,", "Disabled,"), "warning", "persistence mode is off"),
 }
@@ -95,6 +99,27 @@ DRIVERS = {
 def test_faults_of_gpus_are_found(case: str) -> None:
     text, status, words = DRIVERS[case]
     expect(check_driver(lambda: text), status, words)
+
+
+def test_fields_that_a_driver_does_not_know_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(FAKE_DRIVER)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    expect(check_driver(), "ok", "1 x index-name, 1.00 GiB, driver index-driver_version")
+
+
+FAKE_DRIVER = """#!/bin/sh
+fields=${1#--query-gpu=}
+case $fields in
+    *clocks_event*) echo 'Field "clocks_event_reasons.hw_slowdown" is not a valid field to query.'; exit 2;;
+esac
+echo "$fields"
+echo "$fields" | sed -e 's/memory.total/1024/' -e 's/memory.used/0/' -e 's/,name/,index-name/' \\
+    -e 's/driver_version/index-driver_version/' -e 's/^index/0/'
+"""
 
 
 def test_a_driver_that_does_not_answer_is_a_problem() -> None:
@@ -268,9 +293,9 @@ def test_names_and_interfaces_are_checked(tmp_path: Path) -> None:
     def fail(name: str) -> str:
         raise socket.gaierror(-2, "Name or service not known")
 
-    expect(check_name(2, "box", fail), "problem", "box, has no address")
-    expect(check_name(1, "box", fail), "warning", "/etc/hosts")
-    expect(check_name(2, "box", lambda name: "127.0.1.1"), "ok", "which other nodes cannot reach")
+    expect(check_host_name(2, "box", fail), "problem", "box, has no address")
+    expect(check_host_name(1, "box", fail), "warning", "/etc/hosts")
+    expect(check_host_name(2, "box", lambda name: "127.0.1.1"), "ok", "which other nodes cannot reach")
     for name, state in {"eth0": "up", "ib0": "down", "lo": "unknown"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "operstate").write_text(f"{state}\n")

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from realrl.plan.cluster import Cluster
-from realrl.recipe.launch import LaunchConfig
-from realrl.runtime.launchers.launch import _shrunken
-from realrl.runtime.launchers.local_ranks import RanksEnd, Start
-from realrl.runtime.launchers.restarts import RestartCounter, Slots
+from realrl.recipe.sections.launch import LaunchConfig
+from realrl.runtime.launcher.launch import _shrunken
+from realrl.runtime.launcher.local_ranks import RanksEnd, Start
+from realrl.runtime.launcher.restarts import RestartCounter, Slots
 from realrl.runtime.monitor.activity import Activity
 from realrl.runtime.monitor.rank_status import RankStatus, name_status_file, read_statuses
 from realrl.runtime.monitor.sign import FileBoard, Sign

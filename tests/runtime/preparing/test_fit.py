@@ -265,7 +265,7 @@ def test_a_plan_that_this_machine_cannot_hold_is_refused_before_any_process_star
     def refuse(*_: object) -> int:
         raise AssertionError("processes were started")
 
-    monkeypatch.setattr("realrl.runtime.launchers.launch.launch", refuse)
+    monkeypatch.setattr("realrl.runtime.launcher.launch.launch", refuse)
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 33_116}.__getitem__)
     assert run_app(["train", str(world.recipe("sft", tmp_path, cluster="1x2"))]) == 2
     error = capsys.readouterr().err

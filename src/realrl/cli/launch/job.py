@@ -79,7 +79,7 @@ def make_job(
         recipe=recipe,
         arguments=("train", recipe, *overrides),
         command=shlex.join(["realrl", "launch", kind, recipe, *overrides]),
-        name=check_name(name) if name is not None else _make_name(experiment.run_dir),
+        name=check_job_name(name) if name is not None else _make_name(experiment.run_dir),
         nodes=cluster.nodes,
         per_node=cluster.devices_per_node,
         gpus=gpus,
@@ -89,7 +89,7 @@ def make_job(
     )
 
 
-def check_name(name: str) -> str:
+def check_job_name(name: str) -> str:
     """Check a name for Slurm and Kubernetes alike, and return it; else UserError."""
     from realrl.config.errors import UserError
     from realrl.config.explain import shorten

@@ -110,7 +110,8 @@ def _list_ranks(found: RunStatus) -> list[tuple[str, ...]]:
     for rank in found.ranks[:_MOST_RANKS]:
         device = "" if rank.device_limit_bytes is None else format_bytes(rank.device_bytes)
         device += "" if rank.device_limit_bytes is None else f" of {format_bytes(rank.device_limit_bytes)}"
-        memory, peak = format_bytes(rank.resident_bytes), format_bytes(rank.peak_resident_bytes)
+        memory = format_bytes(rank.resident_bytes)
+        peak = format_bytes(max(rank.resident_bytes, rank.peak_resident_bytes))
         does = describe_doing(rank)
         # What a run that has ended did last is no longer for some time.
         lasts = format_duration(found.time - rank.since) if found.state == "running" and rank.since else ""

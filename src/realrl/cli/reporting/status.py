@@ -16,7 +16,7 @@ from realrl.config.paths import local_path
 from realrl.config.yaml_file import read_yaml
 from realrl.program.prediction_file import PredictedStep
 from realrl.program.text import format_ranks
-from realrl.runtime.monitor.ended import Ended
+from realrl.runtime.monitor.ended import STARTS_AGAIN, Ended
 from realrl.runtime.monitor.rank_status import RANKS, RankStatus, read_statuses
 from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
 from realrl.runtime.output.history import HISTORY, read_history
@@ -26,6 +26,8 @@ Liveness = Literal["running", "finished", "failed", "interrupted", "stale"]
 
 FRESH = 15.0
 """Seconds after which a rank that has not been heard of, which it should be every 2 seconds, counts as silent."""
+_LOADING = 900.0
+"""Seconds in which a run that is started again should be heard of."""
 _RECENT = 20
 """Number of steps over which a rate is taken."""
 _TAIL = 1 << 22
@@ -177,6 +179,9 @@ def _find_state(
     if over and ended is not None:
         if ended.status == 0:
             return "finished", "", ()
+        if ended.status == STARTS_AGAIN:
+            gone = now - ended.time > _LOADING
+            return "stale" if gone else "running", ended.message, ()
         return "interrupted" if ended.status in (130, 143) else "failed", ended.message, ()
     if (path / SUMMARY).is_file():
         return "finished", "", ()

@@ -7,8 +7,8 @@ from math import isfinite
 from pathlib import Path
 
 from realrl.config.files import partial_path, write_whole
-from realrl.recipe.checkpoint import CheckpointConfig
 from realrl.recipe.evaluation import BestConfig
+from realrl.recipe.sections.checkpoint import CheckpointConfig
 from realrl.runtime.output.saved import checkpoint_path, list_checkpoints
 
 METRIC = "metric.json"

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from realrl.algorithms.method import Algorithm, FunctionMethod, StatefulMethod
 from realrl.dataflow.call import Kind
@@ -12,7 +12,6 @@ from realrl.runtime.output.run_state import RunState
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.prepare.compile import Phase
 from realrl.runtime.processes.process import Process
-from realrl.runtime.step import TrainingSteps
 from realrl.runtime.worker.roles import Roles
 
 
@@ -23,6 +22,12 @@ def gather_algorithm_state(process: Process, phase: Phase, algorithm: Algorithm)
     return states[phase.plan[first.name].ranks[0]]
 
 
+class DataPosition(Protocol):
+    """Holder of the number of records taken of the data."""
+
+    taken: int
+
+
 class StateKeeper:
     """Collector of the state of a run, on every rank."""
 
@@ -31,7 +36,7 @@ class StateKeeper:
         process: Process,
         phase: Phase,
         roles: Roles,
-        training: TrainingSteps,
+        training: DataPosition,
         directory: RunDirectory,
         notes: StepNotes,
         best: BestEvaluation,

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from realrl.runtime.doctor.gpus import ask_driver, check_driver, check_torch_gpu
 from realrl.runtime.doctor.links import judge_clocks, judge_links
 from realrl.runtime.doctor.local_measurement import RankFigures, measure_locally
 from realrl.runtime.doctor.machine import Host, check_cores, check_limits, check_memory, check_shared_memory
-from realrl.runtime.doctor.network import check_hub, check_interfaces, check_name, check_ports
+from realrl.runtime.doctor.network import check_host_name, check_hub, check_interfaces, check_ports
 from realrl.runtime.doctor.recipe_needs import RecipeNeeds, check_recipe, find_needs, list_hub_names
 from realrl.runtime.doctor.storage import check_storage
 from realrl.runtime.doctor.variables import check_variables
@@ -43,6 +44,8 @@ class Subject:
     needs: RecipeNeeds
     spec: ClusterSpec | None
     """The planner's figures of the devices, where the user names their kind."""
+    gpus: int
+    """GPUs of this machine that may be used."""
     launched: bool
     """Whether a launcher has started this process as one of several."""
 
@@ -57,8 +60,8 @@ def find_subject(
     device = "auto" if experiment is None else experiment.device
     text = cluster or ("auto" if experiment is None else experiment.cluster)
     found = launched or written_cluster(text)
+    gpus = 0 if device == "cpu" else count_gpus()
     if found is None:
-        gpus = 0 if device == "cpu" else count_gpus()
         found = Cluster(1, gpus or (1 if experiment is not None else _WITHOUT_RECIPE))
     if cluster is not None and experiment is not None:
         experiment = experiment.model_copy(update={"cluster": cluster})
@@ -70,6 +73,7 @@ def find_subject(
         experiment=experiment,
         needs=RecipeNeeds(None) if experiment is None else find_needs(experiment, found),
         spec=named_cluster(text),
+        gpus=gpus,
         launched=launched is not None,
     )
 
@@ -87,7 +91,7 @@ def count_gpus() -> int:
     """Count the GPUs that the driver lists; 0 where it cannot be asked."""
     try:
         return len(parse_gpus(ask_driver() or ""))
-    except (OSError, ValueError):
+    except (OSError, ValueError, LookupError, subprocess.SubprocessError):
         return 0
 
 
@@ -117,7 +121,7 @@ def examine_locally(subject: Subject) -> list[Finding]:
 
 def judge_ranks(subject: Subject, figures: RankFigures) -> list[Finding]:
     """Judge what ranks have measured, and the recipe by the devices they have."""
-    ranks, gpus = subject.cluster.devices_per_node, count_gpus()
+    ranks, gpus = subject.cluster.devices_per_node, subject.gpus
     here = find_here(subject, figures)
     torch = [] if figures.torch is None else [figures.torch]
     spec = subject.spec or _guess_spec(subject.cluster, here)
@@ -154,21 +158,20 @@ def _list_checks(subject: Subject) -> Iterator[tuple[str, Examination]]:
     ranks, world = subject.cluster.devices_per_node, subject.cluster.size
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     names = None if subject.experiment is None else list_hub_names(subject.experiment)
-    gpus = 0 if subject.device == "cpu" else count_gpus()
     meets = subject.launched or {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys()
     yield "versions", check_versions
     if subject.device != "cpu":
         yield "GPUs", check_driver
     yield "cores", lambda: check_cores(ranks, host)
     yield "memory", lambda: check_memory(ranks, host)
-    yield "shared memory", lambda: check_shared_memory(min(gpus, ranks), host)
+    yield "shared memory", lambda: check_shared_memory(min(subject.gpus, ranks), host)
     yield "limits", lambda: check_limits(ranks, world, host)
     yield (
         "environment",
-        lambda: check_variables(environment, ranks=ranks, cores=cores, gpus=gpus, launched=meets),
+        lambda: check_variables(environment, ranks=ranks, cores=cores, gpus=subject.gpus, launched=meets),
     )
     yield "run directory", lambda: check_storage(subject.run_dir, subject.needs.checkpoint_bytes)
-    yield "network", lambda: check_name(subject.cluster.nodes)
+    yield "network", lambda: check_host_name(subject.cluster.nodes)
     yield "network", lambda: check_interfaces(environment)
     yield "ports", lambda: check_ports(environment, launched=subject.launched)
     yield "hub", lambda: check_hub(environment, names)

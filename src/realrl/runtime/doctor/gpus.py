@@ -1,7 +1,9 @@
 """GPUs as their driver describes them, beside what torch finds. No torch."""
 
+import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +13,20 @@ from realrl.runtime.doctor.finding import Finding, ok, problem, warning
 
 SUBJECT = "GPUs"
 _FIELDS = (
-    "index,name,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,mig.mode.current,"
-    "persistence_mode,clocks_throttle_reasons.hw_slowdown,temperature.gpu"
+    "index",
+    "name",
+    "driver_version",
+    "memory.total",
+    "memory.used",
+    "ecc.errors.uncorrected.volatile.total",
+    "mig.mode.current",
+    "persistence_mode",
+    "clocks_throttle_reasons.hw_slowdown",
+    "clocks_event_reasons.hw_slowdown",
 )
-_SECONDS = 10.0
+"""Fields that are asked for; the last one is the newer name of the one before. Drivers may not know all."""
+_UNKNOWN = re.compile(r'Field "([\w.]+)" is not a valid field')
+_SECONDS = 5.0
 _OCCUPIED = 0.05
 """Part of a GPU's memory that somebody else has to use to be worth a word."""
 
@@ -39,33 +51,45 @@ def ask_driver() -> str | None:
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    command = [program, f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
-    if done.returncode:
-        raise OSError(
-            f"nvidia-smi ended with status {done.returncode}: {(done.stdout + done.stderr).strip()[:200]}"
-        )
-    return done.stdout
+    fields = list(_FIELDS)
+    deadline = time.monotonic() + _SECONDS
+    while True:
+        command = [program, f"--query-gpu={','.join(fields)}", "--format=csv,nounits"]
+        left = max(0.1, deadline - time.monotonic())
+        done = subprocess.run(command, capture_output=True, text=True, timeout=left, check=False)
+        if not done.returncode:
+            return done.stdout
+        said = (done.stdout + done.stderr).strip()
+        unknown = _UNKNOWN.search(said)
+        if unknown is None or unknown[1] not in fields:
+            raise OSError(f"nvidia-smi ended with status {done.returncode}: {said[:200]}")
+        fields.remove(unknown[1])
 
 
 def parse_gpus(text: str) -> list[DriverGpu]:
-    """Parse the lines of nvidia-smi. ValueError for others."""
+    """Parse what nvidia-smi lists: a line of names, such as `memory.total [MiB]`, and one for each GPU.
+
+    LookupError or ValueError for others.
+    """
+    lines = [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip()]
+    if not lines:
+        return []
+    names = [name.partition(" ")[0] for name in lines[0]]
     found = []
-    for line in filter(None, map(str.strip, text.splitlines())):
-        index, name, driver, total, used, ecc, mig, persistence, slowed, _ = (
-            part.strip() for part in line.split(",")
-        )
+    for values in lines[1:]:
+        given = dict(zip(names, values, strict=True))
+        slowed = (value for name, value in given.items() if name.endswith(".hw_slowdown"))
         found.append(
             DriverGpu(
-                index=int(index),
-                name=name,
-                driver=driver,
-                memory_bytes=_number(total) << 20,
-                used_bytes=_number(used) << 20,
-                ecc_errors=_number(ecc),
-                mig=mig == "Enabled",
-                persistent=persistence != "Disabled",
-                slowed=slowed == "Active",
+                index=int(given["index"]),
+                name=given["name"],
+                driver=given["driver_version"],
+                memory_bytes=_number(given["memory.total"]) << 20,
+                used_bytes=_number(given["memory.used"]) << 20,
+                ecc_errors=_number(given.get("ecc.errors.uncorrected.volatile.total", "")),
+                mig=given.get("mig.mode.current") == "Enabled",
+                persistent=given.get("persistence_mode") != "Disabled",
+                slowed="Active" in slowed,
             )
         )
     return found

@@ -15,7 +15,7 @@ _CHOSEN = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _TRUE = ("1", "true", "yes", "on")
 
 
-def check_name(
+def check_host_name(
     nodes: int, name: str | None = None, resolve: Callable[[str], str] = socket.gethostbyname
 ) -> Iterator[Finding]:
     """Check that the name of this machine leads to an address that other nodes can use."""

@@ -25,7 +25,7 @@ from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Program, Reallocate
 from realrl.program.text import format_instruction
 from realrl.recipe.experiment import Experiment
-from realrl.runtime.monitor.memory import HostMemory
+from realrl.runtime.monitor.host_memory import HostMemory
 from realrl.runtime.prepare.compile import Compiled, stored_models
 
 if TYPE_CHECKING:

@@ -13,12 +13,16 @@ ENDED = "ended.json"
 """File of a run directory. A process that is killed leaves none, or that of an earlier start."""
 
 
+STARTS_AGAIN = -1
+"""Status of a run whose processes have failed and are being started again."""
+
+
 @dataclass(frozen=True)
 class Ended:
     """End of a run."""
 
     status: int
-    """Exit status of the command."""
+    """Exit status of the command, or `STARTS_AGAIN`."""
     message: str
     """Error message; empty where there is none."""
     time: float

@@ -12,7 +12,7 @@ import torch
 
 from realrl.config.files import partial_path
 from realrl.runtime.monitor.activity import Activity
-from realrl.runtime.monitor.memory import read_memory
+from realrl.runtime.monitor.host_memory import read_memory
 from realrl.runtime.monitor.rank_status import RANKS, RankStatus, name_status_file
 from realrl.runtime.monitor.sign import BEAT, Board
 

@@ -16,16 +16,16 @@ import torch.distributed as dist
 from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.model.group import Group
 from realrl.plan.cluster import Cluster
-from realrl.recipe.launch import LaunchConfig
+from realrl.recipe.sections.launch import LaunchConfig
 from realrl.runtime.monitor.activity import Activity
-from realrl.runtime.monitor.memory import steady_memory
+from realrl.runtime.monitor.host_memory import steady_memory
+from realrl.runtime.network.interfaces import limit_silence
+from realrl.runtime.network.meeting import TIMEOUT, meet
 from realrl.runtime.prepare.cluster import written_cluster
 from realrl.runtime.prepare.gpu import NO_GPU, Gpu
 from realrl.runtime.processes.environment import STORE_VARIABLE, under_launcher
 from realrl.runtime.processes.logs import LOGS, move_log
-from realrl.runtime.processes.meeting import TIMEOUT, meet
 from realrl.runtime.processes.messages import gather_values
-from realrl.runtime.processes.network import limit_silence
 from realrl.runtime.processes.supervision import Supervision
 
 Device = Literal["auto", "cpu", "cuda"]

@@ -24,8 +24,8 @@ _ERROR = "error.json"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where an actor runs: a node of the Ray cluster, its address and a free port of it, and its own GPUs."""
+class ActorPlace:
+    """Place of an actor: a node of the Ray cluster, its address and a free port of it, and its own GPUs."""
 
     node: str
     address: str
@@ -53,7 +53,7 @@ class RankProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._rank, self._read = 0, 0
 
-    def place(self) -> Place:
+    def place(self) -> ActorPlace:
         """Tell where this is."""
         import ray
 
@@ -62,7 +62,7 @@ class RankProcess:
             probe.bind(("", 0))
             port = int(probe.getsockname()[1])
         gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
-        return Place(context.get_node_id(), str(ray.util.get_node_ip_address()), port, gpus)
+        return ActorPlace(context.get_node_id(), str(ray.util.get_node_ip_address()), port, gpus)
 
     def start(
         self,
@@ -117,12 +117,9 @@ class RankProcess:
             return asdict(failure)
         with suppress(OSError, ValueError):
             left = json.loads((self._scratch.path / _ERROR).read_text())
-            return {
-                "message": left["message"],
-                "status": 1,
-                "rank": self._rank,
-                "time": float(left["timestamp"]),
-            }
+            # What follows are notes, which the launcher makes itself.
+            message = left["message"].partition("\n")[0]
+            return {"message": message, "status": 1, "rank": self._rank, "time": float(left["timestamp"])}
         return None
 
     def log(self) -> bytes:

@@ -8,7 +8,7 @@ from realrl.config.base import Settings
 
 
 class LaunchConfig(Settings):
-    """Launcher of a run, and limits and restarts for one whose processes fail."""
+    """Launcher of a run, limits and restarts for runs whose processes fail."""
 
     by: Literal["local", "ray"] = "local"
     """What starts a process for each device: `local` on this machine; `ray` on the nodes of a Ray cluster,

@@ -14,14 +14,14 @@ launchers = typer.Typer(
     no_args_is_help=True,
 )
 
-Out = Annotated[
+_Out = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="File to write; standard output by default.", show_default=False),
 ]
-Name = Annotated[
+_Name = Annotated[
     str | None, typer.Option(help="Name of the job; by default it is made of run_dir.", show_default=False)
 ]
-Cpus = Annotated[
+_Cpus = Annotated[
     int | None,
     typer.Option(
         "--cpus",
@@ -30,19 +30,19 @@ Cpus = Annotated[
         show_default=False,
     ),
 ]
-Restarts = Annotated[
+_Restarts = Annotated[
     int,
     typer.Option(
         "--max-restarts", min=0, help="How often torchrun starts the processes again after failures."
     ),
 ]
-Directory = Annotated[
+_Directory = Annotated[
     str | None,
     typer.Option(
         metavar="DIR", help="Working directory on all nodes; the present one by default.", show_default=False
     ),
 ]
-Port = Annotated[int, typer.Option(min=1024, max=65535, help="Port of the first node where all nodes meet.")]
+_Port = Annotated[int, typer.Option(min=1024, max=65535, help="Port of the first node where all nodes meet.")]
 
 
 @launchers.command()
@@ -56,12 +56,12 @@ def torchrun(
             show_default=False,
         ),
     ] = None,
-    port: Port = 29500,
-    name: Name = None,
-    cpus: Cpus = None,
-    max_restarts: Restarts = 3,
-    directory: Directory = None,
-    out: Out = None,
+    port: _Port = 29500,
+    name: _Name = None,
+    cpus: _Cpus = None,
+    max_restarts: _Restarts = 3,
+    directory: _Directory = None,
+    out: _Out = None,
 ) -> None:
     """Print the command to run on each node."""
     from realrl.cli.launch.job import make_job
@@ -118,11 +118,11 @@ def slurm(
             min=60, max=65535, help="Seconds before the time limit at which the run saves and ends."
         ),
     ] = 600,
-    name: Name = None,
-    cpus: Cpus = None,
-    max_restarts: Restarts = 3,
-    directory: Directory = None,
-    out: Out = None,
+    name: _Name = None,
+    cpus: _Cpus = None,
+    max_restarts: _Restarts = 3,
+    directory: _Directory = None,
+    out: _Out = None,
 ) -> None:
     """Write a script for sbatch; its job goes back into the queue at its time limit, and then continues."""
     from realrl.cli.launch.job import make_job
@@ -181,11 +181,11 @@ def kubernetes(
     grace: Annotated[
         int, typer.Option(min=30, help="Seconds for a step and a checkpoint when a pod must leave its node.")
     ] = 600,
-    port: Port = 29500,
-    name: Name = None,
-    cpus: Cpus = None,
-    max_restarts: Restarts = 3,
-    out: Out = None,
+    port: _Port = 29500,
+    name: _Name = None,
+    cpus: _Cpus = None,
+    max_restarts: _Restarts = 3,
+    out: _Out = None,
 ) -> None:
     """Write a manifest of a PyTorchJob for the Kubeflow training operator (v1)."""
     from realrl.cli.launch.job import make_job

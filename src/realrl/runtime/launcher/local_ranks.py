@@ -12,9 +12,10 @@ from pathlib import Path
 
 from realrl.config.files import write_whole
 from realrl.plan.cluster import Cluster
-from realrl.recipe.launch import LaunchConfig
+from realrl.recipe.sections.launch import LaunchConfig
 from realrl.runtime.monitor.sign import FileBoard, Sign
 from realrl.runtime.monitor.watch import SignWatch, Verdict, WatchLimits
+from realrl.runtime.network.interfaces import INTERFACE_VARIABLES, find_loopback
 from realrl.runtime.processes.environment import (
     LAUNCHER_VARIABLE,
     PLAN_VARIABLE,
@@ -32,7 +33,6 @@ from realrl.runtime.processes.error_reports import (
     read_failures,
 )
 from realrl.runtime.processes.logs import name_log_file
-from realrl.runtime.processes.network import INTERFACE_VARIABLES, find_loopback
 from realrl.runtime.processes.orphans import find_ranks
 from realrl.runtime.processes.signals import show_cursor, stop_requested
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from realrl.config.errors import RunError
-from realrl.runtime.processes.network import use_loopback, use_route
+from realrl.runtime.network.interfaces import use_loopback, use_route
 
 TIMEOUT = timedelta(minutes=30)
 """Longest that ranks wait for each other."""

@@ -12,9 +12,9 @@ from typing import Any
 
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
-from realrl.recipe.launch import LaunchConfig
-from realrl.runtime.launchers.local_ranks import MOMENT, RanksEnd, Start, describe_death
-from realrl.runtime.launchers.rank_process import Look, Place, RankProcess, list_import_path
+from realrl.recipe.sections.launch import LaunchConfig
+from realrl.runtime.launcher.local_ranks import MOMENT, RanksEnd, Start, describe_death
+from realrl.runtime.launcher.rank_process import ActorPlace, Look, RankProcess, list_import_path
 from realrl.runtime.monitor.sign import Sign
 from realrl.runtime.processes.environment import RESTART_VARIABLE
 from realrl.runtime.processes.error_reports import DEATH, Failure, find_first_cause
@@ -82,7 +82,7 @@ class RayRanks:
         self._cluster, self._gpus, self._settings = cluster, gpus, settings
         self._group: Any = None
         self._actors: list[Any] = []
-        self._places: list[Place] = []
+        self._places: list[ActorPlace] = []
         self._looks: list[Look] = []
         self._held = b""
         """Start of a line on the first rank's screen."""

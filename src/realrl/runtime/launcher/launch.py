@@ -6,10 +6,10 @@ from pathlib import Path
 
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
-from realrl.recipe.launch import LaunchConfig
-from realrl.runtime.launchers.local_ranks import LocalRanks, RanksEnd, Start
-from realrl.runtime.launchers.restarts import RestartCounter, Slots
-from realrl.runtime.monitor.ended import write_end
+from realrl.recipe.sections.launch import LaunchConfig
+from realrl.runtime.launcher.local_ranks import LocalRanks, RanksEnd, Start
+from realrl.runtime.launcher.restarts import RestartCounter, Slots
+from realrl.runtime.monitor.ended import STARTS_AGAIN, write_end
 from realrl.runtime.monitor.note_file import NoteFile
 from realrl.runtime.monitor.watch import describe_waiting
 from realrl.runtime.processes.error_reports import USER_STATUS, Failure, print_failure
@@ -83,6 +83,7 @@ def launch_training(
             again = f"{cause.message}; starting again ({_count(restarts, settings)})"
             if directory is not None:
                 NoteFile(directory).add(again)
+                write_end(directory, STARTS_AGAIN, again)
             _say(outcome, again, logs)
             start = _shrunken(slots, cause, restarts, outcome, shrink, seen) or start
 

@@ -1,0 +1,119 @@
+"""The demo's PPO stage on one host and on two in network namespaces: without and with latency, with a cut cable.
+
+    python bench/hosts.py --steps 4
+
+Needs root on Linux, and what `make demo` has made. Prints whether metrics and final weights are those of one host,
+and seconds per step.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.hosts.network import Hosts, why_no_hosts  # noqa: E402
+
+LIMIT = 3600.0
+
+
+def main() -> None:
+    """Run all cases and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--demo", type=Path, default=ROOT, help="where `make demo` has made runs/ and data/")
+    parser.add_argument("--delay", type=float, default=0.05, help="seconds each way")
+    given = parser.parse_args()
+    reason = why_no_hosts()
+    if reason:
+        sys.exit(reason)
+    with tempfile.TemporaryDirectory(prefix="realrl-hosts-") as scratch:
+        top = Path(scratch)
+        expected = run_on_one_host(top / "one", given)
+        report("one host, two processes", expected, expected)
+        for name, delay, cut in (
+            ("two hosts", 0.0, False),
+            (f"two hosts, {1000 * given.delay:g} ms each way", given.delay, False),
+            ("two hosts, cable cut in a step and back 30 s later", 0.0, True),
+        ):
+            report(name, run_on_two_hosts(top / f"{delay}-{cut}", given, delay=delay, cut=cut), expected)
+
+
+def list_overrides(run: Path, given: argparse.Namespace, cluster: str) -> list[str]:
+    """Settings of the demo's recipe, with its files under `given.demo`."""
+    demo = given.demo.resolve()
+    return [
+        *(f"cluster={cluster}", f"run_dir={run}", "overwrite=false", f"training.steps={given.steps}"),
+        *("checkpoint.every=1", "data.eval=null", "evaluation.judge=null"),
+        f"data.train={demo}/data/demo/prompts_train.jsonl",
+        f"models.actor.path={demo}/runs/demo/sft/final",
+        f"models.reward.path={demo}/runs/demo/reward/final",
+    ]
+
+
+def run_on_one_host(directory: Path, given: argparse.Namespace) -> Path:
+    """Run on local processes; return the run's directory."""
+    directory.mkdir()
+    command = [sys.executable, "-m", "realrl", "train", str(ROOT / "recipes/demo/ppo.yaml")]
+    subprocess.run([*command, *list_overrides(directory / "run", given, "1x2")], check=True, cwd=ROOT)
+    return directory / "run"
+
+
+def run_on_two_hosts(directory: Path, given: argparse.Namespace, *, delay: float, cut: bool) -> Path:
+    """Run on two hosts by torchrun; return the run's directory."""
+    directory.mkdir()
+    arguments = ("train", str(ROOT / "recipes/demo/ppo.yaml"))
+    arguments += tuple(list_overrides(directory / "run", given, "2x1"))
+    logs = [directory / f"host{host}.log" for host in range(2)]
+    with Hosts(2) as hosts:
+        hosts.delay(delay)
+        processes = [hosts.torchrun(host, 2, logs[host], *arguments, restarts=3) for host in range(2)]
+        if cut:
+            while not list((directory / "run" / "checkpoints").glob("step-*")):
+                if any(process.poll() is not None for process in processes):
+                    break
+                time.sleep(0.05)
+            hosts.cut(1)
+            time.sleep(30)
+            hosts.heal()
+        statuses = [process.wait(LIMIT) for process in processes]
+    if any(statuses):
+        sys.exit(f"torchrun ended with {statuses}:\n" + "\n".join(log.read_text() for log in logs))
+    return directory / "run"
+
+
+def report(name: str, run: Path, expected: Path) -> None:
+    """Print how a run compares with the expected one."""
+    ours, theirs = read_metrics(run), read_metrics(expected)
+    pairs = [
+        (line["metrics"][key], other["metrics"][key])
+        for line, other in zip(ours, theirs, strict=True)
+        for key in other["metrics"]
+    ]
+    worst = max(abs(a - b) / max(abs(b), 1e-9) for a, b in pairs)
+    files = [file.relative_to(expected) for file in expected.glob("final*/*.safetensors")]
+    same = all((run / file).read_bytes() == (expected / file).read_bytes() for file in files)
+    seconds = statistics.median(line["seconds"] for line in ours[1:])
+    print(
+        f"{name}: {seconds:.2f} s a step; largest relative difference of a metric {worst:.1e}; final weights"
+        f" {'bit-identical' if same else 'DIFFERENT'} ({len(files)} files)",
+        flush=True,
+    )
+
+
+def read_metrics(run: Path) -> list[Mapping[str, Any]]:
+    """The training lines of metrics.jsonl."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "train"]
+
+
+if __name__ == "__main__":
+    main()
