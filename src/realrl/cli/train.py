@@ -50,11 +50,13 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
             if cluster.size > 1:
                 from realrl.runtime.launcher.launch import launch_training
                 from realrl.runtime.launcher.local_ranks import Start
+                from realrl.runtime.prepare.gpu import count_visible_gpus
 
                 text = None if plan is None else plan.to_text(build_graph(experiment))
                 start = Start(cluster, ["train", recipe, *overrides], text)
                 fewer = partial(_shrink, recipe, overrides, experiment)
-                raise typer.Exit(launch_training(start, experiment.launch, run_dir, fewer))
+                seen = partial(count_visible_gpus, experiment.device)
+                raise typer.Exit(launch_training(start, experiment.launch, run_dir, fewer, seen=seen))
         from realrl.cli.progress.training import Progress
         from realrl.runtime.train import train as run
 

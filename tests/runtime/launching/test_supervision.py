@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from realrl.plan.cluster import Cluster
 from realrl.recipe.sections.launch import LaunchConfig
+from realrl.runtime.launcher.launch import _shrunken
+from realrl.runtime.launcher.local_ranks import RanksEnd, Start
 from realrl.runtime.launcher.restarts import RestartCounter, Slots
 from realrl.runtime.monitor.activity import Activity
 from realrl.runtime.monitor.rank_status import RankStatus, name_status_file, read_statuses
@@ -164,3 +167,19 @@ def test_a_device_that_fails_again_and_again_is_given_up() -> None:
         lost = slots.count(failure(rank=2), progressed=False)
     assert lost == [3], "by the number it had at first"
     assert Slots(2, LaunchConfig(tries=1, shrink=False)).count(failure(), progressed=False) == []
+
+
+def test_a_run_goes_on_with_the_gpus_that_torch_still_finds(capsys: pytest.CaptureFixture[str]) -> None:
+    restarts, slots = RestartCounter(3), Slots(4, LaunchConfig())
+
+    def shrink(devices: int) -> Start:
+        return Start(Cluster(1, min(devices, 2)), ["train"])
+
+    def go_on(there: int | None) -> Start | None:
+        return _shrunken(slots, failure(), restarts, RanksEnd(), shrink, lambda: there)
+
+    assert go_on(4) is None and go_on(None) is not None, "the second death in a row"
+    slots = Slots(4, LaunchConfig())
+    fewer = go_on(3)
+    assert fewer is not None and slots.kept == [0, 1], "as many as the batch can be divided over"
+    assert "there were 4 devices, and torch finds 3 now; going on with cluster=1x2" in capsys.readouterr().err

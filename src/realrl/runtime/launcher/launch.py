@@ -17,6 +17,8 @@ from realrl.runtime.processes.logs import LOGS, keep_logs
 from realrl.runtime.processes.orphans import Scratch
 from realrl.runtime.processes.signals import deferred_termination, end_by_signal, stop_requested
 
+CountDevices = Callable[[], int | None]
+"""Counts the devices of this machine; None where there are none to count, as of CPUs."""
 Shrink = Callable[[int], Start | None]
 """Finds how to go on with at most so many devices; None where the run cannot."""
 
@@ -50,10 +52,12 @@ def launch_training(
     run_dir: Callable[[], Path | None],
     shrink: Shrink,
     run: RunOnce | None = None,
+    seen: CountDevices = lambda: None,
 ) -> int:
     """Train until the run is done or cannot go on; return its exit status, as of `launch`.
 
-    `run` starts the processes once and waits for them; by default they are local ones.
+    `run` starts the processes once and waits for them; by default they are local ones. `seen` counts the devices
+    that are there now, where they can be counted.
 
     After failures that may pass it is started again, and goes on from its last checkpoint, with fewer devices where
     some are gone for good. Ranks keep their logs in `run_dir()`, which is None as long as the run has not made one.
@@ -81,7 +85,7 @@ def launch_training(
                 NoteFile(directory).add(again)
                 write_end(directory, STARTS_AGAIN, again)
             _say(outcome, again, logs)
-            start = _shrunken(start, slots, cause, restarts, outcome, shrink) or start
+            start = _shrunken(slots, cause, restarts, outcome, shrink, seen) or start
 
 
 def _run(
@@ -106,24 +110,34 @@ def _find_logs(run_dir: Callable[[], Path | None]) -> Path | None:
 
 
 def _shrunken(
-    start: Start, slots: Slots, cause: Failure, restarts: RestartCounter, outcome: RanksEnd, shrink: Shrink
+    slots: Slots,
+    cause: Failure,
+    restarts: RestartCounter,
+    outcome: RanksEnd,
+    shrink: Shrink,
+    seen: CountDevices,
 ) -> Start | None:
     """Find how to go on without the devices that are gone for good; None where none are, or the run cannot."""
     lost = slots.count(cause, progressed=outcome.progressed)
-    if not lost:
-        return None
     left = [slot for slot in slots.kept if slot not in lost]
+    reason = (
+        f"device {', '.join(map(str, lost))} has failed too often without finishing a step (launch.tries)"
+    )
+    there = seen() if cause.device and slots.may_shrink else None
+    if there is not None and there < len(left):
+        # The driver has numbered those that are left anew.
+        left, reason = (
+            list(range(there)),
+            f"there were {len(slots.kept)} devices, and torch finds {there} now",
+        )
+    if len(left) == len(slots.kept):
+        return None
     fewer = shrink(len(left))
     if fewer is None:
         return None
     slots.keep(left[: fewer.cluster.size])
     restarts.forgive()
-    print(
-        f"note: device {', '.join(map(str, lost))} has failed too often without finishing a step (launch.tries);"
-        f" going on with cluster={fewer.cluster}",
-        file=sys.stderr,
-        flush=True,
-    )
+    print(f"note: {reason}; going on with cluster={fewer.cluster}", file=sys.stderr, flush=True)
     return fewer
 
 

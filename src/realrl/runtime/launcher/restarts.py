@@ -44,6 +44,11 @@ class Slots:
         self._settings = settings
         self._deaths: Counter[int] = Counter()
 
+    @property
+    def may_shrink(self) -> bool:
+        """Whether the recipe lets a run go on with fewer devices."""
+        return self._settings.shrink
+
     def count(self, cause: Failure, *, progressed: bool) -> list[int]:
         """Count a failure; list the devices that are to be given up for having failed too often.
 

@@ -26,6 +26,8 @@ class Gpu:
     memory_bytes: int
 
 
+_COUNT = "import torch; print('GPUs', torch.cuda.device_count())"
+
 Here = Gpu | Literal["cpu"]
 """Devices that ranks compute with."""
 
@@ -40,3 +42,12 @@ def ask_machine(device: Literal["auto", "cpu", "cuda"]) -> Here:
     done = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, check=False)
     answer = next((line for line in done.stdout.splitlines() if line.startswith("[")), None)
     return Gpu(*json.loads(answer)) if answer is not None else "cpu"
+
+
+def count_visible_gpus(device: Literal["auto", "cpu", "cuda"]) -> int | None:
+    """Count the GPUs that ranks of this machine would find now; None where they compute on CPUs."""
+    if device == "cpu":
+        return None
+    done = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, check=False)
+    answer = next((line for line in done.stdout.splitlines() if line.startswith("GPUs ")), "GPUs 0")
+    return int(answer.split()[1]) or None

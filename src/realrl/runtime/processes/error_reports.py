@@ -118,7 +118,7 @@ def report_failure(error: Exception) -> int:
         if _prints(failure):
             print_failure(failure, prefix="" if is_writer() else f"rank {failure.rank}: ")
         return failure.status
-    _log(error)
+    log_error(error)
     # Where even this disk is full, the launcher says that this process has left no message.
     with suppress(OSError):
         file = Path(scratch) / f"failure-{failure.rank}.json"
@@ -168,7 +168,7 @@ def _prints(failure: Failure) -> bool:
     return first or failure.alone or failure.status != USER_STATUS
 
 
-def _log(error: Exception) -> None:
+def log_error(error: Exception) -> None:
     """Write the full error into this process's log, which is its standard error."""
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
     text = f"{stamp} rank {_rank()} ends:\n{''.join(traceback.format_exception(error))}"

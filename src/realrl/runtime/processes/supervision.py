@@ -20,6 +20,7 @@ from realrl.runtime.processes.error_reports import (
     PLACE,
     RUN_STATUS,
     describe_failure,
+    log_error,
     report_end,
 )
 from realrl.runtime.processes.orphans import end_with_launcher
@@ -75,6 +76,8 @@ class Supervision:
         )
         if self._store is None or shared or not isinstance(error, Exception):
             return
+        # Where another one is the cause, this process ends before it reports its own failure.
+        log_error(error)
         failure = describe_failure(error)
         if failure.distance == CONSEQUENCE:
             # torchrun ends by SIGTERM what one dead process leaves, which must not pass for the cause.
