@@ -8,6 +8,7 @@ and seconds per step.
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -87,6 +88,11 @@ def run_on_two_hosts(directory: Path, given: argparse.Namespace, *, delay: float
         statuses = [process.wait(LIMIT) for process in processes]
     if any(statuses):
         sys.exit(f"torchrun ended with {statuses}:\n" + "\n".join(log.read_text() for log in logs))
+    said = "".join(log.read_text() for log in logs)
+    for note in re.findall(r"^(?:note: continues after step \d+|realrl: rank \d+: .*)", said, re.MULTILINE):
+        print(note)
+    if cut and "continues after step" not in said:
+        sys.exit("the run was over before the cable was cut; give more --steps")
     return directory / "run"
 
 

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import IO
 
@@ -14,6 +15,7 @@ PORT = 29500
 _SWITCH = Path(__file__).with_name("switch.py")
 
 
+@cache
 def why_no_hosts() -> str:
     """Why hosts cannot be made here; empty where they can."""
     if sys.platform != "linux":

@@ -55,6 +55,8 @@ def train(
                 earlier = find_earlier_run(experiment)
         earlier = process.gather(earlier)[WRITER]
         if earlier is not None and earlier.finished:
+            if process.rank == WRITER:
+                observer.note(f"run_dir={experiment.run_dir} holds this run, which is done")
             return
         # Every rank has read everything before the directory of an earlier run may be deleted.
         with process.together():

@@ -173,10 +173,9 @@ class TrainingRun:
         self.roles.load_weights(restored=self.roles.learning if checkpoints else ())
 
     def restore(self) -> None:
-        """Restore everything from the last checkpoint of the run that is continued; UserError where none can be
-        read."""
+        """Restore everything from the last checkpoint of the run that is continued; else UserError."""
         if self.earlier is not None:
-            self.continuation.restore(self.earlier.checkpoints)
+            self.continuation.restore(self.earlier.checkpoints, self.steps)
         self.roles.offload_homes()
 
     def open(self) -> None:
@@ -346,8 +345,7 @@ class TrainingRun:
         self._keep_best(done, result.metrics)
 
     def _keep_best(self, done: int, metrics: Mapping[str, float]) -> None:
-        """Save the trained models where this evaluation is the best one so far, and a checkpoint where it is
-        among the best ones."""
+        """Save the trained models of the best evaluation so far, and a checkpoint of one among the best."""
         if self.best.settings is None:
             return
         better, offered = False, False

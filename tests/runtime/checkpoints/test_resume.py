@@ -72,3 +72,44 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
     assert expected.keys() == found.keys() and all(expected[name].equal(found[name]) for name in expected)
     assert lines(resumed) == lines(whole)
     assert (resumed / "summary.json").is_file()
+
+
+def test_a_run_of_another_recipe_is_not_continued(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(world, "sft", tmp_path / "whole", data__eval=None, evaluation__every=None)
+    assert run_app(["train", str(recipe), "training.steps=2"]) == 0
+    run_dir = tmp_path / "whole" / "run"
+    before = lines(run_dir)
+    for changes, status, message in (
+        (["training.steps=2"], 0, "holds this run, which is done"),
+        (["training.steps=2", "resume=never"], 2, "holds an earlier run, and resume=never"),
+        (["training.steps=2", "seed=2"], 2, "holds a run of another recipe (seed: 1, now 2)"),
+        (["training.steps=1"], 2, "is at step 2, and this recipe has 1; raise training.steps"),
+    ):
+        assert run_app(["train", str(recipe), *changes]) == status
+        assert message in capsys.readouterr().err
+        assert lines(run_dir) == before
+    longer = ["training.steps=3", "models.actor.optimizer.lr=0.002", "resume=changed"]
+    assert run_app(["train", str(run_dir), *longer]) == 0
+    assert "changed since: models.actor.optimizer.lr: 0.001, now 0.002" in capsys.readouterr().err
+    assert [line["step"] for line in lines(run_dir)] == [1, 2, 3] and lines(run_dir)[:2] == before
+
+
+def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_used(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(world, "sft", tmp_path / "whole", data__eval=None, evaluation__every=None)
+    assert run_app(["train", str(recipe)]) == 0
+    resumed = interrupt(tmp_path / "whole" / "run", 3, tmp_path)
+    file = resumed / "checkpoints" / "step-000003" / "rank-00000.bin"
+    damaged = bytearray(file.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    file.write_bytes(damaged)
+    assert run_app(["train", str(recipe), f"run_dir={resumed}"]) == 0
+    error = capsys.readouterr().err
+    assert f"put aside: {file} is damaged: the checksum of " in error and "continues after step 2" in error
+    aside = resumed / "checkpoints" / "unused-step-000003"
+    assert (aside / file.name).read_bytes() == damaged
+    expected, found = read_models(tmp_path / "whole" / "run"), read_models(resumed)
+    assert all(expected[name].equal(found[name]) for name in expected)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 
-from realrl.config.errors import RunError
+from realrl.config.errors import RunError, UserError
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.checkpoints.agreement import StepAgreement
@@ -43,10 +43,17 @@ class Continuation:
         self._rollbacks = 0
         self._started = time.monotonic()
 
-    def restore(self, checkpoints: tuple[int, ...]) -> None:
-        """Restore everything from the first of the checkpoints, by steps before them, that can be read; UserError
-        where none can be."""
+    def restore(self, checkpoints: tuple[int, ...], steps: int) -> None:
+        """Restore everything from the first of the checkpoints, by steps before them, that can be read.
+
+        UserError where none can be, and for one that is beyond the `steps` of the run.
+        """
         if checkpoints:
+            if checkpoints[0] > steps:
+                raise UserError(
+                    f"run_dir={self._directory.path} is at step {checkpoints[0]}, and this recipe has {steps};"
+                    " raise training.steps, or choose another directory"
+                )
             paths = [self._directory.checkpoint(step) for step in checkpoints]
             self.restored = restore(paths, self._contents, self._process, self.checkpointer.group)
             self._take(self.restored.state)

@@ -1,0 +1,209 @@
+"""Cost of checkpoints: of training steps during which one is written, and of one gigabyte beside the plain disk.
+
+    make demo                   # models and data of the first case; or --cases disk
+    python bench/checkpoint.py [--cases ppo disk] [--steps N] [--rounds N] [--json FILE]
+
+`ppo`: the demo's PPO stage, where a checkpoint begins before every other step. Reported is the median time of
+steps with a checkpoint, the call that begins it included, over that of steps without, for asynchronous
+checkpoints and for those that training waits for. `disk`: one gigabyte of tensors written and read as a
+checkpoint, and as one plain file, in turns; both are on disk (fsync) in the end, and are read from it where the
+system lets go of its copy. And the peak of resident memory while a checkpoint is written, over that before.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from results_file import ResultsFile
+
+from realrl.checkpoint.state.manifest import read_manifest
+from realrl.checkpoint.state.pieces import TensorPieces
+from realrl.checkpoint.state.reader import read_state
+from realrl.checkpoint.state.writer import write_state
+from realrl.recipe.load import load_experiment
+from realrl.runtime.observer import MetricsRecord
+from realrl.runtime.train import train
+from realrl.runtime.training_run import TrainingRun
+
+ROOT = Path(__file__).parents[1]
+TENSORS, ELEMENTS = 16, 1 << 24
+"""Tensors of the gigabyte, and float32 elements of each."""
+
+
+class Silent:
+    """Listener that ignores what it is told."""
+
+    def begin(self, *_: object) -> None:
+        """Ignore the beginning."""
+
+    def note(self, *_: object) -> None:
+        """Ignore a note."""
+
+    def record(self, record: MetricsRecord) -> None:
+        """Ignore a record."""
+
+    def costs(self, *_: object) -> None:
+        """Ignore the costs."""
+
+    def end(self, *_: object) -> None:
+        """Ignore the end."""
+
+
+class TimedRun(TrainingRun):
+    """Run with a checkpoint before every other step, whose steps are timed with what comes before them."""
+
+    seconds: dict[bool, list[float]]
+
+    def execute(self, started: float) -> None:
+        """Train, noting the seconds of each step by whether a checkpoint was begun before it."""
+        type(self).seconds = {True: [], False: []}
+        super().execute(started)
+
+    def _train_step(self, step: int) -> dict[str, float]:
+        begin = time.perf_counter()
+        saves = bool(step % 2)
+        if saves:
+            self.continuation.save(step)
+        metrics = super()._train_step(step)
+        type(self).seconds[saves].append(time.perf_counter() - begin)
+        return metrics
+
+
+def measure_steps(demo: Path, steps: int, *, asynchronous: bool) -> dict[str, float]:
+    """Time the steps of the demo's PPO stage with and without a checkpoint."""
+    with tempfile.TemporaryDirectory() as scratch:
+        changes = [
+            f"run_dir={scratch}/run",
+            f"training.steps={steps}",
+            f"data.train={demo}/data/demo/prompts_train.jsonl",
+            "data.eval=null",
+            "evaluation={}",
+            f"models.actor.path={demo}/runs/demo/sft/final",
+            f"models.reward.path={demo}/runs/demo/reward/final",
+            "cluster=1x1",
+            "plan=symmetric",
+            "checkpoint.minutes=null",
+            f"checkpoint.asynchronous={json.dumps(asynchronous)}",
+        ]
+        recipe = str(ROOT / "recipes" / "demo" / "ppo.yaml")
+        train(load_experiment(recipe, changes), Silent(), TimedRun)
+    # The first steps allocate memory.
+    with_one, without = (statistics.median(TimedRun.seconds[saves][2:]) for saves in (True, False))
+    return {"with": with_one, "without": without, "ratio": with_one / without}
+
+
+def make_state() -> dict[str, TensorPieces]:
+    """Make one gigabyte of tensors."""
+    return {
+        f"role/parameters/{i}": TensorPieces(
+            (4096, ELEMENTS // 4096), torch.float32, {(0, 0): torch.randn(4096, ELEMENTS // 4096)}
+        )
+        for i in range(TENSORS)
+    }
+
+
+def drop_copies(*files: Path) -> None:
+    """Have the system let go of its copies of files in memory, where it does."""
+    for file in files:
+        with suppress(OSError, AttributeError), file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Measure the seconds of a call."""
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def measure_disk(directory: Path, rounds: int) -> dict[str, float]:
+    """Time writing and reading of one gigabyte, as a checkpoint and as one file, in turns."""
+    state = make_state()
+    plain = directory / "plain.bin"
+    found: dict[str, list[float]] = {name: [] for name in ("write", "plain write", "read", "plain read")}
+
+    def write_plain() -> None:
+        with plain.open("wb", buffering=0) as file:
+            for pieces in state.values():
+                data = pieces.pieces[0, 0].numpy().reshape(-1).view("uint8").data
+                while data:
+                    data = data[file.write(data[: 8 << 20]) :]
+            os.fsync(file.fileno())
+
+    def read_plain() -> None:
+        with plain.open("rb", buffering=0) as file:
+            buffer = bytearray(64 << 20)
+            while file.readinto(buffer):
+                pass
+
+    def write(to: Path) -> None:
+        write_state(to, state, {}, rank=0, group=None, copied=lambda: None)
+
+    for number in range(rounds):
+        to = directory / str(number)
+        to.mkdir()
+        found["write"].append(timed(lambda to=to: write(to)))  # type: ignore[misc]
+        found["plain write"].append(timed(write_plain))
+        drop_copies(plain, *to.iterdir())
+        manifest = read_manifest(to)
+        found["read"].append(timed(lambda to=to, m=manifest: read_state(to, m, state, group=None)))  # type: ignore[misc]
+        found["plain read"].append(timed(read_plain))
+        for file in to.iterdir():
+            file.unlink()
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    medians["write ratio"] = medians["write"] / medians["plain write"]
+    medians["read ratio"] = medians["read"] / medians["plain read"]
+    return medians | measure_peak(directory, state)
+
+
+def measure_peak(directory: Path, state: dict[str, TensorPieces]) -> dict[str, float]:
+    """Measure the peak of resident memory while a checkpoint is written, over that before."""
+
+    def read(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+    to = directory / "peak"
+    to.mkdir()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = read("VmRSS")
+    write_state(to, state, {}, rank=0, group=None, copied=lambda: None)
+    return {"peak ratio": read("VmHWM") / before}
+
+
+def main() -> None:
+    """Measure the chosen cases."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", nargs="+", choices=("ppo", "disk"), default=("ppo", "disk"))
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--demo", type=Path, default=ROOT, help="directory in which make demo was run")
+    parser.add_argument("--directory", type=Path, default=None, help="directory on the disk to measure")
+    parser.add_argument("--json", type=Path, default=None)
+    arguments = parser.parse_args()
+    results = ResultsFile(arguments.json)
+    found: dict[str, Any] = {}
+    if "ppo" in arguments.cases:
+        for asynchronous in (True, False):
+            name = "ppo asynchronous" if asynchronous else "ppo waiting"
+            found[name] = measure_steps(arguments.demo.resolve(), arguments.steps, asynchronous=asynchronous)
+    if "disk" in arguments.cases:
+        with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+            found["disk"] = measure_disk(Path(directory), arguments.rounds)
+    for name, figures in found.items():
+        results.add(name, figures)
+        print(name, {key: round(value, 3) for key, value in figures.items()})
+
+
+if __name__ == "__main__":
+    main()
