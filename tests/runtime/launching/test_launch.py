@@ -129,7 +129,8 @@ FAILURES = {
     "a bug on one rank": (
         "if rank == '1': Worker.run = lambda *_: 1 / 0",
         1,
-        "realrl: rank 1: unexpected ZeroDivisionError in step 1: division by zero; see the traceback above",
+        "realrl: rank 1: unexpected ZeroDivisionError in the evaluation after step 0: division by zero;"
+        " see the traceback above",
         "ZeroDivisionError: division by zero\nnote: ",
     ),
     "a failure of all ranks": (
