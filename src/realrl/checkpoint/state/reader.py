@@ -3,10 +3,14 @@
 Nothing in a checkpoint is unpickled or executed: tensors are bytes, all else is JSON.
 """
 
+import concurrent.futures
 import os
 import warnings
 import zlib
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -112,34 +116,52 @@ class _Reader(StorageReader):
         wanted: defaultdict[tuple[str, tuple[int, ...]], list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             wanted[item.storage_index.fqn, tuple(item.storage_index.offset or ())].append(item)
-        for name in dict.fromkeys(name for name, _ in wanted):
-            stored = self._manifest.tensors[name]
-            for chunk in stored.chunks:
-                items = wanted.get((name, chunk.offset), ())
-                values = self._read(name, chunk, DTYPES[stored.dtype]) if items else None
-                for item in items:
-                    assert values is not None, "a box with items is read"
-                    part = values
-                    for dim, (start, length) in enumerate(
-                        zip(item.storage_offsets, item.lengths, strict=True)
-                    ):
-                        part = part.narrow(dim, start, length)
-                    target = planner.resolve_tensor(item)
-                    target.copy_(part)
-                    planner.commit_tensor(item, target)
+        chunks = [
+            (name, chunk)
+            for name in dict.fromkeys(name for name, _ in wanted)
+            for chunk in self._manifest.tensors[name].chunks
+            if (name, chunk.offset) in wanted
+        ]
+        for (name, chunk), values in zip(chunks, self._read_ahead(chunks), strict=True):
+            for item in wanted[name, chunk.offset]:
+                part = values
+                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    part = part.narrow(dim, start, length)
+                target = planner.resolve_tensor(item)
+                target.copy_(part)
+                planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read(self, name: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        """Read a box and compare it with its checksum."""
-        path = self._directory / chunk.file
-        values = torch.empty(chunk.size, dtype=dtype)
-        data = values.view(-1).view(torch.uint8).numpy().data
+    def _read_ahead(self, chunks: Sequence[tuple[str, Chunk]]) -> Iterator[Tensor]:
+        """Read boxes and compare them with their checksums, each while the one before is used."""
+        sizes = [prod(chunk.size) * self._dtype(name).itemsize for name, chunk in chunks]
+        buffers = [torch.empty(max(sizes, default=0), dtype=torch.uint8) for _ in range(2)]
+        with ThreadPoolExecutor(1, "checkpoint-file") as pool:
+            reading: concurrent.futures.Future[None] | None = None
+            for i, (name, chunk) in enumerate(chunks):
+                mine = buffers[i % 2][: sizes[i]]
+                if reading is None:
+                    reading = pool.submit(self._read, name, chunk, mine)
+                reading.result()
+                if i + 1 < len(chunks):
+                    following = buffers[(i + 1) % 2][: sizes[i + 1]]
+                    reading = pool.submit(self._read, *chunks[i + 1], following)
+                if zlib.crc32(mine.numpy().data) != chunk.crc32:
+                    path = self._directory / chunk.file
+                    raise CheckpointError(f"{path} is damaged: the checksum of {name} is another one")
+                yield mine.view(self._dtype(name)).view(chunk.size)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self._manifest.tensors[name].dtype]
+
+    def _read(self, name: str, chunk: Chunk, into: Tensor) -> None:
+        """Read a box as bytes."""
+        path, left = self._directory / chunk.file, into.numpy().data
         try:
             with path.open("rb", buffering=0) as file:
                 file.seek(chunk.start)
-                left = data
                 while left:
                     count = file.readinto(left)
                     if not count:
@@ -147,9 +169,6 @@ class _Reader(StorageReader):
                     left = left[count:]
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from None
-        if zlib.crc32(data) != chunk.crc32:
-            raise CheckpointError(f"{path} is damaged: the checksum of {name} is another one")
-        return values
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -1,9 +1,11 @@
 """Writing of a checkpoint by all ranks in parallel, through torch.distributed.checkpoint."""
 
+import concurrent.futures
 import os
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -88,18 +90,21 @@ class _Writer(StorageWriter):
             name = f"rank-{self._rank:05}.bin"
             with (self._directory / name).open("wb", buffering=0) as file:
                 appender = _Appender(file)
-                for item in plan.items:
-                    values, start = planner.resolve_data(item), file.tell()
-                    assert isinstance(values, Tensor), "all values are tensors"
-                    chunk = Chunk(
-                        offset=tuple(item.index.offset or ()),
-                        size=tuple(values.shape),
-                        file=name,
-                        start=start,
-                        crc32=appender.append(values),
-                    )
-                    results.append(WriteResult(item.index, file.tell() - start, chunk))
-                self._copied()
+                try:
+                    for item in plan.items:
+                        values, start = planner.resolve_data(item), appender.position
+                        assert isinstance(values, Tensor), "all values are tensors"
+                        chunk = Chunk(
+                            offset=tuple(item.index.offset or ()),
+                            size=tuple(values.shape),
+                            file=name,
+                            start=start,
+                            crc32=appender.append(values),
+                        )
+                        results.append(WriteResult(item.index, appender.position - start, chunk))
+                    self._copied()
+                finally:
+                    appender.finish()
                 os.fsync(file.fileno())
         self._copied()
         done: Future[list[WriteResult]] = Future()
@@ -135,35 +140,58 @@ class _Writer(StorageWriter):
 
 
 class _Appender:
-    """Appender of tensors to a file, through one buffer in host memory."""
+    """Appender of tensors to a file, through two buffers: one is filled while the other is written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._buffer: Tensor | None = None
+        self._buffers: list[Tensor] = []
+        self._writing: list[concurrent.futures.Future[None] | None] = [None, None]
+        self._turn = 0
         self._stream: torch.cuda.Stream | None = None
+        self._pool = ThreadPoolExecutor(1, "checkpoint-file")
+        self.position = 0
+        """Bytes that have been appended."""
 
     def append(self, values: Tensor) -> int:
-        """Append the values of a tensor, in row-major order; the checksum of what was written."""
+        """Append the values of a tensor, in row-major order; their checksum."""
         checksum = 0
         for part in values.detach().reshape(-1).view(torch.uint8).split(BUFFER_BYTES):
             data = self._copy(part)
+            self._writing[self._turn] = self._pool.submit(_write_whole, self._file, data)
             checksum = zlib.crc32(data, checksum)
-            while data:
-                data = data[self._file.write(data) :]
+            self.position += len(part)
+            self._turn = 1 - self._turn
         return checksum
+
+    def finish(self) -> None:
+        """Wait until everything has been written; OSError where it cannot be."""
+        self._pool.shutdown()
+        for writing in self._writing:
+            if writing is not None:
+                writing.result()
 
     def _copy(self, part: Tensor) -> memoryview:
         """Copy bytes to the host. Memory that numpy has seen cannot be given back for offloading, so that on a CPU,
         too, it sees a copy."""
-        if self._buffer is None:
-            self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=part.is_cuda)
+        if not self._buffers:
+            self._buffers = [
+                torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=part.is_cuda) for _ in range(2)
+            ]
             if part.is_cuda:
                 # A stream of its own: training goes on in the default one.
                 self._stream = torch.cuda.Stream(part.device)
                 self._stream.wait_stream(torch.cuda.default_stream(part.device))
-        host = self._buffer[: len(part)]
+        before = self._writing[self._turn]
+        if before is not None:
+            before.result()
+        host = self._buffers[self._turn][: len(part)]
         with torch.cuda.stream(self._stream):
             host.copy_(part, non_blocking=part.is_cuda)
         if self._stream is not None:
             self._stream.synchronize()
         return host.numpy().data
+
+
+def _write_whole(file: BinaryIO, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) :]
