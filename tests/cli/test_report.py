@@ -137,8 +137,9 @@ def test_an_interrupted_run_is_refused_with_what_there_is_of_it(
     recipe = load_experiment(DEMO, ["training.steps=12"])
     (tmp_path / "ppo" / "config.yaml").write_text(dump_experiment(recipe))
     (tmp_path / "ppo" / "summary.json").unlink()
-    for name in ("step-000002", "step-000002-critic", "step-000004-critic"):
+    for name in ("step-000002", "step-000004"):
         (tmp_path / "ppo" / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "ppo" / "checkpoints" / "step-000002" / "manifest.json").touch()
     with open(tmp_path / "ppo" / "metrics.jsonl", "a") as file:
         file.write(torn)
     assert run_app(["report", run, "--out", str(tmp_path)]) == 2

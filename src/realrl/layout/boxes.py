@@ -13,7 +13,7 @@ def find_boxes(
     """
     if first >= end:
         return
-    if len(shape) == 1:
+    if not shape[1:]:
         for start in range(first, end, limit):
             yield (start,), (min(limit, end - start),)
         return

@@ -1,7 +1,7 @@
 """Recipes: a YAML file plus `key=value` overrides, validated into an experiment."""
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -83,11 +83,16 @@ def dump_settings(experiment: Experiment) -> dict[str, Any]:
     return settings
 
 
-def _list_redacted(settings: Any, name: str = "") -> Iterator[str]:
-    """List the dotted paths of settings from which a secret was removed."""
+def _list_redacted(settings: Any, name: str = "", seen: set[int] | None = None) -> Iterator[str]:
+    """List the dotted paths of settings from which a secret was removed.
+
+    Lists and sections that stand in several places, or within themselves, are looked at once.
+    """
+    seen = set() if seen is None else seen
     if isinstance(settings, str) and REDACTED in settings:
         yield name
-    parts: Iterable[tuple[Any, Any]] = settings.items() if isinstance(settings, dict) else ()
-    parts = enumerate(settings) if isinstance(settings, list) else parts
-    for key, value in parts:
-        yield from _list_redacted(value, f"{name}.{key}" if name else str(key))
+    if not isinstance(settings, dict | list) or id(settings) in seen:
+        return
+    seen.add(id(settings))
+    for key, value in settings.items() if isinstance(settings, dict) else enumerate(settings):
+        yield from _list_redacted(value, f"{name}.{key}" if name else str(key), seen)

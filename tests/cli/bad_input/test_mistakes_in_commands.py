@@ -136,7 +136,7 @@ def test_a_wrong_config_json_is_one_error_message(
 
 COMMANDS: list[tuple[str, str]] = [
     ("train gone.yaml", "gone.yaml does not exist"),
-    ("train DIR/folder", "cannot be read"),
+    ("train DIR/folder", "is a directory without a run; give a recipe, or the directory of a run"),
     ("train PPO/x", "cannot be read"),
     ("show gone.yaml", "gone.yaml does not exist"),
     ("show PPO --plan symetric", "did you mean symmetric?"),

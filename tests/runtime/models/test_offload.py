@@ -60,6 +60,7 @@ def prepared(file: Path) -> TrainingRun:
     compiled = compile_recipe(experiment, Cluster(1, 1))
     run = TrainingRun(experiment, compiled, Process(0, 1, torch.device("cpu")), None)
     run.load()
+    run.restore()
     return run
 
 
