@@ -366,8 +366,8 @@ class TrainingRun:
 
     def _saying_what_is_saved(self, error: UserCodeError) -> UserCodeError:
         """A mistake in a function or in the judge. What was trained before is not lost."""
-        saved = find_saved(self.directory.path, self.trained).checkpoint
-        message = f"{error}; saved: {saved}" if saved else str(error)
+        saved = find_saved(self.directory.path, self.trained).describe_paths()
+        message = f"{error}; {saved}" if saved else str(error)
         return UserCodeError(message, error.trace, error.alone)
 
     def _record(self, record: MetricsRecord) -> None:

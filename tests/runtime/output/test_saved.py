@@ -91,7 +91,11 @@ def test_files_that_cannot_be_written_are_named(tmp_path: Path, write: str) -> N
     for name in ("samples", "checkpoints", ".summary.json.partial"):
         (path / name).symlink_to("/dev/full")
     directory = RunDirectory(str(path))
-    arguments = {"write_samples": (1, [{"a": 1}]), "write_state": (1, {"a": 1.0}), "finish": ({"steps": 1},)}
+    arguments = {
+        "write_samples": (1, [{"a": 1}]),
+        "write_state": (1, "ppo", {"a": 1.0}),
+        "finish": ({"steps": 1},),
+    }
     with pytest.raises(RunError, match=r"cannot be written: .*; there is no complete checkpoint"):
         getattr(directory, write)(*arguments[write])
     assert not (path / "summary.json").exists()

@@ -129,7 +129,8 @@ def test_a_judge_that_fails_at_the_end_loses_no_model(world: World, tmp_path: Pa
     with pytest.raises(UserCodeError) as error:
         train(load_experiment(str(recipe)), Silent())
     run = tmp_path / "run"
-    assert str(error.value).endswith(f"(FILE:4); saved: {run / 'final'}".replace("FILE", str(judge)))
+    saved = f"{run / 'checkpoints' / 'step-000001'}, {run / 'final'}"
+    assert str(error.value).endswith(f"({judge}:4); saved: {saved}")
     assert (run / "final" / "model.safetensors").exists() and (run / "final-critic").is_dir()
     assert not (run / "summary.json").exists()
 

@@ -38,12 +38,16 @@ class Saved:
             return "there is no complete checkpoint"
         return f"the last complete checkpoint is {self.checkpoint}"
 
+    def describe_paths(self) -> str:
+        """List the checkpoint and the models, as part of a message; empty where there are none."""
+        found = [str(path) for path in (self.checkpoint, self.models) if path is not None]
+        return f"saved: {', '.join(found)}" if found else ""
+
     def describe(self, steps: int | None) -> str:
         """Describe the progress of a run, out of all its steps if those are known, as part of a message."""
         if not self.step:
             return "before the end of the first step; nothing was saved"
-        found = [str(path) for path in (self.checkpoint, self.models) if path is not None]
-        saved = f"saved: {', '.join(found)}" if found else "nothing to continue from was saved yet"
+        saved = self.describe_paths() or "nothing to continue from was saved yet"
         of = "" if steps is None else f" of {steps}"
         return f"after step {self.step}{of}; {saved}; metrics up to step {self.step} in {self.metrics}"
 
