@@ -3,7 +3,7 @@
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,16 @@ class Manifest:
 
     def save(self, directory: Path) -> None:
         """Write it into the directory of a checkpoint; OSError."""
-        contents = _to_text(asdict(self))
+        contents = _to_text(self._to_json())
         checked = {"format": FORMAT, "crc32": zlib.crc32(contents.encode())}
         write_whole(directory / MANIFEST, f'{_to_text(checked)[:-1]},"contents":{contents}}}\n')
+
+    def _to_json(self) -> dict[str, Any]:
+        # Not by `asdict`, which takes longer than all the rest: it copies every number.
+        tensors = {
+            name: {**vars(of), "chunks": [vars(c) for c in of.chunks]} for name, of in self.tensors.items()
+        }
+        return {"tensors": tensors, "files": dict(self.files), "state": dict(self.state)}
 
     def find_incomplete(self) -> str | None:
         """Find a tensor whose boxes have more or fewer elements than it; None if there is none."""

@@ -147,6 +147,8 @@ class _Appender:
         self._buffers: list[Tensor] = []
         self._writing: list[concurrent.futures.Future[None] | None] = [None, None]
         self._turn = 0
+        self._used = 0
+        """Bytes of the buffer that is being filled."""
         self._stream: torch.cuda.Stream | None = None
         self._pool = ThreadPoolExecutor(1, "checkpoint-file")
         self.position = 0
@@ -155,24 +157,38 @@ class _Appender:
     def append(self, values: Tensor) -> int:
         """Append the values of a tensor, in row-major order; their checksum."""
         checksum = 0
-        for part in values.detach().reshape(-1).view(torch.uint8).split(BUFFER_BYTES):
-            data = self._copy(part)
-            self._writing[self._turn] = self._pool.submit(_write_whole, self._file, data)
-            checksum = zlib.crc32(data, checksum)
+        left = values.detach().reshape(-1).view(torch.uint8)
+        while len(left):
+            if self._used == BUFFER_BYTES:
+                self._write()
+            part, left = left.tensor_split([BUFFER_BYTES - self._used])
+            checksum = zlib.crc32(self._copy(part), checksum)
             self.position += len(part)
-            self._turn = 1 - self._turn
         return checksum
 
     def finish(self) -> None:
-        """Wait until everything has been written; OSError where it cannot be."""
-        self._pool.shutdown()
+        """Write what is left, and wait until everything has been written; OSError where it cannot be."""
+        try:
+            self._write()
+        finally:
+            self._pool.shutdown()
         for writing in self._writing:
             if writing is not None:
                 writing.result()
 
+    def _write(self) -> None:
+        """Have the buffer written, and go on with the other one."""
+        if self._used:
+            data = self._buffers[self._turn][: self._used].numpy().data
+            self._writing[self._turn] = self._pool.submit(_write_whole, self._file, data)
+            self._turn, self._used = 1 - self._turn, 0
+            before = self._writing[self._turn]
+            if before is not None:
+                before.result()
+
     def _copy(self, part: Tensor) -> memoryview:
-        """Copy bytes to the host. Memory that numpy has seen cannot be given back for offloading, so that on a CPU,
-        too, it sees a copy."""
+        """Copy bytes into the buffer. Memory that numpy has seen cannot be given back for offloading, so that on a
+        CPU, too, it sees a copy."""
         if not self._buffers:
             self._buffers = [
                 torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=part.is_cuda) for _ in range(2)
@@ -181,13 +197,13 @@ class _Appender:
                 # A stream of its own: training goes on in the default one.
                 self._stream = torch.cuda.Stream(part.device)
                 self._stream.wait_stream(torch.cuda.default_stream(part.device))
-        before = self._writing[self._turn]
-        if before is not None:
-            before.result()
-        host = self._buffers[self._turn][: len(part)]
-        with torch.cuda.stream(self._stream):
-            host.copy_(part, non_blocking=part.is_cuda)
-        if self._stream is not None:
+        host = self._buffers[self._turn][self._used : self._used + len(part)]
+        self._used += len(part)
+        if self._stream is None:
+            host.copy_(part)
+        else:
+            with torch.cuda.stream(self._stream):
+                host.copy_(part, non_blocking=True)
             self._stream.synchronize()
         return host.numpy().data
 
