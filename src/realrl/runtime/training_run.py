@@ -77,8 +77,8 @@ class TrainingRun:
         """
         self.experiment, self.compiled, self.process, self.observer = experiment, compiled, process, observer
         self.earlier = earlier
-        # All ranks make groups together, so before anything that one of them may fail at.
-        placements = [p for phase in compiled.phases.values() for p in phase.plan.placements.values()]
+        # All ranks make groups together, before anything that one of them may fail at.
+        placements = (p for phase in compiled.phases.values() for p in phase.plan.placements.values())
         groups = process.groups(list_rank_sets(placements))
         group_of_threads = process.make_control_group()
         graph = compiled.train.graph
@@ -88,7 +88,8 @@ class TrainingRun:
         self.tokenizer = load_shared_tokenizer(experiment)
         self.stop_token_ids = load_stop_token_ids(experiment, self.tokenizer)
         self.algorithm = algorithm = build_algorithm(experiment)
-        self._started_from = None if earlier else find_saved_state(experiment, self.trained)
+        go_on = earlier is not None and earlier.checkpoints
+        self._started_from = None if go_on else find_saved_state(experiment, self.trained)
         if self._started_from is not None:
             load_saved_state(algorithm, *self._started_from)
         self.roles = Roles(
@@ -186,8 +187,7 @@ class TrainingRun:
         fresh = {
             role: names for part in self.process.gather(self.roles.fresh) for role, names in part.items()
         }
-        observer = self.observer
-        if observer is None:
+        if (observer := self.observer) is None:
             return
         restored = self.continuation.restored
         self.directory.start(self.experiment, self.compiled.train.plan, self.compiled.programs, restored)

@@ -1,6 +1,7 @@
 """What goes on after a resume besides weights: a reward's own state, and what is kept of checkpoints."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -139,5 +140,12 @@ def test_a_new_run_from_saved_models_goes_on_with_their_state(
     recipe = write_recipe(world, "ppo", tmp_path / "second", **kl, **none, **models)
     assert run_app(["train", str(recipe)]) == 0
     assert f"the algorithm goes on from {final}-state.json" in capsys.readouterr().err
-    first = read_metrics(tmp_path / "second" / "run")[0]
+    run_dir = tmp_path / "second" / "run"
+    first = read_metrics(run_dir)[0]
     assert first["actor.train/kl_coef"] == pytest.approx(coefficient)
+    # As if it had been killed before its first checkpoint, and started again.
+    for path in (run_dir / "checkpoints", *run_dir.glob("final*"), run_dir / "summary.json"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert run_app(["train", str(recipe)]) == 0
+    assert "has no checkpoint yet, and starts again" in capsys.readouterr().err
+    assert read_metrics(run_dir)[0] == first

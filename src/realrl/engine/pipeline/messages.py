@@ -62,12 +62,12 @@ class Pipeline:
 
     @property
     def first(self) -> bool:
-        """Whether this is the first stage."""
+        """Whether a rank is on the first stage."""
         return self.group.index == 0
 
     @property
     def last(self) -> bool:
-        """Whether this is the last stage."""
+        """Whether a rank is on the last stage."""
         return self.group.index == self.group.size - 1
 
     def post_recv(self, rows: int) -> PendingRecv:

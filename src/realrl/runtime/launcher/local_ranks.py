@@ -13,6 +13,7 @@ from pathlib import Path
 from realrl.config.files import write_whole
 from realrl.plan.cluster import Cluster
 from realrl.recipe.sections.launch import LaunchConfig
+from realrl.runtime.launcher.termination import Termination
 from realrl.runtime.monitor.sign import FileBoard, Sign
 from realrl.runtime.monitor.watch import SignWatch, Verdict, WatchLimits
 from realrl.runtime.network.interfaces import INTERFACE_VARIABLES, find_loopback
@@ -34,7 +35,7 @@ from realrl.runtime.processes.error_reports import (
 )
 from realrl.runtime.processes.logs import name_log_file
 from realrl.runtime.processes.orphans import find_ranks
-from realrl.runtime.processes.signals import show_cursor, stop_requested
+from realrl.runtime.processes.signals import show_cursor
 
 POLL = 0.05
 """Seconds between checks of the processes."""
@@ -76,7 +77,7 @@ class RanksEnd:
 
     @property
     def progressed(self) -> bool:
-        """Whether these processes have finished a step."""
+        """Whether any process of a start has finished a step."""
         return any(sign.finished for sign in self.signs.values())
 
 
@@ -88,7 +89,7 @@ class LocalRanks:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._board = FileBoard(scratch)
         self._watch = SignWatch(WatchLimits.of(settings))
-        self._asked: float | None = None
+        self._termination = Termination(settings.grace_seconds, self._signal)
         """When ranks were told to end, by the monotonic clock."""
 
     def run(self, start: Start, slots: Sequence[int], restart: int) -> RanksEnd:
@@ -122,11 +123,13 @@ class LocalRanks:
                     failed.setdefault(rank, time.time())
             # Ranks that end because they were told to may take their time.
             unasked = (
-                failed if self._asked is None else [code for code in codes if code and code not in _ASKED]
+                failed
+                if not self._termination.asked
+                else [code for code in codes if code and code not in _ASKED]
             )
             if None not in codes or (unasked and now - first > MOMENT):
                 break
-            self._forward(now)
+            self._termination.forward(now)
             if not failed and now - looked > LOOK:
                 looked, signs = now, self._board.read()
                 verdict = self._watch.look({r: s for r, s in signs.items() if codes[r] is None})
@@ -138,16 +141,6 @@ class LocalRanks:
             self._dump_stacks(outcome.signs)
             outcome.cause = self._find_cause(failed, outcome.signs)
         return outcome
-
-    def _forward(self, now: float) -> None:
-        """Tell ranks once that SIGTERM has come; kill them after the time they have then."""
-        if not stop_requested():
-            return
-        if self._asked is None:
-            self._asked = now
-            self._signal(signal.SIGTERM)
-        elif now - self._asked > self._settings.grace_seconds:
-            self._signal(signal.SIGKILL)
 
     def _find_cause(self, failed: Mapping[int, float], signs: Mapping[int, Sign]) -> Failure:
         failures = {failure.rank: failure for failure in read_failures(self._scratch)}

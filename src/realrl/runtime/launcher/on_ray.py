@@ -15,10 +15,10 @@ from realrl.plan.cluster import Cluster
 from realrl.recipe.sections.launch import LaunchConfig
 from realrl.runtime.launcher.local_ranks import MOMENT, RanksEnd, Start, describe_death
 from realrl.runtime.launcher.rank_process import ActorPlace, Look, RankProcess, list_import_path
+from realrl.runtime.launcher.termination import Termination
 from realrl.runtime.monitor.sign import Sign
 from realrl.runtime.processes.environment import RESTART_VARIABLE
 from realrl.runtime.processes.error_reports import DEATH, Failure, find_first_cause
-from realrl.runtime.processes.signals import stop_requested
 
 POLL = 0.25
 """Seconds between looks at all ranks."""
@@ -86,7 +86,7 @@ class RayRanks:
         self._looks: list[Look] = []
         self._held = b""
         """Start of a line on the first rank's screen."""
-        self._asked: float | None = None
+        self._termination = Termination(settings.grace_seconds, self._signal)
 
     def start(self, arguments: Sequence[str], job: str, restart: int) -> None:
         """Place the actors, and have each start its rank. UserError where nodes do not become free."""
@@ -149,10 +149,10 @@ class RayRanks:
                     first = first or now
                     failed.setdefault(rank, time.time())
             running = [r for r, look in enumerate(self._looks) if look.status is None and r not in gone]
-            patience = MOMENT if self._asked is None else self._settings.grace_seconds
+            patience = MOMENT if not self._termination.asked else self._settings.grace_seconds
             if not running or (failed and now - first > patience):
                 break
-            self._forward(now)
+            self._termination.forward(now)
             time.sleep(POLL)
         self._show(b"\n" if self._held else b"")
         outcome = RanksEnd(signs=self._read_signs())
@@ -199,16 +199,6 @@ class RayRanks:
             if not line.startswith(b"realrl: "):
                 sys.stderr.write(line.decode(errors="replace") + "\n")
         sys.stderr.flush()
-
-    def _forward(self, now: float) -> None:
-        """Tell ranks once that SIGTERM has come; kill them after the time they have then."""
-        if not stop_requested():
-            return
-        if self._asked is None:
-            self._asked = now
-            self._signal(signal.SIGTERM)
-        elif now - self._asked > self._settings.grace_seconds:
-            self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
         for actor in self._actors:

@@ -46,7 +46,7 @@ class Slots:
 
     @property
     def may_shrink(self) -> bool:
-        """Whether the recipe lets a run go on with fewer devices."""
+        """Whether a run may go on with fewer devices."""
         return self._settings.shrink
 
     def count(self, cause: Failure, *, progressed: bool) -> list[int]:

@@ -13,7 +13,7 @@ from realrl.runtime.monitor.sign import Board, Sign, shorten_instruction
 
 @dataclass(frozen=True)
 class _Now:
-    """What the main thread is doing: replaced as a whole, so that other threads need no lock."""
+    """Activity of the main thread at one moment: replaced as a whole, so that other threads need no lock."""
 
     doing: Doing
     instruction: str | None

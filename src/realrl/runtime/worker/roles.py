@@ -331,7 +331,7 @@ class Roles:
             memory.offload(changed=False)
 
     def _gather(self, role: str, name: str, files: Sequence[Sequence[TensorSpec]]) -> Reallocator:
-        """What brings a parameter set, one file's tensors at a time, to the first rank of the role's home."""
+        """Build the reallocator that brings a set, one file's tensors at a time, to the first rank of its home."""
         home = self._homes[role]
         key = (role, home.layout, name)
         if key not in self._reallocators:
