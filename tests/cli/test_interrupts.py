@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from realrl.runtime.processes.screen import open_screen
 from realrl.runtime.processes.signals import GRACE, PATIENCE
 from tests.runtime.processes import end, heed_interrupts, start
 
@@ -27,6 +29,15 @@ def test_a_command_that_is_interrupted_ends_quietly(tmp_path: Path, number: sign
         status, error = end(process)
     assert (status, error) == (128 + number, "")
     assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_messages_that_nobody_reads_end_nothing() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open_screen(writer) as screen:
+        print("note: a first line", file=screen, flush=True)
+        # rich ends the process where it meets a closed pipe.
+        Console(file=screen).print("and another one")
 
 
 INTERRUPTED = """

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import stat
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -208,7 +209,11 @@ def _save_tensors(
         for name, values in content.items():
             if not all_finite(values):
                 raise NotFiniteError(f"not saved: {name} has values that are not finite (NaN or infinity)")
+        # safetensors replaces the file by one that its owner alone can read, whatever the umask says.
+        (directory / file).touch()
+        mode = (directory / file).stat().st_mode
         save_file(content, directory / file, metadata={"format": "pt"})
+        (directory / file).chmod(stat.S_IMODE(mode))
         weight_map |= dict.fromkeys(content, file)
     if len(shards) > 1:
         total = sum(tensor.numel for shard in shards for tensor in shard) * dtype.itemsize

@@ -30,6 +30,7 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
     from realrl.recipe.graphs import build_graph
     from realrl.recipe.load import load_experiment
     from realrl.runtime.output.earlier import find_earlier_run
+    from realrl.runtime.output.lock import check_unused
     from realrl.runtime.processes.environment import quiet_profiler, under_launcher
 
     quiet_profiler()
@@ -39,6 +40,7 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
         raise UserError(f"algorithm={experiment.algorithm} trains nothing; realrl eval runs it")
     with _tidied(experiment) as run_dir:
         if not under_launcher():
+            check_unused(experiment.run_dir)
             if experiment.launch.by == "ray":
                 raise typer.Exit(_train_on_ray(experiment, ["train", recipe, *overrides], run_dir))
             cluster = find_cluster(experiment)
@@ -106,7 +108,9 @@ def _find_recipe(given: str, overrides: list[str]) -> tuple[str, list[str]]:
         return given, overrides
     if not (directory / CONFIG).is_file():
         raise UserError(f"{given} is a directory without a run; give a recipe, or the directory of a run")
-    return str(directory / CONFIG), [f"run_dir={json.dumps(given)}", "overwrite=false", *overrides]
+    # How the run was started is no setting of it: this one goes on.
+    started = [f"run_dir={json.dumps(given)}", "overwrite=false", "resume=auto"]
+    return str(directory / CONFIG), [*started, *overrides]
 
 
 @contextmanager

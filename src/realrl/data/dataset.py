@@ -1,5 +1,6 @@
 """Tokenised data sets."""
 
+import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,6 +90,15 @@ class Dataset:
     def reasons(self) -> tuple[str, ...]:
         """Reasons for the first few of each source, each as FILE:LINE: message."""
         return tuple(reason for source in self.sources for reason in source.reasons)
+
+    def identify(self) -> dict[str, int]:
+        """Identify the items and their order: their number, and a checksum of their rows."""
+        checksum = 0
+        for key in sorted(self._fields):
+            rows = self._fields[key]
+            for part in (np.array(rows.lengths, dtype=np.int64), rows.values.numpy()):
+                checksum = zlib.crc32(np.ascontiguousarray(part).data.cast("B"), checksum)
+        return {"items": len(self), "crc32": checksum}
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Make a batch of the items at `indices`, with ids 0, 1, 2, ... and int64 or float32 rows."""

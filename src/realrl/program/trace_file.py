@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from realrl.config.files import write_whole
+from realrl.config.files import partial_path, write_whole
 
 Source = Literal["measured", "predicted"]
 """Origin of the times; names the group of rows, so that both files can be opened side by side."""
@@ -89,7 +89,11 @@ def write_rank_trace(run_dir: Path, rank: int, events: Sequence[Event]) -> None:
     """Write the events of one rank of a run, at their times of the day. OSError."""
     slices = [{**event, "pid": _GROUPS["measured"]} for event in events]
     document = {"traceEvents": [*_list_rows([rank], events, "measured"), *slices], "displayTimeUnit": "ms"}
-    write_whole(_rank_file(run_dir, rank), json.dumps(document))
+    file = _rank_file(run_dir, rank)
+    # Not by `write_whole`, which would make a run's directory anew that somebody has deleted.
+    file.parent.mkdir(exist_ok=True)
+    partial_path(file).write_text(json.dumps(document), encoding="utf-8")
+    partial_path(file).replace(file)
 
 
 def read_rank_traces(run_dir: Path, most: int | None = None) -> dict[int, list[Event]]:

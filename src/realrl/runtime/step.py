@@ -46,6 +46,8 @@ class TrainingSteps:
         self._samples = get_spec(experiment).samples_per_prompt(experiment)
         self.taken = 0
         """Records taken so far, with those whose samples were replaced."""
+        self.data = records.identify()
+        """What identifies the records and their order."""
 
     def run(self, step: int) -> dict[str, float]:
         """Execute a step, counted from 0: its metrics by `call/name`, all of them on the rank that writes."""

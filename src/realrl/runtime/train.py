@@ -3,11 +3,13 @@
 import time
 
 from realrl.checkpoint.sources import check_trainable
+from realrl.config.errors import UserError
 from realrl.plan.presets import SEARCH
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.observer import RunObserver
 from realrl.runtime.output.earlier import EarlierRun, find_earlier_run
+from realrl.runtime.output.lock import RunLock
 from realrl.runtime.output.shared import check_shared
 from realrl.runtime.output.trackers.trackers import check_trackers
 from realrl.runtime.prepare.compile import compile_recipe, with_sizes
@@ -32,7 +34,7 @@ def train(
     cluster = resolve_cluster(experiment.cluster, experiment.device)
     # Before the ranks meet, where there is nothing to search for: mistakes in a plan need no meeting.
     compiled = None if experiment.plan == SEARCH else compile_recipe(experiment, cluster)
-    with connect(experiment.device, experiment.launch) as process:
+    with connect(experiment.device, experiment.launch) as process, RunLock(experiment.run_dir) as lock:
         here = find_least_device(process)
         check_kind(experiment, cluster, here)
         if compiled is None:
@@ -52,6 +54,7 @@ def train(
         earlier: EarlierRun | None = None
         with process.together():
             if process.rank == WRITER:
+                lock.take()
                 earlier = find_earlier_run(experiment)
         earlier = process.gather(earlier)[WRITER]
         if earlier is not None and earlier.finished:
@@ -70,6 +73,10 @@ def train(
             run.load()
         run.restore()
         with process.together():
+            if process.rank == WRITER:
+                lock.take(make=True)
+                if find_earlier_run(experiment) != earlier:
+                    raise UserError(f"run_dir={experiment.run_dir}: another command has just trained there")
             run.open()
         process.publish(run.directory.path)
         try:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from realrl.algorithms.build import build_algorithm
 from realrl.checkpoint.notes import list_saving_notes
-from realrl.config.errors import RunError, UserCodeError
+from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.config.secrets.redaction import redact
 from realrl.data.dataset import Dataset
 from realrl.engine.parallel_groups import list_rank_sets
@@ -195,6 +195,7 @@ class TrainingRun:
         self.directory.open_trackers(self.experiment, self._say, done)
         notes = [
             *list_resume_notes(self.earlier, restored),
+            *self.continuation.notes,
             *list_state_notes(self._started_from),
             *list_data_notes({"train": self.records, "eval": self.eval_records}),
             *list_model_notes(self.experiment, self.steps, {} if restored else fresh),
@@ -217,6 +218,11 @@ class TrainingRun:
         self.continuation.start(started)
         try:
             self._run_steps()
+        except (UserError, RunError) as error:
+            self.checkpointer.wait_written()
+            if isinstance(error, UserCodeError):
+                raise self._saying_what_is_saved(error) from error
+            raise
         finally:
             # Also where it fails: what led to that is in it.
             self.trace_files.write()
@@ -284,8 +290,6 @@ class TrainingRun:
             metrics = self.training.run(step)
         except SkippedStepsError as error:
             raise self._stopped(error, step + 1) from None
-        except UserCodeError as error:
-            raise self._saying_what_is_saved(error) from error
         self._record(MetricsRecord(step + 1, "train", time.monotonic() - start, metrics))
         self.trace_files.refresh()
         if self.observer is not None:
@@ -331,11 +335,8 @@ class TrainingRun:
         if self.evaluation is None:
             return
         start = time.monotonic()
-        try:
-            with self.process.activity.part("eval"):
-                result = self.evaluation.run()
-        except UserCodeError as error:
-            raise self._saying_what_is_saved(error) from error
+        with self.process.activity.part("eval"):
+            result = self.evaluation.run()
         self.continuation.evaluated = done
         self.notes.take_evaluation(result.metrics)
         settings = self.experiment.evaluation

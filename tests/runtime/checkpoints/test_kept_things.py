@@ -2,16 +2,20 @@
 
 import json
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
+from realrl.checkpoint.state.writer import write_state
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.recipe.data import SpikeConfig
 from realrl.recipe.evaluation import BestConfig
 from realrl.recipe.sections.checkpoint import CheckpointConfig
+from realrl.runtime.checkpoints import checkpointer
 from realrl.runtime.checkpoints.retention import choose_kept
 from realrl.runtime.checkpoints.spikes import Spike, SpikeDetector
 from realrl.runtime.output.saved import list_checkpoints
@@ -19,6 +23,15 @@ from tests.conftest import World, read_metrics
 from tests.runtime.checkpoints.interrupted import interrupt
 from tests.runtime.checkpoints.test_resume import lines, write_recipe
 
+BROKEN = """
+calls = 0
+
+def score(completions):
+    global calls
+    calls += 1
+    assert calls < 2, "no more answers"
+    return [0.0] * len(completions)
+"""
 REWARD = """
 class Novelty:
     def __init__(self):
@@ -75,6 +88,24 @@ def test_training_goes_back_after_a_spike_without_the_records_since(
     assert "step 4: actor.train/loss is 9, usually 1; training goes back to step 2, leaving out 32" in error
 
 
+def test_a_mistake_does_not_lose_the_checkpoint_that_is_being_written(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*arguments: Any, copied: Callable[[], None], **more: Any) -> None:
+        copied()
+        time.sleep(1)
+        write_state(*arguments, copied=copied, **more)
+
+    monkeypatch.setattr(checkpointer, "write_state", write)
+    reward = tmp_path / "broken.py"
+    reward.write_text(BROKEN)
+    more = {"reward__function": f"{reward}:score", "data__eval": None, "evaluation__every": None}
+    recipe = write_recipe(world, "grpo", tmp_path / "whole", models={"actor": {"path": world.actor}}, **more)
+    assert run_app(["train", str(recipe), "data.batch=4"]) == 2
+    checkpoint = tmp_path / "whole" / "run" / "checkpoints" / "step-000001"
+    assert f"saved: {checkpoint}" in capsys.readouterr().err
+
+
 def test_spikes_are_far_above_what_is_usual() -> None:
     detector = SpikeDetector(SpikeConfig(metric="loss", window=8, factor=4.0))
     values = [3.0, 2.9, 3.1, 3.0, 2.9, 3.1, 2.0, 3.3, 4.5, 3.0, float("nan")]
@@ -99,7 +130,11 @@ def test_the_last_and_the_best_checkpoints_are_kept(
 ) -> None:
     settings, best = CheckpointConfig(keep=keep, keep_best=keep_best), BestConfig(metric="m", keep=direction)
     metrics = {10: 1.0, 20: 1.5, 30: 3.0, 40: 2.0}
-    assert choose_kept([10, 20, 30, 40, 50], settings, best, metrics) == kept
+    steps = [10, 20, 30, 40, 50]
+    assert choose_kept(steps, settings, best, metrics) == kept
+    # And what a spike in step 51 or later goes back to.
+    assert choose_kept(steps, settings, best, metrics, back=22) == kept | {20}
+    assert choose_kept(steps, settings, best, metrics, back=1) == kept
 
 
 def test_the_checkpoint_of_the_best_evaluation_is_kept(world: World, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Runs that go on from a checkpoint."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 from safetensors import safe_open
 
 from realrl.cli.app import run_app
+from realrl.runtime.output import lock
+from realrl.runtime.processes.environment import RESTART_VARIABLE
 from tests.conftest import FORMS, World
 from tests.runtime.checkpoints.interrupted import interrupt
 
@@ -94,6 +97,56 @@ def test_a_run_of_another_recipe_is_not_continued(
     assert run_app(["train", str(run_dir), *longer]) == 0
     assert "changed since: models.actor.optimizer.lr: 0.001, now 0.002" in capsys.readouterr().err
     assert [line["step"] for line in lines(run_dir)] == [1, 2, 3] and lines(run_dir)[:2] == before
+    # Leave to change settings is not a setting of the run, which the next start would inherit.
+    assert run_app(["train", str(run_dir), "training.steps=4", "seed=2"]) == 2
+    assert "another recipe (seed: 1, now 2)" in capsys.readouterr().err
+
+
+def test_training_data_that_have_changed_are_noticed(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "data.jsonl"
+    records = (world.root / "sft.jsonl").read_text().splitlines(keepends=True)
+    data.write_text("".join(records))
+    recipe = write_recipe(
+        world, "sft", tmp_path, data__train=str(data), data__eval=None, evaluation__every=None
+    )
+    assert run_app(["train", str(recipe), "training.steps=1"]) == 0
+    for changed, how in (
+        ([*records, records[0]], f"{len(records)} items, now {len(records) + 1}"),
+        (records[::-1], "with other contents"),
+    ):
+        data.write_text("".join(changed))
+        assert run_app(["train", str(recipe), "training.steps=2"]) == 2
+        error = capsys.readouterr().err
+        assert f"data.train has changed since {tmp_path / 'run'} was trained ({how})" in error
+        assert "set resume=changed" in error
+    assert run_app(["train", str(recipe), "training.steps=2", "resume=changed"]) == 0
+    assert "note: data.train has changed" in capsys.readouterr().err
+    # Nobody is there to be asked when a run is started again by itself.
+    data.write_text("".join(records[1:]))
+    monkeypatch.setenv(RESTART_VARIABLE, "1")
+    assert run_app(["train", str(recipe), "training.steps=3"]) == 0
+    assert "note: data.train has changed" in capsys.readouterr().err
+
+
+def test_a_directory_in_use_is_left_alone(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "_PATIENCE", 0.0)
+    recipe = write_recipe(world, "sft", tmp_path, data__eval=None, evaluation__every=None)
+    run_dir = tmp_path / "run"
+    assert run_app(["train", str(recipe), "training.steps=1"]) == 0
+    capsys.readouterr()
+    with lock.RunLock(str(run_dir)) as held:
+        held.take()
+        files = {file: file.stat().st_mtime_ns for file in run_dir.rglob("*")}
+        for changes in (["training.steps=2"], ["overwrite=true"], ["overwrite=true", "cluster=1x2"]):
+            assert run_app(["train", str(recipe), *changes]) == 2
+            error = capsys.readouterr().err
+            assert f"run_dir={run_dir} is in use: process {os.getpid()} on " in error
+        assert {file: file.stat().st_mtime_ns for file in run_dir.rglob("*")} == files
+    assert run_app(["train", str(recipe), "training.steps=2"]) == 0
 
 
 def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_used(

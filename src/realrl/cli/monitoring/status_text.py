@@ -16,7 +16,7 @@ def format_status(found: RunStatus) -> str:
     """Format the status of a run for a terminal."""
     rows = [
         ("run", " · ".join(filter(None, (found.run_dir, found.algorithm)))),
-        ("state", found.state + (f": {found.reason}" if found.reason else "")),
+        ("state", _describe_state(found)),
         ("step", _describe_step(found)),
         ("step time", _describe_rates(found)),
         ("end", _describe_end(found)),
@@ -35,6 +35,13 @@ def format_status(found: RunStatus) -> str:
 def make_printable(text: str) -> str:
     """Replace what would control a terminal; files of a run may hold anything."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def _describe_state(found: RunStatus) -> str:
+    # Messages about Ctrl-C begin with the state.
+    if not found.reason or found.reason.startswith(f"{found.state} "):
+        return found.reason or found.state
+    return f"{found.state}: {found.reason}"
 
 
 def _describe_step(found: RunStatus) -> str:

@@ -20,6 +20,9 @@ from realrl.runtime.output.run_state import RunState
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.processes.process import Process
 
+_PATIENCE = 60.0
+"""Seconds that a run which fails waits for the checkpoint that is being written."""
+
 
 class Checkpointer:
     """Writer of the checkpoints of a run, one after another, on every rank.
@@ -39,6 +42,8 @@ class Checkpointer:
     ) -> None:
         """`group` has all ranks, for the threads alone; `export` writes models into a directory, on all ranks."""
         self._settings, self._best = experiment.checkpoint, experiment.evaluation.best
+        spike = experiment.training.spike
+        self._back = None if spike is None else spike.back
         self._process, self._contents, self._directory, self.group = process, contents, directory, group
         self._export = export
         self._thread: threading.Thread | None = None
@@ -86,6 +91,12 @@ class Checkpointer:
             if self._failure is not None:
                 self.finish()
 
+    def wait_written(self) -> None:
+        """Wait for the checkpoint that is being written, for a while: a run that fails should not lose it, but the
+        ranks that it needs may have failed, too."""
+        if self._thread is not None:
+            self._thread.join(_PATIENCE)
+
     def finish(self) -> None:
         """Wait until the checkpoint has been written whole; RunError where it cannot be."""
         if self._thread is None:
@@ -111,7 +122,10 @@ class Checkpointer:
         if self._process.rank == WRITER and self._best is not None and self.last is not None:
             with self._directory.writing(self._directory.checkpoint(self.last)):
                 write_metric(self._directory.path, self.last, self._best, value)
-                prune(self._directory.path, self._settings, self._best)
+                self._prune()
+
+    def _prune(self) -> None:
+        prune(self._directory.path, self._settings, self._best, self._back)
 
     def _write(self, path: Path, tensors: State, state: RunState) -> None:
         """Write a checkpoint and put it in its place: the work of the thread."""
@@ -128,7 +142,7 @@ class Checkpointer:
             )
             if self._process.rank == WRITER:
                 _commit(path)
-                prune(self._directory.path, self._settings, self._best)
+                self._prune()
             activity.checkpoint = str(path.relative_to(self._directory.path))
         except BaseException as error:
             self._failure = error

@@ -15,6 +15,7 @@ from realrl.runtime.checkpoints.state_keeper import StateKeeper
 from realrl.runtime.output.run_state import Restored, RunState
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.output.saved import list_checkpoints
+from realrl.runtime.processes.environment import restart_count
 from realrl.runtime.processes.process import Process
 from realrl.runtime.processes.signals import stop_requested
 
@@ -36,6 +37,8 @@ class Continuation:
         self.agreement = StepAgreement(process, self._ask)
         self.restored: Restored | None = None
         """The checkpoint that this start of the run went on from."""
+        self.notes: list[str] = []
+        """Notes for the user on what is not as it was."""
         self.evaluated: int | None = None
         """Training steps before the last evaluation."""
         spike = experiment.training.spike
@@ -56,7 +59,27 @@ class Continuation:
                 )
             paths = [self._directory.checkpoint(step) for step in checkpoints]
             self.restored = restore(paths, self._contents, self._process, self.checkpointer.group)
+            self._compare_data(self.restored.state)
             self._take(self.restored.state)
+
+    def _compare_data(self, state: RunState) -> None:
+        """Check that the training data are those of the checkpoint; else UserError, or a note where they may differ."""
+        old, new = state.data, self._keeper.data
+        if old is None or old == new:
+            return
+        how = (
+            "with other contents"
+            if old["items"] == new["items"]
+            else f"{old['items']} items, now {new['items']}"
+        )
+        text = f"data.train has changed since {self._directory.path} was trained ({how})"
+        # One that is started again by itself has nobody to ask.
+        if self._experiment.resume != "changed" and restart_count() == 0:
+            raise UserError(
+                f"{text}, so that other records would come than those that are due; set resume=changed to continue"
+                " with it, or choose another run_dir"
+            )
+        self.notes.append(f"{text}, and other records come than those that were due")
 
     def start(self, started: float) -> None:
         """Start the clock: this start of the run began at `started`, by the monotonic clock."""
@@ -101,9 +124,7 @@ class Continuation:
         saved = self._process.gather(tuple(list_checkpoints(self._directory.path)))[WRITER]
         before = [self._directory.checkpoint(step) for step in saved if step <= spike.step - settings.back]
         if not before:
-            raise RunError(
-                f"{what}, and no checkpoint is {settings.back} steps older; see checkpoint.every and .keep"
-            )
+            raise RunError(f"{what}, and no checkpoint is {settings.back} steps older; see checkpoint.every")
         with self._contents.in_device_memory():
             found = restore(before, self._contents, self._process, self.checkpointer.group)
         taken = self._keeper.taken

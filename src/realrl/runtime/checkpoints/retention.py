@@ -41,10 +41,19 @@ def is_among_best(value: float, others: Mapping[int, float], best: BestConfig, c
 
 
 def choose_kept(
-    steps: list[int], settings: CheckpointConfig, best: BestConfig | None, metrics: Mapping[int, float]
+    steps: list[int],
+    settings: CheckpointConfig,
+    best: BestConfig | None,
+    metrics: Mapping[int, float],
+    back: int | None = None,
 ) -> set[int]:
-    """Choose which of the checkpoints after these steps are kept: the last ones, and the best ones by `metrics`."""
+    """Choose which of the checkpoints after these steps are kept: the last ones, and the best ones by `metrics`.
+
+    And the one that training would go back to after a spike in the next step, at least `back` steps.
+    """
     kept = set(sorted(steps)[-settings.keep :])
+    if back is not None and steps:
+        kept |= {max((step for step in steps if step <= max(steps) + 1 - back), default=max(steps))}
     if best is not None and settings.keep_best:
         sign = 1 if best.keep == "highest" else -1
         ranked = sorted(metrics, key=lambda step: (-sign * metrics[step], step))
@@ -52,11 +61,13 @@ def choose_kept(
     return kept
 
 
-def prune(run_dir: Path, settings: CheckpointConfig, best: BestConfig | None) -> None:
-    """Delete checkpoints that are not kept; OSError."""
+def prune(
+    run_dir: Path, settings: CheckpointConfig, best: BestConfig | None, back: int | None = None
+) -> None:
+    """Delete checkpoints that are not kept, see `choose_kept`; OSError."""
     found = list_checkpoints(run_dir)
     metrics = {} if best is None else read_best_metrics(run_dir, best)
-    for step in found.keys() - choose_kept([*found], settings, best, metrics):
+    for step in found.keys() - choose_kept([*found], settings, best, metrics, back):
         delete_checkpoint(found[step])
 
 

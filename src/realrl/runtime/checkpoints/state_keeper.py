@@ -23,9 +23,10 @@ def gather_algorithm_state(process: Process, phase: Phase, algorithm: Algorithm)
 
 
 class DataPosition(Protocol):
-    """Holder of the number of records taken of the data."""
+    """Holder of the number of records taken of the data, and of what identifies the data."""
 
     taken: int
+    data: dict[str, int]
 
 
 class StateKeeper:
@@ -62,6 +63,11 @@ class StateKeeper:
     def taken(self, count: int) -> None:
         self._training.taken = count
 
+    @property
+    def data(self) -> dict[str, int]:
+        """What identifies the training data."""
+        return self._training.data
+
     def collect(self, step: int, *, seconds: float, evaluated: int | None, rollbacks: int) -> RunState:
         """Collect the state after so many steps; arguments as the fields of it."""
         trainers: dict[str, dict[str, Any]] = {}
@@ -84,6 +90,7 @@ class StateKeeper:
             seconds=seconds,
             metrics_bytes=self._directory.metrics_bytes,
             evaluated=evaluated,
+            data=self.data,
             algorithm=gather_algorithm_state(self._process, self._phase, self._algorithm()),
             trainers=trainers,
             functions=functions,

@@ -49,8 +49,9 @@ def check_cores(ranks: int, host: Host, cores: int | None = None) -> Iterator[Fi
             f" other; set OMP_NUM_THREADS={max(1, int(quota / ranks))}, or raise the limit (--cpus)",
         )
     if ranks > usable:
-        yield warning("cores", f"{ranks} processes share {usable:g} cores; make --cluster smaller")
-    yield ok("cores", f"{usable:g} cores for {ranks} process{'es' * (ranks > 1)}")
+        yield warning("cores", f"{ranks} processes share {usable:g} cores; make the cluster smaller")
+    else:
+        yield ok("cores", f"{usable:g} cores for {ranks} process{'es' * (ranks > 1)}")
 
 
 def check_memory(ranks: int, host: Host) -> Iterator[Finding]:

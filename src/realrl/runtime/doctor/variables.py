@@ -58,7 +58,7 @@ def _find_wrong(
     threads = environment.get("OMP_NUM_THREADS")
     if threads is not None and not threads.split(",")[0].isdigit():
         yield problem("environment", f"OMP_NUM_THREADS={threads} is no number; unset it")
-    elif threads is not None and int(threads.split(",")[0]) * ranks > cores:
+    elif threads is not None and int(threads.split(",")[0]) > max(1, cores // ranks):
         yield warning(
             "environment",
             f"OMP_NUM_THREADS={threads} in each of {ranks} processes is more than the {cores} cores;"

@@ -17,13 +17,12 @@ from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.output.saved import BEST, CONFIG, SUMMARY, list_checkpoints
 from realrl.runtime.processes.environment import find_job, restart_count
 
-FREE = {
-    "run_dir",
+_OF_START = {"run_dir", "overwrite", "resume"}
+"""Settings that say where and how a run is started; that they have changed is not said."""
+FREE = _OF_START | {
     "cluster",
     "device",
     "device_memory",
-    "overwrite",
-    "resume",
     "plan",
     "profile",
     "micro_batch_tokens",
@@ -95,7 +94,7 @@ def find_earlier_run(experiment: Experiment) -> EarlierRun | None:
             f"run_dir={path} holds an earlier run without a checkpoint to continue from, and models ({saved.name});"
             " choose another directory, or set overwrite=true to delete it"
         )
-    return EarlierRun(checkpoints, tuple(differing[name] for name in differing if name != "run_dir"))
+    return EarlierRun(checkpoints, tuple(differing[name] for name in differing if name not in _OF_START))
 
 
 def _is_of_this_job(path: Path) -> bool:

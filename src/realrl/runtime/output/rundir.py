@@ -31,6 +31,7 @@ from realrl.recipe.load import dump_experiment
 from realrl.recipe.sources import list_sources
 from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
 from realrl.runtime.output.history import HISTORY, add_start, describe_start
+from realrl.runtime.output.lock import LOCK
 from realrl.runtime.output.rows import replace_infinite, write_rows
 from realrl.runtime.output.run_state import Restored
 from realrl.runtime.output.saved import (
@@ -177,9 +178,9 @@ class RunDirectory:
         return self._metrics.stat().st_size if self._metrics.exists() else 0
 
     def _of_run(self) -> list[Path]:
-        """List what lies in the directory but for what `realrl eval` has written."""
+        """List what lies in the directory but for its lock and what `realrl eval` has written."""
         entries = self.path.iterdir() if self.path.exists() else ()
-        return [entry for entry in entries if entry.name != EVALUATIONS]
+        return [entry for entry in entries if entry.name not in (EVALUATIONS, LOCK)]
 
     def open_trackers(self, experiment: Experiment, say: Callable[[str], None], done: int = 0) -> None:
         """Send metrics to the trackers of the recipe, too, from now on; `done` steps were trained before."""

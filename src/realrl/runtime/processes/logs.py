@@ -10,6 +10,7 @@ from pathlib import Path
 from realrl.config.files import whole_file
 from realrl.config.secrets.redaction import redact
 from realrl.runtime.processes.environment import SCRATCH_VARIABLE, restart_count
+from realrl.runtime.processes.screen import open_screen
 
 LOGS = "logs"
 """Directory of a run with the log of each rank."""
@@ -30,7 +31,7 @@ def divert_errors() -> None:
     if scratch is None or int(os.environ["RANK"]) != 0:
         return
     sys.stderr.flush()
-    screen = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
+    screen = open_screen(os.dup(2))
     with name_log_file(scratch, 0).open("ab") as log:
         os.dup2(log.fileno(), 2)
     # rich asks the second one how wide the terminal is.
@@ -55,7 +56,7 @@ def move_log(rank: int, directory: Path) -> None:
             log.write(f"{stamp} rank {rank} is process {os.getpid()}, start {restart_count() + 1}\n".encode())
             before = None if scratch is None else name_log_file(scratch, rank)
             if before is None:
-                screen = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
+                screen = open_screen(os.dup(2))
                 sys.stderr = sys.__stderr__ = screen  # type: ignore[misc]
             elif before.exists():
                 log.write(before.read_bytes())
