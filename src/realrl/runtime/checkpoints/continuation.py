@@ -63,7 +63,7 @@ class Continuation:
             self._take(self.restored.state)
 
     def _compare_data(self, state: RunState) -> None:
-        """Check that the training data are those of the checkpoint; else UserError, or a note where they may differ."""
+        """Check that the training data are those of the checkpoint; else UserError, or a note."""
         old, new = state.data, self._keeper.data
         if old is None or old == new:
             return

@@ -31,8 +31,8 @@ class RunLock:
     def take(self, *, make: bool = False) -> None:
         """Lock the directory, if it is there or to be made; UserError where another process has locked it.
 
-        A run that is started again never fails here: the host of its earlier start may be gone, and its lock not yet.
-        Where the file system has no locks, nothing is locked.
+        A run that is started again never fails here: the host of its earlier start may be gone, and its lock not
+        yet. Where the file system has no locks, nothing is locked.
         """
         if self._descriptor is not None or not (make or self._path.is_dir()):
             return

@@ -2,7 +2,7 @@
 
 import io
 from contextlib import suppress
-from typing import Any, TextIO
+from typing import Any
 
 
 class _Screen(io.FileIO):
@@ -16,7 +16,7 @@ class _Screen(io.FileIO):
         return len(data)
 
 
-def open_screen(descriptor: int, *, owned: bool = True) -> TextIO:
+def open_screen(descriptor: int, *, owned: bool = True) -> io.TextIOWrapper:
     """Open a descriptor for messages, by lines; `owned`: whether it is closed with the file."""
     screen = _Screen(descriptor, "w", closefd=owned)
     return io.TextIOWrapper(
