@@ -181,12 +181,12 @@ def _start(
 ) -> "subprocess.Popen[bytes]":
     """Start a rank.
 
-    Only the first one has the screen, and none gets Ctrl-C, which a terminal sends to all: the launcher ends
-    them.
+    Only the first one has the screen, and none gets Ctrl-C or SIGHUP, which a terminal sends to all: the launcher
+    ends them.
     """
     command = [sys.executable, "-m", "realrl", *arguments]
     # Signals that are blocked here are blocked in what is started. One that comes meanwhile is not lost.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         with nullcontext() if rank == 0 else name_log_file(scratch, rank).open("ab") as log:
             return subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C, and of the SIGTERM that schedulers and containers send."""
+"""Handling of Ctrl-C, of the SIGTERM that schedulers and containers send, and of terminals that close."""
 
 import os
 import select
@@ -120,7 +120,7 @@ def end_by_signal(number: signal.Signals = signal.SIGTERM) -> NoReturn:
 
 
 def raise_signals() -> None:
-    """Raise Interrupted in the main thread on the first of these signals.
+    """Raise Interrupted in the main thread on the first of these signals. SIGHUP counts as SIGTERM.
 
     The next signal, or PATIENCE, ends the process at once.
 
@@ -141,6 +141,8 @@ def raise_signals() -> None:
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, interrupt)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` has it
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     threading.Thread(target=_end_at_last, args=(reader,), daemon=True).start()
     # A child would write into the same pipe.
     os.register_at_fork(after_in_child=forget_signals)
@@ -149,7 +151,7 @@ def raise_signals() -> None:
 def forget_signals() -> None:
     """Restore the default handling of signals."""
     signal.set_wakeup_fd(-1)
-    for number in SIGNALS:
+    for number in (*SIGNALS, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
 
