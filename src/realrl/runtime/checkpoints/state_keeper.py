@@ -65,7 +65,7 @@ class StateKeeper:
 
     @property
     def data(self) -> dict[str, int]:
-        """What identifies the training data."""
+        """Number of the training items, and a checksum of them."""
         return self._training.data
 
     def collect(self, step: int, *, seconds: float, evaluated: int | None, rollbacks: int) -> RunState:

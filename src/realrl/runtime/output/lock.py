@@ -14,7 +14,7 @@ from realrl.config.files import make_private, reason_of
 from realrl.config.paths import local_path
 from realrl.runtime.processes.environment import restart_count
 
-LOCK = ".lock"
+LOCK = "lock"
 """File of a run directory that the rank that writes has locked; its content names that process."""
 _PATIENCE, _PATIENCE_OF_RESTART = 5.0, 30.0
 """Seconds to wait for a process that is ending; a run that is started again waits for its own earlier start."""
