@@ -149,6 +149,9 @@ def test_metrics_come_as_they_are_written(run: Path) -> None:
         add_steps(run, range(2))
         anew = client.read("/api/metrics", offset=further["offset"], **asked)
         assert len(anew["rows"]) == 3 and anew["offset"] < further["offset"]
+        # And so is one that was cut in a resume, and is longer again than what was read.
+        add_steps(run, range(2, 90))
+        assert len(client.read("/api/metrics", offset=further["offset"] - 1, **asked)["rows"]) == 90 + 9
 
 
 @pytest.mark.parametrize(("whole", "fewest", "most"), [(1 << 24, 44, 44), (1000, 12, 30)])

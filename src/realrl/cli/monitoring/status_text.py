@@ -38,7 +38,8 @@ def make_printable(text: str) -> str:
 
 
 def _describe_step(found: RunStatus) -> str:
-    of = f" of {found.steps} ({found.step / found.steps:.0%})".replace("%", " %") if found.steps else ""
+    # 499 of 500 are not 100 %.
+    of = f" of {found.steps} ({100 * found.step // found.steps} %)" if found.steps else ""
     begun = f", started {format_duration(found.time - found.started)} ago" if found.started else ""
     return f"{found.step}{of}{begun}"
 

@@ -170,9 +170,12 @@ def _box(
             look = f"{colours[into or role]} move"
         case Load(role) | Offload(role):
             look = f"{colours[role]} host"
+    error = str(event["args"].get("error", ""))
+    if error:
+        look += " failed"
     title = " ".join(event["name"].split())
     facts = [("takes", seconds), ("from", f"{start:.3f} s"), ("to", f"{end:.3f} s")]
-    facts += [("on", f"{row.name}, {row.detail}"), ("error", str(event["args"].get("error", "")))]
+    facts += [("on", f"{row.name}, {row.detail}"), ("error", error)]
     return DrawnBox(
         x=100 * max(0.0, start) / whole,
         width=100 * (end - start) / whole,
