@@ -44,7 +44,7 @@ def describe_torch() -> dict[str, Any]:
         error = " ".join(str(failure).split())
     nccl = torch.cuda.nccl.version() if dist.is_nccl_available() and devices else None
     return {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "nccl": None if nccl is None else ".".join(map(str, nccl)),
         "devices": devices,
