@@ -16,7 +16,7 @@ import pytest
 from realrl.cli.monitoring.run_page import RunPage
 from realrl.cli.monitoring.server import PageServer, is_loopback
 from realrl.program.trace_file import make_event
-from realrl.runtime.monitor.note_file import KEPT_NOTES, NOTES, NoteFile
+from realrl.runtime.monitor.note_file import KEPT_NOTES, NOTES, NoteFile, read_notes
 from tests.cli.monitoring.test_status import DAMAGED
 from tests.cli.monitoring.written_runs import (
     add_steps,
@@ -269,8 +269,9 @@ def test_loopback_is_what_this_machine_alone_reaches() -> None:
 def test_notes_do_not_fill_a_disk(tmp_path: Path) -> None:
     notes = NoteFile(tmp_path)
     for number in range(KEPT_NOTES + 3):
-        notes.add(f"note {number}")
+        notes.add(f"note \ud800 {number}")
     assert len((tmp_path / NOTES).read_text().splitlines()) == KEPT_NOTES
+    assert read_notes(tmp_path)[-1] == f"note \ud800 {KEPT_NOTES - 1}"
 
 
 def test_the_command_says_where_the_page_is_until_it_is_interrupted(run: Path) -> None:

@@ -33,5 +33,6 @@ class NoteFile:
         if self._left > 0:
             self._left -= 1
             line = json.dumps({"time": round(time.time(), 3), "text": text}, ensure_ascii=False)
-            with suppress(OSError), self._file.open("a", encoding="utf-8") as file:
+            # Half a surrogate pair, as of an odd file name, becomes its escape, which JSON has as well.
+            with suppress(OSError), self._file.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(line + "\n")
