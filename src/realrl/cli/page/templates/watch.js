@@ -201,7 +201,7 @@ function showRanks({ status, memory }) {
     bar.dataset.tip = tip;
     const doing = silent.has(r.rank) ? `silent for ${duration(status.time - r.time)}, last: ${r.does}` : r.does;
     return row(silent.has(r.rank) ? "silent" : "", [String(r.rank), "word"], [r.host, "word"], [doing, "word does"],
-      [going && r.since ? duration(status.time - r.since) : ""], [bar, "word meter"], [bytes(held(r))], [bytes(device?.peak_bytes)]);
+      [going && r.since ? duration(r.time - r.since) : ""], [bar, "word meter"], [bytes(held(r))], [bytes(device?.peak_bytes)]);
   }));
 }
 
