@@ -10,6 +10,8 @@ from urllib.parse import quote
 REDACTED = "<redacted>"
 """Stands where a secret was."""
 
+_LINE = 20
+"""Characters that a line of a value of several lines has at least to be looked for by itself."""
 _SHORT = 8
 """Characters that a value of the environment has at least to be looked for: `1` and `true` are everywhere."""
 _SECRETS = frozenset(
@@ -145,7 +147,10 @@ def _list_values(environment: Mapping[str, str]) -> list[str]:
         and not (os.path.isabs(value) and os.path.exists(value))
     }
     stripped = {value.strip() for value in found}
-    return sorted(found | stripped | {quote(value, safe="") for value in stripped}, key=len, reverse=True)
+    # Keys of several lines are also met line by line, as in logs.
+    lines = {line for value in stripped for line in value.splitlines() if len(line) >= _LINE}
+    quoted = {quote(value, safe="") for value in stripped}
+    return sorted(found | stripped | lines | quoted, key=len, reverse=True)
 
 
 def _replace_assigned(found: re.Match[str]) -> str:

@@ -120,7 +120,7 @@ def check_limits(ranks: int, world: int, host: Host) -> Iterator[Finding]:
     need = 512 + 64 * world
     if _below(files, need):
         raise_it = "ulimit -n 65536" if not _below(hard, need) else "LimitNOFILE, or nofile in limits.conf"
-        yield (problem if _below(files, 256 + 8 * world) else warning)(
+        yield (problem if _below(files, 128 + 8 * world) else warning)(
             "limits", f"{files} files may be open, and {world} ranks may need {need}; raise it ({raise_it})"
         )
     processes, _ = host.limit(resource.RLIMIT_NPROC)

@@ -41,7 +41,7 @@ def examine_together(subject: Subject) -> list[Finding]:
         return found[0]
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if met.is_set():
-        reason = failures[0] if failures else f"they had not all come within {RANK_SECONDS:g} s"
+        reason = failures[0] if failures else f"not within {RANK_SECONDS:g} s"
         text = (
             f"ranks have met at {where}, but cannot exchange messages ({reason}); check that the MTU is the same on"
             " the whole way, and that firewalls allow all ports between nodes; of GPUs, NCCL_DEBUG=INFO tells more"
