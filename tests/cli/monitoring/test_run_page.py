@@ -113,11 +113,16 @@ def test_the_last_step_is_drawn_beside_the_predicted_one(run: Path) -> None:
         assert boxes == [*measured, *predicted] * 2
 
 
-def test_many_ranks_that_do_the_same_are_one_band(tmp_path: Path) -> None:
+def test_many_ranks_that_do_the_same_are_one_band(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run")
     write_step(run, ranks=12)
     with served(run) as client:
         assert "ranks 0–11" in client.read("/api/step")["gutter"]
+        # No more is read than a page can show in time.
+        size = (run / "traces" / "rank-0.json").stat().st_size
+        for limit, ranks in ((10.5 * size, 10), (0, 1)):
+            monkeypatch.setattr("realrl.cli.monitoring.timeline._TRACES", limit)
+            assert client.read("/api/step")["ranks"] == ranks
 
 
 def test_a_run_that_has_not_begun_has_a_page(tmp_path: Path) -> None:

@@ -249,7 +249,8 @@ async function showStep() {
   drawn = text;
   byId("step-title").textContent = `Step ${found.step}`;
   const expected = found.predicted_seconds ? ` Predicted is one such step by itself, ${seconds(found.predicted_seconds)}, in the row below, to the same scale.` : "";
-  byId("step-lead").textContent = `Took ${seconds(found.seconds)} from the first instruction to the end of the last one.${expected}`;
+  byId("step-lead").textContent = `Took ${seconds(found.seconds)} from the first instruction to the end of the last one.${expected}${
+    found.ranks < shown.status.ranks.length ? ` Shown are ${found.ranks} of ${shown.status.ranks.length} ranks.` : ""}`;
   const gutter = document.querySelector(".gutter");
   gutter.setAttribute("height", found.height);
   plot.setAttribute("height", found.height);
