@@ -57,7 +57,7 @@ function clock(time) {
 }
 
 const charts = new Map(), known = new Set();
-let offset = 0, file = null;
+let offset = 0, file = null, reading = 0;
 
 function addChart(metric, label) {
   const chart = new Chart(metric, label);
@@ -67,17 +67,21 @@ function addChart(metric, label) {
 
 function restart() {
   offset = 0;
+  reading += 1;
   for (const chart of charts.values()) chart.clear();
 }
 
+// Whoever begins to read ends an earlier reader, whose charts may have been others.
 async function pollMetrics() {
+  let mine = reading += 1;
   const names = [...charts.keys()].filter((name) => name !== SECONDS);
   for (let more = true; more;) {
     const found = await ask("/api/metrics", { offset, names: names.join(",") });
-    if (names.length + 1 !== charts.size) return;  // chosen meanwhile: all is read again
+    if (mine !== reading) return;
     if (file !== null && (found.file !== file || found.offset < offset)) {
       file = found.file;
       restart();
+      mine = reading;
       continue;
     }
     file = found.file;
