@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from realrl.cli.reporting.metrics import MetricPart, read_part
-from realrl.config.json_lines import parse_rows, read_tail
+from realrl.config.json_file import parse_rows, read_tail
 from realrl.runtime.monitor.note_file import NOTES
 from realrl.runtime.output.saved import BEST, METRICS, list_checkpoints
 

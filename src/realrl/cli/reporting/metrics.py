@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from realrl.config.errors import UserError
-from realrl.config.json_lines import parse_rows, read_tail
+from realrl.config.json_file import parse_rows, read_tail
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from realrl.config.json_lines import parse_rows, read_tail
+from realrl.config.json_file import parse_rows, read_tail
 
 NOTES = "notes.jsonl"
 """File of a run directory: a line for each note, with the time of the day at which it was made."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from realrl.config.json_lines import parse_rows, read_tail
+from realrl.config.json_file import parse_rows, read_tail
 from realrl.runtime.processes.environment import find_job, restart_count
 
 HISTORY = "history.jsonl"

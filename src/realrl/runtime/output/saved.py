@@ -10,7 +10,7 @@ from typing import Literal
 from realrl.checkpoint.state.manifest import is_checkpoint
 from realrl.config.errors import UserError
 from realrl.config.files import PARTIAL
-from realrl.config.json_lines import parse_rows, read_tail
+from realrl.config.json_file import parse_rows, read_tail
 
 CONFIG, METRICS, CHECKPOINTS, SUMMARY = "config.yaml", "metrics.jsonl", "checkpoints", "summary.json"
 
