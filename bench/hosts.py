@@ -1,9 +1,10 @@
-"""The demo's PPO stage on one host and on two in network namespaces: without and with latency, with a cut cable.
+"""The demo's PPO stage on one host and on two in network namespaces (without and with latency, with a cut cable),
+and on a Ray cluster of two local nodes.
 
     python bench/hosts.py --steps 4
 
-Needs root on Linux, and what `make demo` has made. Prints whether metrics and final weights are those of one host,
-and seconds per step.
+Needs root on Linux, ray, and what `make demo` has made. Prints whether metrics and final weights are those of one
+host, and seconds per step.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.hosts.network import Hosts, why_no_hosts  # noqa: E402
+from tests.hosts.ray_nodes import make_ray_nodes  # noqa: E402
 
 LIMIT = 3600.0
 
@@ -33,12 +36,12 @@ def main() -> None:
     parser.add_argument("--demo", type=Path, default=ROOT, help="where `make demo` has made runs/ and data/")
     parser.add_argument("--delay", type=float, default=0.05, help="seconds each way")
     given = parser.parse_args()
-    reason = why_no_hosts()
+    reason = why_no_hosts() or ("" if find_spec("ray") else "needs ray: pip install 'realrl[ray]'")
     if reason:
         sys.exit(reason)
     with tempfile.TemporaryDirectory(prefix="realrl-hosts-") as scratch:
         top = Path(scratch)
-        expected = run_on_one_host(top / "one", given)
+        expected = run_locally(top / "one", given, "cluster=1x2")
         report("one host, two processes", expected, expected)
         for name, delay, cut in (
             ("two hosts", 0.0, False),
@@ -46,13 +49,16 @@ def main() -> None:
             ("two hosts, cable cut in a step and back 30 s later", 0.0, True),
         ):
             report(name, run_on_two_hosts(top / f"{delay}-{cut}", given, delay=delay, cut=cut), expected)
+        with make_ray_nodes(2):
+            on_ray = run_locally(top / "ray", given, "cluster=2x1", "launch.by=ray")
+        report("Ray cluster of two nodes", on_ray, expected)
 
 
-def list_overrides(run: Path, given: argparse.Namespace, cluster: str) -> list[str]:
+def list_overrides(run: Path, given: argparse.Namespace) -> list[str]:
     """Settings of the demo's recipe, with its files under `given.demo`."""
     demo = given.demo.resolve()
     return [
-        *(f"cluster={cluster}", f"run_dir={run}", "overwrite=false", f"training.steps={given.steps}"),
+        *(f"run_dir={run}", "overwrite=false", f"training.steps={given.steps}"),
         *("checkpoint.every=1", "data.eval=null", "evaluation.judge=null"),
         f"data.train={demo}/data/demo/prompts_train.jsonl",
         f"models.actor.path={demo}/runs/demo/sft/final",
@@ -60,25 +66,27 @@ def list_overrides(run: Path, given: argparse.Namespace, cluster: str) -> list[s
     ]
 
 
-def run_on_one_host(directory: Path, given: argparse.Namespace) -> Path:
-    """Run on local processes; return the run's directory."""
+def run_locally(directory: Path, given: argparse.Namespace, *overrides: str) -> Path:
+    """Run by our own launchers; return the run's directory."""
     directory.mkdir()
-    command = [sys.executable, "-m", "realrl", "train", str(ROOT / "recipes/demo/ppo.yaml")]
-    subprocess.run([*command, *list_overrides(directory / "run", given, "1x2")], check=True, cwd=ROOT)
+    command = [sys.executable, "-m", "realrl", "train", str(ROOT / "recipes/demo/ppo.yaml"), *overrides]
+    subprocess.run([*command, *list_overrides(directory / "run", given)], check=True, cwd=ROOT)
     return directory / "run"
 
 
 def run_on_two_hosts(directory: Path, given: argparse.Namespace, *, delay: float, cut: bool) -> Path:
     """Run on two hosts by torchrun; return the run's directory."""
     directory.mkdir()
-    arguments = ("train", str(ROOT / "recipes/demo/ppo.yaml"))
-    arguments += tuple(list_overrides(directory / "run", given, "2x1"))
+    recipe = str(ROOT / "recipes/demo/ppo.yaml")
+    arguments = ("train", recipe, "cluster=2x1", *list_overrides(directory / "run", given))
     logs = [directory / f"host{host}.log" for host in range(2)]
     with Hosts(2) as hosts:
         hosts.delay(delay)
         processes = [hosts.torchrun(host, 2, logs[host], *arguments, restarts=3) for host in range(2)]
         if cut:
-            while not list((directory / "run" / "checkpoints").glob("step-*")):
+            checkpoints = directory / "run" / "checkpoints"
+            half = f"step-{given.steps // 2:06}"
+            while max((file.name for file in checkpoints.glob("step-*")), default="") < half:
                 if any(process.poll() is not None for process in processes):
                     break
                 time.sleep(0.05)

@@ -14,6 +14,7 @@ import pytest
 
 from realrl.cli.app import run_app
 from tests.conftest import World, read_metrics
+from tests.hosts.ray_nodes import make_ray_nodes
 
 needs_ray = pytest.mark.skipif(
     find_spec("ray") is None, reason="ray is not installed: pip install -e '.[ray]'"
@@ -22,16 +23,9 @@ needs_ray = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[None]:
-    """Two nodes of a Ray cluster on this machine, with a CPU each."""
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster()
-    for _ in range(2):
-        cluster.add_node(num_cpus=1, num_gpus=0, object_store_memory=80 * 2**20, include_dashboard=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_ADDRESS", cluster.address)
+    """Two nodes of a Ray cluster on this machine."""
+    with make_ray_nodes(2):
         yield
-    cluster.shutdown()
 
 
 def start(recipe: Path) -> "subprocess.Popen[str]":

@@ -1,5 +1,6 @@
 """Local launcher: several processes on this machine, as torchrun would start them, again after failures."""
 
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,9 @@ def launch_training(
             if cause is None:
                 return 0
             if stop_requested():
+                if cause.status != 128 + signal.SIGTERM:
+                    # Why nothing was saved, perhaps.
+                    _say(outcome, cause.message, logs)
                 end_by_signal()
             directory = run_dir()
             if not restarts.allow(cause, outcome.step):
