@@ -12,7 +12,7 @@ import pytest
 from realrl.plan.cluster import Cluster
 from realrl.recipe.sections.launch import LaunchConfig
 from realrl.runtime.launcher.launch import _shrunken
-from realrl.runtime.launcher.local_ranks import RanksEnd, Start
+from realrl.runtime.launcher.local_ranks import RanksEnd, Start, _visible
 from realrl.runtime.launcher.restarts import RestartCounter, Slots
 from realrl.runtime.monitor.activity import Activity
 from realrl.runtime.monitor.rank_status import RankStatus, name_status_file, read_statuses
@@ -160,9 +160,13 @@ def test_a_killed_rank_leaves_its_latest_instruction(tmp_path: Path) -> None:
     with activity.function("my.py:score"):
         board.post(activity.beat())
         assert FileBoard(tmp_path).read()[3].function == "my.py:score"
+    activity.begin("run " + 1500 * "\u754c", "actor.train", order=2, position=5)
     for _ in range(3):
         board.post(activity.beat())
-    assert FileBoard(tmp_path).read()[3].beats == 5
+    found = FileBoard(tmp_path).read()[3]
+    assert (found.beats, found.key) == (5, (0, 2, 5)), (
+        "a sign that would not fit goes without the instruction"
+    )
     assert FileBoard(tmp_path / "gone", 1).read() == {}
 
 
@@ -183,7 +187,8 @@ def test_restarts_are_counted_without_progress_alone() -> None:
     assert decisions == [True, True, False]
     restarts = RestartCounter(2)
     assert all(restarts.allow(failure(), step) for step in range(1, 20))
-    assert restarts.total == 19
+    assert restarts.total == 19 and restarts.progressed
+    assert restarts.allow(failure(), 19) and not restarts.progressed, "steps that were done before"
     assert not restarts.allow(failure(final=True), 30)
     assert not RestartCounter(0).allow(failure(), 5)
 
@@ -206,6 +211,15 @@ def test_a_device_that_fails_again_and_again_is_given_up() -> None:
         lost = slots.count(failure(rank=2), progressed=False)
     assert lost == [3], "by the number it had at first"
     assert Slots(2, LaunchConfig(tries=1, shrink=False)).count(failure(), progressed=False) == []
+
+
+def test_gpus_that_were_hidden_stay_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = {None: "0,2", "4,5,6,7": "4,6", "": ""}
+    for given, left in expected.items():
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if given is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        assert _visible([0, 2]) == {"CUDA_VISIBLE_DEVICES": left}
 
 
 def test_a_run_goes_on_with_the_gpus_that_torch_still_finds(capsys: pytest.CaptureFixture[str]) -> None:

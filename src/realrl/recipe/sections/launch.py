@@ -29,7 +29,8 @@ class LaunchConfig(Settings):
     shrink: bool = True
     """Whether to go on with fewer devices, and a plan made for them, where some are gone for good."""
     tries: PositiveInt = 2
-    """How often in a row a device's process must die before it finishes a step for the device to be given up."""
+    """How often in a row a device's process must die, before the run gets further than ever, for the device to be
+    given up."""
     min_devices: PositiveInt = 1
     """Fewest devices to go on with."""
     grace_seconds: float = Field(default=600.0, ge=0, le=1_000_000)

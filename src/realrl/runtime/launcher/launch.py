@@ -122,11 +122,9 @@ def _shrunken(
     seen: CountDevices,
 ) -> Start | None:
     """Find how to go on without the devices that are gone for good; None where none are, or the run cannot."""
-    lost = slots.count(cause, progressed=outcome.progressed)
+    lost = slots.count(cause, progressed=outcome.progressed and restarts.progressed)
     left = [slot for slot in slots.kept if slot not in lost]
-    reason = (
-        f"device {', '.join(map(str, lost))} has failed too often without finishing a step (launch.tries)"
-    )
+    reason = f"device {', '.join(map(str, lost))} has failed too often without getting further (launch.tries)"
     there = seen() if cause.device and slots.may_shrink else None
     if there is not None and there < len(left):
         # The driver has numbered those that are left anew.
