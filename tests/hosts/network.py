@@ -116,7 +116,8 @@ class Hosts:
             ),
             *("-m", "realrl", *arguments),
         )
-        return self.start(host, command, log, {"OMP_NUM_THREADS": "1"})
+        variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return self.start(host, command, log, variables)
 
     def _say(self, command: str) -> None:
         stream = _of(self._switch.stdin)

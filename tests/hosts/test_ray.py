@@ -65,6 +65,23 @@ def test_ranks_on_ray_learn_the_same_although_one_dies(nodes: None, world: World
 
 
 @needs_ray
+def test_sigterm_has_ranks_on_ray_save_and_end(nodes: None, world: World, tmp_path: Path) -> None:
+    run = start(world.recipe("sft", tmp_path, cluster="2x1", launch__by="ray", training__steps=10**6))
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "metrics.jsonl").exists():
+        assert time.monotonic() < deadline and run.poll() is None, run.communicate()
+        time.sleep(0.05)
+    run.send_signal(signal.SIGTERM)
+    _, error = run.communicate(timeout=120)
+    assert run.returncode == 128 + signal.SIGTERM, error
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    step = int(checkpoint.name.partition("-")[2])
+    assert len(read_metrics(tmp_path / "run")) >= step
+    (said,) = [line for line in error.splitlines() if line.startswith("realrl: ")]
+    assert said.startswith(f"realrl: ended by SIGTERM after step {step} of 1000000; saved: "), error
+
+
+@needs_ray
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
