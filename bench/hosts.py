@@ -1,5 +1,5 @@
-"""The demo's PPO stage on one host and on two in network namespaces (without and with latency, with a cut cable),
-and on a Ray cluster of two local nodes.
+"""The demo's PPO stage on one host and on two in network namespaces (without and with latency, with a cut cable, with
+a host that is lost), and on a Ray cluster of two local nodes.
 
     python bench/hosts.py --steps 4
 
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ from tests.hosts.network import Hosts, why_no_hosts  # noqa: E402
 from tests.hosts.ray_nodes import make_ray_nodes  # noqa: E402
 
 LIMIT = 3600.0
+CASES = ("hosts", "latency", "cut", "lost", "ray")
+"""Two hosts; with latency; with a cable that is cut in a step and back 30 s later; one of two hosts switched off for
+good and another one added; a Ray cluster of two nodes."""
 
 
 def main() -> None:
@@ -35,6 +38,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--demo", type=Path, default=ROOT, help="where `make demo` has made runs/ and data/")
     parser.add_argument("--delay", type=float, default=0.05, help="seconds each way")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, help="all by default")
     given = parser.parse_args()
     reason = why_no_hosts() or ("" if find_spec("ray") else "needs ray: pip install 'realrl[ray]'")
     if reason:
@@ -43,15 +47,19 @@ def main() -> None:
         top = Path(scratch)
         expected = run_locally(top / "one", given, "cluster=1x2")
         report("one host, two processes", expected, expected)
-        for name, delay, cut in (
-            ("two hosts", 0.0, False),
-            (f"two hosts, {1000 * given.delay:g} ms each way", given.delay, False),
-            ("two hosts, cable cut in a step and back 30 s later", 0.0, True),
-        ):
-            report(name, run_on_two_hosts(top / f"{delay}-{cut}", given, delay=delay, cut=cut), expected)
+        for case in given.cases:
+            report(case, run_case(case, top / case, given), expected)
+
+
+def run_case(case: str, directory: Path, given: argparse.Namespace) -> Path:
+    """Run a case in a new directory; return the run's."""
+    if case == "ray":
         with make_ray_nodes(2):
-            on_ray = run_locally(top / "ray", given, "cluster=2x1", "launch.by=ray")
-        report("Ray cluster of two nodes", on_ray, expected)
+            return run_locally(directory, given, "cluster=2x1", "launch.by=ray")
+    directory.mkdir()
+    if case == "lost":
+        return run_on_changing_hosts(directory, given)
+    return run_on_two_hosts(directory, given, delay=given.delay * (case == "latency"), cut=case == "cut")
 
 
 def list_overrides(run: Path, given: argparse.Namespace) -> list[str]:
@@ -76,32 +84,67 @@ def run_locally(directory: Path, given: argparse.Namespace, *overrides: str) -> 
 
 def run_on_two_hosts(directory: Path, given: argparse.Namespace, *, delay: float, cut: bool) -> Path:
     """Run on two hosts by torchrun; return the run's directory."""
-    directory.mkdir()
-    recipe = str(ROOT / "recipes/demo/ppo.yaml")
-    arguments = ("train", recipe, "cluster=2x1", *list_overrides(directory / "run", given))
+    arguments = list_arguments(directory, given, "cluster=2x1")
     logs = [directory / f"host{host}.log" for host in range(2)]
     with Hosts(2) as hosts:
         hosts.delay(delay)
         processes = [hosts.torchrun(host, 2, logs[host], *arguments, restarts=3) for host in range(2)]
         if cut:
-            checkpoints = directory / "run" / "checkpoints"
-            half = f"step-{given.steps // 2:06}"
-            while max((file.name for file in checkpoints.glob("step-*")), default="") < half:
-                if any(process.poll() is not None for process in processes):
-                    break
-                time.sleep(0.05)
+            wait_for_step(directory / "run", given.steps // 2, processes[0])
             hosts.cut(1)
             time.sleep(30)
             hosts.heal()
-        statuses = [process.wait(LIMIT) for process in processes]
-    if any(statuses):
-        sys.exit(f"torchrun ended with {statuses}:\n" + "\n".join(log.read_text() for log in logs))
-    said = "".join(log.read_text() for log in logs)
-    for note in re.findall(r"^(?:note: continues after step \d+|realrl: rank \d+: .*)", said, re.MULTILINE):
-        print(note)
+        said = await_end(processes, logs)
     if cut and "continues after step" not in said:
         sys.exit("the run was over before the cable was cut; give more --steps")
     return directory / "run"
+
+
+def run_on_changing_hosts(directory: Path, given: argparse.Namespace) -> Path:
+    """Run on two hosts by torchrun, then on one, then on this one and another one; return the run's directory."""
+    arguments = list_arguments(directory, given, "cluster=auto")
+    logs = [directory / f"host{host}.log" for host in range(3)]
+    with Hosts(3) as hosts:
+
+        def start(host: int) -> "subprocess.Popen[bytes]":
+            return hosts.torchrun(host, "1:2", logs[host], *arguments, restarts=3)
+
+        first, _ = start(0), start(1)
+        wait_for_step(directory / "run", given.steps // 3, first)
+        hosts.lose(1)
+        while "continues after step" not in logs[0].read_text() and first.poll() is None:
+            time.sleep(0.5)
+        hosts.heal()
+        await_end([first, start(2)], logs)
+    starts = [json.loads(line) for line in (directory / "run" / "history.jsonl").read_text().splitlines()]
+    print("started on", ", ".join(f"{line['cluster']} after step {line['step']}" for line in starts))
+    return directory / "run"
+
+
+def list_arguments(directory: Path, given: argparse.Namespace, cluster: str) -> list[str]:
+    """Arguments of `realrl` for the demo's PPO stage on a cluster."""
+    recipe = str(ROOT / "recipes/demo/ppo.yaml")
+    return ["train", recipe, cluster, *list_overrides(directory / "run", given)]
+
+
+def wait_for_step(run: Path, step: int, process: "subprocess.Popen[bytes]") -> None:
+    """Wait for a checkpoint after so many steps, or the end of the process."""
+    name = f"step-{step:06}"
+    while max((file.name for file in (run / "checkpoints").glob("step-*")), default="") < name:
+        if process.poll() is not None:
+            break
+        time.sleep(0.05)
+
+
+def await_end(processes: Sequence["subprocess.Popen[bytes]"], logs: Sequence[Path]) -> str:
+    """Wait for processes, which must end well; print how they went on after failures, and return all they said."""
+    statuses = [process.wait(LIMIT) for process in processes]
+    said = "".join(log.read_text() for log in logs)
+    if any(statuses):
+        sys.exit(f"torchrun ended with {statuses}:\n{said}")
+    for note in re.findall(r"^(?:note: continues after step \d+|realrl: rank \d+: .*)", said, re.MULTILINE):
+        print(note)
+    return said
 
 
 def report(name: str, run: Path, expected: Path) -> None:

@@ -103,7 +103,7 @@ class Hosts:
     def torchrun(
         self, host: int, hosts: int | str, log: Path, *arguments: str, restarts: int = 0
     ) -> "subprocess.Popen[bytes]":
-        """Start torchrun for one process of `realrl ARGUMENTS` on one of so many hosts, or of a range such as 1:2."""
+        """Start torchrun for a process of `realrl ARGUMENTS` on one of `hosts`, which may be a range: 1:2."""
         command = (
             *(sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", str(hosts), "--nproc-per-node", "1", "--max-restarts", str(restarts)),
