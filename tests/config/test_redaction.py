@@ -14,6 +14,9 @@ ENVIRONMENT = {
     "WANDB_API_KEY": "abcdefgh-wandb",
     "HF_TOKEN": "from-the-hub",
     "DB_PASSWORD": "no",
+    "AWS_SECRET_ACCESS_KEY": "/aws+secret/abc",
+    "SSH_KEY": "/etc/passwd",
+    "SIGNING_KEY": "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBgkqhkiG9w0B\n",
     "SECRET_FILE": "/run/secrets/all",
     "PWD": "/home/somebody",
     "TOKENIZERS_PARALLELISM": "falsefalse",
@@ -24,6 +27,10 @@ HIDDEN = {
     "value abcdefgh-wandb, from-the-hub": "value <redacted>, <redacted>",
     "Invalid header value b'Bearer abc12345xyz\\n'": "Invalid header value b'Bearer <redacted>\\n'",
     "{'api_key': 'abcdefgh', 'b': 2}": "{'api_key': '<redacted>', 'b': 2}",
+    "Authorization: Basic dXNlcjp3b3Jk": "Authorization: Basic <redacted>",
+    "{'Authorization': 'Token abcdefgh'}": "{'Authorization': 'Token <redacted>'}",
+    "/aws+secret/abc, %2Faws%2Bsecret%2Fabc": "<redacted>, <redacted>",
+    "read MIIEvQIBADANBgkqhkiG9w0B": "read <redacted>",
     "override reward.password=hunter": "override reward.password=<redacted>",
     f"401 for hf_{'a1' * 15}": "401 for <redacted>",
     "sk-proj-0123456789abcdef is wrong": "<redacted> is wrong",
@@ -34,6 +41,8 @@ LEFT = (
     "data.token: unknown key; did you mean data.train?",
     "models.actor.path=runs/sft/final, no, falsefalse, /home/somebody",
     "answer_key=longer than this",
+    "Authorization: basic",
+    "/etc/passwd",
     "user@host and a@b",
     "https://huggingface.co/datasets/openai/gsm8k@main",
 )
@@ -68,12 +77,18 @@ def test_nested_settings_keep_their_order_and_the_names_of_variables() -> None:
     given = {
         "arguments": {"api_key": "abc", "list": ["http://u:p@host", 1], "max_tokens": 7},
         "headers": {"Authorization": "SCORER_KEY"},
+        "credentials": {"user": "me", "words": ["abc"], "pin": 123456},
+        "password": 123456,
+        "cost_per_token": 0.5,
         "end": None,
     }
     found = redact_settings(given, environment={})
     assert found == {
         "arguments": {"api_key": "<redacted>", "list": ["http://<redacted>@host", 1], "max_tokens": 7},
         "headers": {"Authorization": "SCORER_KEY"},
+        "credentials": {"user": "<redacted>", "words": ["<redacted>"], "pin": "<redacted>"},
+        "password": "<redacted>",
+        "cost_per_token": 0.5,
         "end": None,
     }
     assert list(found) == list(given)

@@ -11,8 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from xxhash import xxh3_64_hexdigest
 
-from realrl.checkpoint.state.manifest import MANIFEST, CheckpointError, read_manifest
+from realrl.checkpoint.state.manifest import FORMAT, MANIFEST, CheckpointError, read_manifest
 from realrl.checkpoint.state.pieces import TensorPieces
 from realrl.checkpoint.state.reader import DTYPES
 from realrl.cli.app import run_app
@@ -103,7 +104,7 @@ def edit_manifest(draw: Callable[..., Any], file: Path, *, sign: bool) -> None:
         container[key] = value
     if sign:
         text = json.dumps(document["contents"], separators=(",", ":"))
-        document["crc32"] = zlib.crc32(text.encode())
+        document["checksum"] = xxh3_64_hexdigest(text.encode())
     file.write_text(json.dumps(document))
 
 
@@ -210,7 +211,7 @@ def test_a_manifest_may_not_name_files_elsewhere_or_boxes_beyond_them(run: Run, 
         contents = json.loads(json.dumps(original))
         contents["tensors"][name]["chunks"][0][key] = value
         text = json.dumps(contents, separators=(",", ":"))
-        forged = {"format": 1, "crc32": zlib.crc32(text.encode()), "contents": contents}
+        forged = {"format": FORMAT, "checksum": xxh3_64_hexdigest(text.encode()), "contents": contents}
         (path / MANIFEST).write_text(json.dumps(forged))
         with pytest.raises(CheckpointError, match="damaged"):
             read_manifest(path)

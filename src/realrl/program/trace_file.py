@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,13 +93,26 @@ def write_rank_trace(run_dir: Path, rank: int, events: Sequence[Event]) -> None:
     write_whole(_rank_file(run_dir, rank), json.dumps(document))
 
 
-def read_rank_traces(run_dir: Path, most: int | None = None) -> dict[int, list[Event]]:
-    """Read the events of the first `most` ranks of a run, or of all, that have written any; other files are left
-    out."""
+def read_rank_traces(
+    run_dir: Path, most: int | None = None, limit: int | None = None
+) -> dict[int, list[Event]]:
+    """Read the events of the ranks of a run that have written any; other files are left out.
+
+    Of the first `most` ranks, as far as their files have `limit` bytes together, but always of the first one.
+    """
     names = (file.stem.removeprefix("rank-") for file in (run_dir / TRACES).glob("rank-*.json"))
     ranks = sorted(int(name) for name in names if name.isdecimal())
-    found = {rank: read_events(_rank_file(run_dir, rank)) for rank in ranks[:most]}
-    return {rank: events for rank, events in found.items() if events}
+    found: dict[int, list[Event]] = {}
+    total = 0
+    for rank in ranks[:most]:
+        with suppress(OSError):
+            total += _rank_file(run_dir, rank).stat().st_size
+        if limit is not None and total > limit and found:
+            break
+        events = read_events(_rank_file(run_dir, rank))
+        if events:
+            found[rank] = events
+    return found
 
 
 def read_events(file: Path) -> list[Event]:

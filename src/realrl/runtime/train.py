@@ -75,7 +75,7 @@ def train(
             run = make(experiment, compiled, process, observer if process.rank == WRITER else None, earlier)
         check_shared(run.directory.path, process, cluster.nodes)
         # Mistakes that show without weights are found before any rank takes minutes to load some.
-        run.face_opponent()
+        run.evaluations.face_opponent()
         process.activity.enter("load")
         with process.together():
             run.load()

@@ -6,11 +6,13 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
+from torch.distributed import ProcessGroup
+
 from realrl.algorithms.build import build_algorithm
+from realrl.algorithms.method import FunctionMethod
 from realrl.checkpoint.notes import list_saving_notes
 from realrl.config.errors import RunError, UserCodeError
 from realrl.config.secrets.redaction import redact
-from realrl.data.dataset import Dataset
 from realrl.engine.parallel_groups import list_rank_sets
 from realrl.engine.training.skipped_steps import SkippedStepsError
 from realrl.planner.calibration.comparison import COSTS, Comparison
@@ -25,9 +27,6 @@ from realrl.runtime.checkpoints.contents import CheckpointContents
 from realrl.runtime.checkpoints.continuation import Continuation
 from realrl.runtime.checkpoints.state_keeper import StateKeeper
 from realrl.runtime.costs import Costs
-from realrl.runtime.evaluate import Evaluation
-from realrl.runtime.evaluation.best import BestEvaluation
-from realrl.runtime.evaluation_run import Opponent, make_opponent
 from realrl.runtime.monitor.note_file import NoteFile
 from realrl.runtime.observer import MetricsRecord, RunObserver
 from realrl.runtime.output.earlier import EarlierRun
@@ -49,6 +48,7 @@ from realrl.runtime.processes.signals import end_by_signal
 from realrl.runtime.saving import ModelSaver
 from realrl.runtime.setup import RecordLoader, load_functions, load_shared_tokenizer, load_stop_token_ids
 from realrl.runtime.step import TrainingSteps
+from realrl.runtime.training_evaluations import TrainingEvaluations
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.trace_files import TraceFiles
 from realrl.runtime.worker.trace_recorder import Trace
@@ -119,29 +119,16 @@ class TrainingRun:
         self.worker = Worker(process, self.roles, algorithm, self.stop_token_ids, self.trace, self.tokenizer)
         self.training = TrainingSteps(experiment, compiled, process, self.worker, self.costs, self.records)
         self.steps = self.training.count
-        self.evaluation: Evaluation | None = None
-        self.eval_records: Dataset | None = None
-        self._opponent: Opponent | None = None
-        if compiled.evaluation is not None:
-            self.eval_records = records = loader.load_eval(compiled.evaluation)
-            self.evaluation = Evaluation(
-                experiment, process, self.worker, compiled.evaluation, records, tokenizer=self.tokenizer
-            )
-            origins = records.list_origins(range(len(records)))
-            self._opponent = make_opponent(experiment, compiled.train.plan, process, groups, origins)
-        self.best = BestEvaluation(experiment.evaluation.best)
-        self.notes = StepNotes(algorithm, get_spec(experiment))
-        keeper = StateKeeper(
-            process,
-            compiled.train,
-            self.roles,
-            self.training,
-            self.directory,
-            self.notes,
-            self.best,
-            functions,
-            lambda: self.algorithm,
+        self.evaluations = TrainingEvaluations(
+            experiment,
+            compiled,
+            self.worker,
+            loader,
+            process=process,
+            groups=groups,
+            tokenizer=self.tokenizer,
         )
+        self.notes = StepNotes(algorithm, get_spec(experiment))
         self.saver = ModelSaver(
             experiment,
             compiled,
@@ -153,20 +140,32 @@ class TrainingRun:
             self.stop_token_ids,
             lambda: self.algorithm,
         )
+        self._prepare_checkpoints(functions, group_of_threads)
+
+    def _prepare_checkpoints(
+        self, functions: Mapping[str, FunctionMethod], group: ProcessGroup | None
+    ) -> None:
+        """`functions` are those that this rank calls; `group` has all ranks, for the threads that write."""
+        experiment, process = self.experiment, self.process
+        keeper = StateKeeper(
+            process,
+            self.compiled.train,
+            self.roles,
+            self.training,
+            self.directory,
+            self.notes,
+            self.evaluations.best,
+            functions,
+            lambda: self.algorithm,
+        )
         contents = CheckpointContents(self.roles)
         self.checkpointer = Checkpointer(
-            experiment, process, contents, self.directory, group_of_threads, self.saver.export
+            experiment, process, contents, self.directory, group, self.saver.export
         )
         self.roles.before_change = self.checkpointer.wait_copied
         self.continuation = Continuation(
             experiment, process, self.directory, contents, self.checkpointer, keeper
         )
-
-    def face_opponent(self) -> None:
-        """Have the model of `evaluation.against` answer, before any other is loaded."""
-        if self._opponent is not None and self.evaluation is not None:
-            self.evaluation.face(self._opponent.answer())
-            self._opponent = None
 
     def load(self) -> None:
         """Load the weights that are not restored from a checkpoint; UserError when they cannot be used."""
@@ -196,7 +195,7 @@ class TrainingRun:
         notes = [
             *list_resume_notes(self.earlier, restored),
             *list_state_notes(self._started_from),
-            *list_data_notes({"train": self.records, "eval": self.eval_records}),
+            *list_data_notes({"train": self.records, "eval": self.evaluations.records}),
             *list_model_notes(self.experiment, self.steps, {} if restored else fresh),
             *list_trained_parts(stored_models(self.experiment, self.compiled.train.graph, self.roles.shapes)),
             *self.saving_notes,
@@ -328,14 +327,13 @@ class TrainingRun:
         return comparison
 
     def _evaluate(self, done: int) -> None:
-        if self.evaluation is None:
-            return
         start = time.monotonic()
         try:
-            with self.process.activity.part("eval"):
-                result = self.evaluation.run()
+            result = self.evaluations.run()
         except UserCodeError as error:
             raise self._saying_what_is_saved(error) from error
+        if result is None:
+            return
         self.continuation.evaluated = done
         self.notes.take_evaluation(result.metrics)
         settings = self.experiment.evaluation
@@ -346,23 +344,24 @@ class TrainingRun:
 
     def _keep_best(self, done: int, metrics: Mapping[str, float]) -> None:
         """Save the trained models of the best evaluation so far, and a checkpoint of one among the best."""
-        if self.best.settings is None:
+        best = self.evaluations.best
+        if best.settings is None:
             return
         better, offered = False, False
         with self.process.together():
             if self.observer is not None:
-                better = self.best.take(done, metrics)
-                offered = self.checkpointer.offers_best(metrics[self.best.settings.metric])
+                better = best.take(done, metrics)
+                offered = self.checkpointer.offers_best(metrics[best.settings.metric])
         better, offered = self.process.gather((better, offered))[WRITER]
         if better:
             if self.observer is not None:
                 self.directory.drop_best()
             self.saver.save(BEST)
             if self.observer is not None:
-                self.directory.write_best(self.best.to_json())
+                self.directory.write_best(best.to_json())
         if offered:
             self.continuation.save(done)
-            self.checkpointer.keep_best(metrics.get(self.best.settings.metric, math.nan))
+            self.checkpointer.keep_best(metrics.get(best.settings.metric, math.nan))
 
     def _saying_what_is_saved(self, error: UserCodeError) -> UserCodeError:
         """A mistake in a function or in the judge. What was trained before is not lost."""
@@ -390,11 +389,11 @@ class TrainingRun:
             trace = self.directory.path / TRACE
             with self.directory.writing(trace):
                 write_trace(trace, events, "measured")
-            seconds = self.continuation.seconds
+            seconds, best = self.continuation.seconds, self.evaluations.best
             summary: dict[str, Any] = {"algorithm": get_spec(self.experiment).name, "steps": self.steps}
             summary |= {"seconds": round(seconds, 2), "skipped_steps": self.notes.skipped}
-            if self.best.settings is not None:
-                summary["best"] = self.best.to_json()
+            if best.settings is not None:
+                summary["best"] = best.to_json()
             self.directory.finish(summary)
             self.directory.close_trackers(done=True)
             self.observer.end(self.experiment.run_dir, seconds)

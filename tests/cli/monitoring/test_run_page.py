@@ -16,7 +16,7 @@ import pytest
 from realrl.cli.monitoring.run_page import RunPage
 from realrl.cli.monitoring.server import PageServer, is_loopback
 from realrl.program.trace_file import make_event
-from realrl.runtime.monitor.note_file import KEPT_NOTES, NOTES, NoteFile
+from realrl.runtime.monitor.note_file import KEPT_NOTES, NOTES, NoteFile, read_notes
 from tests.cli.monitoring.test_status import DAMAGED
 from tests.cli.monitoring.written_runs import (
     add_steps,
@@ -113,11 +113,16 @@ def test_the_last_step_is_drawn_beside_the_predicted_one(run: Path) -> None:
         assert boxes == [*measured, *predicted] * 2
 
 
-def test_many_ranks_that_do_the_same_are_one_band(tmp_path: Path) -> None:
+def test_many_ranks_that_do_the_same_are_one_band(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run")
     write_step(run, ranks=12)
     with served(run) as client:
         assert "ranks 0–11" in client.read("/api/step")["gutter"]
+        # No more is read than a page can show in time.
+        size = (run / "traces" / "rank-0.json").stat().st_size
+        for limit, ranks in ((10.5 * size, 10), (0, 1)):
+            monkeypatch.setattr("realrl.cli.monitoring.timeline._TRACES", limit)
+            assert client.read("/api/step")["ranks"] == ranks
 
 
 def test_a_run_that_has_not_begun_has_a_page(tmp_path: Path) -> None:
@@ -149,6 +154,9 @@ def test_metrics_come_as_they_are_written(run: Path) -> None:
         add_steps(run, range(2))
         anew = client.read("/api/metrics", offset=further["offset"], **asked)
         assert len(anew["rows"]) == 3 and anew["offset"] < further["offset"]
+        # And so is one that was cut in a resume, and is longer again than what was read.
+        add_steps(run, range(2, 90))
+        assert len(client.read("/api/metrics", offset=further["offset"] - 1, **asked)["rows"]) == 90 + 9
 
 
 @pytest.mark.parametrize(("whole", "fewest", "most"), [(1 << 24, 44, 44), (1000, 12, 30)])
@@ -266,8 +274,9 @@ def test_loopback_is_what_this_machine_alone_reaches() -> None:
 def test_notes_do_not_fill_a_disk(tmp_path: Path) -> None:
     notes = NoteFile(tmp_path)
     for number in range(KEPT_NOTES + 3):
-        notes.add(f"note {number}")
+        notes.add(f"note \ud800 {number}")
     assert len((tmp_path / NOTES).read_text().splitlines()) == KEPT_NOTES
+    assert read_notes(tmp_path)[-1] == f"note \ud800 {KEPT_NOTES - 1}"
 
 
 def test_the_command_says_where_the_page_is_until_it_is_interrupted(run: Path) -> None:

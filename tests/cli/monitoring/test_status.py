@@ -3,16 +3,20 @@
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from realrl.cli.app import run_app
+from realrl.cli.monitoring.status_text import format_status
 from realrl.cli.reporting.status import format_duration, read_status
 from realrl.runtime.monitor.ended import STARTS_AGAIN, write_end
+from realrl.runtime.output.history import HISTORY, add_start, describe_start
 from tests.cli.monitoring.written_runs import (
     GONE,
+    format_line,
     write_checkpoint,
     write_rank,
     write_run,
@@ -58,6 +62,24 @@ def test_the_end_is_predicted_from_the_last_steps_and_the_evaluations_to_come(tm
     assert found.end == pytest.approx(written + 60 * 2.0 + 6 * 4.0, abs=0.1)
     assert found.predicted_end is not None and found.end is not None
     assert found.end - found.predicted_end == pytest.approx(60 * 0.75)
+
+
+def test_what_was_before_a_resume_does_not_predict_its_end(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    write_rank(run, 0)
+    a_day_ago = time.time() - 86_400
+    os.utime(run / "metrics.jsonl", (a_day_ago, a_day_ago))
+    add_start(run / HISTORY, describe_start(0, "1x8"))
+    add_start(run / HISTORY, describe_start(38, "1x4"))
+    found = read_status(run)
+    # It has begun 100 s ago, and done 2 steps: not enough for a rate.
+    assert found.started is not None and found.rates is not None and len(found.rates.steps) == 20
+    assert found.end == pytest.approx(found.started + 60 * 2.0 + 6 * 4.0, abs=0.1)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(format_line(41, "train", 7.0, {}))
+    rates = read_status(run).rates
+    assert rates is not None and (rates.steps, rates.before) == ((2.0, 2.0, 7.0), None)
+    assert "(99 %)" in format_status(replace(found, step=199, steps=200))
 
 
 @pytest.mark.parametrize(

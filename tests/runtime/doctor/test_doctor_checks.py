@@ -14,14 +14,14 @@ import pytest
 from realrl.plan.cluster import Cluster
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.runtime.doctor.finding import Finding, ok, run_checks
-from realrl.runtime.doctor.gpus import check_driver, check_torch_gpus
+from realrl.runtime.doctor.gpus import check_driver, check_torch_gpus, choose_visible, parse_gpus
 from realrl.runtime.doctor.links import GroupFigures, PeerFigures, judge_clocks, judge_links
 from realrl.runtime.doctor.machine import Host, check_cores, check_limits, check_memory, check_shared_memory
 from realrl.runtime.doctor.network import check_host_name, check_hub, check_interfaces, check_ports
 from realrl.runtime.doctor.recipe_needs import find_needs
 from realrl.runtime.doctor.storage import check_storage
 from realrl.runtime.doctor.variables import check_variables
-from realrl.runtime.doctor.versions import check_versions
+from realrl.runtime.doctor.versions import check_versions, compare_nodes, list_versions
 from tests.conftest import World
 
 GIB = 1 << 30
@@ -79,6 +79,18 @@ def test_versions_are_compared_with_what_is_needed() -> None:
     expect(check_versions(needs, find), "problem", "numpy is not installed; run pip install 'numpy>=1.26'")
 
 
+def test_nodes_must_have_the_same_installed() -> None:
+    torch = {"torch": "2.13.0", "cuda": "12.8", "nccl": "2.27", "devices": [["H100", 80 * GIB]], "error": ""}
+    one = list_versions() | torch | {"host": "a"}
+    assert not list(compare_nodes([one, one | {"host": "b"}]))
+    other = one | {"host": "b", "realrl": "0.1.0 (code 0)"}
+    expect(
+        compare_nodes([one, one | {"host": "c"}, other]), "problem", "on a, c; 0.1.0 (code 0) on b; install"
+    )
+    expect(compare_nodes([one, one | {"host": "b", "Python": "3.1"}]), "warning", "versions of Python")
+    expect(compare_nodes([one, one | {"host": "b", "devices": []}]), "problem", "0 on b, 1 on a")
+
+
 SOUND = (
     "index, name, driver_version, memory.total [MiB], memory.used [MiB], ecc.errors.uncorrected.volatile.total,"
     " mig.mode.current, persistence_mode, clocks_event_reasons.hw_slowdown\n"
@@ -99,6 +111,14 @@ DRIVERS = {
 def test_faults_of_gpus_are_found(case: str) -> None:
     text, status, words = DRIVERS[case]
     expect(check_driver(lambda: text), status, words)
+
+
+def test_gpus_that_are_hidden_are_of_no_concern() -> None:
+    two = SOUND + SOUND.splitlines()[1].replace("0,", "1,", 1).replace(", 4,", ", 40000,") + "\n"
+    expect(check_driver(lambda: two, {}), "warning", "of GPU 1 are in use")
+    expect(check_driver(lambda: two, {"CUDA_VISIBLE_DEVICES": "0"}), "ok", "1 x NVIDIA")
+    for visible, count in (("1,0", 2), ("", 0), ("-1", 0), ("GPU-1f", 1), ("7", 0)):
+        assert len(choose_visible(parse_gpus(two), {"CUDA_VISIBLE_DEVICES": visible})) == count, visible
 
 
 def test_fields_that_a_driver_does_not_know_are_left_out(
@@ -174,12 +194,15 @@ def test_limits_of_control_groups_are_found(tmp_path: Path) -> None:
     expect(check_cores(2, host, cores=8), "warning", "allows 2 of the 8 cores")
     expect(check_cores(4, host, cores=8), "warning", "4 processes share 2 cores")
     expect(check_cores(2, host, cores=2), "ok", "2 cores for 2 processes")
-    host = fake_host(
-        tmp_path, {"cgroup/pod/memory.max": f"{2 * GIB}\n", "cgroup/pod/run/memory.current": "0\n"}
-    )
-    expect(check_memory(1, host), "warning", "a control group limits memory to 2.00 GiB of 64.0 GiB")
-    host = fake_host(tmp_path, {"cgroup/pod/run/memory.current": f"{2 * GIB - 1}\n"})
+    expect(check_cores(2, host, cores=8, threads="1"), "ok", "2 cores for 2 processes")
+    used = {"cgroup/pod/memory.max": f"{2 * GIB}\n", "cgroup/pod/memory.current": f"{2 * GIB - 1}\n"}
+    host = fake_host(tmp_path, used)
     expect(check_memory(1, host), "problem", "before they hold a model")
+    # Most of it are pages of files.
+    host = fake_host(tmp_path, {"cgroup/pod/memory.stat": f"anon 1\ninactive_file {GIB}\n"})
+    expect(check_memory(1, host), "ok", "1.00 GiB free of 2.00 GiB, the limit of a control group")
+    host = fake_host(tmp_path, {"cgroup/pod/pids.max": "1000\n", "cgroup/pod/pids.current": "800\n"})
+    expect(check_limits(2, 2, host), "warning", "allows 200 more processes and threads")
 
 
 def test_memory_that_may_not_be_reserved_is_found(tmp_path: Path) -> None:
@@ -294,7 +317,7 @@ def test_names_and_interfaces_are_checked(tmp_path: Path) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
     expect(check_host_name(2, "box", fail), "problem", "box, has no address")
-    expect(check_host_name(1, "box", fail), "warning", "/etc/hosts")
+    expect(check_host_name(1, "box", fail), "ok", "one machine needs none")
     expect(check_host_name(2, "box", lambda name: "127.0.1.1"), "ok", "which other nodes cannot reach")
     for name, state in {"eth0": "up", "ib0": "down", "lo": "unknown"}.items():
         (tmp_path / name).mkdir()

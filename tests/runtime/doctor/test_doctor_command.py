@@ -64,19 +64,33 @@ def test_problems_are_in_the_table_and_in_the_status(
         (["nothing.yaml"], "nothing.yaml"),
         (["--cluster", "many"], "many"),
         (["--cluster", "0x1"], "at least 1"),
+        (["--cluster", "1x2"], "RANK=0, WORLD_SIZE=two: a launcher does not set these so"),
     ],
 )
 def test_bad_input_is_told_from_problems(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
 ) -> None:
+    if "WORLD_SIZE" in words:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "two", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
+            monkeypatch.setenv(name, value)
     assert run_app(["doctor", *arguments]) == 2
     error = capsys.readouterr().err
     assert words in error and error.startswith("realrl: ") and error.count("\n") == 1
 
 
-def test_ranks_that_do_not_end_are_killed() -> None:
-    found = measure_locally(2, "cpu", 0.0)
-    assert found.torch is None and "had not ended after 0 s" in found.error
+def test_ranks_that_do_not_end_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measure_locally(10**6, "cpu", 0.0)
+    assert found.torch is None and found.loading == 16 and not found.error
+    subject = examine.find_subject(None, "1x2", None, launched=None)
+    (finding,) = examine.judge_ranks(subject, found)
+    assert finding.status == "warning" and "16 processes were still loading torch" in finding.text
+
+    def stand_still(rank: int, world: int, arguments: list[str], scratch: str, log: Any) -> Any:
+        (Path(scratch) / f"begun-{rank}").touch()
+        return subprocess.Popen(["sleep", "3600"])
+
+    monkeypatch.setattr("realrl.runtime.doctor.local_measurement._start", stand_still)
+    assert "had not ended after 0 s" in measure_locally(2, "cpu", 0.0).error
 
 
 def test_a_mistake_of_a_recipe_is_one_finding_among_others(

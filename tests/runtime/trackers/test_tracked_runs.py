@@ -204,7 +204,8 @@ def test_tensorboard_replaces_steps_that_are_done_again(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for done, steps, value in ((0, [1, 2, 3, 4, 5], 1.0), (2, [3, 4, 5, 4], 2.0)):
+    # The second start begins again before the first step, the third one after the second.
+    for done, steps, value in ((0, [1, 2], 0.0), (0, [1, 2, 3, 4, 5], 1.0), (2, [3, 4, 5, 4], 2.0)):
         board = tensorboard.TensorBoardTracker()
         board.open(TrackedRun(directory=tmp_path, settings={"a": 1}, done=done))
         for step in steps:
@@ -225,8 +226,8 @@ def test_wandb_offline_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
     monkeypatch.setattr(sys, "argv", ["realrl", "reward.password=in-an-argument"])
     ids, rows = [], []
-    for done in (0, 2):
-        run = TrackedRun(directory=tmp_path, settings={"seed": 1}, done=done)
+    for done, notes in ((0, []), (2, ["a note"])):
+        run = TrackedRun(directory=tmp_path, settings={"seed": 1}, done=done, notes=notes)
         tracker = WandbTracker(WandbConfig(mode="offline", tags=["a"]))
         tracker.open(run)
         tracker.note("a note")
@@ -240,10 +241,12 @@ def test_wandb_offline_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: py
         for data in read_log(file):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
+            if record.run.notes:
+                notes = record.run.notes
             items = {tuple(i.nested_key) or (i.key,): i.value_json for i in record.history.item}
             if items:
                 rows.append((json.loads(items[("step",)]), json.loads(items[("train/loss",)])))
-    assert rows == [(step, 0.5 * step) for step in (1, 2, 3, 3, 4, 5)]
+    assert rows == [(step, 0.5 * step) for step in (1, 2, 3, 3, 4, 5)] and notes == "a note\na note"
     for file in (found for found in tmp_path.rglob("*") if found.is_file()):
         assert b"0123456789" * 4 not in file.read_bytes() and b"in-an-argument" not in file.read_bytes()
 
@@ -260,7 +263,11 @@ def read_log(file: Path) -> Iterator[bytes]:
         place += 7 + length
 
 
-def test_mlflow_goes_on_with_the_same_run(tmp_path: Path) -> None:
+def refuse(*_: object, **more: object) -> None:
+    raise OSError("no server")
+
+
+def test_mlflow_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     from mlflow import MlflowClient
 
@@ -268,9 +275,14 @@ def test_mlflow_goes_on_with_the_same_run(tmp_path: Path) -> None:
     from realrl.runtime.output.trackers.mlflow import MlflowTracker
 
     address = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    for done in (0, 2):
-        run = TrackedRun(directory=tmp_path, settings={"seed": 1, "data": {"batch": 8}}, done=done)
-        tracker = MlflowTracker(MlflowConfig(tracking_uri=address, tags={"a": "b"}))
+    settings = {"seed": 1, "data": {"batch": 8}}
+    for done, notes in ((0, []), (2, ["a note"])):
+        run = TrackedRun(directory=tmp_path, settings=settings, done=done, notes=notes)
+        tracker = MlflowTracker(MlflowConfig(tracking_uri=address, tags={"a": "b", "password": "abc"}))
+        if not done:  # a server that fails after it has made the run
+            with monkeypatch.context() as patch, pytest.raises(OSError):
+                patch.setattr(MlflowClient, "log_batch", refuse)
+                tracker.open(run)
         tracker.open(run)
         tracker.note("a note")
         for step in (done + 1, done + 2, done + 3):
@@ -281,5 +293,7 @@ def test_mlflow_goes_on_with_the_same_run(tmp_path: Path) -> None:
     (found,) = client.search_runs([experiment.experiment_id])
     assert found.info.status == "FINISHED" and found.info.run_name == tmp_path.name
     assert found.data.params == {"seed": "1", "data.batch": "8"} and found.data.tags["a"] == "b"
+    assert found.data.tags["password"] == "<redacted>"
+    assert found.data.tags["mlflow.note.content"] == "a note\n\na note"
     history = client.get_metric_history(found.info.run_id, "eval/pass_8")
     assert sorted((m.step, m.value) for m in history) == [(s, 0.5 * s) for s in (1, 2, 3, 3, 4, 5)]

@@ -1,18 +1,19 @@
 """Manifest of a checkpoint: where each box of each tensor lies, and all that is no tensor. No torch."""
 
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from xxhash import xxh3_64_hexdigest
+
 from realrl.config.files import reason_of, write_whole
 
 MANIFEST = "manifest.json"
 """File that makes a directory a checkpoint; it is written last."""
-FORMAT = 1
+FORMAT = 2
 """Version of the format; readers refuse any other."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 """Bytes of an element, by the name of each dtype that tensors of a checkpoint may have."""
@@ -28,14 +29,14 @@ class CheckpointError(Exception):
 class Chunk:
     """One box of a tensor, stored in row-major order.
 
-    start: its first byte in the file; crc32: checksum of its bytes.
+    start: its first byte in the file; checksum: XXH3 (64 bits) of its bytes, hexadecimal.
     """
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
     file: str
     start: int
-    crc32: int
+    checksum: str
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Manifest:
     def save(self, directory: Path) -> None:
         """Write it into the directory of a checkpoint; OSError."""
         contents = _to_text(self._to_json())
-        checked = {"format": FORMAT, "crc32": zlib.crc32(contents.encode())}
+        checked = {"format": FORMAT, "checksum": xxh3_64_hexdigest(contents.encode())}
         write_whole(directory / MANIFEST, f'{_to_text(checked)[:-1]},"contents":{contents}}}\n')
 
     def _to_json(self) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def read_manifest(directory: Path) -> Manifest:
         if read["format"] != FORMAT:
             raise CheckpointError(f"{file} has format {read['format']!r}; this version reads {FORMAT}")
         contents = read["contents"]
-        if zlib.crc32(_to_text(contents).encode()) != read["crc32"]:
+        if xxh3_64_hexdigest(_to_text(contents).encode()) != read["checksum"]:
             raise CheckpointError(f"{file} is damaged: its checksum is another one")
         manifest = Manifest(
             tensors={name: _read_tensor(tensor) for name, tensor in contents["tensors"].items()},
@@ -158,7 +159,7 @@ def _read_tensor(read: Mapping[str, Any]) -> StoredState:
             size=tuple(chunk["size"]),
             file=chunk["file"],
             start=chunk["start"],
-            crc32=chunk["crc32"],
+            checksum=chunk["checksum"],
         )
         for chunk in read["chunks"]
     )

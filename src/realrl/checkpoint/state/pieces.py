@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -57,10 +58,17 @@ State = Mapping[str, TensorPieces]
 
 
 class PiecesSavePlanner(DefaultSavePlanner):
-    """Planner that finds values by the offsets of their boxes."""
+    """Planner of the writing of tensors that it is made with."""
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: State) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._tensors = dict(tensors)
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take its own tensors instead of `state_dict`."""
+        super().set_up_planner(self._tensors, storage_meta, is_coordinator)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Find the values of a box."""

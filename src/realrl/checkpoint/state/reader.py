@@ -6,7 +6,6 @@ Nothing in a checkpoint is unpickled or executed: tensors are bytes, all else is
 import concurrent.futures
 import os
 import warnings
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
+from xxhash import xxh3_64_hexdigest
 
 from realrl.checkpoint.state.manifest import DTYPE_BYTES, CheckpointError, Chunk, Manifest
 from realrl.checkpoint.state.pieces import PiecesLoadPlanner, State
@@ -148,7 +148,7 @@ class _Reader(StorageReader):
                 if i + 1 < len(chunks):
                     following = buffers[(i + 1) % 2][: sizes[i + 1]]
                     reading = pool.submit(self._read, *chunks[i + 1], following)
-                if zlib.crc32(mine.numpy().data) != chunk.crc32:
+                if xxh3_64_hexdigest(mine.numpy().data) != chunk.checksum:
                     path = self._directory / chunk.file
                     raise CheckpointError(f"{path} is damaged: the checksum of {name} is another one")
                 yield mine.view(self._dtype(name)).view(chunk.size)

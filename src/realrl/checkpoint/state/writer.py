@@ -1,11 +1,9 @@
 """Writing of a checkpoint by all ranks in parallel, through torch.distributed.checkpoint."""
 
-import concurrent.futures
+import ctypes
 import os
 import warnings
-import zlib
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,12 +15,13 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
+from xxhash import xxh3_64
 
 from realrl.checkpoint.state.manifest import Chunk, Manifest, StoredState
 from realrl.checkpoint.state.pieces import PiecesSavePlanner, State
 
 BUFFER_BYTES = 8 << 20
-"""Bytes that are copied to the host, and written, at a time."""
+"""Bytes that are copied from a GPU at a time."""
 
 
 def write_state(
@@ -46,9 +45,10 @@ def write_state(
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             dcp.save(
-                dict(tensors),
+                # Not through this argument, every entry of which is logged, whether that is read or not.
+                {},
                 storage_writer=writer,
-                planner=PiecesSavePlanner(),
+                planner=PiecesSavePlanner(tensors),
                 process_group=group,
                 no_dist=group is None,
             )
@@ -89,27 +89,34 @@ class _Writer(StorageWriter):
         if plan.items:
             name = f"rank-{self._rank:05}.bin"
             with (self._directory / name).open("wb", buffering=0) as file:
-                appender = _Appender(file)
-                try:
-                    for item in plan.items:
-                        values, start = planner.resolve_data(item), appender.position
-                        assert isinstance(values, Tensor), "all values are tensors"
-                        chunk = Chunk(
-                            offset=tuple(item.index.offset or ()),
-                            size=tuple(values.shape),
-                            file=name,
-                            start=start,
-                            crc32=appender.append(values),
-                        )
-                        results.append(WriteResult(item.index, appender.position - start, chunk))
-                    self._copied()
-                finally:
-                    appender.finish()
+                results.extend(self._write_items(plan, planner, file, name))
+                self._copied()
                 os.fsync(file.fileno())
         self._copied()
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+    def _write_items(
+        self, plan: SavePlan, planner: SavePlanner, file: BinaryIO, name: str
+    ) -> Iterator[WriteResult]:
+        host, start = _HostBytes(), 0
+        for item in plan.items:
+            values = planner.resolve_data(item)
+            assert isinstance(values, Tensor), "all values are tensors"
+            checksum = xxh3_64()
+            for data in host.read(values):
+                checksum.update(data)
+                _write_whole(file, data)
+            chunk = Chunk(
+                offset=tuple(item.index.offset or ()),
+                size=tuple(values.shape),
+                file=name,
+                start=start,
+                checksum=checksum.hexdigest(),
+            )
+            yield WriteResult(item.index, values.nbytes, chunk)
+            start += values.nbytes
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the manifest, on the first rank, after all ranks have written their files."""
@@ -139,73 +146,34 @@ class _Writer(StorageWriter):
         return None
 
 
-class _Appender:
-    """Appender of tensors to a file, through two buffers: one is filled while the other is written."""
+class _HostBytes:
+    """Reader of the bytes of tensors in host memory: where they are, or, of a GPU, through a pinned buffer."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._buffers: list[Tensor] = []
-        self._writing: list[concurrent.futures.Future[None] | None] = [None, None]
-        self._turn = 0
-        self._used = 0
-        """Bytes of the buffer that is being filled."""
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._pool = ThreadPoolExecutor(1, "checkpoint-file")
-        self.position = 0
-        """Bytes that have been appended."""
 
-    def append(self, values: Tensor) -> int:
-        """Append the values of a tensor, in row-major order; their checksum."""
-        checksum = 0
-        left = values.detach().reshape(-1).view(torch.uint8)
-        while len(left):
-            if self._used == BUFFER_BYTES:
-                self._write()
-            part, left = left.tensor_split([BUFFER_BYTES - self._used])
-            checksum = zlib.crc32(self._copy(part), checksum)
-            self.position += len(part)
-        return checksum
+    def read(self, values: Tensor) -> Iterator[memoryview]:
+        """Yield the bytes of a tensor, in row-major order; each part is valid until the next one."""
+        flat = values.detach().reshape(-1).view(torch.uint8)
+        if flat.is_cuda:
+            yield from self._copy(flat)
+        elif len(flat):
+            # Not through numpy: memory that it has seen cannot be given back for offloading.
+            yield memoryview((ctypes.c_ubyte * len(flat)).from_address(flat.data_ptr())).cast("B")
 
-    def finish(self) -> None:
-        """Write what is left, and wait until everything has been written; OSError where it cannot be."""
-        try:
-            self._write()
-        finally:
-            self._pool.shutdown()
-        for writing in self._writing:
-            if writing is not None:
-                writing.result()
-
-    def _write(self) -> None:
-        """Have the buffer written, and go on with the other one."""
-        if self._used:
-            data = self._buffers[self._turn][: self._used].numpy().data
-            self._writing[self._turn] = self._pool.submit(_write_whole, self._file, data)
-            self._turn, self._used = 1 - self._turn, 0
-            before = self._writing[self._turn]
-            if before is not None:
-                before.result()
-
-    def _copy(self, part: Tensor) -> memoryview:
-        """Copy bytes into the buffer. Memory that numpy has seen cannot be given back for offloading, so that on a
-        CPU, too, it sees a copy."""
-        if not self._buffers:
-            self._buffers = [
-                torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=part.is_cuda) for _ in range(2)
-            ]
-            if part.is_cuda:
-                # A stream of its own: training goes on in the default one.
-                self._stream = torch.cuda.Stream(part.device)
-                self._stream.wait_stream(torch.cuda.default_stream(part.device))
-        host = self._buffers[self._turn][self._used : self._used + len(part)]
-        self._used += len(part)
-        if self._stream is None:
-            host.copy_(part)
-        else:
+    def _copy(self, flat: Tensor) -> Iterator[memoryview]:
+        if self._buffer is None or self._stream is None:
+            self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
+            # A stream of its own: training goes on in the default one.
+            self._stream = torch.cuda.Stream(flat.device)
+            self._stream.wait_stream(torch.cuda.default_stream(flat.device))
+        for part in flat.split(BUFFER_BYTES):
+            host = self._buffer[: len(part)]
             with torch.cuda.stream(self._stream):
                 host.copy_(part, non_blocking=True)
             self._stream.synchronize()
-        return host.numpy().data
+            yield host.numpy().data
 
 
 def _write_whole(file: BinaryIO, data: memoryview) -> None:

@@ -1,18 +1,21 @@
 """Files of a run's directory, as far as its page shows them: bounded, and never from elsewhere."""
 
-import json
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from realrl.cli.reporting.metrics import MetricPart, read_part
+from realrl.config.json_file import parse_rows, read_tail
 from realrl.runtime.monitor.note_file import NOTES
 from realrl.runtime.output.saved import BEST, METRICS, list_checkpoints
 
-_LINES, _WHOLE = 1 << 20, 1 << 24
+_LINES, _WHOLE = 1 << 20, 1 << 22
 """Bytes of metrics that are read at a time, and up to which all lines are read."""
 _NOTES, _ROWS, _LETTERS, _LARGEST = 200, 64, 4000, 1 << 26
 """Maximum notes, samples of an evaluation, letters of a text, and bytes of a file that is sent as it is."""
+_LONGEST, _STEPS = 1 << 20, 1000
+"""Maximum bytes of a line, and evaluations whose samples can be chosen."""
 
 
 class RunFiles:
@@ -53,9 +56,9 @@ class RunFiles:
         return read_part(file, start, _LINES * min(every, 16), every), f"{status.st_ino}"
 
     def list_sampled_steps(self) -> list[int]:
-        """List the steps after which there are samples, in order."""
+        """List the last steps after which there are samples, in order."""
         names = [file.name for file in (self.path / "samples").glob("step-*.jsonl")]
-        return sorted(int(name[5:-6]) for name in names if name[5:-6].isdecimal())
+        return sorted(int(name[5:-6]) for name in names if name[5:-6].isdecimal())[-_STEPS:]
 
     def read_samples(self, step: int, keys: Sequence[str]) -> list[dict[str, Any]]:
         """Read the first samples of the evaluation after a step: prompt, completion, and numbers by key."""
@@ -68,7 +71,8 @@ class RunFiles:
 
     def read_notes(self) -> list[dict[str, Any]]:
         """Read the last notes: `time` and `text`."""
-        rows = list(self._rows(NOTES, 1 << 20))[-_NOTES:]
+        file = self.find(NOTES)
+        rows = [] if file is None else list(parse_rows(read_tail(file, _LONGEST)))[-_NOTES:]
         return [{"time": _number(row.get("time")), "text": _cut(row.get("text"))} for row in rows]
 
     def list_checkpoints(self) -> list[dict[str, Any]]:
@@ -90,13 +94,7 @@ class RunFiles:
         if file is None:
             return
         with file.open("rb") as lines:
-            for _, line in zip(range(most), lines, strict=False):
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(row, dict):
-                    yield row
+            yield from parse_rows(islice(iter(lambda: lines.readline(_LONGEST), b""), most))
 
 
 def _cut(text: Any) -> str:

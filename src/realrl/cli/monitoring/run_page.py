@@ -121,18 +121,25 @@ class RunPage:
             moves = [
                 (move["seconds"]["median"], move["predicted_seconds"]) for move in found["reallocations"]
             ]
-            step = (found["step"]["median"], found["predicted_step_seconds"], found["step"]["steps"])
+            moved = {
+                "name": "reallocations",
+                "kind": "move",
+                "seconds": sum(seconds for seconds, _ in moves),
+                "predicted_seconds": sum(seconds or 0 for _, seconds in moves),
+            }
+            whole = {
+                "name": "whole step",
+                "kind": "",
+                "seconds": found["step"]["median"],
+                "predicted_seconds": found["predicted_step_seconds"],
+            }
+            return {
+                "calls": calls,
+                "rest": [moved, whole] if moves else [whole],
+                "steps": found["step"]["steps"],
+            }
         except (UserError, KeyError, TypeError, AttributeError):
             return None
-        measured, predicted, steps = step
-        moved = {
-            "name": "reallocations",
-            "kind": "move",
-            "seconds": sum(seconds for seconds, _ in moves),
-            "predicted_seconds": sum(seconds or 0 for _, seconds in moves),
-        }
-        whole = {"name": "whole step", "kind": "", "seconds": measured, "predicted_seconds": predicted}
-        return {"calls": calls, "rest": [moved, whole] if moves else [whole], "steps": steps}
 
 
 def _describe_call(call: Mapping[str, Any]) -> dict[str, Any]:

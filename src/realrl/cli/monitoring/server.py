@@ -10,6 +10,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from math import isfinite
+from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -58,7 +59,7 @@ class PageServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, host: str, port: int, routes: Mapping[str, Route]) -> None:
-        """Listen at once; OSError where that is not possible."""
+        """Listen at once; OSError where that is not possible, UnicodeError for a host with an impossible name."""
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         self.address_family = family
         self.routes = routes
@@ -68,14 +69,20 @@ class PageServer(ThreadingHTTPServer):
         self._free = threading.BoundedSemaphore(_THREADS)
         super().__init__((host, port), _Handler)
 
+    def server_bind(self) -> None:
+        """Bind, without asking for the name of the address, which can take long."""
+        TCPServer.server_bind(self)
+
     @property
     def url(self) -> str:
         """Address of the page, with the token."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
+        # All addresses are none that a browser can open.
+        anywhere = self._host in ("0.0.0.0", "::")
+        host = socket.gethostname() if anywhere else f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self.server_address[1]}/?token={self.token}"
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Reply a request once there are few enough."""
+        """Answer a request once there are few enough."""
         with self._free:
             super().process_request_thread(request, client_address)
 

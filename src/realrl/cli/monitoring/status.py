@@ -3,12 +3,9 @@
 import json
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    pass
 
 CLEAR = "\033[H\033[2J"
 """What makes a terminal show nothing but what follows."""
@@ -19,7 +16,9 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     watch: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", min=0.2, help="Print again after so long, while the run goes on."),
+        typer.Option(
+            metavar="SECONDS", min=0.2, max=86_400, help="Print again after so long, while it goes on."
+        ),
     ] = None,
 ) -> None:
     """Tell how far a run is: step, rates, end by prediction, memory, last checkpoint, what each rank does now."""

@@ -38,7 +38,8 @@ def make_printable(text: str) -> str:
 
 
 def _describe_step(found: RunStatus) -> str:
-    of = f" of {found.steps} ({found.step / found.steps:.0%})".replace("%", " %") if found.steps else ""
+    # 499 of 500 are not 100 %.
+    of = f" of {found.steps} ({100 * found.step // found.steps} %)" if found.steps else ""
     begun = f", started {format_duration(found.time - found.started)} ago" if found.started else ""
     return f"{found.step}{of}{begun}"
 
@@ -113,8 +114,8 @@ def _list_ranks(found: RunStatus) -> list[tuple[str, ...]]:
         memory = format_bytes(rank.resident_bytes)
         peak = format_bytes(max(rank.resident_bytes, rank.peak_resident_bytes))
         does = describe_doing(rank)
-        # What a run that has ended did last is no longer for some time.
-        lasts = format_duration(found.time - rank.since) if found.state == "running" and rank.since else ""
+        # When the rank said so, by its own clock: it may do something else by now. What has ended lasts no more.
+        lasts = format_duration(rank.time - rank.since) if found.state == "running" and rank.since else ""
         if rank.rank in found.silent:
             does = f"silent for {format_duration(found.time - rank.time)}, last: {does}"
         rows.append((str(rank.rank), rank.host, memory, peak, device, lasts, does))

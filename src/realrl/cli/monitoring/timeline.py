@@ -16,6 +16,8 @@ from realrl.program.trace_file import Event, find_rank, is_host, read_rank_trace
 
 _RANKS, _ALONE = 64, 8
 """Ranks that are read, and the most that are drawn each by itself; of more, those that do the same are one band."""
+_TRACES = 1 << 25
+"""Bytes of traces that are read."""
 _HEIGHT, _LEAST, _MOST = 420, 18, 40
 """Pixels of the whole picture where rows are neither too thin nor too high."""
 _EVALUATION = 1 << 40
@@ -41,6 +43,8 @@ class StepPicture:
 
     step: int
     """Step, counted from 1."""
+    ranks: int
+    """Number of ranks that it shows."""
     seconds: float
     """Seconds from the first slice to the end of the last one."""
     predicted_seconds: float | None
@@ -51,6 +55,7 @@ class StepPicture:
         module = find_template("timeline.jinja").module
         return {
             "step": self.step,
+            "ranks": self.ranks,
             "seconds": self.seconds,
             "predicted_seconds": self.predicted_seconds,
             "height": round(self.drawing.height + module.axis, 1),  # type: ignore[attr-defined]
@@ -64,7 +69,7 @@ def draw_last_step(run_dir: Path, kinds: Mapping[str, str]) -> StepPicture | Non
 
     `kinds`: call -> kind, as far as that is known; of other calls the end of their name tells.
     """
-    traces = read_rank_traces(run_dir, _RANKS)
+    traces = read_rank_traces(run_dir, _RANKS, _TRACES)
     step = _find_step(traces)
     if step is None:
         return None
@@ -83,7 +88,7 @@ def draw_last_step(run_dir: Path, kinds: Mapping[str, str]) -> StepPicture | Non
     expected = _end(event for events in predicted.values() for event in events) if predicted else None
     rows = list(_list_rows(measured, predicted, origin))
     drawing = _draw(rows, max(seconds, expected or 0.0, 1e-6), kinds)
-    return StepPicture(step + 1, seconds, expected, drawing)
+    return StepPicture(step + 1, len(measured), seconds, expected, drawing)
 
 
 def _find_step(traces: Mapping[int, Sequence[Event]]) -> int | None:
@@ -170,9 +175,12 @@ def _box(
             look = f"{colours[into or role]} move"
         case Load(role) | Offload(role):
             look = f"{colours[role]} host"
+    error = str(event["args"].get("error", ""))
+    if error:
+        look += " failed"
     title = " ".join(event["name"].split())
     facts = [("takes", seconds), ("from", f"{start:.3f} s"), ("to", f"{end:.3f} s")]
-    facts += [("on", f"{row.name}, {row.detail}"), ("error", str(event["args"].get("error", "")))]
+    facts += [("on", f"{row.name}, {row.detail}"), ("error", error)]
     return DrawnBox(
         x=100 * max(0.0, start) / whole,
         width=100 * (end - start) / whole,

@@ -30,6 +30,8 @@ def watch(
         server = PageServer(host, port, page.routes)
     except OSError as error:
         raise UserError(f"--host {host} --port {port}: {reason_of(error)}") from None
+    except UnicodeError:
+        raise UserError(f"--host {host!r} is no name of a host") from None
     with server:
         typer.echo(f"{run_dir}: {server.url}")
         if not server.local:

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from realrl.config.errors import UserError
+from realrl.config.json_file import parse_rows, read_tail
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,13 @@ def read_part(path: Path, offset: int, limit: int, every: int = 1) -> MetricPart
 
     Of training steps only one in `every` is read.
 
-    OSError where the file cannot be read. At least one line is read, however long, if there is a whole one.
+    From the beginning where no line ends at `offset`: the file has been cut and written on. OSError where it cannot
+    be read. At least one line is read, however long, if there is a whole one.
     """
     with path.open("rb") as file:
-        file.seek(offset)
+        file.seek(max(0, offset - 1))
+        if offset and file.read(1) != b"\n":
+            offset = file.seek(0)
         text = file.read(limit)
         if len(text) == limit and b"\n" not in text:
             text += file.readline()
@@ -73,25 +78,14 @@ def read_part(path: Path, offset: int, limit: int, every: int = 1) -> MetricPart
 
 def read_last(path: Path, limit: int) -> tuple[MetricLine, ...]:
     """Read the whole lines in the last `limit` bytes of a file; none where it cannot be read."""
-    try:
-        start = max(0, path.stat().st_size - limit)
-        with path.open("rb") as file:
-            file.seek(start)
-            text = file.read(limit)
-    except OSError:
-        return ()
-    # The first line may have lost its beginning, the last one may lack its end.
-    lines = text[: text.rfind(b"\n") + 1].splitlines()[1 if start else 0 :]
-    return tuple(_parse_lines(lines))
+    return tuple(_parse_lines(read_tail(path, limit)))
 
 
 def _parse_lines(texts: Sequence[bytes]) -> list[MetricLine]:
     found = []
-    for text in texts:
-        try:
-            line = MetricLine.parse(json.loads(text))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            continue
-        if isinstance(line.step, int) and isinstance(line.metrics, dict):
-            found.append(line)
+    for row in parse_rows(texts):
+        with suppress(KeyError):
+            line = MetricLine.parse(row)
+            if isinstance(line.step, int) and isinstance(line.metrics, dict):
+                found.append(line)
     return found

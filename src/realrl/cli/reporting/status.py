@@ -30,6 +30,8 @@ _LOADING = 900.0
 """Seconds in which a run that is started again should be heard of."""
 _RECENT = 20
 """Number of steps over which a rate is taken."""
+_ENOUGH = 3
+"""Steps since the last start from which on earlier ones say nothing of the rate."""
 _TAIL = 1 << 22
 """Bytes at the end of metrics.jsonl that are read."""
 
@@ -124,12 +126,15 @@ def read_status(path: Path, now: float | None = None) -> RunStatus:
     state, reason, silent = _find_state(path, ranks, ended, now)
     step = max([*(line.step for line in lines[-1:]), *(rank.step for rank in ranks)], default=0)
     steps = next((rank.steps for rank in ranks if rank.steps), None) or _number(config, "training", "steps")
-    rates = _find_rates(trained)
+    starts = read_history(path / HISTORY)
+    rates = _find_rates(_since_start(trained, starts))
     predicted = PredictedStep.load(path)
     seconds = None if predicted is None or not isfinite(predicted.seconds) else predicted.seconds
     end = predicted_end = None
+    started = min((rank.started for rank in ranks), default=_modified(path / CONFIG))
     if state == "running" and steps is not None:
-        since = _modified(path / METRICS) or now
+        # A run that is resumed has written its metrics long ago.
+        since = max(_modified(path / METRICS) or now, started or 0.0)
         further = _evaluation_seconds(config, lines, step, steps)
         if rates is not None:
             end = max(now, since + (steps - step) * rates.recent + further)
@@ -143,7 +148,7 @@ def read_status(path: Path, now: float | None = None) -> RunStatus:
         state=state,
         reason=reason,
         time=now,
-        started=min((rank.started for rank in ranks), default=_modified(path / CONFIG)),
+        started=started,
         step=step,
         steps=steps,
         rates=rates,
@@ -152,7 +157,7 @@ def read_status(path: Path, now: float | None = None) -> RunStatus:
         predicted_end=predicted_end,
         metrics=() if algorithm is None else tuple(_list_latest(algorithm, lines)),
         checkpoint=_find_checkpoint(path, ranks),
-        restarts=max([len(read_history(path / HISTORY)) - 1, 0, *(rank.restart for rank in ranks)]),
+        restarts=max([len(starts) - 1, 0, *(rank.restart for rank in ranks)]),
         ranks=ranks,
         silent=silent,
     )
@@ -220,6 +225,13 @@ def _describe_silence(silent: Sequence[RankStatus], now: float) -> str:
 def _name_ranks(ranks: Sequence[RankStatus]) -> str:
     numbers = format_ranks(sorted(rank.rank for rank in ranks)).replace(",", ", ")
     return f"rank{'s' * (len(ranks) > 1)} {numbers}"
+
+
+def _since_start(trained: Sequence[MetricLine], starts: Sequence[Mapping[str, Any]]) -> Sequence[MetricLine]:
+    """Leave out steps before the last start, which may have been on other devices, once there are some after it."""
+    begun = starts[-1].get("step") if starts else None
+    after = [line for line in trained if isinstance(begun, int) and line.step > begun]
+    return after if len(after) >= _ENOUGH else trained
 
 
 def _find_rates(trained: Sequence[MetricLine]) -> Rates | None:

@@ -5,10 +5,13 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 REDACTED = "<redacted>"
 """Stands where a secret was."""
 
+_LINE = 20
+"""Characters that a line of a value of several lines has at least to be looked for by itself."""
 _SHORT = 8
 """Characters that a value of the environment has at least to be looked for: `1` and `true` are everywhere."""
 _SECRETS = frozenset(
@@ -56,6 +59,9 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _USER = re.compile(r"://[^/\s'\"<>]*@")
 _PARAMETER = re.compile(r"([?&]([\w.~-]{1,64})=)[^&#\s'\"<>]+")
 _BEARER = re.compile(r"(?i)\b(bearer\s{1,3})(?=\S{0,64}\d)[\w.~+/=-]{8,}")
+_AUTHORIZATION = re.compile(
+    r"(?i)\b(authorization['\"]?\s{0,2}[=:]\s{0,2}['\"]?(?:basic|bearer|digest|negotiate|token)\s{1,3})[^\s'\",]+"
+)
 _NAME = r"(?i:(?<![\w.-])([\w.-]{0,64}?(?:auth|bearer|credential|key|pass|secret|token)[\w-]{0,24}))"
 _ASSIGNED = re.compile(rf"{_NAME}(['\"]?\s{{0,2}}[=:]\s{{0,2}})(['\"]?)([^\s'\",;&<>)\]}}]{{6,}})")
 _QUOTED = re.compile(rf"{_NAME}(['\"]?\s{{0,2}}[=:]\s{{0,2}})(['\"])([^\s'\"<>]{{6,}})(?=['\"])")
@@ -85,12 +91,13 @@ def redact_code(text: str, environment: Mapping[str, str] = os.environ) -> str:
         text = text.replace(secret, REDACTED)
     text = _USER.sub(f"://{REDACTED}@", text)
     text = _PARAMETER.sub(_replace_parameter, text)
+    text = _AUTHORIZATION.sub(rf"\1{REDACTED}", text)
     text = _KNOWN.sub(REDACTED, text)
     return _QUOTED.sub(_replace_assigned, text)
 
 
 def redact_settings(settings: Any, name: str = "", environment: Mapping[str, str] = os.environ) -> Any:
-    """Copy nested settings, called `name`, with their secrets replaced: as by `redact`, and texts under such names.
+    """Copy nested settings, called `name`, with secrets replaced: those of `redact`, and texts under their names.
 
     `headers` hold names of environment variables, which are none.
     """
@@ -100,21 +107,28 @@ def redact_settings(settings: Any, name: str = "", environment: Mapping[str, str
     if name == "headers" and isinstance(settings, Mapping):
         return {key: again(value) for key, value in settings.items()}
     if isinstance(settings, Mapping):
-        return {key: again(value, str(key)) for key, value in settings.items()}
+        within = is_secret_name(name)
+        return {key: again(value, name if within else str(key)) for key, value in settings.items()}
     if isinstance(settings, list | tuple):
         return [again(value, name) for value in settings]
-    return settings
+    # Of numbers, what may be a password, and not `cost_per_token`.
+    number = isinstance(settings, int) and not isinstance(settings, bool)
+    return REDACTED if number and _SECRETS & set(_words(name)) and is_secret_name(name) else settings
 
 
 def is_secret_name(name: str) -> bool:
     """Tell whether what has this name is a secret: `api_key`, `HF_TOKEN`, `dbPassword`; not `eos_token`."""
-    words = [word.lower() for word in _WORD.findall(name)]
+    words = _words(name)
     if not words or words[-1] in _ABOUT:
         return False
     before = words[-2] if len(words) > 1 else ""
     if words[-1] == "token":
         return before not in _TEXT_TOKENS
     return bool(_SECRETS & set(words)) or (words[-1] == "key" and before in _KEYS)
+
+
+def _words(name: str) -> list[str]:
+    return [word.lower() for word in _WORD.findall(name)]
 
 
 def has_credentials(address: str) -> bool:
@@ -129,9 +143,14 @@ def _list_values(environment: Mapping[str, str]) -> list[str]:
         for name, value in environment.items()
         if (is_secret_name(name) or name.upper().endswith("KEY"))
         and len(value) >= _SHORT
-        and not os.path.isabs(value)
+        # Names of files are none, but secrets may begin with a slash, too.
+        and not (os.path.isabs(value) and os.path.exists(value))
     }
-    return sorted(found | {value.strip() for value in found}, key=len, reverse=True)
+    stripped = {value.strip() for value in found}
+    # Keys of several lines are also met line by line, as in logs.
+    lines = {line for value in stripped for line in value.splitlines() if len(line) >= _LINE}
+    quoted = {quote(value, safe="") for value in stripped}
+    return sorted(found | stripped | lines | quoted, key=len, reverse=True)
 
 
 def _replace_assigned(found: re.Match[str]) -> str:

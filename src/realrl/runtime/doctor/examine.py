@@ -14,8 +14,15 @@ from realrl.plan.cluster import Cluster
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import find_gpu_kind
 from realrl.recipe.experiment import Experiment
-from realrl.runtime.doctor.finding import Examination, Finding, ok, problem, run_checks
-from realrl.runtime.doctor.gpus import ask_driver, check_driver, check_torch_gpus, parse_gpus
+from realrl.runtime.doctor.finding import Examination, Finding, ok, problem, run_checks, warning
+from realrl.runtime.doctor.gpus import (
+    DriverGpu,
+    ask_driver,
+    check_driver,
+    check_torch_gpus,
+    choose_visible,
+    parse_gpus,
+)
 from realrl.runtime.doctor.links import judge_clocks, judge_links
 from realrl.runtime.doctor.local_measurement import RankFigures, measure_locally
 from realrl.runtime.doctor.machine import Host, check_cores, check_limits, check_memory, check_shared_memory
@@ -46,6 +53,8 @@ class Subject:
     """The planner's figures of the devices, where the user names their kind."""
     gpus: int
     """GPUs of this machine that may be used."""
+    listed_gpus: int
+    """GPUs of this machine, with those that CUDA_VISIBLE_DEVICES hides."""
     launched: bool
     """Whether a launcher has started this process as one of several."""
 
@@ -60,7 +69,8 @@ def find_subject(
     device = "auto" if experiment is None else experiment.device
     text = cluster or ("auto" if experiment is None else experiment.cluster)
     found = launched or written_cluster(text)
-    gpus = 0 if device == "cpu" else count_gpus()
+    listed = [] if device == "cpu" else list_gpus()
+    gpus = len(choose_visible(listed, os.environ))
     if found is None:
         found = Cluster(1, gpus or (1 if experiment is not None else _WITHOUT_RECIPE))
     if cluster is not None and experiment is not None:
@@ -74,25 +84,38 @@ def find_subject(
         needs=RecipeNeeds(None) if experiment is None else find_needs(experiment, found),
         spec=named_cluster(text),
         gpus=gpus,
+        listed_gpus=len(listed),
         launched=launched is not None,
     )
 
 
 def find_launched(environment: Mapping[str, str]) -> Cluster | None:
-    """Find how many processes a launcher has started; None where none has, or nobody knows where they meet."""
+    """Find how many processes a launcher has started; None where none has, or nobody knows where they meet.
+
+    UserError for variables that are no numbers.
+    """
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         return None
-    world = int(environment["WORLD_SIZE"])
-    per_node = int(environment.get("LOCAL_WORLD_SIZE", world))
+    numbers = {
+        name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") if name in environment
+    }
+    wrong = next((name for name, text in numbers.items() if not text.isdecimal()), None)
+    world = 0 if wrong else int(numbers["WORLD_SIZE"])
+    per_node = 0 if wrong else int(numbers.get("LOCAL_WORLD_SIZE", world))
+    if wrong or not per_node or world % per_node:
+        given = ", ".join(f"{name}={text}" for name, text in numbers.items())
+        raise UserError(
+            f"{given}: a launcher does not set these so; unset them, or start the command with torchrun"
+        )
     return Cluster(world // per_node, per_node)
 
 
-def count_gpus() -> int:
-    """Count the GPUs that the driver lists; 0 where it cannot be asked."""
+def list_gpus() -> list[DriverGpu]:
+    """List the GPUs that the driver lists; none where it cannot be asked."""
     try:
-        return len(parse_gpus(ask_driver() or ""))
+        return parse_gpus(ask_driver() or "")
     except (OSError, ValueError, LookupError, subprocess.SubprocessError):
-        return 0
+        return []
 
 
 def examine_node(subject: Subject) -> list[Finding]:
@@ -127,7 +150,7 @@ def judge_ranks(subject: Subject, figures: RankFigures) -> list[Finding]:
     spec = subject.spec or _guess_spec(subject.cluster, here)
     checks: list[tuple[str, Examination]] = [
         ("torch", lambda: check_torch_gpus(torch, ranks=ranks, gpus=gpus, device=subject.device)),
-        ("links", lambda: [problem("links", figures.error)] if figures.error else []),
+        ("links", lambda: _judge_failure(subject, figures)),
         ("links", lambda: judge_links(figures.peers, figures.group, spec)),
         ("clocks", lambda: judge_clocks(figures.peers)),
     ]
@@ -135,6 +158,20 @@ def judge_ranks(subject: Subject, figures: RankFigures) -> list[Finding]:
     if experiment is not None:
         checks.append(("recipe", lambda: check_recipe(experiment, subject.cluster, subject.needs, here)))
     return run_checks(checks, RANK_SECONDS)
+
+
+def _judge_failure(subject: Subject, figures: RankFigures) -> Iterator[Finding]:
+    """Say why nothing was measured."""
+    if figures.loading:
+        yield warning(
+            "links",
+            f"{figures.loading} processes were still loading torch after {RANK_SECONDS:g} s, and nothing was"
+            " measured; try again, and install it on a faster file system if that stays so",
+        )
+    if figures.error:
+        # Virtual machines and PCIe switches may let messages between GPUs vanish.
+        advice = "; try NCCL_P2P_DISABLE=1, NCCL_DEBUG=INFO tells more" if subject.gpus > 1 else ""
+        yield problem("links", figures.error + advice)
 
 
 def find_here(subject: Subject, figures: RankFigures) -> Here | None:
@@ -162,13 +199,15 @@ def _list_checks(subject: Subject) -> Iterator[tuple[str, Examination]]:
     yield "versions", check_versions
     if subject.device != "cpu":
         yield "GPUs", check_driver
-    yield "cores", lambda: check_cores(ranks, host)
+    yield "cores", lambda: check_cores(ranks, host, threads=environment.get("OMP_NUM_THREADS"))
     yield "memory", lambda: check_memory(ranks, host)
     yield "shared memory", lambda: check_shared_memory(min(subject.gpus, ranks), host)
     yield "limits", lambda: check_limits(ranks, world, host)
     yield (
         "environment",
-        lambda: check_variables(environment, ranks=ranks, cores=cores, gpus=subject.gpus, launched=meets),
+        lambda: check_variables(
+            environment, ranks=ranks, cores=cores, gpus=subject.listed_gpus, launched=meets
+        ),
     )
     yield "run directory", lambda: check_storage(subject.run_dir, subject.needs.checkpoint_bytes)
     yield "network", lambda: check_host_name(subject.cluster.nodes)

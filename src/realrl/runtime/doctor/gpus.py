@@ -1,5 +1,6 @@
 """GPUs as their driver describes them, beside what torch finds. No torch."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -95,8 +96,24 @@ def parse_gpus(text: str) -> list[DriverGpu]:
     return found
 
 
-def check_driver(ask: Callable[[], str | None] = ask_driver) -> Iterator[Finding]:
-    """Look at what the driver says of the GPUs of this machine: errors, slices, other users."""
+def choose_visible(gpus: Sequence[DriverGpu], environment: Mapping[str, str]) -> Sequence[DriverGpu]:
+    """Choose the GPUs that CUDA_VISIBLE_DEVICES leaves to this process.
+
+    Of those that it names by UUID, only their number is right.
+    """
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return gpus
+    listed = {part.strip() for part in visible.split(",") if part.strip()}
+    if all(part.lstrip("-").isdecimal() for part in listed):
+        return [gpu for gpu in gpus if str(gpu.index) in listed]
+    return gpus[: len(listed)]
+
+
+def check_driver(
+    ask: Callable[[], str | None] = ask_driver, environment: Mapping[str, str] = os.environ
+) -> Iterator[Finding]:
+    """Look at what the driver says of the GPUs that may be used: errors, slices, other users."""
     try:
         text = ask()
     except (OSError, subprocess.SubprocessError) as error:
@@ -106,7 +123,7 @@ def check_driver(ask: Callable[[], str | None] = ask_driver) -> Iterator[Finding
         return
     if text is None:
         return
-    gpus = parse_gpus(text)
+    gpus = choose_visible(parse_gpus(text), environment)
     for gpu in gpus:
         where = f"GPU {gpu.index}"
         if gpu.ecc_errors:

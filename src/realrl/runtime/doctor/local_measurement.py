@@ -16,6 +16,10 @@ from realrl.runtime.doctor.links import GroupFigures, PeerFigures
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, STORE_VARIABLE
 
 _POLL = 0.02
+_MOST = 16
+"""Processes that are started at most: enough to tell whether more would work."""
+BEGUN = "begun-"
+"""Start of the name of a file that says of a rank that its libraries are loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +32,13 @@ class RankFigures:
     group: GroupFigures | None = None
     error: str = ""
     """Reason why there is nothing more."""
+    loading: int = 0
+    """Processes that were still loading their libraries when time was up."""
 
 
 def measure_locally(ranks: int, device: str, seconds: float) -> RankFigures:
-    """Start as many processes as there are ranks, for at most so many seconds, and collect what they find."""
+    """Start a process per rank, or 16, for at most so many seconds, and collect what they find."""
+    ranks = min(ranks, _MOST)
     with tempfile.TemporaryDirectory(prefix="realrl-doctor-") as scratch:
         file, log = Path(scratch) / "found.json", Path(scratch) / "log"
         processes = []
@@ -48,6 +55,9 @@ def measure_locally(ranks: int, device: str, seconds: float) -> RankFigures:
                 if process.poll() is None:
                     process.send_signal(signal.SIGKILL)
                 process.wait()
+        begun = len(list(Path(scratch).glob(f"{BEGUN}*")))
+        if late and begun < ranks:
+            return RankFigures(torch=None, loading=ranks - begun)
         if file.exists():
             return _read(json.loads(file.read_text(encoding="utf-8")))
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from realrl.config.units import format_bytes
 from realrl.runtime.doctor.finding import Finding, ok, problem, warning
-from realrl.runtime.prepare.host import host_memory
+from realrl.runtime.prepare.host import free_group_memory, host_memory
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _PER_RANK = 512 * _MIB
@@ -36,13 +36,19 @@ class Host:
             return None
 
 
-def check_cores(ranks: int, host: Host, cores: int | None = None) -> Iterator[Finding]:
-    """Compare the cores that this process may use with its ranks, and with the quota of its control group."""
+def check_cores(
+    ranks: int, host: Host, cores: int | None = None, threads: str | None = None
+) -> Iterator[Finding]:
+    """Compare the cores that this process may use with its ranks, and with the quota of its control group.
+
+    threads: OMP_NUM_THREADS, if it is set.
+    """
     if cores is None:
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     quota = _read_quota(host)
     usable = cores if quota is None else min(cores, quota)
-    if quota is not None and quota < cores:
+    few = threads is not None and threads.isdecimal() and int(threads) * ranks <= usable
+    if quota is not None and quota < cores and not few:
         yield warning(
             "cores",
             f"the control group allows {quota:g} of the {cores} cores that are seen, so that threads wait for each"
@@ -57,21 +63,17 @@ def check_memory(ranks: int, host: Host) -> Iterator[Finding]:
     """Compare free memory and the limits of control groups with what processes take before any model is loaded."""
     meminfo = _read_meminfo(host)
     total, free = meminfo.get("MemTotal"), meminfo.get("MemAvailable")
-    limit = host_memory(host.cgroup, host.proc / "self" / "cgroup")
-    if total is not None and limit < total:
-        free = min(free or limit, limit - (_read_used(host) or 0))
+    groups = (host.cgroup, host.proc / "self" / "cgroup")
+    limit, left = host_memory(*groups), free_group_memory(*groups)
+    limited = total is not None and limit < total
+    if limited and left is not None:
+        free = left if free is None else min(free, left)
     if free is not None and free < ranks * _PER_RANK:
         yield problem(
             "memory",
             f"{format_bytes(max(0, free))} are free, and {ranks} processes take about"
             f" {format_bytes(ranks * _PER_RANK)} before they hold a model; end other programs, or use another"
             " machine",
-        )
-    if total is not None and limit < total:
-        yield warning(
-            "memory",
-            f"a control group limits memory to {format_bytes(limit)} of {format_bytes(total)}; a process that needs"
-            " more is killed without a message (--memory, or --mem of SLURM, sets it)",
         )
     if host.read(host.proc / "sys" / "vm" / "overcommit_memory") == "2":
         room = meminfo.get("CommitLimit", 0) - meminfo.get("Committed_AS", 0)
@@ -83,9 +85,9 @@ def check_memory(ranks: int, host: Host) -> Iterator[Finding]:
     pages = host.read(host.sys / "kernel" / "mm" / "transparent_hugepage" / "enabled")
     huge = f"; transparent huge pages: {pages.split('[')[1].split(']')[0]}" if pages and "[" in pages else ""
     if free is not None:
-        yield ok(
-            "memory", f"{format_bytes(max(0, free))} free of {format_bytes(min(limit, total or limit))}{huge}"
-        )
+        group = ", the limit of a control group, beyond which processes are killed" if limited else ""
+        size = format_bytes(min(limit, total or limit))
+        yield ok("memory", f"{format_bytes(max(0, free))} free of {size}{group}{huge}")
 
 
 def check_shared_memory(gpus: int, host: Host) -> Iterator[Finding]:
@@ -118,7 +120,7 @@ def check_limits(ranks: int, world: int, host: Host) -> Iterator[Finding]:
     need = 512 + 64 * world
     if _below(files, need):
         raise_it = "ulimit -n 65536" if not _below(hard, need) else "LimitNOFILE, or nofile in limits.conf"
-        yield (problem if _below(files, 256 + 8 * world) else warning)(
+        yield (problem if _below(files, 128 + 8 * world) else warning)(
             "limits", f"{files} files may be open, and {world} ranks may need {need}; raise it ({raise_it})"
         )
     processes, _ = host.limit(resource.RLIMIT_NPROC)
@@ -127,6 +129,13 @@ def check_limits(ranks: int, world: int, host: Host) -> Iterator[Finding]:
             "limits",
             f"{processes} processes and threads are allowed, and {ranks} ranks may have {256 * ranks};"
             " raise it (ulimit -u)",
+        )
+    further = _read_processes(host)
+    if further is not None and further < 256 * ranks:
+        yield warning(
+            "limits",
+            f"a control group allows {further} more processes and threads, and {ranks} ranks may have"
+            f" {256 * ranks}; raise it (--pids-limit, podPidsLimit of Kubernetes, TasksMax of systemd)",
         )
     locked, _ = host.limit(resource.RLIMIT_MEMLOCK)
     adapters = host.sys / "class" / "infiniband"
@@ -176,9 +185,14 @@ def _own_groups(host: Host) -> list[Path]:
     return [host.cgroup / group for group in (inside, *inside.parents)]
 
 
-def _read_used(host: Host) -> int | None:
-    used = (host.read(group / "memory.current") for group in _own_groups(host))
-    return next((int(text) for text in used if text and text.isdigit()), None)
+def _read_processes(host: Host) -> int | None:
+    """Read how many more processes and threads control groups allow; None without a limit."""
+    left = []
+    for group in (*_own_groups(host), host.cgroup / "pids"):
+        most, used = host.read(group / "pids.max"), host.read(group / "pids.current")
+        if most and used and most.isdigit() and used.isdigit():
+            left.append(int(most) - int(used))
+    return min(left, default=None)
 
 
 def _read_quota(host: Host) -> float | None:

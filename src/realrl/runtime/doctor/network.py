@@ -23,9 +23,11 @@ def check_host_name(
     try:
         address = resolve(name)
     except OSError as error:
-        yield (problem if nodes > 1 else warning)(
-            "network", f"the name of this machine, {name}, has no address ({error}); add it to /etc/hosts"
-        )
+        text = f"the name of this machine, {name}, has no address ({error})"
+        if nodes > 1:
+            yield problem("network", f"{text}; add it to /etc/hosts")
+        else:
+            yield ok("network", f"{text}, and one machine needs none")
         return
     loopback = nodes > 1 and ip_address(address).is_loopback
     more = ", which other nodes cannot reach: ranks take the interface that leads to them" if loopback else ""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from realrl.config.errors import UserError
 from realrl.config.files import write_whole
 from realrl.runtime.doctor.links import GroupFigures, PeerFigures
+from realrl.runtime.doctor.local_measurement import BEGUN
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, leave
 from realrl.runtime.processes.orphans import end_with_launcher
 from realrl.runtime.processes.process import Process, connect
@@ -43,7 +44,7 @@ def describe_torch() -> dict[str, Any]:
         error = " ".join(str(failure).split())
     nccl = torch.cuda.nccl.version() if dist.is_nccl_available() and devices else None
     return {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "nccl": None if nccl is None else ".".join(map(str, nccl)),
         "devices": devices,
@@ -53,6 +54,8 @@ def describe_torch() -> dict[str, Any]:
 
 def measure_ranks(process: Process) -> tuple[list[PeerFigures], GroupFigures | None]:
     """Measure links and clocks between rank 0 and others, on all ranks together; figures are those of rank 0."""
+    with process.together():
+        _compute(process)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", process.world))
     hosts = process.gather(socket.gethostname())
     peers = []
@@ -62,6 +65,18 @@ def measure_ranks(process: Process) -> tuple[list[PeerFigures], GroupFigures | N
             peers.append(figures)
     group = _reduce(process, per_node) if process.gpu is not None and process.world > 1 else None
     return peers, group
+
+
+def _compute(process: Process) -> None:
+    """Compute something; UserError where this torch has no kernels for the GPU, or others keep it from working."""
+    try:
+        torch.ones(1024, device=process.device).sum().item()
+    except RuntimeError as error:
+        name = "" if process.gpu is None else f", {process.gpu.name},"
+        raise UserError(
+            f"rank {process.rank} cannot compute on {process.device}{name} with torch {torch.__version__}:"
+            f" {' '.join(str(error).split())[:200]}; install a torch build for it, or leave it out"
+        ) from None
 
 
 def choose_peers(world: int, per_node: int) -> list[int]:
@@ -123,6 +138,7 @@ def measure_as_rank(arguments: Sequence[str]) -> int:
     """Measure as one of several processes; the exit status. The first one writes a file."""
     file, device = arguments
     end_with_launcher(int(os.environ[LAUNCHER_VARIABLE]))
+    Path(file).with_name(f"{BEGUN}{os.environ['RANK']}").touch()
     found: dict[str, Any] = {"torch": describe_torch(), "peers": [], "group": None, "error": ""}
     choice: Literal["auto", "cpu", "cuda"] = (
         "cpu" if device == "cpu" else "cuda" if device == "cuda" else "auto"

@@ -65,7 +65,8 @@ def check_storage(
             " seem older or newer than they are; synchronise the clocks (NTP) of this machine and the file server",
         )
     about = "" if need is None else f"; a checkpoint needs {format_bytes(need)}"
-    kind = f", {kind}" if kind else ""
+    container = ": gone with its container" if kind == "overlay" else ""
+    kind = f", {kind}{container}" if kind else ""
     yield ok(SUBJECT, f"{format_bytes(free)} free at {format_bytes(speed)}/s (synchronised{kind}){about}")
 
 

@@ -1,14 +1,26 @@
 """Versions of what is installed. No torch."""
 
+import hashlib
 import platform
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any
 
 from realrl.runtime.doctor.finding import Finding, ok, problem, warning
 
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,.-]*\])?\s*([^;]*)(?:;\s*(.*))?")
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([\w-]+)['\"]")
+_SAME = {
+    "realrl": problem,
+    "torch": problem,
+    "cuda": problem,
+    "nccl": problem,
+    "Python": warning,
+    "transformers": warning,
+}
+"""What has to be the same on all nodes, and what a difference is."""
 _SHOWN = ("torch", "transformers", "datasets")
 
 
@@ -40,6 +52,38 @@ def check_versions(
     shown = ", ".join(f"{name} {_find(find, name)}" for name in ("realrl", *_SHOWN) if _find(find, name))
     complete = ", ".join(sorted(name for name, there in extras.items() if there)) or "none"
     yield ok("versions", f"Python {platform.python_version()}, {shown}; extras: {complete}")
+
+
+def list_versions() -> dict[str, str]:
+    """List the versions of this machine that must be those of all nodes, by what they are of."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[2]
+    for file in sorted(root.rglob("*.py")):
+        digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
+    return {
+        "realrl": f"{_find(version, 'realrl')} (code {digest.hexdigest()[:8]})",
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "transformers": str(_find(version, "transformers")),
+    }
+
+
+def compare_nodes(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Compare what nodes have: `list_versions`, `describe_torch` and `host` of each."""
+    for name, make in _SAME.items():
+        found: dict[str, list[str]] = {}
+        for node in nodes:
+            found.setdefault(str(node[name]), []).append(node["host"])
+        if len(found) > 1:
+            listed = "; ".join(
+                f"{value} on {', '.join(dict.fromkeys(hosts))}" for value, hosts in found.items()
+            )
+            yield make(
+                "versions", f"nodes have different versions of {name}: {listed}; install the same on all"
+            )
+    counts = {(len(node["devices"]), node["host"]) for node in nodes}
+    if len({count for count, _ in counts}) > 1:
+        listed = ", ".join(f"{count} on {host}" for count, host in sorted(counts))
+        yield problem("GPUs", f"nodes have different numbers of GPUs: {listed}")
 
 
 def _find(find: Callable[[str], str], name: str) -> str | None:

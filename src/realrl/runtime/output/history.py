@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from realrl.config.json_file import parse_rows, read_tail
 from realrl.runtime.processes.environment import find_job, restart_count
 
 HISTORY = "history.jsonl"
 """File with one line for each time that the run was started."""
+_MOST = 1 << 22
+"""Bytes of it that are read."""
 
 
 def describe_start(step: int, cluster: str, **more: Any) -> dict[str, Any]:
@@ -27,16 +30,4 @@ def add_start(file: Path, start: Mapping[str, Any]) -> None:
 
 def read_history(file: Path) -> list[dict[str, Any]]:
     """Read the starts of a run, the first one first; what is no whole line is left out."""
-    starts = []
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        try:
-            start = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(start, dict):
-            starts.append(start)
-    return starts
+    return list(parse_rows(read_tail(file, _MOST)))

@@ -11,7 +11,11 @@ from realrl.config.files import whole_file
 
 def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write one JSON object per line, atomically. OSError."""
-    with whole_file(file) as partial, partial.open("w", encoding="utf-8") as lines:
+    # Half a surrogate pair, which a function may give, becomes its escape, which JSON has as well.
+    with (
+        whole_file(file) as partial,
+        partial.open("w", encoding="utf-8", errors="backslashreplace") as lines,
+    ):
         for row in rows:
             lines.write(json.dumps(replace_infinite(row), ensure_ascii=False) + "\n")
 

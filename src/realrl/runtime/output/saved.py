@@ -1,6 +1,5 @@
 """Checkpoints and metrics of an unfinished run. No torch."""
 
-import json
 import re
 import shutil
 from collections.abc import Sequence
@@ -11,9 +10,12 @@ from typing import Literal
 from realrl.checkpoint.state.manifest import is_checkpoint
 from realrl.config.errors import UserError
 from realrl.config.files import PARTIAL
+from realrl.config.json_file import parse_rows, read_tail
 
 CONFIG, METRICS, CHECKPOINTS, SUMMARY = "config.yaml", "metrics.jsonl", "checkpoints", "summary.json"
 
+_TAIL = 1 << 20
+"""Bytes at the end of the metrics that are read for the last step."""
 _NAME = r"step-(\d{6,12})"
 """Names of checkpoints."""
 
@@ -108,9 +110,5 @@ def remove_partial(run_dir: Path) -> None:
 
 
 def _last_step(metrics: Path) -> int | None:
-    last = None
-    if metrics.is_file():
-        with metrics.open("rb") as file:
-            for line in file:
-                last = line if line.endswith(b"\n") else last
-    return None if last is None else int(json.loads(last)["step"])
+    steps = [row.get("step") for row in parse_rows(read_tail(metrics, _TAIL))]
+    return next((step for step in reversed(steps) if isinstance(step, int)), None)

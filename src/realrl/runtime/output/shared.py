@@ -8,7 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from realrl.config.errors import UserError
-from realrl.config.files import partial_path
+from realrl.config.files import partial_path, reason_of
+from realrl.config.words import join
 from realrl.program.lower import WRITER
 from realrl.runtime.processes.process import Process
 
@@ -20,29 +21,35 @@ def check_shared(run_dir: Path, process: Process, nodes: int) -> None:
     """Check, on all ranks together, that every node sees what the first rank writes into `run_dir`.
 
     Ranks of several nodes write models there, and a run that resumes reads them. UserError, on all ranks, that
-    names the node that has a directory of its own.
+    names the nodes that have directories of their own.
     """
     if nodes == 1:
         return
     # The directory need not be there yet.
     nearest = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir())
-    probe = Path(process.gather(str(partial_path(nearest / f"shared-{secrets.token_hex(8)}")))[WRITER])
-    try:
-        if process.rank == WRITER:
+    probe, refusal = partial_path(nearest / f"shared-{secrets.token_hex(8)}"), ""
+    if process.rank == WRITER:
+        try:
             probe.touch()
-        # Not to be looked for before it is there: that it is missing would be remembered for a while.
-        process.gather(None)
-        with process.together():
-            if not _appears(probe):
-                node = process.rank * nodes // process.world
-                raise UserError(
-                    f"run_dir={run_dir} is not the same directory on all nodes: node {node}"
-                    f" ({socket.gethostname()}) does not see what the first rank has written; choose one on a file"
-                    " system that they share"
-                )
+        except OSError as error:
+            refusal = reason_of(error)
+    # Not to be looked for before it is there: that it is missing would be remembered for a while.
+    place, refusal = process.gather((str(probe), refusal))[WRITER]
+    if refusal:
+        raise UserError(f"run_dir={run_dir} cannot be written: {refusal}")
+    try:
+        node = f"node {process.rank * nodes // process.world} ({socket.gethostname()})"
+        everyone: list[tuple[bool, str]] = process.gather((_appears(Path(place)), node))
     finally:
         if process.rank == WRITER:
             probe.unlink(missing_ok=True)
+    blind = list(dict.fromkeys(node for seen, node in everyone if not seen))
+    if blind:
+        raise UserError(
+            f"run_dir={run_dir} is not the same directory on all nodes: {join(blind)}"
+            f" {'does' if len(blind) == 1 else 'do'} not see what the first rank has written; choose one on a file"
+            " system that they share"
+        )
 
 
 def _appears(file: Path) -> bool:

@@ -17,17 +17,19 @@ function draw(tag, attributes, text) {
 }
 
 async function ask(path, query = {}) {
-  const answer = await fetch(`${path}?${new URLSearchParams({ ...query, token })}`);
+  const answer = await fetch(`${path}?${new URLSearchParams({ ...query, token })}`).catch(() => {
+    throw new Error("realrl watch does not answer");
+  });
   if (!answer.ok) throw new Error(await answer.text());
   return answer.json();
 }
 
 // Words for numbers.
-function number(value) {
+function number(value, digits = 4) {
   if (value === null || value === undefined) return "–";
   if (value === 0) return "0";
   const size = Math.abs(value);
-  return size >= 1e6 || size < 1e-4 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+  return size >= 1e6 || size < 1e-4 ? value.toExponential(digits - 2) : String(Number(value.toPrecision(digits)));
 }
 function seconds(value) {
   if (value === null || value === undefined) return "–";
@@ -54,124 +56,8 @@ function clock(time) {
   return today ? date.toLocaleTimeString() : date.toLocaleString();
 }
 
-// Curves.
-class Chart {
-  constructor(metric, label) {
-    this.metric = metric;
-    this.train = [];
-    this.eval = [];
-    this.stride = 1;
-    this.cursor = null;
-    this.now = make("p", { className: "now" });
-    this.svg = draw("svg", { tabindex: "0", role: "img" });
-    this.element = make("div", { className: "chart" }, make("h3", { textContent: label }), this.now, this.svg);
-    this.label = label;
-    this.svg.addEventListener("pointermove", (event) => this.point(event.clientX - this.svg.getBoundingClientRect().left));
-    this.svg.addEventListener("pointerleave", () => { this.cursor = null; this.draw(); });
-    this.svg.addEventListener("blur", () => { this.cursor = null; this.draw(); });
-    this.svg.addEventListener("keydown", (event) => this.move(event));
-    new ResizeObserver(() => this.draw()).observe(this.svg);
-  }
-
-  // A step that is done again, after a resume, replaces what was there of it and of those that followed.
-  add(kind, step, value) {
-    const points = kind === "eval" ? this.eval : this.train;
-    while (points.length && points.at(-1)[0] >= step) points.pop();
-    if (value === null || value === undefined) return;
-    points.push([step, value]);
-    if (points.length > KEPT) points.splice(0, points.length, ...points.filter((_, i) => i % 2 === 1));
-  }
-
-  clear() { this.train = []; this.eval = []; }
-
-  get points() { return this.train.length ? this.train : this.eval; }
-
-  point(x) {
-    if (!this.scale || !this.points.length) return;
-    const step = this.scale.step(x);
-    let best = 0;
-    this.points.forEach((p, i) => { if (Math.abs(p[0] - step) < Math.abs(this.points[best][0] - step)) best = i; });
-    this.cursor = best;
-    this.draw();
-  }
-
-  move(event) {
-    const by = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
-    if (!by || !this.points.length) return;
-    event.preventDefault();
-    const last = this.points.length - 1;
-    this.cursor = Math.min(last, Math.max(0, (this.cursor ?? last) + by));
-    this.draw();
-  }
-
-  say() {
-    const last = this.cursor === null ? this.points.at(-1) : this.points[this.cursor];
-    const parts = [];
-    if (last) parts.push(`step ${last[0]}: `, make("b", { textContent: number(last[1]) }));
-    const evaluation = this.train.length && this.eval.findLast((p) => !last || p[0] <= last[0]);
-    if (evaluation) parts.push(` · evaluation ${evaluation[0]}: `, make("b", { textContent: number(evaluation[1]) }));
-    this.now.replaceChildren(...parts);
-    this.svg.setAttribute("aria-label", `${this.label}: ${this.now.textContent}`);
-  }
-
-  draw() {
-    this.say();
-    const width = this.svg.clientWidth, height = this.svg.clientHeight;
-    if (!width) return;
-    const all = [...this.train, ...this.eval];
-    if (!all.length) {
-      this.svg.replaceChildren(draw("text", { class: "none", x: width / 2, y: height / 2 }, "nothing yet"));
-      return;
-    }
-    let low = Infinity, high = -Infinity, first = Infinity, last = -Infinity;
-    for (const [step, value] of all) {
-      low = Math.min(low, value); high = Math.max(high, value);
-      first = Math.min(first, step); last = Math.max(last, step);
-    }
-    if (this.metric === SECONDS) low = 0;
-    if (high - low < 1e-9 * Math.max(1, Math.abs(high))) { const half = Math.abs(high) * 0.1 || 1; low -= half; high += half; }
-    const size = 10 ** Math.floor(Math.log10((high - low) / 3));
-    const spacing = [1, 2, 5, 10].map((f) => f * size).find((s) => (high - low) / s <= 4);
-    const ticks = [];
-    for (let n = Math.ceil(low / spacing - 1e-9); n * spacing <= high + spacing * 1e-9; n += 1) ticks.push(Number((n * spacing).toPrecision(12)));
-    const words = ticks.map(number), left = 10 + 6.2 * Math.max(...words.map((w) => w.length)), bottom = height - 20;
-    const x = (step) => left + (last > first ? (step - first) / (last - first) : 0.5) * (width - left - 8);
-    const y = (value) => bottom - ((value - low) / (high - low)) * (bottom - 8);
-    this.scale = { step: (px) => first + ((px - left) / (width - left - 8)) * (last - first) };
-    const parts = ticks.flatMap((tick, i) => [
-      draw("line", { class: "grid", x1: left, x2: width - 4, y1: y(tick), y2: y(tick) }),
-      draw("text", { x: left - 6, y: y(tick) + 4, "text-anchor": "end" }, words[i]),
-    ]);
-    parts.push(draw("text", { x: left, y: height - 4 }, String(first)));
-    if (last > first) parts.push(draw("text", { x: width - 6, y: height - 4, "text-anchor": "end" }, `step ${last}`));
-    const line = (points) => points.map(([s, v]) => `${x(s).toFixed(1)},${y(v).toFixed(1)}`).join(" ");
-    const smooth = this.train.length >= SMOOTH_FROM;
-    parts.push(draw("polyline", { class: `raw${smooth ? " faded" : ""}`, points: line(this.train) }));
-    if (this.train.length === 1) parts.push(draw("circle", { class: "train", cx: x(this.train[0][0]), cy: y(this.train[0][1]), r: 3 }));
-    if (smooth) parts.push(draw("polyline", { class: "smooth", points: line(average(this.train)) }));
-    parts.push(draw("polyline", { class: "eval", points: line(this.eval) }));
-    for (const [step, value] of this.eval) parts.push(draw("circle", { cx: x(step), cy: y(value), r: this.eval.length > 60 ? 1.5 : 3 }));
-    const at = this.cursor === null ? null : this.points[this.cursor];
-    if (at) {
-      parts.push(draw("line", { class: "cursor", x1: x(at[0]), x2: x(at[0]), y1: 4, y2: bottom }));
-      parts.push(draw("circle", { class: this.train.length ? "train" : "", cx: x(at[0]), cy: y(at[1]), r: 3.5 }));
-    }
-    this.svg.replaceChildren(...parts);
-  }
-}
-
-// The mean of the points around each.
-function average(points) {
-  const half = Math.max(2, Math.floor(points.length / 50)), sums = [0];
-  for (const [, value] of points) sums.push(sums.at(-1) + value);
-  return points.map(([step], i) => {
-    const from = Math.max(0, i - half), to = Math.min(points.length, i + half + 1);
-    return [step, (sums[to] - sums[from]) / (to - from)];
-  });
-}
-
 const charts = new Map(), known = new Set();
-let offset = 0, file = null;
+let offset = 0, file = null, reading = 0;
 
 function addChart(metric, label) {
   const chart = new Chart(metric, label);
@@ -181,29 +67,34 @@ function addChart(metric, label) {
 
 function restart() {
   offset = 0;
+  reading += 1;
   for (const chart of charts.values()) chart.clear();
 }
 
+// Whoever begins to read ends an earlier reader, whose charts may have been others.
 async function pollMetrics() {
+  let mine = reading += 1;
   const names = [...charts.keys()].filter((name) => name !== SECONDS);
   for (let more = true; more;) {
     const found = await ask("/api/metrics", { offset, names: names.join(",") });
-    if (names.length + 1 !== charts.size) return;  // chosen meanwhile: all is read again
+    if (mine !== reading) return;
     if (file !== null && (found.file !== file || found.offset < offset)) {
       file = found.file;
       restart();
+      mine = reading;
       continue;
     }
     file = found.file;
     for (const [step, kind, took, values] of found.rows) {
-      if (kind === "train") charts.get(SECONDS).add(kind, step, took);
-      values.forEach((value, i) => { if (names[i]) charts.get(names[i]).add(kind, step, value); });
+      const curve = kind === "eval" ? "eval" : "train";
+      if (curve === "train") charts.get(SECONDS).train.add(step, took);
+      values.forEach((value, i) => { if (names[i]) charts.get(names[i])[curve].add(step, value); });
     }
     offset = found.offset;
     more = found.more;
     listNames(found.known);
+    for (const chart of charts.values()) chart.draw();
   }
-  for (const chart of charts.values()) chart.draw();
 }
 
 function listNames(names) {
@@ -273,7 +164,7 @@ function showCosts(costs) {
   const all = [...costs.calls, ...costs.rest], expected = all.some((c) => c.predicted_seconds);
   byId("costs-lead").textContent = `Medians of ${costs.steps} ${costs.steps === 1 ? "step" : "steps"}${expected ? ", beside what is predicted for the lengths that occurred" : ""}. Memory is that of tensors on the fullest device.`;
   byId("costs").replaceChildren(...all.map((c) => {
-    const ratio = c.predicted_seconds ? (c.seconds / c.predicted_seconds).toFixed(2) : "–";
+    const ratio = c.predicted_seconds && c.seconds !== null ? (c.seconds / c.predicted_seconds).toFixed(2) : "–";
     const found = row(c.placement ? "" : "rest", [c.name, "word"], [c.placement ?? "", "word"], [seconds(c.predicted_seconds)], [seconds(c.seconds)], [ratio],
       [bytes(c.predicted_bytes)], [bytes(c.bytes)]);
     if (c.placement) found.dataset.call = c.name;
@@ -302,19 +193,19 @@ function showRanks({ status, memory }) {
   const limit = (r) => r.device_limit_bytes ?? 0;
   const whole = 1.04 * Math.max(1, ...ranks.map((r) => Math.max(held(r), peak(r), limit(r), predicted.get(r.rank)?.peak_bytes ?? 0)));
   const known = memory[0]?.capacity_bytes;
+  const silent = new Set(status.silent), going = status.state === "running", does = going ? "does now" : "did last";
   byId("ranks-lead").textContent = ranks.some(limit)
-    ? "What each rank does now, and the memory of its device. "
-    : `What each rank does now, and the memory of its process; predictions are of tensors alone${known ? `, and a plan may use ${bytes(known)} a rank` : ""}.`;
-  const silent = new Set(status.silent), going = status.state === "running";
+    ? `What each rank ${does}, and the memory of its device.`
+    : `What each rank ${does}, and the memory of its process; predictions are of tensors alone${known ? `, and a plan may use ${bytes(known)} a rank` : ""}.`;
   byId("ranks").replaceChildren(...ranks.map((r) => {
     const device = predicted.get(r.rank);
     const tip = [`rank ${r.rank}`, `held now\t${bytes(held(r))}`, peak(r) ? `most so far\t${bytes(peak(r))}` : "", device ? `predicted peak\t${bytes(device.peak_bytes)} in ${device.during}` : "",
-      limit(r) ? `limit\t${bytes(limit(r))}` : ""].filter(Boolean).join("\n");
+      limit(r) ? `limit\t${bytes(limit(r))}` : "", limit(r) ? `its process\t${bytes(r.resident_bytes)}` : ""].filter(Boolean).join("\n");
     const bar = memoryBar([["peak", peak(r)], ["held", held(r)], ["expected", device?.peak_bytes], ["limit", limit(r)]], whole);
     bar.dataset.tip = tip;
-    const does = silent.has(r.rank) ? `silent for ${duration(status.time - r.time)}, last: ${r.does}` : r.does;
-    return row(silent.has(r.rank) ? "silent" : "", [String(r.rank), "word"], [r.host, "word"], [does, "word does"],
-      [going && r.since ? duration(status.time - r.since) : ""], [bar, "word meter"], [bytes(held(r))], [bytes(device?.peak_bytes)]);
+    const doing = silent.has(r.rank) ? `silent for ${duration(status.time - r.time)}, last: ${r.does}` : r.does;
+    return row(silent.has(r.rank) ? "silent" : "", [String(r.rank), "word"], [r.host, "word"], [doing, "word does"],
+      [going && r.since ? duration(r.time - r.since) : ""], [bar, "word meter"], [bytes(held(r))], [bytes(device?.peak_bytes)]);
   }));
 }
 
@@ -322,7 +213,7 @@ function showEntries({ status, checkpoints, notes, downloads }) {
   const none = [make("li", {}, make("span", { className: "soft", textContent: "none yet" }))];
   const entries = checkpoints.map((c) => make("li", {}, make("span", { textContent: c.name }), make("span", { textContent: `${duration(status.time - c.time)} ago` })));
   byId("checkpoints").replaceChildren(...(entries.length ? entries : none));
-  const said = notes.toReversed().map((n) => make("li", {}, n.text, make("span", { textContent: n.time ? clock(n.time) : "" })));
+  const said = notes.toReversed().map((n) => make("li", {}, make("bdi", { textContent: n.text }), make("span", { textContent: n.time ? clock(n.time) : "" })));
   byId("notes").replaceChildren(...(said.length ? said : none));
   byId("downloads").replaceChildren(...downloads.map((name) =>
     make("a", { href: `/${name}?${new URLSearchParams({ token })}`, textContent: `${name} (for ui.perfetto.dev)` })));
@@ -345,7 +236,9 @@ async function chooseSamples() {
   const rows = await ask("/api/samples", { step: byId("sampled").value });
   byId("samples").replaceChildren(...rows.map((r) => {
     const numbers = Object.entries(r.numbers).map(([name, value]) => make("span", {}, `${name} `, make("b", { textContent: number(value) })));
-    const text = make("p", { className: "text", tabIndex: r.prompt.length + r.completion.length > 600 ? 0 : -1 }, make("span", { className: "prompt", textContent: r.prompt }), r.completion);
+    // Each is isolated, since it may turn the direction of what follows.
+    const text = make("p", { className: "text", tabIndex: r.prompt.length + r.completion.length > 600 ? 0 : -1 },
+      make("bdi", { className: "prompt", textContent: r.prompt }), make("bdi", { textContent: r.completion }));
     return make("article", { className: "sample" }, text, make("div", { className: "numbers" }, ...numbers));
   }));
 }
@@ -360,7 +253,8 @@ async function showStep() {
   drawn = text;
   byId("step-title").textContent = `Step ${found.step}`;
   const expected = found.predicted_seconds ? ` Predicted is one such step by itself, ${seconds(found.predicted_seconds)}, in the row below, to the same scale.` : "";
-  byId("step-lead").textContent = `Took ${seconds(found.seconds)} from the first instruction to the end of the last one.${expected}`;
+  byId("step-lead").textContent = `Took ${seconds(found.seconds)} from the first instruction to the end of the last one.${expected}${
+    found.ranks < shown.status.ranks.length ? ` Shown are ${found.ranks} of ${shown.status.ranks.length} ranks.` : ""}`;
   const gutter = document.querySelector(".gutter");
   gutter.setAttribute("height", found.height);
   plot.setAttribute("height", found.height);
@@ -386,7 +280,7 @@ async function refresh() {
     byId("link").textContent = state === "running" ? `live · ${new Date().toLocaleTimeString()}` : `as of ${new Date().toLocaleTimeString()}`;
     byId("link").className = "";
   } catch (error) {
-    byId("link").textContent = error instanceof TypeError ? "realrl watch does not answer" : String(error.message);
+    byId("link").textContent = error.message;
     byId("link").className = "lost";
   }
 }
@@ -396,8 +290,10 @@ let next = 0, busy = false;
 async function tick() {
   if (busy || document.hidden || Date.now() < next) return;
   busy = true;
+  const begin = Date.now();
   await refresh();
-  next = Date.now() + (state === "running" ? POLL : 5 * POLL);
+  // Three times as long as that took, so that a large run's page is no load on its machine.
+  next = Date.now() + Math.max(state === "running" ? POLL : 5 * POLL, 3 * (Date.now() - begin));
   busy = false;
 }
 setInterval(tick, 500);

@@ -4,9 +4,9 @@ import logging
 import re
 import time
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from typing import Any
 
+from realrl.config.secrets.redaction import redact_settings
 from realrl.recipe.sections.trackers import MlflowConfig
 from realrl.runtime.output.trackers.tracker import TrackedRun
 
@@ -23,6 +23,8 @@ class MlflowTracker:
         self._client: Any = None
         self._id = ""
         self._notes: list[str] = []
+        self._parameters: list[tuple[str, str]] = []
+        """Settings of a new run that have not been sent yet."""
 
     def open(self, run: TrackedRun) -> None:
         """Begin a run, or go on with that of an earlier process."""
@@ -31,13 +33,16 @@ class MlflowTracker:
         # It tells of each change of its tables.
         logging.getLogger(NAME).setLevel(logging.WARNING)
         self._client = MlflowClient(tracking_uri=self._config.tracking_uri)
+        self._notes = list(run.notes)  # a further one replaces them all
         known = run.load_id(NAME)
         if known is not None and self._is_there(known):
             self._id = known
             self._client.update_run(known, status="RUNNING")
-            return
-        self._id = self._create(run)
-        run.save_id(NAME, self._id)
+        else:
+            self._id = self._create(run)
+            self._parameters = list(_flatten(run.settings))
+            run.save_id(NAME, self._id)
+        self._send_parameters()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of a step in one request."""
@@ -50,7 +55,7 @@ class MlflowTracker:
     def note(self, text: str) -> None:
         """Add a line to the description of the run."""
         self._notes.append(text)
-        self._client.set_tag(self._id, "mlflow.note.content", "\n\n".join(self._notes)[:_NOTES])
+        self._client.set_tag(self._id, "mlflow.note.content", "\n\n".join(self._notes)[-_NOTES:])
 
     def close(self, *, done: bool) -> None:
         """Set the status of the run."""
@@ -68,19 +73,24 @@ class MlflowTracker:
         return True
 
     def _create(self, run: TrackedRun) -> str:
-        from mlflow.entities import Param
-
         config, client = self._config, self._client
         experiment = client.get_experiment_by_name(config.experiment)
         where = (
             client.create_experiment(config.experiment) if experiment is None else experiment.experiment_id
         )
-        made = client.create_run(where, run_name=config.run_name or run.name, tags=dict(config.tags))
+        tags = redact_settings(config.tags)
+        made = client.create_run(where, run_name=config.run_name or run.name, tags=tags)
         name: str = made.info.run_id
-        parameters = (Param(key, value[:_VALUE]) for key, value in _flatten(run.settings))
-        while some := list(islice(parameters, _PARAMETERS)):
-            client.log_batch(name, params=some)
         return name
+
+    def _send_parameters(self) -> None:
+        """Send settings; those that are not taken are sent when the run is opened again."""
+        from mlflow.entities import Param
+
+        while self._parameters:
+            some = [Param(key, value[:_VALUE]) for key, value in self._parameters[:_PARAMETERS]]
+            self._client.log_batch(self._id, params=some)
+            del self._parameters[:_PARAMETERS]
 
 
 def _rename(name: str) -> str:

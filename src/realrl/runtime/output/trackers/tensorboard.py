@@ -21,7 +21,8 @@ class TensorBoardTracker:
     def open(self, run: TrackedRun) -> None:
         """Start an event file, which replaces the steps of earlier ones that are done again."""
         self._place = str(run.directory / BOARD)
-        self._start(run.done + 1 if run.done else None)
+        self._notes = len(run.notes)
+        self._start(run.done + 1)
         if not run.done:
             # Indented lines are code.
             text = "".join(f"    {line}\n" for line in dump_yaml(dict(run.settings)).splitlines())
@@ -45,7 +46,7 @@ class TensorBoardTracker:
         """Write what is in buffers."""
         self._writer.close()
 
-    def _start(self, purge_step: int | None) -> None:
+    def _start(self, purge_step: int) -> None:
         """Start an event file that replaces steps from this one on."""
         from torch.utils.tensorboard.writer import SummaryWriter
 

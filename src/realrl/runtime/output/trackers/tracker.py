@@ -1,7 +1,7 @@
 """Protocol of trackers, and what they are told of a run."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,8 @@ class TrackedRun:
     """Nested settings of the recipe."""
     done: int = 0
     """Training steps that were done before; above 0 where a run is resumed."""
+    notes: Sequence[str] = ()
+    """Notes of earlier starts of the run."""
 
     @property
     def name(self) -> str:

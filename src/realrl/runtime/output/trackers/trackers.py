@@ -9,6 +9,7 @@ from realrl.config.errors import UserError
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import dump_settings
 from realrl.recipe.sections.trackers import TrackersConfig
+from realrl.runtime.monitor.note_file import read_notes
 from realrl.runtime.output.trackers.background import BackgroundTracker
 from realrl.runtime.output.trackers.mlflow import MlflowTracker
 from realrl.runtime.output.trackers.tensorboard import BOARD, TensorBoardTracker
@@ -74,7 +75,9 @@ def open_trackers(
     experiment: Experiment, directory: Path, say: Callable[[str], None], done: int = 0
 ) -> Trackers:
     """Start the trackers of a recipe, each in a thread; `done` steps were trained before."""
-    run = TrackedRun(directory=directory, settings=dump_settings(experiment), done=done)
+    run = TrackedRun(
+        directory=directory, settings=dump_settings(experiment), done=done, notes=read_notes(directory)
+    )
     config = experiment.trackers
     made = [BackgroundTracker(f"trackers.{name}", _make(name, config), run) for name in _list_names(config)]
     return Trackers(made, say, config.patience)

@@ -4,6 +4,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from realrl.config.secrets.redaction import redact_settings
 from realrl.recipe.sections.trackers import WandbConfig
 from realrl.runtime.output.trackers.tracker import TrackedRun
 
@@ -39,7 +40,7 @@ class WandbTracker:
             entity=config.entity,
             name=config.name or run.name,
             group=config.group,
-            tags=config.tags,
+            tags=redact_settings(config.tags),
             mode=config.mode,
             id=name,
             resume="allow",
@@ -50,6 +51,7 @@ class WandbTracker:
         )
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)
+        self._notes = list(run.notes)  # a further one replaces them all
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send a row of metrics."""
