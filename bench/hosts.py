@@ -1,4 +1,4 @@
-"""The demo's PPO stage on one host and on two in network namespaces (without and with latency, with a cut cable, with
+"""The demo's PPO stage on one host, on two in network namespaces (without and with latency, with a cut cable, with
 a host that is lost), and on a Ray cluster of two local nodes.
 
     python bench/hosts.py --steps 4
@@ -28,8 +28,8 @@ from tests.hosts.ray_nodes import make_ray_nodes  # noqa: E402
 
 LIMIT = 3600.0
 CASES = ("hosts", "latency", "cut", "lost", "ray")
-"""Two hosts; with latency; with a cable that is cut in a step and back 30 s later; one of two hosts switched off for
-good and another one added; a Ray cluster of two nodes."""
+"""Two hosts; with latency; with a cable that is cut in a step and back 30 s later; one of two hosts switched off
+for good and another one added; a Ray cluster of two nodes."""
 
 
 def main() -> None:
