@@ -95,9 +95,9 @@ def limited_silence() -> Iterator[None]:
     """Have the system close silent connections to other hosts that are made in the block.
 
     They are closed after SILENCE seconds without an answer, and whoever waits on one then gets an error. A process
-    that computes, or is stopped, still answers: its system does. For gloo and stores alone: the limit also counts the
-    time in which a receiver has no room, and while gloo sends nothing before somebody waits for it, NCCL does, to
-    ranks that compute for minutes before they receive.
+    that computes, or is stopped, still answers: its system does. For gloo and stores alone: the limit also counts
+    the time in which a receiver has no room, and while gloo sends nothing before somebody waits for it, NCCL does,
+    to ranks that compute for minutes before they receive.
     """
     before = _find_sockets()
     yield
