@@ -8,14 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENAS = -1, -3, -8
 """Numbers of options in glibc's malloc.h."""
 _LARGEST_HEAP_BLOCK = 32 << 20
 """Bytes from which glibc maps a block by itself, and unmaps it when it is freed; the most that it accepts."""
 _KEPT_BYTES = 2**31 - 1
 """Bytes at the end of the heap that glibc keeps, at most; the most that it accepts."""
-_PRIMITIVES = "128"
-"""Compiled products that each of the caches of oneDNN keeps."""
+_PRIMITIVES = "24"
+"""Compiled products that each of the caches of oneDNN keeps: those of a micro-batch, which every layer repeats."""
 _PRIMITIVE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """Environment variables for the sizes of oneDNN's own cache and of the one in torch, 1024 entries by default."""
 
@@ -56,3 +56,6 @@ def steady_memory() -> None:
         libc.mallopt(_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)
     if "MALLOC_TRIM_THRESHOLD_" not in os.environ:
         libc.mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+    if "MALLOC_ARENA_MAX" not in os.environ:
+        # One heap for all threads: what one of them frees, the others use.
+        libc.mallopt(_ARENAS, 1)
