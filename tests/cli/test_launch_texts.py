@@ -67,14 +67,16 @@ def test_a_manifest_has_a_pod_for_each_node(tmp_path: Path) -> None:
 
 def test_torchrun_is_told_each_nodes_address(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--address", "fd00::1", "--address", "fd00::2", "--port", "4000")
-    assert run_app(["launch", "torchrun", RECIPE, "cluster=2x8", *options]) == 0
+    changes = ("cluster=2x8", "launch.grace_seconds=900")
+    assert run_app(["launch", "torchrun", RECIPE, *changes, *options]) == 0
     lines = capsys.readouterr().out.replace("\\\n", "").splitlines()
     first, second = (shlex.split(line) for line in lines if line.startswith("OMP_NUM_THREADS"))
     for command, own, is_host in ((first, "fd00::1", "1"), (second, "fd00::2", "0")):
         assert command[command.index("--rdzv-endpoint") + 1] == "[fd00::1]:4000"
         assert command[command.index("--local-addr") + 1] == own
         assert command[command.index("--rdzv-conf") + 1].startswith(f"is_host={is_host},")
-        assert command[-5:] == ["-m", "realrl", "train", RECIPE, "cluster=2x8"]
+        assert command[1] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=900", "what ranks have after SIGTERM"
+        assert command[-6:] == ["-m", "realrl", "train", RECIPE, *changes]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -78,6 +79,12 @@ class Hosts:
         """Plug in all cables."""
         self._say("heal")
 
+    def lose(self, host: int) -> None:
+        """Switch a host off for good: its processes are killed, and nobody is told."""
+        self.cut(host)
+        # The system has processes of a host end with its first one.
+        os.kill(self._holders[host], signal.SIGKILL)
+
     def start(
         self, host: int, command: Sequence[str], log: Path, variables: Mapping[str, str] | None = None
     ) -> "subprocess.Popen[bytes]":
@@ -94,9 +101,9 @@ class Hosts:
             )
 
     def torchrun(
-        self, host: int, hosts: int, log: Path, *arguments: str, restarts: int = 0
+        self, host: int, hosts: int | str, log: Path, *arguments: str, restarts: int = 0
     ) -> "subprocess.Popen[bytes]":
-        """Start torchrun for one process of `realrl ARGUMENTS` on one of the first `hosts` hosts."""
+        """Start torchrun for a process of `realrl ARGUMENTS` on one of `hosts`, which may be a range: 1:2."""
         command = (
             *(sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", str(hosts), "--nproc-per-node", "1", "--max-restarts", str(restarts)),
@@ -109,7 +116,8 @@ class Hosts:
             ),
             *("-m", "realrl", *arguments),
         )
-        return self.start(host, command, log, {"OMP_NUM_THREADS": "1"})
+        variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return self.start(host, command, log, variables)
 
     def _say(self, command: str) -> None:
         stream = _of(self._switch.stdin)

@@ -14,6 +14,7 @@ import pytest
 
 from realrl.cli.app import run_app
 from tests.conftest import World, read_metrics
+from tests.hosts.ray_nodes import make_ray_nodes
 
 needs_ray = pytest.mark.skipif(
     find_spec("ray") is None, reason="ray is not installed: pip install -e '.[ray]'"
@@ -22,16 +23,9 @@ needs_ray = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[None]:
-    """Two nodes of a Ray cluster on this machine, with a CPU each."""
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster()
-    for _ in range(2):
-        cluster.add_node(num_cpus=1, num_gpus=0, object_store_memory=80 * 2**20, include_dashboard=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_ADDRESS", cluster.address)
+    """Two nodes of a Ray cluster on this machine."""
+    with make_ray_nodes(2):
         yield
-    cluster.shutdown()
 
 
 def start(recipe: Path) -> "subprocess.Popen[str]":
@@ -68,6 +62,23 @@ def test_ranks_on_ray_learn_the_same_although_one_dies(nodes: None, world: World
         assert line == pytest.approx(expected, rel=1e-6, abs=1e-9)
     file = "final/model.safetensors"
     assert (tmp_path / "run" / file).read_bytes() == (tmp_path / "local" / "run" / file).read_bytes()
+
+
+@needs_ray
+def test_sigterm_has_ranks_on_ray_save_and_end(nodes: None, world: World, tmp_path: Path) -> None:
+    run = start(world.recipe("sft", tmp_path, cluster="2x1", launch__by="ray", training__steps=10**6))
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "metrics.jsonl").exists():
+        assert time.monotonic() < deadline and run.poll() is None, run.communicate()
+        time.sleep(0.05)
+    run.send_signal(signal.SIGTERM)
+    _, error = run.communicate(timeout=120)
+    assert run.returncode == 128 + signal.SIGTERM, error
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    step = int(checkpoint.name.partition("-")[2])
+    assert len(read_metrics(tmp_path / "run")) >= step
+    (said,) = [line for line in error.splitlines() if line.startswith("realrl: ")]
+    assert said.startswith(f"realrl: ended by SIGTERM after step {step} of 1000000; saved: "), error
 
 
 @needs_ray

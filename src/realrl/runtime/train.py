@@ -17,7 +17,12 @@ from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.fit.check import check_fit
 from realrl.runtime.processes.process import connect, resolve_cluster
 from realrl.runtime.processes.signals import deferred_termination
-from realrl.runtime.processes.startup import agree_on_plan, find_least_device
+from realrl.runtime.processes.startup import (
+    agree_on_plan,
+    find_least_device,
+    is_for_others,
+    replace_plan,
+)
 from realrl.runtime.training_run import TrainingRun
 
 
@@ -28,15 +33,31 @@ def train(
 
     UserError for a mistake that the user can correct, RunError for a failure that is no bug.
     """
-    started = time.monotonic()
+    started, written = time.monotonic(), experiment
     check_trainable(experiment)
     check_trackers(experiment)
     cluster = resolve_cluster(experiment.cluster, experiment.device)
+    for_others = is_for_others(experiment, cluster)
     # Before the ranks meet, where there is nothing to search for: mistakes in a plan need no meeting.
-    compiled = None if experiment.plan == SEARCH else compile_recipe(experiment, cluster)
+    compiled = None if experiment.plan == SEARCH or for_others else compile_recipe(experiment, cluster)
     with connect(experiment.device, experiment.launch) as process, RunLock(experiment.run_dir) as lock:
         here = find_least_device(process)
         check_kind(experiment, cluster, here)
+        earlier: EarlierRun | None = None
+        with process.together():
+            if process.rank == WRITER:
+                lock.take()
+                earlier = find_earlier_run(experiment)
+        earlier = process.gather(earlier)[WRITER]
+        if earlier is not None and earlier.finished:
+            if process.rank == WRITER:
+                observer.note(f"run_dir={experiment.run_dir} holds this run, which is done")
+            return
+        if for_others:
+            experiment, note = replace_plan(experiment, cluster, goes_on=earlier is not None)
+            if process.rank == WRITER and note:
+                observer.note(note)
+            compiled = None if experiment.plan == SEARCH else compile_recipe(experiment, cluster)
         if compiled is None:
             plan = agree_on_plan(experiment, cluster, process, here, observer.note)
             # What is known of models may differ between nodes.
@@ -51,16 +72,6 @@ def train(
         with process.together():
             if process.rank == WRITER:
                 check_fit(experiment, with_sizes(experiment, compiled, plan), here)
-        earlier: EarlierRun | None = None
-        with process.together():
-            if process.rank == WRITER:
-                lock.take()
-                earlier = find_earlier_run(experiment)
-        earlier = process.gather(earlier)[WRITER]
-        if earlier is not None and earlier.finished:
-            if process.rank == WRITER:
-                observer.note(f"run_dir={experiment.run_dir} holds this run, which is done")
-            return
         # Every rank has read everything before the directory of an earlier run may be deleted.
         with process.together():
             make = run_class or TrainingRun
@@ -75,7 +86,7 @@ def train(
         with process.together():
             if process.rank == WRITER:
                 lock.take(make=True)
-                if find_earlier_run(experiment) != earlier:
+                if find_earlier_run(written) != earlier:
                     raise UserError(f"run_dir={experiment.run_dir}: another command has just trained there")
             run.open()
         process.publish(run.directory.path)

@@ -142,8 +142,21 @@ def killed(count: str, rank: str, step: int) -> str:
     return KILLED.replace("COUNT", count).replace("RANK", rank).replace("STEP", str(step))
 
 
+SLOW_END = """
+import time
+from realrl.runtime.output.rundir import RunDirectory
+_finish = RunDirectory.finish
+def finish(self, summary):
+    time.sleep(5)
+    _finish(self, summary)
+RunDirectory.finish = finish
+"""
+"""The first rank takes its time for the last files, while the others wait for it."""
+
+
 def test_a_run_is_started_again_after_a_rank_was_killed(runs: Runs) -> None:
-    status, error = end(runs.start("sft", killed("count == '0'", "'1'", 2)), starts=2)
+    code = killed("count == '0'", "'1'", 2) + SLOW_END
+    status, error = end(runs.start("sft", code, launch={"freeze_seconds": 3}), starts=2)
     assert status == 0, error
     said = (
         r"note: signal 9 \(Killed\) ended the process of rank 1 in step [23].*; starting again \(restart 1, 1"

@@ -1,5 +1,9 @@
 """Frozen ranks, stuck functions and stuck collectives are told apart by signs of life; restarts are counted."""
 
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,12 +12,13 @@ import pytest
 from realrl.plan.cluster import Cluster
 from realrl.recipe.sections.launch import LaunchConfig
 from realrl.runtime.launcher.launch import _shrunken
-from realrl.runtime.launcher.local_ranks import RanksEnd, Start
+from realrl.runtime.launcher.local_ranks import RanksEnd, Start, _visible
 from realrl.runtime.launcher.restarts import RestartCounter, Slots
 from realrl.runtime.monitor.activity import Activity
 from realrl.runtime.monitor.rank_status import RankStatus, name_status_file, read_statuses
 from realrl.runtime.monitor.sign import FileBoard, Sign
 from realrl.runtime.monitor.watch import GAP, SignWatch, Verdict, WatchLimits, describe_waiting
+from realrl.runtime.monitor.work_probe import WorkProbe, is_alive
 from realrl.runtime.processes.error_reports import DEATH, Failure
 
 LIMITS = WatchLimits(freeze_seconds=5, stall_seconds=60)
@@ -96,13 +101,47 @@ def test_computing_is_told_from_a_collective(busy: tuple[int, ...], message: str
     assert verdict is not None and verdict.message.startswith(message)
 
 
-def test_progress_anywhere_and_loading_are_no_stall() -> None:
+def test_progress_anywhere_is_no_stall_and_loading_may_take_longer() -> None:
     ranks = Ranks(at(0, 3), at(1, 3))
     for progress in range(10):
         assert ranks.live(50) is None
         ranks.signs[0] = replace(ranks.signs[0], progress=progress + 1)
-    loading = Ranks(replace(at(0, 0), doing="load"))
-    assert loading.live(500) is None
+    loading = Ranks(*(replace(at(rank, 0, ""), doing="load") for rank in range(2)))
+    assert loading.live(3 * 60) is None
+    verdict = loading.live(3 * 60)
+    assert verdict is not None and verdict.message == (
+        "all ranks wait for each other or a file, while loading;"
+        " no rank has got on for 240 seconds (launch.stall_minutes)"
+    )
+
+
+def test_a_rank_without_signs_of_life_that_works_is_not_frozen() -> None:
+    """A starved process waits for a core, and a regular expression may keep the interpreter to itself."""
+    code = "import sys, time; print(flush=True); sys.stdin.read(1)\nwhile True: pass"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdout.readline()
+        sign, probe = replace(at(0, 3), pid=process.pid), WorkProbe()
+        while probe.works(sign):
+            time.sleep(0.01)
+        assert is_alive(process.pid)
+        ranks = Ranks(sign)
+        ranks.watch = SignWatch(LIMITS, lambda: ranks.now, probe.works)
+        assert ranks.live(20, frozen=(0,)) is not None
+        process.stdin.write(b" ")
+        process.stdin.flush()
+        while not probe.works(sign):
+            time.sleep(0.01)
+        ranks.watch = SignWatch(LIMITS, lambda: ranks.now, probe.works)
+        assert ranks.live(50, frozen=(0,)) is None
+        process.send_signal(signal.SIGSTOP)
+        while probe.works(sign):
+            time.sleep(0.01)
+        assert ranks.live(6, frozen=(0,)) is not None
+        process.kill()
+    assert not is_alive(process.pid)
 
 
 def test_what_others_wait_for_is_told_once_for_each_place() -> None:
@@ -121,9 +160,13 @@ def test_a_killed_rank_leaves_its_latest_instruction(tmp_path: Path) -> None:
     with activity.function("my.py:score"):
         board.post(activity.beat())
         assert FileBoard(tmp_path).read()[3].function == "my.py:score"
+    activity.begin("run " + 1500 * "\u754c", "actor.train", order=2, position=5)
     for _ in range(3):
         board.post(activity.beat())
-    assert FileBoard(tmp_path).read()[3].beats == 5
+    found = FileBoard(tmp_path).read()[3]
+    assert (found.beats, found.key) == (5, (0, 2, 5)), (
+        "a sign that would not fit goes without the instruction"
+    )
     assert FileBoard(tmp_path / "gone", 1).read() == {}
 
 
@@ -144,7 +187,8 @@ def test_restarts_are_counted_without_progress_alone() -> None:
     assert decisions == [True, True, False]
     restarts = RestartCounter(2)
     assert all(restarts.allow(failure(), step) for step in range(1, 20))
-    assert restarts.total == 19
+    assert restarts.total == 19 and restarts.progressed
+    assert restarts.allow(failure(), 19) and not restarts.progressed, "steps that were done before"
     assert not restarts.allow(failure(final=True), 30)
     assert not RestartCounter(0).allow(failure(), 5)
 
@@ -167,6 +211,15 @@ def test_a_device_that_fails_again_and_again_is_given_up() -> None:
         lost = slots.count(failure(rank=2), progressed=False)
     assert lost == [3], "by the number it had at first"
     assert Slots(2, LaunchConfig(tries=1, shrink=False)).count(failure(), progressed=False) == []
+
+
+def test_gpus_that_were_hidden_stay_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = {None: "0,2", "4,5,6,7": "4,6", "": ""}
+    for given, left in expected.items():
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if given is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        assert _visible([0, 2]) == {"CUDA_VISIBLE_DEVICES": left}
 
 
 def test_a_run_goes_on_with_the_gpus_that_torch_still_finds(capsys: pytest.CaptureFixture[str]) -> None:

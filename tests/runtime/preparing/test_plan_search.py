@@ -21,6 +21,7 @@ from realrl.planner.simulate.scenario import Scenario
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
+from realrl.runtime.prepare.compile import make_written_plan
 from realrl.runtime.prepare.devices import search_spec
 from realrl.runtime.prepare.fit import search as fit_search
 from realrl.runtime.prepare.gpu import Gpu
@@ -98,6 +99,31 @@ def test_under_torchrun_one_rank_searches_for_all(world: World, tmp_path: Path) 
     (kept,) = plans_directory().glob("*")
     graph = build_graph(load_experiment(file))
     assert Plan.load(tmp_path / "run" / "plan.yaml", graph) == Plan.load(kept, graph)
+
+
+def test_under_torchrun_a_search_replaces_a_plan_file_for_nodes_that_have_gone(
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    searches: list[float],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "plan.yaml"
+    two = world.recipe("sft", tmp_path, cluster="1x2")
+    loaded = load_experiment(str(two))
+    make_written_plan(loaded, Cluster(1, 2)).save(file, build_graph(loaded))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    given = ["train", str(world.recipe("sft", tmp_path, cluster="auto", plan=str(file)))]
+    assert run_app([*given, "training.steps=1"]) == 2
+    assert "is for cluster 1x2; this run has 1x1" in capsys.readouterr().err, "a run that begins"
+    assert run_app([*given, "training.steps=1", "plan=symmetric"]) == 0
+    assert run_app([*given, "training.steps=2", "launch.shrink=false"]) == 2
+    capsys.readouterr()
+    assert run_app([*given, "training.steps=2"]) == 0
+    said = capsys.readouterr().err
+    assert f"{file} is for other devices; a plan is searched for cluster=1x1" in " ".join(said.split())
+    assert len(read_metrics(tmp_path / "run")) >= 2 and searches
 
 
 def test_one_process_runs_a_searched_plan(world: World, tmp_path: Path, searches: list[float]) -> None:

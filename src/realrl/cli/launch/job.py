@@ -1,5 +1,6 @@
 """Job of several nodes: what the texts for torchrun, Slurm and Kubernetes have in common."""
 
+import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -36,6 +37,8 @@ class Job:
     restarts: int
     directory: str
     """Directory that the command is run in, on every node."""
+    grace: int
+    """Seconds after SIGTERM for a step and a checkpoint, by the recipe."""
     patience: int = PATIENCE
 
 
@@ -86,6 +89,7 @@ def make_job(
         cpus=cpus if cpus is not None else CPUS_BESIDE_A_GPU if gpus else 1,
         restarts=restarts,
         directory=directory or str(Path.cwd()),
+        grace=math.ceil(experiment.launch.grace_seconds),
     )
 
 

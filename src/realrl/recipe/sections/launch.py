@@ -16,10 +16,11 @@ class LaunchConfig(Settings):
 
     freeze_seconds: float = Field(default=30.0, ge=2, le=86_400)
     """Seconds without a sign of life after which a process is taken to be frozen, and the run fails. A process that
-    computes or waits gives one every second."""
+    computes or waits gives one every second; one that merely waits for a core is not frozen."""
     stall_minutes: float | None = Field(default=30.0, gt=0, le=100_000)
     """Minutes without progress on any rank after which a run is taken to be stuck, and fails: no instruction ended,
-    no token was generated, no micro-batch computed, no function returned. null for never."""
+    no token was generated, no micro-batch computed, no function returned. Four times as many while it starts, loads
+    models, and ends. null for never."""
     max_restarts: int = Field(default=3, ge=0, le=1_000_000)
     """How often in a row the launcher starts a failed run again from its last checkpoint without its getting
     further than before. Three, so that a run outlives what passes, and gives up on what does not. A mistake in what
@@ -28,7 +29,8 @@ class LaunchConfig(Settings):
     shrink: bool = True
     """Whether to go on with fewer devices, and a plan made for them, where some are gone for good."""
     tries: PositiveInt = 2
-    """How often in a row a device's process must die before it finishes a step for the device to be given up."""
+    """How often in a row a device's process must die, before the run gets further than ever, for the device to be
+    given up."""
     min_devices: PositiveInt = 1
     """Fewest devices to go on with."""
     grace_seconds: float = Field(default=600.0, ge=0, le=1_000_000)

@@ -1,5 +1,6 @@
 """Local launcher: several processes on this machine, as torchrun would start them, again after failures."""
 
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,9 @@ def launch_training(
             if cause is None:
                 return 0
             if stop_requested():
+                if cause.status != 128 + signal.SIGTERM:
+                    # Why nothing was saved, perhaps.
+                    _say(outcome, cause.message, logs)
                 end_by_signal()
             directory = run_dir()
             if not restarts.allow(cause, outcome.step):
@@ -118,11 +122,9 @@ def _shrunken(
     seen: CountDevices,
 ) -> Start | None:
     """Find how to go on without the devices that are gone for good; None where none are, or the run cannot."""
-    lost = slots.count(cause, progressed=outcome.progressed)
+    lost = slots.count(cause, progressed=outcome.progressed and restarts.progressed)
     left = [slot for slot in slots.kept if slot not in lost]
-    reason = (
-        f"device {', '.join(map(str, lost))} has failed too often without finishing a step (launch.tries)"
-    )
+    reason = f"device {', '.join(map(str, lost))} has failed too often without getting further (launch.tries)"
     there = seen() if cause.device and slots.may_shrink else None
     if there is not None and there < len(left):
         # The driver has numbered those that are left anew.

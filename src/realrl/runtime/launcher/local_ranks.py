@@ -16,6 +16,7 @@ from realrl.recipe.sections.launch import LaunchConfig
 from realrl.runtime.launcher.termination import Termination
 from realrl.runtime.monitor.sign import FileBoard, Sign
 from realrl.runtime.monitor.watch import SignWatch, Verdict, WatchLimits
+from realrl.runtime.monitor.work_probe import WorkProbe
 from realrl.runtime.network.interfaces import INTERFACE_VARIABLES, find_loopback
 from realrl.runtime.processes.environment import (
     LAUNCHER_VARIABLE,
@@ -45,6 +46,8 @@ MOMENT = 2.0
 """Seconds that ranks get, after one has failed, to notice and report it themselves."""
 DUMP = 0.3
 """Seconds that ranks get to write their stacks into their logs."""
+LAST = 30.0
+"""Seconds after SIGKILL in which the system ends a process, unless a driver or file system keeps it for ever."""
 TEMPORARY = "tmp"
 """Directory in the scratch directory for temporary files of ranks."""
 _ASKED = (-signal.SIGTERM, 128 + signal.SIGTERM)
@@ -88,9 +91,8 @@ class LocalRanks:
         self._scratch, self._settings = scratch, settings
         self._processes: list[subprocess.Popen[bytes]] = []
         self._board = FileBoard(scratch)
-        self._watch = SignWatch(WatchLimits.of(settings))
+        self._watch = SignWatch(WatchLimits.of(settings), works=WorkProbe().works)
         self._termination = Termination(settings.grace_seconds, self._signal)
-        """When ranks were told to end, by the monotonic clock."""
 
     def run(self, start: Start, slots: Sequence[int], restart: int) -> RanksEnd:
         """Start the processes on the devices of these numbers, and wait for their end, which is that of all."""
@@ -166,13 +168,22 @@ class LocalRanks:
         """Kill what still runs: processes, and what those that were killed have started."""
         killed = any(process.poll() is None or process.returncode < 0 for process in self._processes)
         self._signal(signal.SIGKILL)
-        for process in self._processes:
-            process.wait()
+        deadline = time.monotonic() + LAST
+        for rank, process in enumerate(self._processes):
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                print(
+                    f"note: the system does not end process {process.pid} of rank {rank}: it waits in the kernel,"
+                    " for a device or a file system",
+                    file=sys.stderr,
+                    flush=True,
+                )
         if killed:
             for pid in find_ranks(str(self._scratch)):
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-        if self._processes and self._processes[0].returncode < 0:
+        if self._processes and (self._processes[0].returncode or 0) < 0:
             show_cursor()
 
 
@@ -219,7 +230,7 @@ def _visible(slots: Sequence[int]) -> dict[str, str]:
     if list(slots) == list(range(len(slots))):
         return {}
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = given.split(",") if given else [str(slot) for slot in range(max(slots) + 1)]
+    names = [str(slot) for slot in range(max(slots) + 1)] if given is None else given.split(",")
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[slot] for slot in slots if slot < len(names))}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from realrl.config.errors import RunError, UserError
+from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.recipe.sections.launch import LaunchConfig
 from realrl.runtime.launcher.local_ranks import MOMENT, RanksEnd, Start, describe_death
@@ -24,6 +24,8 @@ POLL = 0.25
 """Seconds between looks at all ranks."""
 PLACING = 120.0
 """Seconds for the nodes to become free, and for actors to start there."""
+RETURNING = 600.0
+"""Seconds for nodes to become free where the run has had them before: one may be starting again."""
 
 
 class RayCluster:
@@ -46,6 +48,9 @@ class RayCluster:
                     "launch.by=ray: no Ray cluster is running here; start one with `ray start --head`, or name its"
                     " address in RAY_ADDRESS"
                 ) from None
+            except (RuntimeError, ValueError) as error:
+                # Another version of Ray or Python, or an address that is none.
+                raise UserError(f"launch.by=ray: {' '.join(str(error).split())}") from None
         self._cluster, self._settings = cluster, settings
         self._gpus = gpus if gpus is not None else _count_fitting(Cluster(1, 1), "GPU") > 0
         # The same after restarts, so that ranks know the run for their own.
@@ -54,10 +59,17 @@ class RayCluster:
 
     def run(self, start: Start, restart: int) -> RanksEnd:
         """Run all ranks once; tell how they ended. None of them is left."""
+        import ray
+
         ranks = RayRanks(self._cluster, self._gpus, self._settings)
         try:
             ranks.start(start.arguments, self._job, restart)
             return ranks.wait()
+        except ray.exceptions.RayError as error:
+            # A node that goes while ranks are started there is no other failure than one that goes later.
+            return RanksEnd(
+                Failure(f"actors could not be started: {_first_sentence(error)}", 1, 0, time.time())
+            )
         finally:
             ranks.close()
 
@@ -90,7 +102,7 @@ class RayRanks:
 
     def start(self, arguments: Sequence[str], job: str, restart: int) -> None:
         """Place the actors, and have each start its rank. UserError where nodes do not become free."""
-        self._place()
+        self._place(RETURNING if restart else PLACING)
         gpus: defaultdict[str, list[str]] = defaultdict(list)
         for place in self._places:
             gpus[place.node] += place.gpus
@@ -113,7 +125,7 @@ class RayRanks:
             started.append(actor.start.remote(rank, arguments, variables, os.getcwd(), list_import_path()))
         _get(started)
 
-    def _place(self) -> None:
+    def _place(self, seconds: float) -> None:
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -122,10 +134,10 @@ class RayRanks:
         resources = {"CPU": per_node, **({"GPU": per_node} if self._gpus else {})}
         # One bundle is always on one node.
         self._group = placement_group([resources] * self._cluster.nodes, strategy="STRICT_SPREAD")
-        if not self._group.wait(PLACING):
+        if not self._group.wait(seconds):
             raise UserError(
                 f"launch.by=ray: {self._cluster.nodes} nodes with {resources} each have not become free within"
-                f" {PLACING:.0f} seconds"
+                f" {seconds:.0f} seconds"
             )
         actor = ray.remote(RankProcess)
         for rank in range(self._cluster.size):
@@ -186,8 +198,8 @@ class RayRanks:
             try:
                 look = ray.get(call, timeout=self._settings.freeze_seconds)
             except ray.exceptions.RayError as error:
-                reason = " ".join(str(error).split()).partition(". ")[0]
-                message = f"the actor of rank {rank} on {self._places[rank].address} has gone: {reason}"
+                where = self._places[rank].address
+                message = f"the actor of rank {rank} on {where} has gone: {_first_sentence(error)}"
                 gone.setdefault(rank, Failure(message, 1, rank, time.time(), distance=DEATH, device=True))
             self._looks.append(look)
         self._show(self._looks[0].screen if 0 not in gone else b"")
@@ -207,12 +219,22 @@ class RayRanks:
     def _read_signs(self) -> dict[int, Sign]:
         return {r: Sign.from_json(look.sign) for r, look in enumerate(self._looks) if look.sign is not None}
 
+    def _read_failure(self, rank: int) -> dict[str, Any] | None:
+        """Read what a rank has left about its failure; None for nothing, or where its actor has gone, too."""
+        import ray
+
+        try:
+            found: dict[str, Any] | None = ray.get(self._actors[rank].failure.remote(), timeout=PLACING)
+        except ray.exceptions.RayError:
+            return None
+        return found
+
     def _find_cause(self, failed: dict[int, float], gone: dict[int, Failure]) -> Failure:
         failures, signs = dict(gone), self._read_signs()
         for rank, noticed in failed.items():
             if rank in gone:
                 continue
-            left = _get([self._actors[rank].failure.remote()])[0]
+            left = self._read_failure(rank)
             status = self._looks[rank].status or 1
             failures[rank] = (
                 Failure(**left)
@@ -223,14 +245,15 @@ class RayRanks:
 
 
 def _get(calls: Sequence[Any]) -> list[Any]:
-    """Wait for answers of actors; RunError where they do not come."""
+    """Wait for answers of actors; RayError where they do not come."""
     import ray
 
-    try:
-        found: list[Any] = ray.get(list(calls), timeout=PLACING)
-    except ray.exceptions.GetTimeoutError:
-        raise RunError(f"actors on the Ray cluster have not answered within {PLACING:.0f} seconds") from None
+    found: list[Any] = ray.get(list(calls), timeout=PLACING)
     return found
+
+
+def _first_sentence(error: Exception) -> str:
+    return " ".join(str(error).split()).partition(". ")[0]
 
 
 def _count_fitting(cluster: Cluster, kind: str) -> int:

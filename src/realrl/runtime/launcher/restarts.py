@@ -16,11 +16,14 @@ class RestartCounter:
         """Number of restarts so far."""
         self.in_vain = 0
         """Number of them in a row that were needed without progress."""
+        self.progressed = False
+        """Whether the run had got further than ever before when it failed last."""
         self._furthest = 0
 
     def allow(self, cause: Failure, step: int) -> bool:
         """Decide whether to start again after a failure, and count that; `step` training steps were done then."""
-        if step > self._furthest:
+        self.progressed = step > self._furthest
+        if self.progressed:
             self._furthest, self.in_vain = step, 0
         if cause.final or self.in_vain >= self._limit:
             return False
@@ -52,7 +55,7 @@ class Slots:
     def count(self, cause: Failure, *, progressed: bool) -> list[int]:
         """Count a failure; list the devices that are to be given up for having failed too often.
 
-        `progressed` says whether a step was finished since the last start.
+        `progressed` says whether a step was finished since the last start that had not been finished before.
         """
         if progressed:
             self._deaths.clear()

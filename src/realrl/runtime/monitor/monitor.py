@@ -35,7 +35,8 @@ class Monitor:
             # In C, so that it works while Python waits for native code.
             faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         board.post(self._activity.beat())
-        self._run("beats", BEAT, lambda: board.post(self._activity.beat()))
+        # To the end: a process that does nothing but end is not frozen.
+        self._run("beats", BEAT, lambda: board.post(self._activity.beat()), threading.Event())
 
     def publish(self, run_dir: Path) -> None:
         """Keep the status file in the run's directory from now on."""
@@ -44,16 +45,17 @@ class Monitor:
             self._directory.mkdir(parents=True, exist_ok=True)
         self._write_status()
         # A thread of its own: a file system that hangs must not look like a frozen rank.
-        self._run("status", STATUS_EVERY, self._write_status)
+        self._run("status", STATUS_EVERY, self._write_status, self._stop)
 
     def close(self) -> None:
-        """Write the last status, and end the threads."""
+        """Write the last status, and no other one."""
         self._stop.set()
         self._write_status()
 
-    def _run(self, name: str, every: float, action: Callable[[], None]) -> None:
+    @staticmethod
+    def _run(name: str, every: float, action: Callable[[], None], stop: threading.Event) -> None:
         def work() -> None:
-            while not self._stop.wait(every):
+            while not stop.wait(every):
                 action()
 
         threading.Thread(target=work, name=name, daemon=True).start()

@@ -123,8 +123,12 @@ class FileBoard:
 
     def _write(self, sign: Sign, offset: int) -> None:
         if self._file is not None:
+            text = sign.to_json().encode()
+            if len(text) > _SLOT:
+                # Names that JSON takes several characters for; what is cut off would be no sign at all.
+                text = replace(sign, instruction=None, call=None, function=None).to_json().encode()
             with suppress(OSError):
-                os.pwrite(self._file, sign.to_json().encode()[:_SLOT].ljust(_SLOT), offset)
+                os.pwrite(self._file, text.ljust(_SLOT), offset)
 
     def read(self) -> dict[int, Sign]:
         """Read the signs of all ranks that have left one, by rank."""

@@ -4,19 +4,18 @@ import faulthandler
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
 from realrl.runtime.monitor.sign import BEAT, Sign
 from realrl.runtime.monitor.watch import SignWatch, Verdict, WatchLimits, describe_waiting
+from realrl.runtime.monitor.work_probe import WorkProbe, is_alive
 
 _VERDICT = "verdict"
 _ENDED = "ended"
@@ -142,8 +141,9 @@ class RankWatch:
         siblings = [rank for rank, sign in signs.items() if me is not None and sign.machine == me.machine]
         watched = [*signs] if self._rank == 0 else sorted({0, *siblings})
         # One rank alone judges whether nothing gets on: it sees all.
-        judges = self._rank == 0
-        watch = SignWatch(self._limits if judges else replace(self._limits, stall_seconds=None))
+        limits = self._limits if self._rank == 0 else replace(self._limits, stall_seconds=None)
+        probe = WorkProbe()
+        watch = SignWatch(limits, works=lambda sign: sign.rank in siblings and probe.works(sign))
         while not self._stop.wait(BEAT):
             signs = self._board.read_some(watched)
             verdict = self._find_dead(signs, siblings) or watch.look(
@@ -164,7 +164,7 @@ class RankWatch:
     def _find_dead(self, signs: dict[int, Sign], siblings: list[int]) -> Verdict | None:
         for rank in siblings:
             sign = signs.get(rank)
-            if sign is not None and not _alive(sign.pid) and not self._board.has_ended(rank):
+            if sign is not None and not is_alive(sign.pid) and not self._board.has_ended(rank):
                 return Verdict(rank, f"the process of rank {rank} died {sign.place}", frozen=False)
         return None
 
@@ -179,18 +179,3 @@ class RankWatch:
         with suppress(OSError, ValueError):
             faulthandler.dump_traceback(file=2, all_threads=True)
         self._end(verdict.message + notes, mine)
-
-
-def _alive(pid: int) -> bool:
-    """Check whether a process of this machine runs; one that waits to be collected does not."""
-    if sys.platform != "linux":
-        try:
-            os.kill(pid, 0)
-        except OSError:
-            return False
-        return True
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"

@@ -15,6 +15,8 @@ _BUSY = 0.5
 """CPU seconds a second above which a process computes."""
 _LIVELY = ("train", "eval", "save")
 """Parts of a run in which something should be done all the time."""
+_SLOW = 4
+"""Times that other parts may take: models come from file systems and networks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +26,7 @@ class WatchLimits:
     freeze_seconds: float
     """Without a sign of life of a rank."""
     stall_seconds: float | None
-    """Without progress anywhere; None is for ever."""
+    """Without progress anywhere in a step, and `_SLOW` times as long at the start and the end; None is for ever."""
 
     @classmethod
     def of(cls, launch: LaunchConfig) -> Self:
@@ -56,13 +58,20 @@ class _Seen:
 class SignWatch:
     """Watcher of the signs of ranks, by its own clock alone."""
 
-    def __init__(self, limits: WatchLimits, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limits, self._clock = limits, clock
+    def __init__(
+        self,
+        limits: WatchLimits,
+        clock: Callable[[], float] = time.monotonic,
+        works: Callable[[Sign], bool] = lambda sign: False,
+    ) -> None:
+        """`works` checks whether the process of a sign uses a core or waits for one, as far as can be known."""
+        self._limits, self._clock, self._works = limits, clock, works
         self._seen: dict[int, _Seen] = {}
         self._looked = clock()
         self._moved = self._looked
         """When there was progress last."""
-        self._progress = -1
+        self._progress: dict[int, int] = {}
+        """Most progress of each rank so far."""
         self._cpu: dict[int, float] = {}
         """CPU seconds of each rank when there was progress last."""
 
@@ -79,16 +88,24 @@ class SignWatch:
             seen = self._seen.get(rank)
             if seen is None or seen.sign.beats != sign.beats or seen.sign.pid != sign.pid:
                 self._seen[rank] = _Seen(sign, now)
-        progress = sum(sign.progress for sign in signs.values())
-        if progress != self._progress or not any(sign.doing in _LIVELY for sign in signs.values()):
-            self._moved, self._progress = now, progress
+        further = {r: s.progress for r, s in signs.items() if s.progress > self._progress.get(r, -1)}
+        if further:
+            self._moved = now
+            self._progress |= further
             self._cpu = {rank: sign.cpu_seconds for rank, sign in signs.items()}
         return self._find_frozen(signs, now) or self._find_stuck(signs, now)
 
     def _find_frozen(self, signs: Mapping[int, Sign], now: float) -> Verdict | None:
-        """Find the rank whose last sign of life is the oldest, if it is too old."""
+        """Find the rank whose last sign of life is the oldest, if it is too old and its process does not work.
+
+        One that works waits for a core, or code that does not let others in keeps the interpreter to itself.
+        """
+        limit = max(self._limits.freeze_seconds, 2 * BEAT)
+        for silent, sign in signs.items():
+            if now - self._seen[silent].at > limit / 2 and self._works(sign):
+                self._seen[silent] = _Seen(sign, now)
         rank = min(signs, key=lambda rank: self._seen[rank].at, default=None)
-        if rank is None or now - self._seen[rank].at < max(self._limits.freeze_seconds, 2 * BEAT):
+        if rank is None or now - self._seen[rank].at < limit:
             return None
         seconds = now - self._seen[rank].at
         message = (
@@ -97,10 +114,10 @@ class SignWatch:
         return Verdict(rank, message, frozen=True)
 
     def _find_stuck(self, signs: Mapping[int, Sign], now: float) -> Verdict | None:
-        limit = self._limits.stall_seconds
-        if limit is None or not signs or now - self._moved < limit:
+        limit, seconds = self._limits.stall_seconds, now - self._moved
+        lively = any(sign.doing in _LIVELY for sign in signs.values())
+        if limit is None or not signs or seconds < limit * (1 if lively else _SLOW):
             return None
-        seconds = now - self._moved
         no_progress = f"no rank has got on for {seconds:.0f} seconds (launch.stall_minutes)"
         running = [sign for sign in signs.values() if sign.function is not None]
         if running:
@@ -122,7 +139,8 @@ class SignWatch:
         elif others or len(signs) == 1:
             message = f"rank {last.rank} is stuck {last.place}{behind}; {no_progress}"
         else:
-            message = f"all ranks wait for each other in a collective, {last.place}; {no_progress}"
+            what = "for each other in a collective" if lively else "for each other or a file"
+            message = f"all ranks wait {what}, {last.place}; {no_progress}"
         return Verdict(last.rank, message, frozen=False)
 
     def _is_busy(self, sign: Sign, seconds: float) -> bool:

@@ -5,8 +5,8 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 
 from realrl.config.errors import UserError
@@ -50,10 +50,11 @@ def use_route(
     `first` is the address of the node where all meet; `publish` tells the others this node's address, and `read`
     waits for that of another one. UserError where the interface cannot be found.
     """
+    own = find_own_address(first)
+    # Also where the user names one: others may wait for it.
+    publish(own)
     if INTERFACE_VARIABLE in os.environ or sys.platform != "linux":
         return
-    own = find_own_address(first)
-    publish(own)
     if ip_address(own).is_loopback:
         # The node where all meet may know itself by another address than the others do.
         others = (read(other) for other in range(nodes) if other != node)
@@ -89,21 +90,37 @@ def find_interface(address: str) -> str:
     return found
 
 
-def limit_silence() -> None:
-    """Have the system close connections of this process to other hosts after SILENCE seconds without an answer.
+@contextmanager
+def limited_silence() -> Iterator[None]:
+    """Have the system close silent connections to other hosts that are made in the block.
 
-    Whoever waits on one then gets an error. A process that computes, or is stopped, still answers: its system
-    does. Call again after connections have been made.
+    They are closed after SILENCE seconds without an answer, and whoever waits on one then gets an error. A process
+    that computes, or is stopped, still answers: its system does. For gloo and stores alone: the limit also counts
+    the time in which a receiver has no room, and while gloo sends nothing before somebody waits for it, NCCL does,
+    to ranks that compute for minutes before they receive.
     """
-    if sys.platform != "linux":
-        return
-    for name in os.listdir("/proc/self/fd"):
-        # It may be closed by now, as that of the listing is.
+    before = _find_sockets()
+    yield
+    for inode, number in _find_sockets().items():
+        # It may be closed by now.
         with suppress(OSError):
-            number = int(name)
-            if stat.S_ISSOCK(os.fstat(number).st_mode):
+            if inode not in before:
                 with socket.socket(fileno=os.dup(number)) as connection:
                     _limit(connection)
+
+
+def _find_sockets() -> dict[int, int]:
+    """Find the sockets of this process: their file descriptors, by inode. Linux alone has such a list."""
+    found: dict[int, int] = {}
+    if sys.platform != "linux":
+        return found
+    for name in os.listdir("/proc/self/fd"):
+        # That of the listing is closed by now.
+        with suppress(OSError):
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found[status.st_ino] = int(name)
+    return found
 
 
 def _limit(connection: socket.socket) -> None:

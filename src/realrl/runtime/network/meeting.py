@@ -12,7 +12,7 @@ from realrl.config.errors import RunError
 from realrl.runtime.network.interfaces import use_loopback, use_route
 
 TIMEOUT = timedelta(minutes=30)
-"""Longest that ranks wait for each other."""
+"""Longest that ranks wait for each other until all have met."""
 
 _LOOK_EVERY = 0.05
 

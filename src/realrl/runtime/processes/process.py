@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 
 from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.model.group import Group
@@ -19,7 +20,7 @@ from realrl.plan.cluster import Cluster
 from realrl.recipe.sections.launch import LaunchConfig
 from realrl.runtime.monitor.activity import Activity
 from realrl.runtime.monitor.host_memory import steady_memory
-from realrl.runtime.network.interfaces import limit_silence
+from realrl.runtime.network.interfaces import limited_silence
 from realrl.runtime.network.meeting import TIMEOUT, meet
 from realrl.runtime.prepare.cluster import written_cluster
 from realrl.runtime.prepare.gpu import NO_GPU, Gpu
@@ -29,6 +30,12 @@ from realrl.runtime.processes.messages import gather_values
 from realrl.runtime.processes.supervision import Supervision
 
 Device = Literal["auto", "cpu", "cuda"]
+
+_WAIT = timedelta(days=20)
+"""Longest that ranks which have met wait for each other: one may compute for hours what another one waits for.
+
+Whoever watches them ends what is stuck (`launch.stall_minutes`). Gloo counts milliseconds in 32 bits in places.
+"""
 
 
 @dataclass
@@ -61,17 +68,20 @@ class Process:
     def groups(self, rank_sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Group]:
         """Make the groups this rank is in, out of `rank_sets`, the same sets in the same order on every rank."""
         found: dict[tuple[int, ...], Group] = {}
-        for ranks in dict.fromkeys(rank_sets):
-            handle = dist.new_group(sorted(ranks)) if len(ranks) > 1 else None
-            if self.rank in ranks:
-                found[ranks] = Group(ranks, ranks.index(self.rank), handle)
-        limit_silence()
+        with limited_silence():
+            for ranks in dict.fromkeys(rank_sets):
+                handle = dist.new_group(sorted(ranks), timeout=_WAIT) if len(ranks) > 1 else None
+                if self.rank in ranks:
+                    found[ranks] = Group(ranks, ranks.index(self.rank), handle)
         return found
 
     def make_control_group(self) -> dist.ProcessGroup | None:
         """Make another group of all ranks for small CPU tensors, for a thread of its own; None where there is one
         rank. All ranks call this together."""
-        return None if self.control is None else dist.new_group(backend="gloo")
+        if self.control is None:
+            return None
+        with limited_silence():
+            return dist.new_group(backend="gloo", timeout=_WAIT)
 
     def gather(self, value: Any) -> list[Any]:
         """All-gather one plain value or record per rank: the list in the order of ranks, on every rank."""
@@ -107,15 +117,20 @@ class Process:
         """
         alone = isinstance(error, UserCodeError) and error.alone
         if self.supervision is not None:
-            self.supervision.close(error)
-        if self.control is None or alone or (kind and not issubclass(kind, UserError)):
-            return
-        if kind is None:
-            dist.barrier(group=self.control)
-        else:
-            # Not for long, should this rank alone have found the mistake.
-            with suppress(RuntimeError):
-                dist.monitored_barrier(group=self.control, timeout=timedelta(seconds=5))
+            self.supervision.leave(error)
+        try:
+            if self.control is None or alone or (kind and not issubclass(kind, UserError)):
+                return
+            if kind is None:
+                dist.barrier(group=self.control)
+            else:
+                # Not for long, should this rank alone have found the mistake.
+                with suppress(RuntimeError):
+                    dist.monitored_barrier(group=self.control, timeout=timedelta(seconds=5))
+        finally:
+            # Not before all have come: one that still writes files may fail, and keeps the others waiting.
+            if self.supervision is not None:
+                self.supervision.close()
         # Else its threads would abort the interpreter on its way out.
         dist.destroy_process_group()
 
@@ -170,23 +185,25 @@ def connect(device: Device, launch: LaunchConfig | None = None) -> Process:
     if not cuda:
         wait_to_be_scheduled()
     store = os.environ.get(STORE_VARIABLE)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        store=dist.FileStore(store, world) if store else meet(rank, world),
-        rank=rank,
-        world_size=world,
-        timeout=TIMEOUT,
-    )
+    with limited_silence():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=dist.FileStore(store, world) if store else meet(rank, world),
+            rank=rank,
+            world_size=world,
+            timeout=TIMEOUT,
+        )
+        control = dist.new_group(backend="gloo", timeout=_WAIT)
+        process = Process(rank, world, place, control, activity=supervision.activity, supervision=supervision)
+        if store is None:
+            supervision.watch_others(world, process.gather(secrets.token_hex(8))[0], launch or LaunchConfig())
+            dist.barrier(group=control)
+            supervision.start_watch()
     if cuda:
         # NCCL wants every rank at a group's first operation; later ones may be between some of them.
         dist.all_reduce(torch.zeros((), device=place))
-    control = dist.new_group(backend="gloo")
-    process = Process(rank, world, place, control, activity=supervision.activity, supervision=supervision)
-    if store is None:
-        supervision.watch_others(world, process.gather(secrets.token_hex(8))[0], launch or LaunchConfig())
-        dist.barrier(group=control)
-        supervision.start_watch()
-    limit_silence()
+    # That group of all ranks has had the time for a meeting.
+    set_timeout(_WAIT)
     return process
 
 

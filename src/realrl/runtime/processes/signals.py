@@ -89,7 +89,7 @@ def deferred_termination(grace: float) -> Iterator[None]:
     Where `raise_signals` handles signals, the next one ends the process at once, as does PATIENCE after `grace`
     seconds.
     """
-    before = signal.getsignal(signal.SIGTERM)
+    before, before_grace = signal.getsignal(signal.SIGTERM), _deferral.grace
     if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -103,7 +103,7 @@ def deferred_termination(grace: float) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-        _deferral.grace = None
+        _deferral.grace = before_grace
 
 
 def stop_requested() -> bool:

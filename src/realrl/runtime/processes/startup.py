@@ -1,10 +1,11 @@
-"""Agreement of ranks before they compile a recipe: the smallest device, and a searched plan."""
+"""Agreement of ranks before they compile a recipe: the smallest device, and a plan that fits."""
 
 import os
 from collections.abc import Callable
 
 from realrl.plan.cluster import Cluster
 from realrl.plan.plan import Plan
+from realrl.plan.presets import PRESETS, SEARCH, load_plan
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
@@ -12,7 +13,7 @@ from realrl.runtime.prepare.devices import search_spec
 from realrl.runtime.prepare.functions import check_functions
 from realrl.runtime.prepare.gpu import Gpu, Here
 from realrl.runtime.prepare.search.cached_plan import cached_plan
-from realrl.runtime.processes.environment import PLAN_VARIABLE
+from realrl.runtime.processes.environment import PLAN_VARIABLE, restart_count, under_launcher
 from realrl.runtime.processes.process import Process
 
 
@@ -22,6 +23,29 @@ def find_least_device(process: Process) -> Here:
     if not gpus:
         return "cpu"
     return min(gpus, key=lambda gpu: gpu.memory_bytes)
+
+
+def is_for_others(experiment: Experiment, cluster: Cluster) -> bool:
+    """Check whether the recipe's plan is a file for other devices than torchrun has found this time.
+
+    UserError where it is no plan file.
+    """
+    named = experiment.plan in (*PRESETS, SEARCH)
+    if named or experiment.cluster != "auto" or not under_launcher():
+        return False
+    plan = load_plan(experiment.plan, build_graph(experiment), experiment.micro_batch_tokens)
+    return plan.cluster != cluster
+
+
+def replace_plan(experiment: Experiment, cluster: Cluster, *, goes_on: bool) -> tuple[Experiment, str]:
+    """Have a search take the place of a plan that is for other devices, where a run `goes_on`; with a note on it.
+
+    A run that begins, or one that may not shrink, is left as it is: its plan is a mistake.
+    """
+    if not experiment.launch.shrink or not (goes_on or restart_count()):
+        return experiment, ""
+    note = f"{experiment.plan} is for other devices; a plan is searched for cluster={cluster}"
+    return experiment.model_copy(update={"plan": SEARCH}), note
 
 
 def agree_on_plan(

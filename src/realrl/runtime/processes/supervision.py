@@ -58,14 +58,17 @@ class Supervision:
         """Keep the status file in the run's directory from now on."""
         self._monitor.publish(run_dir)
 
-    def close(self, error: object) -> None:
-        """End signs of life as this rank leaves; tell the others of a failure that they may not know of."""
+    def leave(self, error: object) -> None:
+        """Begin to end this rank; tell the others of a failure that they may not know of."""
         if isinstance(error, BaseException):
             if isinstance(error, Exception) and not isinstance(error, UserError | RunError):
                 setattr(error, PLACE, self.activity.place)
             self._tell(error)
         else:
             self.activity.enter("end")
+
+    def close(self) -> None:
+        """Watch others no longer, nor be missed by them. Signs of life go on as long as the process does."""
         if self._watch is not None:
             self._watch.stop()
         self._monitor.close()
