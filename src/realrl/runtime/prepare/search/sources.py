@@ -13,6 +13,8 @@ from realrl.recipe import registry as algorithms
 
 EXTENSIONS = (algorithms.GROUP, families.GROUP)
 """Groups of entry points by which other packages extend this one."""
+_PACKAGES = {"site-packages", "dist-packages"}
+"""Names of directories into which packages are installed."""
 
 
 def read_sources() -> Iterator[str]:
@@ -31,18 +33,23 @@ def read_sources() -> Iterator[str]:
 def _user_files(package: Path) -> list[Path]:
     """Files of loaded modules that are not ours but may decide about plans: algorithms and families, and what these
     import. Of installed ones only those that use something of ours."""
-    installed = [str(Path(prefix)) + os.sep for prefix in (sys.prefix, sys.base_prefix)]
     found = set()
     for module in list(sys.modules.values()):
         source = getattr(module, "__file__", None)
         if source is None or not source.endswith(".py"):
             continue
-        if source.startswith(tuple(installed)) and not _extends(module):
+        if _is_installed(source) and not _extends(module):
             continue
         file = Path(source).resolve()
         if file.is_file() and not file.is_relative_to(package):
             found.add(file)
     return sorted(found)
+
+
+def _is_installed(source: str) -> bool:
+    """Whether a file is one of Python's or of a package, in this environment or in one that it adds to its path."""
+    prefixes = tuple(str(Path(prefix)) + os.sep for prefix in (sys.prefix, sys.base_prefix))
+    return source.startswith(prefixes) or not _PACKAGES.isdisjoint(Path(source).parts)
 
 
 def _extends(module: ModuleType) -> bool:
