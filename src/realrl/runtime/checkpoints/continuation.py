@@ -65,7 +65,7 @@ class Continuation:
     def _compare_data(self, state: RunState) -> None:
         """Check that the training data are those of the checkpoint; else UserError, or a note."""
         old, new = state.data, self._keeper.data
-        if old is None or old == new:
+        if old == new:
             return
         how = (
             "with other contents"

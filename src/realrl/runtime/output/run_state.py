@@ -20,8 +20,8 @@ class RunState:
     """Length of metrics.jsonl."""
     evaluated: int | None
     """Training steps before the last evaluation; None where there was none."""
-    data: Mapping[str, int] | None = None
-    """What identifies the training data, see `Dataset.identify`; None where that was not kept yet."""
+    data: Mapping[str, int]
+    """What identifies the training data, see `Dataset.identify`."""
     algorithm: Mapping[str, Any] = field(default_factory=dict)
     """What the algorithm saves."""
     trainers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
