@@ -1,9 +1,12 @@
 """Training of a recipe as one rank of its cluster."""
 
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 
 from realrl.checkpoint.sources import check_trainable
 from realrl.config.errors import UserError
+from realrl.plan.cluster import Cluster
 from realrl.plan.presets import SEARCH
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
@@ -12,10 +15,11 @@ from realrl.runtime.output.earlier import EarlierRun, find_earlier_run
 from realrl.runtime.output.lock import RunLock
 from realrl.runtime.output.shared import check_shared
 from realrl.runtime.output.trackers.trackers import check_trackers
-from realrl.runtime.prepare.compile import compile_recipe, with_sizes
+from realrl.runtime.prepare.compile import Compiled, compile_recipe, with_sizes
 from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.fit.check import check_fit
-from realrl.runtime.processes.process import connect, resolve_cluster
+from realrl.runtime.prepare.gpu import Here
+from realrl.runtime.processes.process import Process, connect, resolve_cluster
 from realrl.runtime.processes.signals import deferred_termination
 from realrl.runtime.processes.startup import (
     agree_on_plan,
@@ -40,15 +44,14 @@ def train(
     for_others = is_for_others(experiment, cluster)
     # Before the ranks meet, where there is nothing to search for: mistakes in a plan need no meeting.
     compiled = None if experiment.plan == SEARCH or for_others else compile_recipe(experiment, cluster)
-    with connect(experiment.device, experiment.launch) as process, RunLock(experiment.run_dir) as lock:
+    with (
+        ExitStack() as until_the_end,
+        connect(experiment.device, experiment.launch) as process,
+        RunLock(experiment.run_dir) as lock,
+    ):
         here = find_least_device(process)
         check_kind(experiment, cluster, here)
-        earlier: EarlierRun | None = None
-        with process.together():
-            if process.rank == WRITER:
-                lock.take()
-                earlier = find_earlier_run(experiment)
-        earlier = process.gather(earlier)[WRITER]
+        earlier = _find_earlier(written, process, lock)
         if earlier is not None and earlier.finished:
             if process.rank == WRITER:
                 observer.note(f"run_dir={experiment.run_dir} holds this run, which is done")
@@ -58,20 +61,7 @@ def train(
             if process.rank == WRITER and note:
                 observer.note(note)
             compiled = None if experiment.plan == SEARCH else compile_recipe(experiment, cluster)
-        if compiled is None:
-            plan = agree_on_plan(experiment, cluster, process, here, observer.note)
-            # What is known of models may differ between nodes.
-            with process.together():
-                compiled = compile_recipe(experiment, cluster, plan)
-        else:
-            # So may the shares that a preset gives models by their sizes.
-            plan = process.gather(compiled.train.plan)[WRITER]
-            with process.together():
-                if plan != compiled.train.plan:
-                    compiled = compile_recipe(experiment, cluster, plan)
-        with process.together():
-            if process.rank == WRITER:
-                check_fit(experiment, with_sizes(experiment, compiled, plan), here)
+        compiled = _agree(compiled, experiment, cluster, process, here, observer.note)
         # Every rank has read everything before the directory of an earlier run may be deleted.
         with process.together():
             make = run_class or TrainingRun
@@ -90,8 +80,46 @@ def train(
                     raise UserError(f"run_dir={experiment.run_dir}: another command has just trained there")
             run.open()
         process.publish(run.directory.path)
+        # Until this rank has said why it fails, too: torchrun ends by SIGTERM what one dead process leaves.
+        until_the_end.enter_context(deferred_termination(experiment.launch.grace_seconds))
         try:
-            with deferred_termination(experiment.launch.grace_seconds):
-                run.execute(started)
+            run.execute(started)
         finally:
             run.directory.close_trackers(done=False)  # unless they are closed
+
+
+def _find_earlier(experiment: Experiment, process: Process, lock: RunLock) -> EarlierRun | None:
+    """Find the run that is continued, on all ranks, and lock its directory; UserError as `find_earlier_run`."""
+    earlier: EarlierRun | None = None
+    with process.together():
+        if process.rank == WRITER:
+            lock.take()
+            earlier = find_earlier_run(experiment)
+    found: EarlierRun | None = process.gather(earlier)[WRITER]
+    return found
+
+
+def _agree(
+    compiled: Compiled | None,
+    experiment: Experiment,
+    cluster: Cluster,
+    process: Process,
+    here: Here,
+    say: Callable[[str], None],
+) -> Compiled:
+    """Agree on a plan that fits, on all ranks; `compiled` is the recipe with the one that it names, if it does."""
+    if compiled is None:
+        plan = agree_on_plan(experiment, cluster, process, here, say)
+        # What is known of models may differ between nodes.
+        with process.together():
+            compiled = compile_recipe(experiment, cluster, plan)
+    else:
+        # So may the shares that a preset gives models by their sizes.
+        plan = process.gather(compiled.train.plan)[WRITER]
+        with process.together():
+            if plan != compiled.train.plan:
+                compiled = compile_recipe(experiment, cluster, plan)
+    with process.together():
+        if process.rank == WRITER:
+            check_fit(experiment, with_sizes(experiment, compiled, plan), here)
+    return compiled
