@@ -22,6 +22,8 @@ from realrl.checkpoint.state.pieces import PiecesSavePlanner, State
 
 BUFFER_BYTES = 8 << 20
 """Bytes that are copied from a GPU at a time."""
+CACHED_BYTES = 1 << 20
+"""Bytes of host memory that are read at a time."""
 
 
 def write_state(
@@ -160,7 +162,9 @@ class _HostBytes:
             yield from self._copy(flat)
         elif len(flat):
             # Not through numpy: memory that it has seen cannot be given back for offloading.
-            yield memoryview((ctypes.c_ubyte * len(flat)).from_address(flat.data_ptr())).cast("B")
+            whole = memoryview((ctypes.c_ubyte * len(flat)).from_address(flat.data_ptr())).cast("B")
+            # What is summed up and then written should still be in the processor's cache.
+            yield from (whole[at : at + CACHED_BYTES] for at in range(0, len(whole), CACHED_BYTES))
 
     def _copy(self, flat: Tensor) -> Iterator[memoryview]:
         if self._buffer is None or self._stream is None:
